@@ -1,0 +1,44 @@
+# make demo: watch a small GPT train with Pier.   make test: all tests.   Both set themselves up.
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+# Megatron's Makefile for its dataset helper calls the python3 on the PATH.
+export PATH := $(BIN):$(PATH)
+
+# Releases that tests run on beside the pinned one. They differ from it in nothing but themselves, so they are installed
+# without their dependencies, each in a folder of its own.
+MEGATRON_RELEASES := 0.17.1 0.18.2
+RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
+
+.PHONY: setup demo test lint typecheck format clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt tools/find_python.sh Makefile
+	@test -x $(BIN)/python || { python=$$(tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/megatron-%: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ megatron-core==$*
+	@touch $@
+
+demo: setup
+	@$(BIN)/pier-megatron demo
+
+test: setup $(RELEASES)
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: setup
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,24 @@
+"""Pier for Megatron-LM: drop-in ``--optimizer pier``, the network between nodes out of the training step.
+
+Reference: Fan & Zhang, "Pier: Efficient LLM pretraining with Relaxed Global Communication", arXiv 2511.17849.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from pier_megatron.config import PierConfig, PierConfigError
+from pier_megatron.registration import register
+from pier_megatron.version import __version__
+
+if TYPE_CHECKING:
+    from pier_megatron.optimizer import PierOptimizer
+
+__all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    # PierOptimizer extends a class of Megatron, whose import must not happen before the launcher has prepared it.
+    if name == "PierOptimizer":
+        from pier_megatron.optimizer import PierOptimizer
+
+        return PierOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,226 @@
+"""What a person chooses about Pier, resolved and checked before anything is built.
+
+Every check names the flag, its value, the arithmetic and a remedy, because it is read at 3 a.m. next to a failed job.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cached_property
+
+from pier_megatron.schedules import PRESETS, Preset, value_at
+
+DEFAULT_SYNC_INTERVAL = 50
+DEFAULT_PRESET = "pier"
+DEFAULT_LAZY_START_FRACTION = 0.1
+
+# Above this share of the run, an outer step still undoes gradients that the model has long left behind.
+_LONG_HORIZON = 0.03
+
+
+class PierConfigError(ValueError):
+    """A setting with which Pier cannot work as the user would expect."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PierConfig:
+    """The hyperparameters of a run with Pier; the symbols are those of arXiv 2511.17849.
+
+    Attributes:
+        train_iters: ``T``, iterations of the whole run.
+        groups: ``G``, number of groups that train apart between outer steps.
+        sync_interval: ``H``, iterations between outer steps.
+        preset: Name of the outer schedule, a key of :data:`pier_megatron.schedules.PRESETS`.
+        lazy_start_fraction: Share of the run that is fully synchronous, rounded to the nearest multiple of ``H``.
+        lazy_start_iters: ``W`` itself, a multiple of ``H``; overrides the fraction.
+        outer_lr: Constant ``eta`` in place of the preset's.
+        outer_momentum: Constant ``mu`` in place of the preset's, momentum warmup included.
+        allow_drifted_eval: Accept evaluation while the groups hold different parameters.
+
+    Raises:
+        PierConfigError: If a value is out of range or the run is too short for its lazy start.
+    """
+
+    train_iters: int
+    groups: int
+    sync_interval: int = DEFAULT_SYNC_INTERVAL
+    preset: str = DEFAULT_PRESET
+    lazy_start_fraction: float = DEFAULT_LAZY_START_FRACTION
+    lazy_start_iters: int | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    allow_drifted_eval: bool = False
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise PierConfigError(f"--pier-preset {self.preset}: not one of {', '.join(PRESETS)}.")
+        for flag, value in (("--pier-groups", self.groups), ("--pier-sync-interval", self.sync_interval)):
+            if value < 1:
+                raise PierConfigError(f"{flag} {value}: must be at least 1.")
+        if self.outer_lr is not None and not self.outer_lr > 0:
+            raise PierConfigError(f"--pier-outer-lr {self.outer_lr}: must be above 0, or no outer step moves anything.")
+        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
+            raise PierConfigError(
+                f"--pier-outer-momentum {self.outer_momentum}: must be in [0, 1); the momentum sums about 1 / (1 - mu) "
+                "pseudo-gradients, which has no limit at 1."
+            )
+        if not 0 <= self.lazy_start_fraction < 1:
+            raise PierConfigError(f"--pier-lazy-start-fraction {self.lazy_start_fraction}: must be in [0, 1).")
+        self._check_lazy_start()
+
+    def _check_lazy_start(self) -> None:
+        steps, interval = self.train_iters, self.sync_interval
+        if self.lazy_start_iters is not None:
+            given = f"--pier-lazy-start-iters {self.lazy_start_iters}"
+            if self.lazy_start_iters < 0:
+                raise PierConfigError(f"{given}: must not be negative.")
+            if self.lazy_start_iters % interval:
+                raise PierConfigError(
+                    f"{given} is no multiple of --pier-sync-interval {interval} "
+                    f"({_division(self.lazy_start_iters, interval)}): the momentum warmup ends on a sync iteration. "
+                    f"Use {_neighbours(self.lazy_start_iters, interval)}."
+                )
+        else:
+            target = self.lazy_start_fraction * steps
+            given = f"--pier-lazy-start-fraction {self.lazy_start_fraction} of --train-iters {steps}"
+            if target > 0 and self.lazy_start == 0:
+                raise PierConfigError(
+                    f"{given} is {target:g} iterations, which rounds to 0 x --pier-sync-interval {interval}: the run is "
+                    f"too short for its lazy start. Use --pier-sync-interval {max(int(target), 1)} or less, "
+                    f"--pier-lazy-start-iters {interval}, or --pier-lazy-start-iters 0 to start without one."
+                )
+        if self.lazy_start >= steps:
+            raise PierConfigError(
+                f"{given} gives a lazy start of {self.lazy_start} iterations, but the run has {steps}: no iteration is "
+                "left for the local phase, so this would be a synchronous run. Shorten the lazy start or "
+                "--pier-sync-interval, or train with --optimizer adam."
+            )
+
+    @property
+    def _preset(self) -> Preset:
+        return PRESETS[self.preset]
+
+    @cached_property
+    def lazy_start(self) -> int:
+        """``W``: number of fully synchronous iterations at the start."""
+        if self.lazy_start_iters is not None:
+            return self.lazy_start_iters
+        # Half rounds up: the longer lazy start is the safer one.
+        return int(self.lazy_start_fraction * self.train_iters / self.sync_interval + 0.5) * self.sync_interval
+
+    @property
+    def warms_momentum(self) -> bool:
+        """Whether the momentum is built up during the lazy start."""
+        return self._preset.warmup_momentum is not None
+
+    def is_lazy(self, iteration: int) -> bool:
+        """Whether gradients of ``iteration`` (1-based) are averaged over all groups."""
+        return iteration <= self.lazy_start
+
+    def is_momentum_warmup(self, iteration: int) -> bool:
+        """Whether the momentum warmup runs after ``iteration`` (1-based)."""
+        return self.warms_momentum and self.is_lazy(iteration) and iteration % self.sync_interval == 0
+
+    def is_outer_step(self, iteration: int) -> bool:
+        """Whether the groups meet after ``iteration`` (1-based): every H iterations, and after the last."""
+        if self.is_lazy(iteration):
+            return False
+        return iteration % self.sync_interval == 0 or iteration == self.train_iters
+
+    def outer_steps(self) -> Iterator[int]:
+        """The iterations after which an outer step runs, in order."""
+        first = self.lazy_start + self.sync_interval
+        yield from range(first, self.train_iters + 1, self.sync_interval)
+        if self.train_iters % self.sync_interval:
+            yield self.train_iters
+
+    def momentum_at(self, iteration: int) -> float:
+        """``mu(t)``, the outer momentum coefficient."""
+        if self.outer_momentum is not None:
+            return self.outer_momentum
+        if self.is_lazy(iteration):
+            return self._preset.warmup_momentum or 0.0
+        return value_at(self._preset.momentum, *self._local_progress(iteration))
+
+    def learning_rate_at(self, iteration: int) -> float:
+        """``eta(t)``, the outer learning rate; 0 during the lazy start, where parameters do not change."""
+        if self.is_lazy(iteration):
+            return 0.0
+        if self.outer_lr is not None:
+            return self.outer_lr
+        return value_at(self._preset.learning_rate, *self._local_progress(iteration))
+
+    def _local_progress(self, iteration: int) -> tuple[float, float]:
+        """Fractions of the whole run: behind us since the lazy start, and in all since the lazy start."""
+        return (iteration - self.lazy_start) / self.train_iters, 1 - self.lazy_start / self.train_iters
+
+    def check_data_parallel_size(self, data_parallel_size: int, context_parallel_size: int = 1) -> None:
+        """Refuses groups that would not be whole model replicas.
+
+        Args:
+            data_parallel_size: Model replicas, context parallelism not counted.
+            context_parallel_size: Ranks that share a sequence.
+
+        Raises:
+            PierConfigError: If the replicas do not divide among the groups.
+        """
+        if data_parallel_size % self.groups == 0:
+            return
+        divisors = [n for n in range(1, data_parallel_size + 1) if data_parallel_size % n == 0]
+        cut = (
+            f" (Megatron itself only asks that {data_parallel_size} x {context_parallel_size} = "
+            f"{data_parallel_size * context_parallel_size} ranks divide by it, and would cut a context-parallel group)"
+            if context_parallel_size > 1
+            else ""
+        )
+        raise PierConfigError(
+            f"--pier-groups {self.groups} does not divide the data-parallel size {data_parallel_size} "
+            f"({_division(data_parallel_size, self.groups)}): every group needs the same number of whole model "
+            f"replicas{cut}. Use one of {', '.join(map(str, divisors))}."
+        )
+
+    def check_interval(self, flag: str, interval: int, purpose: str, remedy: str = "") -> None:
+        """Refuses an interval at which the groups would not agree on the parameters.
+
+        Args:
+            flag: The flag that sets the interval.
+            interval: Iterations between two such events.
+            purpose: What happens then, as a noun.
+            remedy: Another way out than to change the interval.
+
+        Raises:
+            PierConfigError: If the interval is no multiple of the sync interval.
+        """
+        if interval % self.sync_interval == 0:
+            return
+        raise PierConfigError(
+            f"{flag} {interval} is no multiple of --pier-sync-interval {self.sync_interval} "
+            f"({_division(interval, self.sync_interval)}): {purpose} would find groups whose parameters have drifted "
+            f"apart. Use {_neighbours(interval, self.sync_interval)}{remedy}."
+        )
+
+    def warnings(self) -> list[str]:
+        """What is allowed but likely to disappoint, one sentence each."""
+        found = []
+        horizon = self.momentum_horizon()
+        if horizon > _LONG_HORIZON:
+            found.append(
+                f"the outer momentum remembers H / (1 - mu) = {horizon * self.train_iters:.0f} iterations, "
+                f"{horizon:.0%} of this run (the paper's runs: about 0.5 %). Expect it to overshoot; a shorter "
+                "--pier-sync-interval or a lower --pier-outer-momentum helps."
+            )
+        if self.groups == 1:
+            found.append("there is one group, hence nothing to gain from relaxed communication: see --pier-groups.")
+        return found
+
+    def momentum_horizon(self) -> float:
+        """``H / (1 - mu) / T`` with the final ``mu``: the share of the run that the outer momentum remembers."""
+        return self.sync_interval / (1 - self.momentum_at(self.train_iters)) / self.train_iters
+
+
+def _division(value: int, by: int) -> str:
+    return f"{value} = {value // by} x {by} + {value % by}"
+
+
+def _neighbours(value: int, of: int) -> str:
+    lower = value // of * of
+    return f"{lower} or {lower + of}" if lower else f"{of}"

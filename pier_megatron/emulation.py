@@ -1,0 +1,169 @@
+"""Lets an unmodified Megatron-LM run on a machine without a GPU: CPU tensors, gloo collectives.
+
+Megatron-LM names the device ``cuda`` in hundreds of places. :func:`install` makes those places mean the CPU, so that the
+demo and the tests run Megatron's own code, not a mock of it. It is meant for correctness, never for speed, and it is
+never installed unless ``--device cpu`` asks for it.
+
+Assumptions and limits:
+
+* One emulated device per process, index 0. Streams and events are empty: everything happens in program order.
+* The emulated CUDA generator *is* the CPU's default generator, which is what CPU kernels draw from.
+* What needs Transformer Engine (context parallelism, sequence parallelism, FP8) stays out of reach.
+"""
+
+import contextlib
+import os
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+# What the local (non-Transformer-Engine) path on gloo needs, each with the values it takes. A flag that the command line
+# already names is left as the user wrote it.
+_CPU_FLAGS: tuple[tuple[str, ...], ...] = (
+    ("--distributed-backend", "gloo"),
+    ("--transformer-impl", "local"),
+    ("--attention-backend", "unfused"),
+    ("--num-workers", "0"),
+    ("--no-masked-softmax-fusion",),
+    ("--no-bias-gelu-fusion",),
+    ("--no-bias-swiglu-fusion",),
+    ("--no-bias-dropout-fusion",),
+    ("--no-rope-fusion",),
+    ("--no-persist-layer-norm",),
+    ("--no-gradient-accumulation-fusion",),
+)
+
+
+def missing_cpu_flags(argv: Sequence[str]) -> list[str]:
+    """Flags that Megatron needs on the CPU and that ``argv`` does not name yet.
+
+    Args:
+        argv: The training script's arguments.
+
+    Returns:
+        Arguments to append, values included.
+    """
+    given = {argument.split("=", 1)[0] for argument in argv}
+    return [word for flag in _CPU_FLAGS if flag[0] not in given for word in flag]
+
+
+class _CpuInPlaceOfCuda(TorchFunctionMode):
+    """Sends every tensor that asks for a CUDA device to the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron tells dtypes apart by strings such as "torch.cuda.HalfTensor".
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if func is torch.Tensor.to:
+            args = (args[0], *(_on_cpu(argument) for argument in args[1:]))
+        return func(*args, **kwargs)
+
+
+def _on_cpu(device: Any) -> Any:
+    """Returns the CPU for anything that denotes a CUDA device, and everything else unchanged."""
+    is_index = isinstance(device, int) and not isinstance(device, bool)
+    is_cuda_name = isinstance(device, str) and device.startswith("cuda")
+    is_cuda = isinstance(device, torch.device) and device.type == "cuda"
+    return _CPU if is_index or is_cuda_name or is_cuda else device
+
+
+class _Stream:
+    """A stream or an event of the emulated device: nothing runs asynchronously, so there is nothing to wait for."""
+
+    priority_range = staticmethod(lambda: (0, 0))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = _CPU
+
+    def wait_stream(self, stream: "_Stream") -> None: ...
+
+    def wait_event(self, event: "_Stream") -> None: ...
+
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+        return event or _Stream()
+
+    def record(self, stream: "_Stream | None" = None) -> None: ...
+
+    def wait(self, stream: "_Stream | None" = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def elapsed_time(self, end: "_Stream") -> float:
+        return 0.0
+
+
+def install() -> None:
+    """Makes ``torch.cuda`` denote the CPU in this process. Call it before Megatron is imported.
+
+    The change is global and permanent for the process, hence for programs that own theirs (the launcher, the tests).
+    """
+    # Dynamo would trace through the mode below and compile for a device that is not there.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+    stream = _Stream()
+    properties = types.SimpleNamespace(
+        name="CPU", major=8, minor=0, total_memory=0, multi_processor_count=1, warp_size=32, gcnArchName="", uuid=""
+    )
+    stand_ins: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "set_stream": lambda stream: None,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "initial_seed": torch.initial_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "default_generators": (torch.default_generator,),
+        "_lazy_call": lambda callback, **kwargs: callback(),
+        "_lazy_init": lambda: None,
+        "memory_stats": lambda device=None: {},
+        # Megatron compares parameter types with these and asks isinstance() of them.
+        "FloatTensor": torch.FloatTensor,
+        "HalfTensor": torch.HalfTensor,
+        "BFloat16Tensor": torch.BFloat16Tensor,
+    }
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        stand_ins[name] = lambda device=None: 0
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cuda, name, stand_in)
+    for name in ("get_rng_state", "set_rng_state"):
+        setattr(torch.cuda.random, name, stand_ins[name])
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, lambda *args: None)
+    torch.accelerator.current_stream = stand_ins["current_stream"]
+    torch.accelerator.current_device_index = stand_ins["current_device"]
+
+    # Entered for good: Megatron creates tensors at import time, at run time and while it shuts down.
+    _CpuInPlaceOfCuda().__enter__()

@@ -1,0 +1,134 @@
+"""Who is in which group, on which node, and the communicator between the groups."""
+
+import dataclasses
+import datetime
+import os
+import socket
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from pier_megatron.config import PierConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """Where one process stands.
+
+    Attributes:
+        rank: Global rank.
+        node: Name of the node it runs on.
+        group: Index of its Pier group.
+        tensor_parallel_ranks: Global ranks of its tensor-parallel group.
+        peers: Global ranks that own the same parameters, one of each group, in group order.
+    """
+
+    rank: int
+    node: str
+    group: int
+    tensor_parallel_ranks: tuple[int, ...]
+    peers: tuple[int, ...]
+
+
+def node_name() -> str:
+    """Names the node of this process, the same for all its processes and for no others.
+
+    The launcher's own number comes first: containers on one node may have different host names, and containers on
+    different nodes the same.
+    """
+    for variable in ("GROUP_RANK", "SLURM_NODEID"):
+        if variable in os.environ:
+            return f"node {os.environ[variable]}"
+    return socket.gethostname()
+
+
+class Topology:
+    """The ranks of a run, as every rank knows them.
+
+    Attributes:
+        ranks: All ranks, in order.
+    """
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = list(ranks)
+
+    @classmethod
+    def gather(cls, own: Rank) -> "Topology":
+        """Collects the positions of all ranks; called by all of them."""
+        ranks: list[Rank | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        return cls([rank for rank in ranks if rank is not None])
+
+    def check(self) -> None:
+        """Refuses tensor-parallel groups that cross nodes.
+
+        Raises:
+            PierConfigError: With the ranks and nodes of one such group.
+        """
+        for rank in self.ranks:
+            nodes = {self.ranks[other].node for other in rank.tensor_parallel_ranks}
+            if len(nodes) > 1:
+                where = ", ".join(f"rank {other} on {self.ranks[other].node}" for other in rank.tensor_parallel_ranks)
+                raise PierConfigError(
+                    f"--tensor-model-parallel-size {len(rank.tensor_parallel_ranks)}: a tensor-parallel group crosses nodes "
+                    f"({where}). Tensor parallelism communicates several times in every layer and belongs inside a node: "
+                    "use at most the number of GPUs per node, or place the ranks of a group on one node."
+                )
+
+    def warnings(self) -> list[str]:
+        """What works but wastes the network, one sentence each."""
+        scattered = [group for group in self.groups() if not self._is_contiguous(group)]
+        nodes = {rank.node for rank in self.ranks}
+        if len(nodes) == 1 or not scattered:
+            return []
+        first = scattered[0]
+        return [
+            f"group {first} is not contiguous over nodes (ranks {_ranges(self.members(first))}): its pipeline traffic "
+            "crosses nodes in every iteration while its outer traffic may stay inside one. --use-tp-pp-dp-mapping makes "
+            "groups contiguous where Megatron allows it (TP x CP = ETP x EP)."
+        ]
+
+    def groups(self) -> list[int]:
+        """Indices of the groups, in order."""
+        return sorted({rank.group for rank in self.ranks})
+
+    def members(self, group: int) -> list[int]:
+        """Global ranks of a group, in order."""
+        return [rank.rank for rank in self.ranks if rank.group == group]
+
+    def _is_contiguous(self, group: int) -> bool:
+        members = self.members(group)
+        return members[-1] - members[0] + 1 == len(members)
+
+    def describe(self) -> list[str]:
+        """Draws the groups and their nodes, one line per group."""
+        lines = []
+        for group in self.groups():
+            members = self.members(group)
+            nodes = dict.fromkeys(self.ranks[rank].node for rank in members)
+            lines.append(f"group {group}: ranks {_ranges(members)} on {', '.join(nodes)}")
+        return lines
+
+    def new_communicator(self, timeout: datetime.timedelta | None) -> dist.ProcessGroup | None:
+        """Makes a communicator between the ranks that own the same parameters; called by all ranks.
+
+        It is apart from Megatron's so that what crosses the groups never queues behind what stays inside one.
+
+        Args:
+            timeout: Of its collectives; None for PyTorch's default.
+
+        Returns:
+            The communicator of this rank's peers, or None if there is one group.
+        """
+        if len(self.groups()) == 1:
+            return None
+        enumeration = sorted({rank.peers for rank in self.ranks})
+        own, _ = dist.new_subgroups_by_enumeration([list(peers) for peers in enumeration], timeout=timeout)
+        return own
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Writes sorted numbers as ranges, such as ``0-3, 8-11``."""
+    starts = [rank for rank in ranks if rank - 1 not in set(ranks)]
+    ends = [rank for rank in ranks if rank + 1 not in set(ranks)]
+    return ", ".join(f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends, strict=True))

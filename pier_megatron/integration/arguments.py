@@ -1,0 +1,266 @@
+"""The command line: ``--optimizer pier`` and its flags, inside Megatron's own parser.
+
+Megatron treats every optimizer it does not know as one of the "emerging optimizers" and switches the distributed optimizer
+off for it. So the name never reaches Megatron's validation: parsing turns ``pier`` into AdamW under the distributed
+optimizer with one instance per group, which is what Pier is to Megatron.
+"""
+
+import argparse
+import dataclasses
+import os
+from typing import Any
+
+from pier_megatron.config import (
+    DEFAULT_LAZY_START_FRACTION,
+    DEFAULT_PRESET,
+    DEFAULT_SYNC_INTERVAL,
+    PierConfig,
+    PierConfigError,
+)
+from pier_megatron.integration import versions
+from pier_megatron.schedules import PRESETS
+
+_PREFIX = "pier_"
+
+
+def install() -> None:
+    """Adds the flags to Megatron's parser and the checks to its validation."""
+    versions.wrap("megatron.training.arguments", "add_megatron_arguments", _with_pier_arguments)
+    versions.wrap("megatron.training.arguments", "validate_args", _with_pier_checks)
+    if versions.has("megatron.training.initialize", "validate_args"):
+        # megatron-core 0.17 validates there, and imported the function by name.
+        versions.wrap("megatron.training.initialize", "validate_args", _with_pier_checks)
+
+
+def uses_pier(args: argparse.Namespace) -> bool:
+    """Whether this run was started with ``--optimizer pier``."""
+    return bool(getattr(args, "pier", False))
+
+
+def config_from_args(args: argparse.Namespace) -> PierConfig:
+    """Builds the configuration of a run.
+
+    Args:
+        args: Megatron's arguments; ``train_iters`` must be known.
+
+    Raises:
+        PierConfigError: See :class:`PierConfig`.
+    """
+    fields = {field.name for field in dataclasses.fields(PierConfig)}
+    given = {name: getattr(args, _PREFIX + name) for name in fields if getattr(args, _PREFIX + name, None) is not None}
+    return PierConfig(train_iters=args.train_iters, **given)
+
+
+def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
+    group = parser.add_argument_group(
+        "pier", "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which trains with AdamW inside."
+    )
+    group.add_argument(
+        "--pier-groups",
+        type=int,
+        help="Number of groups that train apart between outer steps; each holds DP / groups model replicas. "
+        "Default: one per node.",
+    )
+    group.add_argument(
+        "--pier-sync-interval",
+        type=int,
+        help=f"Iterations between outer steps. Default: {DEFAULT_SYNC_INTERVAL}.",
+    )
+    group.add_argument(
+        "--pier-preset",
+        choices=list(PRESETS),
+        help=f"Schedule of outer momentum and outer learning rate over the run. Default: {DEFAULT_PRESET}.",
+    )
+    lazy_start = group.add_mutually_exclusive_group()
+    lazy_start.add_argument(
+        "--pier-lazy-start-fraction",
+        type=float,
+        help="Share of the run, in [0, 1), that starts fully synchronous; rounded to the nearest multiple of the sync "
+        f"interval. Default: {DEFAULT_LAZY_START_FRACTION}.",
+    )
+    lazy_start.add_argument(
+        "--pier-lazy-start-iters",
+        type=int,
+        help="The same in iterations, a multiple of the sync interval. Default: from the fraction.",
+    )
+    group.add_argument(
+        "--pier-outer-lr",
+        type=float,
+        help="Constant outer learning rate (dimensionless) in place of the preset's schedule. Default: the preset's.",
+    )
+    group.add_argument(
+        "--pier-outer-momentum",
+        type=float,
+        help="Constant outer momentum coefficient, in [0, 1), in place of the preset's schedule. Default: the preset's.",
+    )
+    group.add_argument(
+        "--pier-allow-drifted-eval",
+        action="store_true",
+        default=None,
+        help="Accept an evaluation interval that is no multiple of the sync interval. The loss is then averaged over "
+        "groups with different parameters. Default: refuse.",
+    )
+
+
+def _with_pier_arguments(add_megatron_arguments: Any) -> Any:
+    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_megatron_arguments(parser)
+        add_pier_arguments(parser)
+        optimizer = next(action for action in parser._actions if action.dest == "optimizer")
+        optimizer.choices = [*(optimizer.choices or ()), "pier"]
+        parse = parser.parse_known_args
+
+        def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+            namespace, unknown = parse(*args, **kwargs)
+            try:
+                _translate(namespace)
+            except PierConfigError as error:
+                parser.error(str(error))
+            return namespace, unknown
+
+        # parse_args calls parse_known_args, so this is the one place behind both.
+        parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+        return parser
+
+    return add_arguments
+
+
+def _translate(args: argparse.Namespace) -> None:
+    """Turns ``--optimizer pier`` into what Megatron knows, in place."""
+    args.pier = args.optimizer == "pier"
+    if not args.pier:
+        given = [name for name, value in vars(args).items() if name.startswith(_PREFIX) and value is not None]
+        if given:
+            raise PierConfigError(
+                f"{', '.join(map(_flag, given))} has no effect with --optimizer {args.optimizer}: add --optimizer pier."
+            )
+        return
+    if args.yaml_cfg is not None:
+        raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
+    if args.pier_groups is None:
+        args.pier_groups = _number_of_nodes()
+    instances = args.num_distributed_optimizer_instances
+    if instances not in (1, args.pier_groups):
+        raise PierConfigError(
+            f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
+            "is a distributed-optimizer instance, and --optimizer pier sets their number. Drop the former."
+        )
+    args.optimizer = "adam"
+    args.use_distributed_optimizer = True
+    args.num_distributed_optimizer_instances = args.pier_groups
+
+
+def _number_of_nodes() -> int:
+    """How many nodes the launcher started, from its environment."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
+        return int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ["LOCAL_WORLD_SIZE"])
+    if "SLURM_NNODES" in os.environ:
+        return int(os.environ["SLURM_NNODES"])
+    raise PierConfigError(
+        "--pier-groups: the number of nodes is unknown (neither LOCAL_WORLD_SIZE nor SLURM_NNODES is set), so there is no "
+        "default. Give the number of groups."
+    )
+
+
+def _with_pier_checks(validate_args: Any) -> Any:
+    def validate(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        if uses_pier(args):
+            # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
+            _refuse_what_cannot_work(args)
+        result = validate_args(args, *rest, **kwargs)
+        if uses_pier(args):
+            check_arguments(args)
+        return result
+
+    return validate
+
+
+# What cannot work, with the reason: (attribute of Megatron's arguments, why). An attribute that a release does not have
+# is not set; every other value that is neither None, False nor 0 is refused.
+_REFUSED = (
+    ("use_megatron_fsdp", "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards"),
+    ("use_torch_fsdp2", "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards"),
+    ("use_layer_wise_distributed_optimizer", "the layer-wise optimizer has no instances that could become groups"),
+    (
+        "use_precision_aware_optimizer",
+        "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer step cannot reach them",
+    ),
+    ("optimizer_cpu_offload", "it keeps the FP32 main parameters in an optimizer of its own on the host"),
+    ("optimizer_cuda_graph", "the outer step would be captured into the graph and replayed at every iteration"),
+    ("fp8_param_gather", "FP8 parameters are quantised from the main parameters by a step that outer steps do not repeat"),
+    ("fp4_param_gather", "FP4 parameters are quantised from the main parameters by a step that outer steps do not repeat"),
+    ("hybrid_context_parallel", "it moves data between all data-parallel ranks in every iteration, hence across groups"),
+    ("perform_rl_step", "reinforcement learning swaps the parameters outside the optimizer"),
+    ("data_parallel_random_init", "groups must start from identical weights"),
+    ("save_wgrads_interval", "Megatron reduces these gradients over one optimizer instance only, so they would be wrong"),
+    ("use_dist_ckpt_deprecated", "use --ckpt-format torch_dist"),
+)
+
+
+def _refuse_what_cannot_work(args: argparse.Namespace) -> None:
+    for name, reason in _REFUSED:
+        if getattr(args, name, None):
+            raise PierConfigError(f"{_flag(name)} cannot be used with --optimizer pier: {reason}.")
+    graph = (getattr(args, "cuda_graph_impl", None), *_strings(getattr(args, "cuda_graph_scope", None)))
+    if "full_iteration" in graph:
+        raise PierConfigError(
+            "CUDA graphs of the full iteration cannot be used with --optimizer pier: they capture the gradient "
+            "collectives, which change when the lazy start ends. Capture layers instead."
+        )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Checks that need the sizes and intervals that Megatron's validation has filled in.
+
+    Raises:
+        PierConfigError: With the flag, the values, the arithmetic and a remedy.
+    """
+    groups = args.pier_groups
+    if args.train_iters is None:
+        # Sample-based training: Megatron derives the iterations later, and the optimizer is built after that.
+        return
+    config = config_from_args(args)
+    config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
+    if args.num_experts is not None:
+        _check_expert_data_parallel_size(args, groups)
+    if args.eval_interval and args.eval_iters and not config.allow_drifted_eval:
+        config.check_interval(
+            "--eval-interval", args.eval_interval, "evaluation", ", or accept it with --pier-allow-drifted-eval"
+        )
+    if args.save is not None:
+        if args.ckpt_format != "torch_dist":
+            raise PierConfigError(
+                f"--ckpt-format {args.ckpt_format} cannot be used with --optimizer pier: it stores the model of one group "
+                "with the optimizer state of another. Use --ckpt-format torch_dist."
+            )
+        for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
+            if getattr(args, name, None):
+                config.check_interval(_flag(name), getattr(args, name), "saving")
+    interval = args.check_weight_hash_across_dp_replicas_interval
+    if interval is not None:
+        config.check_interval("--check-weight-hash-across-dp-replicas-interval", interval, "the comparison of weights")
+
+
+def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> None:
+    tensor, expert, pipeline = (
+        args.expert_tensor_parallel_size,
+        args.expert_model_parallel_size,
+        args.pipeline_model_parallel_size,
+    )
+    replicas = args.world_size // (tensor * expert * pipeline)
+    if replicas % groups:
+        raise PierConfigError(
+            f"--pier-groups {groups} does not divide the expert-data-parallel size {replicas} (world size "
+            f"{args.world_size} / (ETP {tensor} x EP {expert} x PP {pipeline})): every group needs whole replicas of the "
+            "experts. Lower --pier-groups or --expert-model-parallel-size."
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _strings(value: Any) -> list[str]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [str(getattr(item, "name", item)) for item in values]

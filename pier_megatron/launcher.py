@@ -1,0 +1,95 @@
+"""Runs a training script unchanged, with ``--optimizer pier`` known to it.
+
+Also what the helper processes of Megatron import: ``multiprocessing`` re-imports the main module in each process that it
+spawns (checkpoint writers, for one), and they need what the script's module level needs.
+"""
+
+import argparse
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+# Carries the choice of device to helper processes.
+_DEVICE_VARIABLE = "PIER_MEGATRON_DEVICE"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs ``[--device auto|cuda|cpu] SCRIPT ARGUMENTS...``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pier_megatron",
+        description="Runs a Megatron-LM training script unchanged, with --optimizer pier known to it.",
+        usage="%(prog)s [--device {auto,cuda,cpu}] SCRIPT [ARGUMENTS ...]",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cuda", "cpu"],
+        default="auto",
+        help="cpu: run Megatron on the CPU and gloo, for trying things out; cuda: on GPUs; auto (default): cuda, and an "
+        "error if there is none",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="such as the pretrain_gpt.py of a Megatron-LM checkout")
+    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="the script's own")
+    options = parser.parse_args(argv)
+    script = Path(options.script)
+    if not script.is_file():
+        parser.error(f"SCRIPT {options.script}: no such file")
+
+    import torch
+
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error(
+            f"--device {options.device}: PyTorch {torch.__version__} finds no CUDA device. To try Megatron and Pier on the "
+            "CPU, which is slow, pass --device cpu before SCRIPT."
+        )
+    os.environ[_DEVICE_VARIABLE] = options.device
+    sys.argv = [options.script, *options.arguments]
+    if options.device == "cpu":
+        from pier_megatron.emulation import missing_cpu_flags
+
+        added = missing_cpu_flags(options.arguments)
+        if added and os.environ.get("RANK", "0") == "0":
+            print(f"--device cpu adds: {' '.join(added)}", flush=True)
+        sys.argv += added
+    _prepare(script)
+    _run_as_main(script)
+
+
+def _prepare(script: Path) -> None:
+    """Sets up this process as ``python SCRIPT`` would, and makes Pier known to the Megatron that it would import."""
+    sys.path[0] = str(script.resolve().parent)
+    if os.environ.get(_DEVICE_VARIABLE) == "cpu":
+        from pier_megatron import emulation
+
+        emulation.install()
+    from pier_megatron.integration import datasets
+    from pier_megatron.registration import register
+
+    datasets.install()
+    register()
+
+
+def _run_as_main(script: Path) -> None:
+    """Runs the script as ``__main__``.
+
+    Unlike ``runpy.run_path`` this names the present module in ``__spec__``, and ``multiprocessing`` imports what stands
+    there in the processes that it spawns.
+    """
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(
+        __file__=str(script), __spec__=importlib.machinery.ModuleSpec(__name__, None), __builtins__=__builtins__
+    )
+    sys.modules["__main__"] = main_module
+    _execute(script, main_module.__dict__)
+
+
+def _execute(script: Path, namespace: dict[str, object]) -> None:
+    exec(compile(script.read_bytes(), str(script), "exec"), namespace)
+
+
+if __name__ == "__mp_main__":
+    # A helper process: what the script defines at module level may be unpickled here.
+    _prepare(Path(sys.argv[0]))
+    _execute(Path(sys.argv[0]), globals())

@@ -1,0 +1,21 @@
+"""Makes ``--optimizer pier`` known to the Megatron that this process imports."""
+
+_registered = False
+
+
+def register() -> None:
+    """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
+
+    A run without ``--optimizer pier`` is not changed. Calling it again does nothing.
+
+    Raises:
+        UnsupportedMegatronError: If this Megatron is not one of the supported releases.
+    """
+    global _registered
+    if _registered:
+        return
+    from pier_megatron.integration import arguments, training
+
+    arguments.install()
+    training.install()
+    _registered = True

@@ -1,0 +1,115 @@
+"""The outer momentum coefficient ``mu`` and the outer learning rate ``eta`` over training progress.
+
+Presets are data. Every length in them is a fraction of the run counted from the end of the lazy start, so a longer or
+shorter lazy start shifts all break points with it.
+
+Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+# Iterations are integers and presets are decimal fractions: this absorbs the rounding of their products, so that an outer
+# step exactly on a break point always belongs to the segment that ends there.
+_BREAK_POINT_TOLERANCE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A stretch of a schedule.
+
+    Attributes:
+        start: Value at the beginning of the segment.
+        end: Value at its end; equal to ``start`` for a constant segment.
+        length: Fraction of the whole run, or None for everything that is left of it.
+        shape: Maps the fraction of the segment behind us, in [0, 1], to the fraction of the way from start to end.
+    """
+
+    start: float
+    end: float
+    length: float | None
+    shape: Callable[[float], float]
+
+
+def _linear(fraction: float) -> float:
+    return fraction
+
+
+def _cosine(fraction: float) -> float:
+    return 0.5 - 0.5 * math.cos(math.pi * fraction)
+
+
+def _constant(value: float, length: float | None = None) -> Segment:
+    return Segment(value, value, length, _linear)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """An outer schedule by name.
+
+    Attributes:
+        warmup_momentum: ``mu`` of the momentum warmup during the lazy start, or None to start the local phase with a
+            momentum of zero.
+        momentum: ``mu`` over the local phase.
+        learning_rate: ``eta`` over the local phase.
+    """
+
+    warmup_momentum: float | None
+    momentum: tuple[Segment, ...]
+    learning_rate: tuple[Segment, ...]
+
+
+PRESETS: dict[str, Preset] = {
+    "pier": Preset(
+        warmup_momentum=0.9,
+        momentum=(_constant(0.99, length=0.05), _constant(0.95, length=0.05), _constant(0.90)),
+        learning_rate=(
+            Segment(0.0, 1.0, 0.10, _linear),
+            _constant(1.1, length=0.60),
+            _constant(0.9),
+        ),
+    ),
+    "pier-cosine": Preset(
+        warmup_momentum=0.9,
+        momentum=(Segment(0.99, 0.90, None, _cosine),),
+        learning_rate=(
+            Segment(0.0, 1.1, 0.10, _linear),
+            Segment(1.1, 0.9, None, _cosine),
+        ),
+    ),
+    "diloco": Preset(
+        warmup_momentum=None,
+        momentum=(_constant(0.9),),
+        learning_rate=(_constant(0.7),),
+    ),
+    "local-sgd": Preset(
+        warmup_momentum=None,
+        momentum=(_constant(0.0),),
+        learning_rate=(_constant(1.0),),
+    ),
+}
+
+
+def value_at(segments: tuple[Segment, ...], offset: float, total: float) -> float:
+    """Evaluates a schedule.
+
+    Args:
+        segments: The schedule; an open-ended segment must come last.
+        offset: Progress since the end of the lazy start, as a fraction of the whole run.
+        total: The whole local phase, as a fraction of the whole run.
+
+    Returns:
+        The value at ``offset``. A break point belongs to the segment that ends there.
+    """
+    begin = 0.0
+    for segment in segments[:-1]:
+        length = total - begin if segment.length is None else segment.length
+        if offset <= begin + length + _BREAK_POINT_TOLERANCE:
+            break
+        begin += length
+    else:
+        segment = segments[-1]
+        length = total - begin if segment.length is None else segment.length
+    fraction = min(max((offset - begin) / length, 0.0), 1.0) if length > 0 else 1.0
+    return segment.start + (segment.end - segment.start) * segment.shape(fraction)

@@ -1,0 +1,77 @@
+"""What a run says and checks before its first iteration."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pier_megatron.config import PierConfig, PierConfigError
+from pier_megatron.groups import Topology
+from pier_megatron.outer import GroupExchange, OuterState
+
+# Longer schedules are shown by their first, last and evenly spaced outer steps.
+_SCHEDULE_ROWS = 8
+
+
+def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange) -> None:
+    """Refuses groups whose shards or weights differ; called by all ranks.
+
+    Args:
+        states: The outer states of this rank, at the parameters the run starts from.
+        exchange: Collectives between the groups.
+
+    Raises:
+        PierConfigError: If the shards do not match or do not hold the same values.
+    """
+    sums = [
+        torch.stack([state.anchor.double().sum(), state.anchor.double().abs().sum()]).tolist() for state in states
+    ]
+    own = [[state.numel, state.unique_numel, *sums] for state, sums in zip(states, sums, strict=True)]
+    device = states[0].anchor.device if states else torch.device("cpu")
+    vector = torch.tensor([value for row in own for value in row], dtype=torch.float64, device=device)
+    sizes = exchange.gather(torch.tensor([float(len(vector))], dtype=torch.float64, device=device))
+    if (sizes != sizes[0]).any():
+        raise PierConfigError("The groups hold different numbers of parameter buffers: their parallel layouts differ.")
+    everyone = exchange.gather(vector)
+    differing = [group for group in range(exchange.size) if not torch.equal(everyone[group], everyone[0])]
+    if differing:
+        raise PierConfigError(
+            f"Group {differing[0]} does not start from the same weights as group 0: of (parameters, counted ones, sum, sum of "
+            f"magnitudes) per buffer it has {everyone[differing[0]].tolist()}, group 0 {everyone[0].tolist()}. All groups need "
+            "the same --seed and no --data-parallel-random-init."
+        )
+
+
+def describe(config: PierConfig, topology: Topology, states: Sequence[OuterState], exchange: GroupExchange) -> str:
+    """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory."""
+    parameters = sum(state.numel for state in states)
+    nbytes = 4 * parameters
+    members = topology.members(0)
+    lines = [
+        f"Pier: {config.groups} groups of {len(members)} ranks, preset {config.preset}",
+        *(f"  {line}" for line in topology.describe()),
+        f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
+        f"with an outer step every {config.sync_interval}, {len(list(config.outer_steps()))} in all",
+        *_schedule(config),
+        f"  per rank: {parameters:,} FP32 parameters; sends {exchange.all_reduce_bytes(nbytes) / 1e6:,.2f} MB to other groups "
+        f"per outer step (synchronous training: about as much in every iteration); outer state "
+        f"{sum(state.nbytes for state in states) / 1e6:,.2f} MB, and {2 * nbytes / 1e6:,.2f} MB more during an outer step",
+        f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
+        *(f"  WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]),
+    ]
+    return "\n".join(lines)
+
+
+def _schedule(config: PierConfig) -> list[str]:
+    steps = list(config.outer_steps())
+    last = len(steps) - 1
+    shown = sorted({round(row * last / (_SCHEDULE_ROWS - 1)) for row in range(_SCHEDULE_ROWS)})
+    lines = [f"  {'iteration':>12} {'progress':>9} {'mu':>6} {'eta':>6}"]
+    if config.lazy_start:
+        warmup = f"{config.momentum_at(1):6.3f}" if config.warms_momentum else f"{'-':>6}"
+        lines.append(f"  {f'1-{config.lazy_start}':>12} {'':>9} {warmup} {'-':>6}")
+    for step in (steps[index] for index in shown):
+        lines.append(
+            f"  {step:12d} {step / config.train_iters:9.1%} {config.momentum_at(step):6.3f} "
+            f"{config.learning_rate_at(step):6.3f}"
+        )
+    return lines
