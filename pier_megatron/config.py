@@ -190,7 +190,7 @@ class PierConfig:
         Raises:
             PierConfigError: If the interval is no multiple of the sync interval.
         """
-        if interval % self.sync_interval == 0:
+        if interval % self.sync_interval == 0 or interval > self.train_iters:
             return
         raise PierConfigError(
             f"{flag} {interval} is no multiple of --pier-sync-interval {self.sync_interval} "

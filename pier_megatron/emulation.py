@@ -12,6 +12,7 @@ Assumptions and limits:
 """
 
 import contextlib
+import logging
 import os
 import types
 from collections.abc import Callable, Sequence
@@ -165,5 +166,7 @@ def install() -> None:
     torch.accelerator.current_stream = stand_ins["current_stream"]
     torch.accelerator.current_device_index = stand_ins["current_device"]
 
+    # Megatron warns at every draw that the CPU's generator moved along with the GPU's; here they are one.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "RNG state" not in record.msg)
     # Entered for good: Megatron creates tensors at import time, at run time and while it shuts down.
     _CpuInPlaceOfCuda().__enter__()

@@ -1,5 +1,6 @@
 """Which Megatron releases are supported, and how a seam takes hold of a symbol."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,7 @@ def wrap(module: str, name: str, make_wrapper: Callable[[Callable[..., Any]], Ca
         UnsupportedMegatronError: If this Megatron has no such function.
     """
     original = require(module, name)
-    setattr(importlib.import_module(module), name, make_wrapper(original))
+    setattr(importlib.import_module(module), name, functools.update_wrapper(make_wrapper(original), original))
 
 
 def _version_or_unknown() -> str:

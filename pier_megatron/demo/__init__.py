@@ -1,0 +1,1 @@
+"""A GPT on the bytes of Python's standard library: ``pier-megatron demo``, and what the tests train."""

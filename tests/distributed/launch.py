@@ -1,0 +1,122 @@
+"""Starts trainings in real processes and reads back what they recorded."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Where the tests train: the smallest GPT with every kind of parameter.
+_MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --vocab-size 257 "
+    "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant --adam-eps 1e-4 "
+    "--log-interval 1 --eval-interval 1000000 --eval-iters 1"
+).split()
+
+
+@dataclasses.dataclass
+class Run:
+    """A training to launch.
+
+    Attributes:
+        name: Of the run, unique within a launch.
+        argv: Its command line, beside the model's.
+        probes: What to record of it, see ``worker.Recorder``.
+        sabotage: Name of a planted bug.
+    """
+
+    name: str
+    argv: str
+    probes: Sequence[str] = ()
+    sabotage: str | None = None
+
+
+class Recorded:
+    """What the ranks of a run recorded."""
+
+    def __init__(self, directory: Path, run: Run, world_size: int) -> None:
+        self.directory = directory / run.name
+        self.ranks: list[dict[str, Any]] = [
+            torch.load(directory / f"{run.name}-rank{rank}.pt", weights_only=False) for rank in range(world_size)
+        ]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The losses that Megatron logged, by iteration."""
+        return self.ranks[-1]["losses"]
+
+    @property
+    def grad_norms(self) -> dict[int, float]:
+        """The gradient norms that Megatron logged, by iteration."""
+        return self.ranks[-1]["grad_norms"]
+
+    def of_group(self, group: int) -> list[dict[str, Any]]:
+        """Records of the ranks of a group, in order: the same parts of the model in every group."""
+        return [rank for rank in self.ranks if rank["group"] == group]
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        """All weights of the model, whole, as saved under that name."""
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        path = self.directory / f"{name}.pt"
+        dcp_to_torch_save(self.directory / name, path)
+        return torch.load(path, weights_only=False)
+
+
+def launch(
+    directory: Path, corpus: tuple[Path, Path], runs: Sequence[Run], world_size: int = 4, megatron: Path | None = None
+) -> dict[str, Recorded]:
+    """Runs trainings one after the other in one set of processes.
+
+    Args:
+        directory: For what they record.
+        corpus: Prefixes of the train and the validation dataset.
+        runs: What to train.
+        world_size: Number of processes.
+        megatron: Folder of another megatron-core release than the installed one.
+
+    Returns:
+        What each run recorded, by its name.
+    """
+    train, validation = corpus
+    data = ["--train-data-path", str(train), "--valid-data-path", str(validation), "--test-data-path", str(validation)]
+    specification = directory / "specification.json"
+    specification.write_text(
+        json.dumps([dataclasses.asdict(run) | {"argv": [*_MODEL, *data, *run.argv.split()]} for run in runs])
+    )
+    command = [*torchrun(world_size), str(Path(__file__).parent / "worker.py"), str(specification), str(directory)]
+    execute(command, directory / "log.txt", megatron)
+    return {run.name: Recorded(directory, run, world_size) for run in runs}
+
+
+def torchrun(world_size: int) -> list[str]:
+    """The command that starts processes on this machine, on a free port."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+
+
+def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **environment: str) -> str:
+    """Runs a command to its end.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        AssertionError: If it failed, with the end of what it printed.
+    """
+    path = [str(folder) for folder in (megatron, REPOSITORY) if folder is not None]
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    with log.open("w") as output:
+        process = subprocess.run(
+            command, env=os.environ | variables | environment, stdout=output, stderr=subprocess.STDOUT, timeout=600
+        )
+    text = log.read_text()
+    assert process.returncode == 0, f"{' '.join(command)}\n" + text[-6000:]
+    return text

@@ -1,0 +1,52 @@
+"""Trains with ``pier_megatron.reference`` on the samples that a distributed run recorded."""
+
+from collections.abc import Sequence
+
+import gpt_reference
+import torch
+from launch import Recorded
+from torch import Tensor
+
+from pier_megatron import PierConfig, reference
+
+LEARNING_RATE, ADAM_EPS, WEIGHT_DECAY, CLIP_GRAD = 2e-3, 1e-4, 0.01, 1.0
+
+
+def train(recorded: Recorded, config: PierConfig) -> dict[str, Tensor]:
+    """Returns the weights after the last iteration, float64, by their names in the checkpoint."""
+    initial = gpt_reference.trainable(recorded.weights("initial"))
+    names = list(initial)
+    samples = [_samples_of_group(recorded, group) for group in range(config.groups)]
+
+    def gradient(parameters: Sequence[Tensor], group: int, iteration: int) -> Sequence[Tensor]:
+        weights = {
+            name: parameter.detach().requires_grad_() for name, parameter in zip(names, parameters, strict=True)
+        }
+        losses = [gpt_reference.loss(weights, tokens, labels) for tokens, labels in samples[group][iteration]]
+        return torch.autograd.grad(torch.stack(losses).mean(), list(weights.values()))
+
+    def inner_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        # Like Megatron: no weight decay on biases and norms.
+        decays = [not name.endswith(("bias", "norm_weight", "layernorm.weight")) for name in names]
+        groups = [
+            {"params": [p for p, d in zip(parameters, decays, strict=True) if d is decay], "weight_decay": weight_decay}
+            for decay, weight_decay in ((True, WEIGHT_DECAY), (False, 0.0))
+        ]
+        return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=ADAM_EPS)
+
+    final = reference.train(list(initial.values()), gradient, inner_optimizer, config, CLIP_GRAD)
+    return dict(zip(names, final, strict=True))
+
+
+def _samples_of_group(recorded: Recorded, group: int) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Micro-batches by iteration, those of each data-parallel rank of the group once."""
+    ranks = {rank["data_parallel_rank"]: rank["samples"] for rank in recorded.of_group(group) if "samples" in rank}
+    return {
+        iteration: [batch for samples in ranks.values() for batch in samples[iteration]]
+        for iteration in next(iter(ranks.values()))
+    }
+
+
+def largest_error(distributed: dict[str, object], single: dict[str, Tensor]) -> float:
+    """Largest difference of any weight."""
+    return max((gpt_reference.trainable(distributed)[name] - weight).abs().max().item() for name, weight in single.items())
