@@ -41,7 +41,9 @@ def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange) ->
         )
 
 
-def describe(config: PierConfig, topology: Topology, states: Sequence[OuterState], exchange: GroupExchange) -> str:
+def describe(
+    config: PierConfig, topology: Topology, states: Sequence[OuterState], exchange: GroupExchange, log_interval: int
+) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory."""
     parameters = sum(state.numel for state in states)
     nbytes = 4 * parameters
@@ -55,6 +57,7 @@ def describe(config: PierConfig, topology: Topology, states: Sequence[OuterState
         f"  per rank: {parameters:,} FP32 parameters; sends {exchange.all_reduce_bytes(nbytes) / 1e6:,.2f} MB to other groups "
         f"per outer step (synchronous training: about as much in every iteration); outer state "
         f"{sum(state.nbytes for state in states) / 1e6:,.2f} MB, and {2 * nbytes / 1e6:,.2f} MB more during an outer step",
+        f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *(f"  WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]),
     ]

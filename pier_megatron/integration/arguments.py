@@ -146,6 +146,9 @@ def _translate(args: argparse.Namespace) -> None:
             f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
             "is a distributed-optimizer instance, and --optimizer pier sets their number. Drop the former."
         )
+    if args.tensorboard_log_interval % args.log_interval:
+        # What is logged is a mean over groups, which must not meet more often than the user asked to see it.
+        args.tensorboard_log_interval = args.log_interval
     args.optimizer = "adam"
     args.use_distributed_optimizer = True
     args.num_distributed_optimizer_instances = args.pier_groups

@@ -54,7 +54,7 @@ def _build(optimizer: Any) -> Any:
     pier = PierOptimizer(optimizer, config, exchange, _report)
     startup.check_groups_agree(pier.outer_states, exchange)
     if dist.get_rank() == 0:
-        print(startup.describe(config, topology, pier.outer_states, exchange), flush=True)
+        print(startup.describe(config, topology, pier.outer_states, exchange, args.log_interval), flush=True)
     return pier
 
 
