@@ -12,8 +12,9 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-# Carries the choice of device to helper processes.
+# Carry what helper processes cannot see: importing this module as their main one overwrites their sys.argv[0].
 _DEVICE_VARIABLE = "PIER_MEGATRON_DEVICE"
+_SCRIPT_VARIABLE = "PIER_MEGATRON_SCRIPT"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
             "CPU, which is slow, pass --device cpu before SCRIPT."
         )
     os.environ[_DEVICE_VARIABLE] = options.device
+    os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
     sys.argv = [options.script, *options.arguments]
     if options.device == "cpu":
         from pier_megatron.emulation import missing_cpu_flags
@@ -91,5 +93,6 @@ def _execute(script: Path, namespace: dict[str, object]) -> None:
 
 if __name__ == "__mp_main__":
     # A helper process: what the script defines at module level may be unpickled here.
-    _prepare(Path(sys.argv[0]))
-    _execute(Path(sys.argv[0]), globals())
+    _script = Path(os.environ[_SCRIPT_VARIABLE])
+    _prepare(_script)
+    _execute(_script, globals())

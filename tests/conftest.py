@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-# Megatron's import warns of packages that only GPUs need.
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 

@@ -25,8 +25,8 @@ _TRAINING = (
 ).split()
 
 # The lines of Megatron's log that tell the story; everything is in the log file.
-_SHOWN = re.compile(r"^\s*\[[-\d :.]+\] iteration|^ ?outer step|^\s*validation loss|^Pier:|^  |saving checkpoint|saved checkpoint")
-_NOT_SHOWN = re.compile(r"^  \w+ \.+ |^  warnings?\.warn|^  File ")
+_SHOWN = re.compile(r"^\s*\[[-\d :.]+\] iteration|^ outer step|^\s*validation loss|saved checkpoint")
+_BLOCK_BEGINS, _BLOCK_GOES_ON = "Pier: ", "  "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,8 +124,10 @@ def _show(command: Sequence[str], log: Path) -> int:
         ) as process,
     ):
         assert process.stdout is not None
+        in_block = False
         for line in process.stdout:
             file.write(line)
-            if _SHOWN.search(line) and not _NOT_SHOWN.search(line):
+            in_block = line.startswith(_BLOCK_BEGINS) or (in_block and line.startswith(_BLOCK_GOES_ON))
+            if in_block or _SHOWN.search(line):
                 print(line, end="", flush=True)
         return process.wait()

@@ -30,13 +30,13 @@ class Run:
         name: Of the run, unique within a launch.
         argv: Its command line, beside the model's.
         probes: What to record of it, see ``worker.Recorder``.
-        sabotage: Name of a planted bug.
+        sabotage: Names of bugs and faults planted in it, see ``sabotage.py``.
     """
 
     name: str
     argv: str
     probes: Sequence[str] = ()
-    sabotage: str | None = None
+    sabotage: Sequence[str] = ()
 
 
 class Recorded:

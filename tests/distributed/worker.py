@@ -23,6 +23,7 @@ from megatron.core import (  # noqa: E402
     parallel_state,
     rerun_state_machine,
 )
+from megatron.core.optimizer import ChainedOptimizer  # noqa: E402
 from megatron.training import global_vars  # noqa: E402
 from megatron.training import training as megatron_training  # noqa: E402
 from sabotage import planted  # noqa: E402
@@ -47,6 +48,13 @@ class Recorder:
         if iteration == 0 and "weights" in self.probes:
             self.save_weights("initial")
 
+    def after_inner_step(self) -> None:
+        if "inner" in self.probes:
+            self.record.setdefault("inner", {})[self.iteration] = self.flat_outer_parameters()
+        if "gradients" in self.probes:
+            gradients = torch.cat([parameter.grad.flatten() for parameter in self.main_parameters()])
+            self.record.setdefault("gradients", {})[self.iteration] = gradients
+
     def end_iteration(self, result: tuple[Any, ...]) -> None:
         keep = self.record.setdefault
         if "skipped" in self.probes:
@@ -58,12 +66,17 @@ class Recorder:
             keep("momentum", {})[self.iteration] = [state.momentum.clone() for state in self.optimizer.outer_states]
         if "stale" in self.probes:
             keep("stale", {})[self.iteration] = self.stale_parameters()
-        if "gradients" in self.probes:
-            keep("gradients", {})[self.iteration] = torch.cat([p.grad.flatten() for p in self.main_parameters()])
 
     def main_parameters(self) -> list[torch.Tensor]:
         groups = [group for member in self.optimizer.chained_optimizers for group in member.optimizer.param_groups]
         return [parameter for group in groups for parameter in group["params"]]
+
+    def flat_outer_parameters(self) -> list[torch.Tensor]:
+        """The main parameters in the order of the outer state."""
+        flats = [torch.empty_like(state.anchor) for state in self.optimizer.outer_states]
+        for state, flat in zip(self.optimizer.outer_states, flats, strict=True):
+            state.copy_parameters_to(flat)
+        return flats
 
     def flat_main_parameters(self) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.main_parameters()])
@@ -114,7 +127,7 @@ recorder: Recorder
 def look_on() -> None:
     """Puts the recorder under the plugin's hooks, so that it sees what Megatron sees."""
     train_step, training_log = megatron_training.train_step, megatron_training.training_log
-    evaluate = megatron_training.evaluate_and_print_results
+    evaluate, inner_step = megatron_training.evaluate_and_print_results, ChainedOptimizer.step
 
     @functools.wraps(train_step)
     def recorded_step(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +148,12 @@ def look_on() -> None:
             recorder.record["validation"][prefix] = recorder.flat_main_parameters()
         return evaluate(prefix, *args, **kwargs)
 
+    def recorded_inner_step(optimizer: Any) -> Any:
+        result = inner_step(optimizer)
+        recorder.after_inner_step()
+        return result
+
+    ChainedOptimizer.step = recorded_inner_step
     megatron_training.train_step = recorded_step
     megatron_training.training_log = recorded_log
     megatron_training.evaluate_and_print_results = recorded_evaluate
@@ -182,9 +201,9 @@ def main() -> None:
     for run in specification:
         name, argv = run["name"], run["argv"]
         print(f"== {name}", flush=True)
-        recorder = Recorder(run.get("probes", []), directory / name)
+        recorder = Recorder(run["probes"], directory / name)
         sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
-        with planted(run.get("sabotage")):
+        with planted(run["sabotage"]):
             pretrain_bytes.main()
         recorder.finish(directory / f"{name}-rank{dist.get_rank()}.pt")
         dist.barrier()

@@ -1,0 +1,215 @@
+"""The seven points of the contract, on real Megatron in real processes.
+
+Every check is also run on a training with the bug that it guards against, and must fail there.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from launch import Recorded, Run, launch
+
+from pier_megatron import PierConfig
+
+pytestmark = pytest.mark.processes
+
+_STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
+_PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6"
+_TP2 = "--tensor-model-parallel-size 2 --global-batch-size 8 "
+_DP2 = "--global-batch-size 16 "
+_OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
+_ONE_GROUP = (
+    "--train-iters 8 --optimizer pier --pier-groups 1 --pier-sync-interval 1 --pier-lazy-start-iters 1 "
+    "--pier-outer-lr 1 --pier-outer-momentum 0"
+)
+_FOUR_GROUPS = "--global-batch-size 8 --train-iters 8 --clip-grad 0 "
+_FOUR_PIER = "--optimizer pier --pier-groups 4 --pier-sync-interval 4 --pier-lazy-start-iters 4"
+_FOUR_STOCK = "--use-distributed-optimizer --num-distributed-optimizer-instances 4"
+_FP16 = "--global-batch-size 16 --fp16 --initial-loss-scale 1024 "
+_UNCHECKED = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
+
+_RUNS = [
+    Run("stock", _TP2 + "--bf16 " + _STOCK),
+    Run("pier", _TP2 + "--bf16 --eval-interval 6 " + _PIER, ["main", "inner", "outer", "stale"]),
+    Run("pier stale", _TP2 + "--bf16 " + _PIER, ["stale"], ["no commit"]),
+    Run("overlap", _DP2 + "--bf16 " + _OVERLAP + _PIER, ["main", "stale"]),
+    Run("overlap stock", _DP2 + "--bf16 " + _OVERLAP + _STOCK),
+    Run("drifted", _TP2 + "--bf16 --eval-interval 5 --pier-allow-drifted-eval " + _PIER, ["main"]),
+    Run("one stock", _TP2 + "--bf16 --train-iters 8 --use-distributed-optimizer", ["main"]),
+    Run("one", _TP2 + "--bf16 " + _ONE_GROUP, ["main"]),
+    Run("four", _FOUR_GROUPS + _FOUR_PIER, ["gradients"]),
+    Run("four stock", _FOUR_GROUPS + _FOUR_STOCK, ["gradients"]),
+    Run("four wrong mean", _FOUR_GROUPS + _FOUR_PIER, ["gradients"], ["no rescaling"]),
+    Run("overflow", _FP16 + _PIER, ["main", "skipped", "stale"], ["overflow in group 1 at 8 and 9"]),
+    Run("not finite", _DP2 + _UNCHECKED + _PIER, ["main", "inner", "outer", "stale"], ["nan in group 1 at 9"]),
+    Run("poisoned", _DP2 + _UNCHECKED + _PIER, ["outer"], ["nan in group 1 at 9", "unaware of nan"]),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(tmp_path_factory.mktemp("contract"), corpus, _RUNS)
+
+
+def fails(check: Callable[..., None], *arguments: object) -> bool:
+    """Whether a check sees that something is wrong."""
+    try:
+        check(*arguments)
+    except AssertionError:
+        return True
+    return False
+
+
+def pairs(run: Recorded, key: str, iteration: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same part of the model in group 0 and in group 1."""
+    return [
+        (one[key][iteration], other[key][iteration])
+        for one, other in zip(run.of_group(0), run.of_group(1), strict=True)
+    ]
+
+
+def groups_are_equal(run: Recorded, iteration: int) -> None:
+    for one, other in pairs(run, "main", iteration):
+        assert torch.equal(one, other)
+
+
+# 1. G = 1, H = 1, eta = 1, mu = 0 is stock Megatron, bit for bit.
+
+
+def test_one_group_with_unit_outer_steps_is_stock_megatron(runs: dict[str, Recorded]) -> None:
+    assert runs["one"].losses == runs["one stock"].losses
+    assert runs["one"].grad_norms == runs["one stock"].grad_norms
+    for one, stock in zip(runs["one"].ranks, runs["one stock"].ranks, strict=True):
+        assert all(torch.equal(one["main"][t], stock["main"][t]) for t in range(1, 9))
+
+
+# 2. The lazy start is bitwise stock Megatron.
+
+
+def lazy_start_is_stock(pier: Recorded, stock: Recorded) -> None:
+    assert [pier.losses[t] for t in range(1, 7)] == [stock.losses[t] for t in range(1, 7)]
+    assert [pier.grad_norms[t] for t in range(1, 7)] == [stock.grad_norms[t] for t in range(1, 7)]
+
+
+@pytest.mark.parametrize(("pier", "stock"), [("pier", "stock"), ("overlap", "overlap stock")])
+def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded], pier: str, stock: str) -> None:
+    lazy_start_is_stock(runs[pier], runs[stock])
+    assert runs[pier].losses[9] != runs[stock].losses[9]
+    assert fails(lazy_start_is_stock, runs["drifted"], runs["overlap stock"])
+
+
+# 3. The gradient is the mean over the samples of the averaging domain.
+
+
+def gradients_are_means_of_their_domain(run: Recorded, stock: Recorded) -> None:
+    # At the first local iteration the groups still have equal parameters: the mean over the groups of their gradients is
+    # then the gradient that synchronous training computes from the same samples.
+    mean = torch.stack([rank["gradients"][5] for rank in run.ranks]).mean(0)
+    torch.testing.assert_close(mean, stock.ranks[0]["gradients"][5], rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_is_the_mean_over_the_averaging_domain(runs: dict[str, Recorded]) -> None:
+    gradients_are_means_of_their_domain(runs["four"], runs["four stock"])
+    assert fails(gradients_are_means_of_their_domain, runs["four wrong mean"], runs["four stock"])
+    assert not torch.equal(runs["four"].ranks[0]["gradients"][5], runs["four"].ranks[1]["gradients"][5])
+
+
+def test_grad_norm_keeps_its_scale_at_the_switch(runs: dict[str, Recorded]) -> None:
+    # With the published code's mean it drops by the number of groups, here from about 1.5 x to less than half.
+    before, after = (runs["four"].grad_norms[iteration] for iteration in (4, 5))
+    assert 0.7 < after / before < 2
+    wrong = runs["four wrong mean"].grad_norms
+    assert wrong[5] / wrong[4] < 0.5
+
+
+# 4. After an outer step the model computes with the new parameters, rounded.
+
+
+def nothing_is_stale(run: Recorded) -> None:
+    # With --overlap-param-gather, Megatron gathers after its own steps no earlier than in the next forward.
+    for rank in run.ranks:
+        assert [rank["stale"][iteration] for iteration in (9, 12)] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["pier", "overlap", "overflow", "not finite"])
+def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded], name: str) -> None:
+    nothing_is_stale(runs[name])
+
+
+def test_stale_parameters_are_seen(runs: dict[str, Recorded]) -> None:
+    assert fails(nothing_is_stale, runs["pier stale"])
+    assert [t for t, count in runs["pier stale"].ranks[0]["stale"].items() if count] == [9, 12]
+    assert not any(runs["pier"].ranks[0]["stale"].values())
+
+
+# 5. Skipped steps and numbers that are not finite.
+
+
+def test_groups_meet_though_one_skipped_its_step(runs: dict[str, Recorded]) -> None:
+    run = runs["overflow"]
+    skipped = [run.of_group(group)[0]["skipped"] for group in (0, 1)]
+    assert [t for t, skip in skipped[0].items() if skip] == []
+    assert [t for t, skip in skipped[1].items() if skip] == [8, 9]
+    for iteration in (9, 12):
+        groups_are_equal(run, iteration)
+    assert all(one.isfinite().all() for one, _ in pairs(run, "main", 12))
+
+
+def nothing_is_poisoned(run: Recorded) -> None:
+    for rank in run.ranks:
+        for key in ("anchor", "momentum"):
+            assert all(buffer.isfinite().all() for iteration in rank[key].values() for buffer in iteration)
+
+
+def test_group_that_is_not_finite_is_left_out(runs: dict[str, Recorded]) -> None:
+    run = runs["not finite"]
+    nothing_is_poisoned(run)
+    assert fails(nothing_is_poisoned, runs["poisoned"])
+    for iteration in (9, 12):
+        groups_are_equal(run, iteration)
+
+
+def outer_step_takes_the_mean_of(run: Recorded, groups: tuple[int, ...], iteration: int, before: int) -> None:
+    """Compares one outer step with the formula, in float64, part by part of the model."""
+    config = PierConfig(12, groups=2, sync_interval=3, lazy_start_iters=6)
+    mu, eta = config.momentum_at(iteration), config.learning_rate_at(iteration)
+    for parts in zip(*(run.of_group(group) for group in (0, 1)), strict=True):
+        for buffer in range(len(parts[0]["anchor"][before])):
+            anchor, momentum = (parts[0][key][before][buffer].double() for key in ("anchor", "momentum"))
+            delta = torch.stack([anchor - parts[group]["inner"][iteration][buffer].double() for group in groups]).mean(0)
+            momentum = mu * momentum + delta
+            expected = anchor - eta * (delta + mu * momentum)
+            for part in parts:
+                assert_close = torch.testing.assert_close
+                assert_close(part["anchor"][iteration][buffer].double(), expected, rtol=1e-5, atol=1e-7)
+                assert_close(part["momentum"][iteration][buffer].double(), momentum, rtol=1e-4, atol=1e-6)
+
+
+def test_outer_step_takes_the_mean_of_the_groups_that_are_finite(runs: dict[str, Recorded]) -> None:
+    outer_step_takes_the_mean_of(runs["pier"], (0, 1), iteration=9, before=6)
+    outer_step_takes_the_mean_of(runs["pier"], (0, 1), iteration=12, before=9)
+    outer_step_takes_the_mean_of(runs["not finite"], (0,), iteration=9, before=6)
+    assert fails(outer_step_takes_the_mean_of, runs["pier"], (0,), 9, 6)
+
+
+# 6. Evaluation sees synchronised parameters.
+
+
+def validation_is_synchronised(run: Recorded) -> None:
+    for one, other in zip(run.of_group(0), run.of_group(1), strict=True):
+        assert one["validation"].keys() == other["validation"].keys()
+        assert one["validation"]
+        assert all(torch.equal(one["validation"][prefix], other["validation"][prefix]) for prefix in one["validation"])
+
+
+def test_evaluation_sees_synchronised_parameters(runs: dict[str, Recorded]) -> None:
+    validation_is_synchronised(runs["pier"])
+    assert fails(validation_is_synchronised, runs["drifted"])
+
+
+def test_groups_drift_in_between(runs: dict[str, Recorded]) -> None:
+    for iteration in (9, 12):
+        groups_are_equal(runs["pier"], iteration)
+    assert all(fails(groups_are_equal, runs["pier"], iteration) for iteration in (7, 8, 10, 11))

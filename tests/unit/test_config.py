@@ -1,0 +1,87 @@
+"""Phases, and what is refused: every message must name the flag, the values, the arithmetic and a remedy."""
+
+import pytest
+
+from pier_megatron import PierConfig, PierConfigError
+
+
+def test_phases_of_a_run() -> None:
+    config = PierConfig(train_iters=104, groups=2, sync_interval=10, lazy_start_iters=20)
+    assert [t for t in range(1, 105) if config.is_lazy(t)] == list(range(1, 21))
+    assert [t for t in range(1, 105) if config.is_momentum_warmup(t)] == [10, 20]
+    # The first outer step is at W + H, never at W: no synchronous work is thrown away. The last is after the last iteration.
+    assert [t for t in range(1, 105) if config.is_outer_step(t)] == [30, 40, 50, 60, 70, 80, 90, 100, 104]
+    assert list(config.outer_steps()) == [30, 40, 50, 60, 70, 80, 90, 100, 104]
+
+
+def test_run_that_ends_on_a_sync_iteration_has_no_extra_outer_step() -> None:
+    assert list(PierConfig(train_iters=40, groups=2, sync_interval=10, lazy_start_iters=20).outer_steps()) == [30, 40]
+
+
+def test_run_without_lazy_start() -> None:
+    config = PierConfig(train_iters=20, groups=2, sync_interval=10, lazy_start_iters=0)
+    assert not config.is_lazy(1)
+    assert list(config.outer_steps()) == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("train_iters", "interval", "lazy_start"), [(1000, 50, 100), (1200, 50, 100), (1300, 50, 150), (100_000, 50, 10_000)]
+)
+def test_lazy_start_is_the_multiple_of_the_interval_nearest_a_tenth(
+    train_iters: int, interval: int, lazy_start: int
+) -> None:
+    assert PierConfig(train_iters, groups=2, sync_interval=interval).lazy_start == lazy_start
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"preset": "nesterov"}, ["--pier-preset nesterov", "pier-cosine", "diloco"]),
+        ({"groups": 0}, ["--pier-groups 0", "at least 1"]),
+        ({"sync_interval": 0}, ["--pier-sync-interval 0", "at least 1"]),
+        ({"outer_lr": 0.0}, ["--pier-outer-lr 0.0", "above 0"]),
+        ({"outer_momentum": 1.0}, ["--pier-outer-momentum 1.0", "[0, 1)"]),
+        ({"lazy_start_fraction": 1.0}, ["--pier-lazy-start-fraction 1.0", "[0, 1)"]),
+        ({"lazy_start_iters": -50}, ["--pier-lazy-start-iters -50", "negative"]),
+        ({"lazy_start_iters": 120}, ["--pier-lazy-start-iters 120", "120 = 2 x 50 + 20", "100 or 150"]),
+        ({"lazy_start_iters": 1000}, ["--pier-lazy-start-iters 1000", "the run has 1000", "--optimizer adam"]),
+        ({"train_iters": 200}, ["0.1 of --train-iters 200 is 20", "0 x --pier-sync-interval 50", "20 or less"]),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(PierConfigError) as refusal:
+        PierConfig(**({"train_iters": 1000, "groups": 2} | settings))
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_groups_must_divide_the_data_parallel_size() -> None:
+    config = PierConfig(train_iters=1000, groups=4)
+    config.check_data_parallel_size(8)
+    with pytest.raises(PierConfigError, match=r"--pier-groups 4 .* 6 \(6 = 1 x 4 \+ 2\).* Use one of 1, 2, 3, 6\."):
+        config.check_data_parallel_size(6)
+
+
+def test_groups_must_not_cut_a_context_parallel_group() -> None:
+    # 2 replicas x CP 4 are 8 ranks: Megatron would split them into 4 instances of 2 ranks, half a sequence each.
+    with pytest.raises(PierConfigError, match=r"2 x 4 = 8 .* cut a context-parallel group"):
+        PierConfig(train_iters=1000, groups=4).check_data_parallel_size(2, context_parallel_size=4)
+
+
+def test_intervals_must_meet_the_outer_steps() -> None:
+    config = PierConfig(train_iters=1000, groups=2, sync_interval=30)
+    config.check_interval("--eval-interval", 90, "evaluation")
+    with pytest.raises(PierConfigError, match=r"--eval-interval 100 .* 30 \(100 = 3 x 30 \+ 10\).* Use 90 or 120\."):
+        config.check_interval("--eval-interval", 100, "evaluation")
+
+
+def test_interval_longer_than_the_run_never_comes() -> None:
+    PierConfig(train_iters=1000, groups=2, sync_interval=30).check_interval("--save-interval", 10_000, "saving")
+
+
+def test_warnings() -> None:
+    assert PierConfig(train_iters=100_000, groups=2).warnings() == []
+    [horizon] = PierConfig(train_iters=2000, groups=2).warnings()
+    assert "500 iterations, 25%" in horizon
+    [single] = PierConfig(train_iters=100_000, groups=1).warnings()
+    assert "one group" in single

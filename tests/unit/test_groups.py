@@ -1,0 +1,49 @@
+"""Groups and nodes: Megatron's own rank layouts, laid over machines."""
+
+import pytest
+
+from pier_megatron import PierConfigError
+from pier_megatron.groups import Rank, Topology
+
+
+def topology(world: int, per_node: int, tensor_parallel: int, members: list[list[int]]) -> Topology:
+    """Ranks in node order, groups as given."""
+    group_of = {rank: group for group, ranks in enumerate(members) for rank in ranks}
+    return Topology(
+        [
+            Rank(
+                rank=rank,
+                node=f"node {rank // per_node}",
+                group=group_of[rank],
+                tensor_parallel_ranks=tuple(
+                    range(rank // tensor_parallel * tensor_parallel, (rank // tensor_parallel + 1) * tensor_parallel)
+                ),
+                peers=tuple(ranks[members[group_of[rank]].index(rank)] for ranks in members),
+            )
+            for rank in range(world)
+        ]
+    )
+
+
+def test_draws_groups_and_nodes() -> None:
+    drawn = topology(16, 4, 2, [[*range(8)], [*range(8, 16)]])
+    assert drawn.describe() == ["group 0: ranks 0-7 on node 0, node 1", "group 1: ranks 8-15 on node 2, node 3"]
+    drawn.check()
+    assert drawn.warnings() == []
+
+
+def test_tensor_parallel_group_across_nodes_is_refused() -> None:
+    with pytest.raises(PierConfigError, match=r"--tensor-model-parallel-size 4.*rank 1 on node 0, rank 2 on node 1.*inside"):
+        topology(8, 2, 4, [[*range(4)], [*range(4, 8)]]).check()
+
+
+def test_scattered_pipeline_groups_get_a_warning() -> None:
+    # TP 2, PP 2, 16 ranks: what Megatron's default rank order makes of two instances.
+    scattered = topology(16, 4, 2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]])
+    [warning] = scattered.warnings()
+    assert "group 0 is not contiguous over nodes (ranks 0-3, 8-11)" in warning
+    assert "--use-tp-pp-dp-mapping" in warning
+
+
+def test_scattered_groups_on_one_node_are_fine() -> None:
+    assert topology(8, 8, 2, [[0, 1, 4, 5], [2, 3, 6, 7]]).warnings() == []

@@ -1,0 +1,58 @@
+"""Norms, cosines and the line of the log."""
+
+import pytest
+import torch
+
+from pier_megatron.metrics import OuterStepReport, SquaredNorms, norms_and_cosines
+from pier_megatron.outer import OuterState
+
+
+def test_norms_and_cosines_of_two_groups() -> None:
+    own = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])]
+    mean = torch.tensor([1.5, 2.0])
+    sums = []
+    for vector in own:
+        state = OuterState([torch.zeros(2)])
+        state.momentum.copy_(torch.tensor([0.0, 2.0]))
+        norms = SquaredNorms(torch.device("cpu"))
+        norms.add(state, vector, mean)
+        sums.append(norms.sums)
+    pseudo_gradient, momentum, smallest, average = norms_and_cosines(torch.stack(sums), torch.tensor([True, True]))
+    assert (pseudo_gradient, momentum) == pytest.approx((2.5, 2.0))
+    assert (smallest, average) == pytest.approx((0.6, 0.7))
+
+
+def test_group_left_out_does_not_count() -> None:
+    sums = torch.tensor([[9.0, 9.0, 9.0, 4.0], [0.0, 0.0, 9.0, 4.0]])
+    assert norms_and_cosines(sums, torch.tensor([True, False])) == pytest.approx((3.0, 2.0, 1.0, 1.0))
+
+
+def test_groups_that_did_not_move_have_no_direction() -> None:
+    assert norms_and_cosines(torch.zeros(2, 4), torch.tensor([True, True])) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_duplicates_are_counted_once() -> None:
+    state = OuterState([torch.zeros(2)], [torch.zeros(3)])
+    norms = SquaredNorms(torch.device("cpu"))
+    norms.add(state, torch.ones(5), torch.ones(5))
+    assert norms.sums[:3].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_line_and_scalars() -> None:
+    report = OuterStepReport(
+        iteration=150,
+        pseudo_gradient_norm=1.25,
+        momentum_norm=2.5,
+        cosine_min=0.5,
+        cosine_mean=0.75,
+        mu=0.99,
+        eta=0.1,
+        bytes_sent=3_000_000,
+        seconds=0.25,
+        left_out=(3,),
+    )
+    line = report.line()
+    for part in ("iteration      150", "mu: 0.990", "eta: 0.100", "1.2500E+00", "(0.500, 0.750)", "3.00", "250.0", "group 3"):
+        assert part in line
+    assert report.scalars()["pier/bytes-sent"] == 3e6
+    assert report.scalars()["pier/groups-left-out"] == 1

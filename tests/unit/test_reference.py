@@ -1,0 +1,73 @@
+"""The oracle itself: on problems small enough to work out by hand, and in the cases that have a name."""
+
+import torch
+from torch import Tensor
+
+from pier_megatron import PierConfig, reference
+
+
+def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def constant_gradients(parameters: list[Tensor], group: int, iteration: int) -> list[Tensor]:
+    """Group 0 is pulled by 1, group 1 by 3, whatever its parameters."""
+    return [torch.full_like(parameter, 1.0 + 2 * group) for parameter in parameters]
+
+
+def trajectory(config: PierConfig) -> list[list[float]]:
+    """Each group's single parameter after each iteration, from 0."""
+    states: list[list[float]] = []
+    reference.train(
+        [torch.zeros(1)],
+        constant_gradients,
+        sgd,
+        config,
+        on_iteration=lambda t, groups: states.append([parameters[0].item() for parameters in groups]),
+    )
+    return states
+
+
+def test_worked_example() -> None:
+    config = PierConfig(
+        train_iters=4, groups=2, sync_interval=1, lazy_start_iters=2, outer_lr=0.5, outer_momentum=0.9
+    )
+    states = trajectory(config)
+    # Lazy start: both follow the mean gradient 2. Warmup: m = 0.2, then 0.9 * 0.2 + 0.2 = 0.38.
+    torch.testing.assert_close(states[:2], [[-0.2, -0.2], [-0.4, -0.4]])
+    # delta = mean(0.1, 0.3) = 0.2; m = 0.9 * 0.38 + 0.2 = 0.542; theta = -0.4 - 0.5 * (0.2 + 0.9 * 0.542).
+    torch.testing.assert_close(states[2], [-0.7439, -0.7439])
+    # m = 0.9 * 0.542 + 0.2 = 0.6878; theta = -0.7439 - 0.5 * (0.2 + 0.9 * 0.6878).
+    torch.testing.assert_close(states[3], [-1.15341, -1.15341])
+
+
+def test_groups_drift_between_outer_steps_only() -> None:
+    config = PierConfig(train_iters=6, groups=2, sync_interval=3, lazy_start_iters=0, preset="local-sgd")
+    drifts = [abs(first - second) > 1e-9 for first, second in trajectory(config)]
+    assert drifts == [True, True, False, True, True, False]
+
+
+def test_plain_averaging_is_federated_averaging() -> None:
+    config = PierConfig(train_iters=3, groups=2, sync_interval=3, lazy_start_iters=0, preset="local-sgd")
+    torch.testing.assert_close(trajectory(config)[-1], [-0.6, -0.6])  # The mean of -0.3 and -0.9.
+
+
+def test_one_group_with_unit_steps_is_the_inner_optimizer() -> None:
+    config = PierConfig(train_iters=5, groups=1, sync_interval=1, lazy_start_iters=1, preset="local-sgd")
+    torch.testing.assert_close(trajectory(config), [[-0.1 * t] for t in range(1, 6)])
+
+
+def test_diloco_is_nesterov_of_pytorch_on_the_mean_pseudo_gradient() -> None:
+    config = PierConfig(train_iters=12, groups=2, sync_interval=2, lazy_start_iters=0, preset="diloco")
+    parameter = torch.zeros(1, dtype=torch.float64)
+    outer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    for state in trajectory(config)[1::2]:
+        parameter.grad = torch.full_like(parameter, 0.4)  # Two inner steps of 0.1 times the mean gradient 2.
+        outer.step()
+        torch.testing.assert_close(state, [parameter.item()] * 2)
+
+
+def test_last_iteration_ends_on_agreement() -> None:
+    config = PierConfig(train_iters=7, groups=2, sync_interval=3, lazy_start_iters=3)
+    first, second = trajectory(config)[-1]
+    assert first == second

@@ -1,0 +1,85 @@
+"""The presets against the table of the paper (arXiv 2511.17849, section 4) and of its authors' later code."""
+
+import math
+
+import pytest
+
+from pier_megatron import PierConfig
+
+
+def config(preset: str, **kwargs: object) -> PierConfig:
+    return PierConfig(train_iters=1000, groups=8, sync_interval=10, preset=preset, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "mu"),
+    [(10, 0.9), (100, 0.9), (110, 0.99), (150, 0.99), (160, 0.95), (200, 0.95), (210, 0.9), (1000, 0.9)],
+)
+def test_pier_momentum_follows_the_paper(iteration: int, mu: float) -> None:
+    assert config("pier").momentum_at(iteration) == pytest.approx(mu)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "eta"), [(110, 0.1), (150, 0.5), (200, 1.0), (210, 1.1), (800, 1.1), (810, 0.9), (1000, 0.9)]
+)
+def test_pier_learning_rate_follows_the_paper(iteration: int, eta: float) -> None:
+    assert config("pier").learning_rate_at(iteration) == pytest.approx(eta)
+
+
+def test_parameters_do_not_change_in_the_lazy_start() -> None:
+    assert {config(preset).learning_rate_at(100) for preset in ("pier", "pier-cosine", "diloco", "local-sgd")} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("iteration", "mu", "eta"),
+    [
+        (110, 0.9 + 0.09 * (0.5 + 0.5 * math.cos(math.pi / 90)), 0.11),
+        (200, 0.9 + 0.09 * (0.5 + 0.5 * math.cos(math.pi / 9)), 1.1),
+        (600, None, 1.0),
+        (1000, 0.9, 0.9),
+    ],
+)
+def test_pier_cosine_ends_where_it_should(iteration: int, mu: float | None, eta: float) -> None:
+    schedule = config("pier-cosine")
+    if mu is not None:
+        assert schedule.momentum_at(iteration) == pytest.approx(mu)
+    assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
+
+
+def test_constant_presets() -> None:
+    assert (config("diloco").momentum_at(500), config("diloco").learning_rate_at(500)) == (0.9, 0.7)
+    assert (config("local-sgd").momentum_at(500), config("local-sgd").learning_rate_at(500)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("preset", ["diloco", "local-sgd"])
+def test_presets_without_momentum_warmup(preset: str) -> None:
+    assert not any(config(preset).is_momentum_warmup(iteration) for iteration in range(1, 1001))
+
+
+def test_break_points_shift_with_the_lazy_start() -> None:
+    early, late = config("pier"), config("pier", lazy_start_fraction=0.25)
+    for iteration in range(110, 850, 10):
+        assert late.momentum_at(iteration + 150) == pytest.approx(early.momentum_at(iteration))
+        assert late.learning_rate_at(iteration + 150) == pytest.approx(early.learning_rate_at(iteration))
+
+
+def test_break_points_scale_with_the_run() -> None:
+    short, long = config("pier"), PierConfig(train_iters=100_000, groups=8, sync_interval=50)
+    for percent in range(11, 101):
+        assert long.momentum_at(percent * 1000) == pytest.approx(short.momentum_at(percent * 10))
+        assert long.learning_rate_at(percent * 1000) == pytest.approx(short.learning_rate_at(percent * 10))
+
+
+def test_overrides_are_constant() -> None:
+    schedule = config("pier", outer_lr=0.5, outer_momentum=0.3)
+    assert {schedule.learning_rate_at(t) for t in range(101, 1001)} == {0.5}
+    assert {schedule.momentum_at(t) for t in range(1, 1001)} == {0.3}
+
+
+def test_no_preset_leaves_the_range_its_segments_span() -> None:
+    for preset in ("pier", "pier-cosine"):
+        for lazy_start in (0.0, 0.1, 0.3, 0.5, 0.9):
+            schedule = config(preset, lazy_start_fraction=lazy_start)
+            for iteration in schedule.outer_steps():
+                assert 0.9 <= schedule.momentum_at(iteration) <= 0.99
+                assert 0.0 < schedule.learning_rate_at(iteration) <= 1.1
