@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="pier", help="outer schedule, as --pier-preset (%(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and data order (%(default)s)")
     parser.add_argument(
+        "arguments", nargs="*", metavar="-- ARGUMENTS", help="further arguments for Megatron, such as -- --lr 1e-3"
+    )
+    parser.add_argument(
         "--synchronous", action="store_true", help="train without Pier instead, for comparison: AdamW in every iteration"
     )
 
@@ -62,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
         *("--train-data-path", str(train), "--valid-data-path", str(validation), "--test-data-path", str(validation)),
         *("--save", str(output / "checkpoint"), "--tensorboard-dir", str(output / "tensorboard")),
     ]
+    command += options.arguments
     if device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
         # The same plain PyTorch path as on the CPU, on NCCL.
         flags = missing_cpu_flags(["--distributed-backend", "--num-workers"])

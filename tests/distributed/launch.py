@@ -118,5 +118,7 @@ def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **e
             command, env=os.environ | variables | environment, stdout=output, stderr=subprocess.STDOUT, timeout=600
         )
     text = log.read_text()
-    assert process.returncode == 0, f"{' '.join(command)}\n" + text[-6000:]
+    if process.returncode != 0:
+        errors = [line for line in text.splitlines() if "Error" in line]
+        raise AssertionError("\n".join([" ".join(command), *errors[:20], f"The whole log: {log}"]))
     return text
