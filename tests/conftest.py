@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The corpus of the demo, in Megatron's indexed format: prefixes of its train and validation datasets."""
-    from pier_megatron.demo import corpus
+    """A text that is the same on every machine, in Megatron's indexed format: train and validation dataset."""
+    from pier_megatron.demo.corpus import write_documents
 
-    return corpus.write(tmp_path_factory.mktemp("corpus"))
+    folder, text = tmp_path_factory.mktemp("corpus"), Path(__file__).parents[1] / "LICENSE"
+    return write_documents(folder / "train", [text]), write_documents(folder / "validation", [text])

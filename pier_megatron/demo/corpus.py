@@ -2,6 +2,7 @@
 
 import hashlib
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,24 +26,35 @@ def write(directory: Path) -> tuple[Path, Path]:
     Returns:
         The path prefixes of the train and of the validation dataset, as ``--train-data-path`` takes them.
     """
+    sources = _sources()
+    held_out = [path for path in sources if hashlib.sha256(path.name.encode()).digest()[0] % _VALIDATION_SHARE == 0]
+    train = [path for path in sources if path not in set(held_out)]
+    return write_documents(directory / "train", train), write_documents(directory / "validation", held_out)
+
+
+def write_documents(prefix: Path, paths: Sequence[Path]) -> Path:
+    """Writes files as one dataset, a document each, unless it is there already.
+
+    Args:
+        prefix: Path of the dataset without ``.bin`` and ``.idx``.
+        paths: The files.
+
+    Returns:
+        The prefix.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-    prefixes = directory / "train", directory / "validation"
-    if all(Path(get_idx_path(str(prefix))).exists() for prefix in prefixes):
-        return prefixes
-    directory.mkdir(parents=True, exist_ok=True)
-    builders = [IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=np.uint16) for prefix in prefixes]
-    for path in _sources():
-        text = path.read_bytes()
-        if not text:
-            continue
-        is_validation = hashlib.sha256(path.name.encode()).digest()[0] % _VALIDATION_SHARE == 0
-        tokens = np.append(np.frombuffer(text, dtype=np.uint8).astype(np.uint16), END_OF_DOCUMENT)
-        builders[is_validation].add_document(tokens, [len(tokens)])
-    for builder, prefix in zip(builders, prefixes, strict=True):
-        # The index is written last and marks the dataset as complete.
-        builder.finalize(get_idx_path(str(prefix)))
-    return prefixes
+    index = get_idx_path(str(prefix))
+    if Path(index).exists():
+        return prefix
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=np.uint16)
+    for path in paths:
+        tokens = np.append(np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16), END_OF_DOCUMENT)
+        builder.add_document(tokens, [len(tokens)])
+    # The index is written last and marks the dataset as complete.
+    builder.finalize(index)
+    return prefix
 
 
 def _sources() -> list[Path]:

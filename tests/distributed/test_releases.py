@@ -1,0 +1,80 @@
+"""The smoke part on every supported megatron-core release, and golden trajectories that all of them must reproduce."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+from launch import Recorded, Run, launch
+
+from pier_megatron import PierConfig
+
+pytestmark = pytest.mark.processes
+
+_INSTALLED = "installed"
+# Where `make test` puts the other releases.
+_RELEASES = {
+    _INSTALLED: None,
+    "0.17": Path(sys.prefix) / "megatron-0.17.1",
+    "0.18": Path(sys.prefix) / "megatron-0.18.2",
+}
+_GOLDEN = Path(__file__).parents[1] / "golden"
+
+_STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2 "
+_PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_RUNS = [
+    Run("stock", _STOCK + "--tensor-model-parallel-size 2 --global-batch-size 8"),
+    Run("tp2", _PIER + "--tensor-model-parallel-size 2 --global-batch-size 8", ["weights", "samples", "stale"]),
+    Run(
+        "pp2",
+        _PIER + "--pipeline-model-parallel-size 2 --global-batch-size 8 --overlap-grad-reduce --overlap-param-gather",
+        ["weights", "samples"],
+    ),
+    Run(
+        "ep2",
+        _PIER + "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none --global-batch-size 16",
+        ["weights", "samples"],
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=_RELEASES)
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]
+) -> dict[str, Recorded]:
+    folder = _RELEASES[request.param]
+    if folder is not None and not folder.exists():
+        pytest.skip(f"megatron-core {request.param} is not at {folder}: `make test` installs it")
+    return launch(tmp_path_factory.mktemp("release"), corpus, _RUNS, megatron=folder)
+
+
+def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded]) -> None:
+    for iteration in (1, 2, 3):
+        assert runs["tp2"].losses[iteration] == runs["stock"].losses[iteration]
+        assert runs["tp2"].grad_norms[iteration] == runs["stock"].grad_norms[iteration]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])
+def test_layout_equals_the_reference(runs: dict[str, Recorded], layout: str) -> None:
+    reference = oracle.train(runs[layout], PierConfig(12, groups=2, sync_interval=3, lazy_start_iters=3))
+    assert oracle.largest_error(runs[layout].weights("final"), reference) < 5e-6
+
+
+def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded]) -> None:
+    assert not any(count for rank in runs["tp2"].ranks for count in rank["stale"].values())
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])
+def test_golden_trajectory(runs: dict[str, Recorded], layout: str) -> None:
+    """``UPDATE_GOLDEN=1 make test`` writes them anew; a change of them belongs into the changelog."""
+    path = _GOLDEN / f"{layout}.json"
+    run = next(run for run in _RUNS if run.name == layout)
+    losses = {str(iteration): loss for iteration, loss in sorted(runs[layout].losses.items())}
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(json.dumps({"arguments": run.argv, "losses": losses}, indent=1) + "\n")
+    golden = json.loads(path.read_text())
+    assert golden["arguments"] == run.argv
+    # Another processor orders its sums differently.
+    assert losses == pytest.approx(golden["losses"], rel=2e-4)
