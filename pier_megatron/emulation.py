@@ -11,6 +11,7 @@ Assumptions and limits:
 * What needs Transformer Engine (context parallelism, sequence parallelism, FP8) stays out of reach.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -168,5 +169,12 @@ def install() -> None:
 
     # Megatron warns at every draw that the CPU's generator moved along with the GPU's; here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "RNG state" not in record.msg)
+    # Megatron leaves its process groups to the interpreter's exit, which may tear gloo's threads down while they run.
+    atexit.register(_destroy_process_groups)
     # Entered for good: Megatron creates tensors at import time, at run time and while it shuts down.
     _CpuInPlaceOfCuda().__enter__()
+
+
+def _destroy_process_groups() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

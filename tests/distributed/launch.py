@@ -112,7 +112,13 @@ def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **e
         AssertionError: If it failed, with the end of what it printed.
     """
     path = [str(folder) for folder in (megatron, REPOSITORY) if folder is not None]
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+        # Megatron's Makefile for its dataset helper calls python3.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
     with log.open("w") as output:
         process = subprocess.run(
             command, env=os.environ | variables | environment, stdout=output, stderr=subprocess.STDOUT, timeout=600
