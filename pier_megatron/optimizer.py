@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 from torch.profiler import record_function
 
-from pier_megatron.config import PierConfig
+from pier_megatron.config import PierConfig, PierConfigError
 from pier_megatron.integration.gradients import GradientAveraging
 from pier_megatron.integration.shards import commit_main_parameters, main_shards
 from pier_megatron.metrics import OuterStepReport, SquaredNorms, norms_and_cosines
@@ -64,7 +64,19 @@ class PierOptimizer(ChainedOptimizer):
 
         Args:
             iteration: The iteration that begins, 1-based.
+
+        Raises:
+            PierConfigError: If the run was resumed, which would lose the outer momentum.
         """
+        if self.iteration == 0:
+            if iteration > 1:
+                raise PierConfigError(
+                    f"--load resumed the run at iteration {iteration - 1}: a checkpoint does not hold the outer momentum yet, "
+                    "so going on from it would not be Pier. Start a new run from its weights with --finetune, or go on "
+                    "synchronously with --optimizer adam."
+                )
+            # Weights that --load or --pretrained-checkpoint brought came after the optimizer was built.
+            self.reset_anchor()
         self.iteration = iteration
         if self.pier_config.is_lazy(iteration):
             self._gradients.over_all_groups()

@@ -109,6 +109,7 @@ def _with_pier_arguments(add_megatron_arguments: Any) -> Any:
         add_pier_arguments(parser)
         optimizer = next(action for action in parser._actions if action.dest == "optimizer")
         optimizer.choices = [*(optimizer.choices or ()), "pier"]
+        _make_help_printable(parser)
         parse = parser.parse_known_args
 
         def parse_known_args(*args: Any, **kwargs: Any) -> Any:
@@ -124,6 +125,15 @@ def _with_pier_arguments(add_megatron_arguments: Any) -> Any:
         return parser
 
     return add_arguments
+
+
+def _make_help_printable(parser: argparse.ArgumentParser) -> None:
+    """Escapes per-cent signs in help texts: megatron-core 0.19 has a bare one, and its --help fails on it."""
+    for action in parser._actions:
+        try:
+            parser._get_formatter()._expand_help(action)
+        except ValueError:
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _translate(args: argparse.Namespace) -> None:
@@ -197,16 +207,18 @@ _REFUSED = (
     ("perform_rl_step", "reinforcement learning swaps the parameters outside the optimizer"),
     ("data_parallel_random_init", "groups must start from identical weights"),
     ("save_wgrads_interval", "Megatron reduces these gradients over one optimizer instance only, so they would be wrong"),
-    ("use_dist_ckpt_deprecated", "use --ckpt-format torch_dist"),
 )
+
+
+# Where the supported releases keep what a CUDA graph captures.
+_CUDA_GRAPH_SCOPES = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
 
 
 def _refuse_what_cannot_work(args: argparse.Namespace) -> None:
     for name, reason in _REFUSED:
         if getattr(args, name, None):
             raise PierConfigError(f"{_flag(name)} cannot be used with --optimizer pier: {reason}.")
-    graph = (getattr(args, "cuda_graph_impl", None), *_strings(getattr(args, "cuda_graph_scope", None)))
-    if "full_iteration" in graph:
+    if any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES):
         raise PierConfigError(
             "CUDA graphs of the full iteration cannot be used with --optimizer pier: they capture the gradient "
             "collectives, which change when the lazy start ends. Capture layers instead."
@@ -240,6 +252,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
             if getattr(args, name, None):
                 config.check_interval(_flag(name), getattr(args, name), "saving")
+        for name in ("exit_signal_handler", "exit_duration_in_mins"):
+            if getattr(args, name, None):
+                raise PierConfigError(
+                    f"{_flag(name)} saves at whatever iteration it strikes, when the groups' parameters have drifted apart, "
+                    "which a checkpoint does not keep yet. Use --exit-interval with a multiple of --pier-sync-interval "
+                    f"{config.sync_interval}."
+                )
     interval = args.check_weight_hash_across_dp_replicas_interval
     if interval is not None:
         config.check_interval("--check-weight-hash-across-dp-replicas-interval", interval, "the comparison of weights")

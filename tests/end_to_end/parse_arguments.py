@@ -1,0 +1,41 @@
+"""Parses and validates many command lines in one process: ``parse_arguments.py CASES`` prints a JSON list of outcomes."""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+from pier_megatron import emulation
+
+emulation.install()
+
+from megatron.training import arguments  # noqa: E402
+
+from pier_megatron import register  # noqa: E402
+
+
+def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NNODES"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    sys.argv = ["pretrain.py", *argv]
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+            args = arguments.parse_args()
+            arguments.validate_args(args)
+    except SystemExit:
+        return {"error": output.getvalue().splitlines()[-1]}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    names = ("optimizer", "use_distributed_optimizer", "num_distributed_optimizer_instances", "tensorboard_log_interval")
+    return {name: getattr(args, name) for name in names} | {
+        name: value for name, value in vars(args).items() if name.startswith("pier")
+    }
+
+
+if __name__ == "__main__":
+    register()
+    print(json.dumps([outcome(*case) for case in json.loads(Path(sys.argv[1]).read_text())]))

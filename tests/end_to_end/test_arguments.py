@@ -1,0 +1,119 @@
+"""The command line through Megatron's own parser and validation: what it turns into, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launch import execute
+
+pytestmark = pytest.mark.processes
+
+_BASE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --train-iters 1000 --lr 1e-3 --mock-data --transformer-impl local "
+    "--no-gradient-accumulation-fusion"
+)
+_PIER = "--optimizer pier --pier-groups 2"
+_WORLD = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+
+# What must be refused, and what the message must say: the flag, the values, the arithmetic, a remedy.
+_REFUSED = {
+    "--optimizer adam --pier-groups 2": ["--pier-groups", "--optimizer adam", "add --optimizer pier"],
+    "--optimizer adam --pier-allow-drifted-eval": ["--pier-allow-drifted-eval", "add --optimizer pier"],
+    "--optimizer pier --pier-groups 3": ["--pier-groups 3", "8 = 2 x 3 + 2", "Use one of 1, 2, 4, 8"],
+    "--optimizer pier --pier-groups 4 --context-parallel-size 4": ["2 x 4 = 8", "cut a context-parallel group"],
+    f"{_PIER} --num-distributed-optimizer-instances 4": [
+        "--num-distributed-optimizer-instances 4 contradicts --pier-groups 2",
+        "Drop the former",
+    ],
+    f"{_PIER} --pier-sync-interval 0": ["--pier-sync-interval 0", "at least 1"],
+    f"{_PIER} --pier-preset nesterov": ["--pier-preset", "nesterov", "local-sgd"],
+    f"{_PIER} --pier-lazy-start-iters 120": ["120 = 2 x 50 + 20", "Use 100 or 150"],
+    f"{_PIER} --pier-lazy-start-iters 50 --pier-lazy-start-fraction 0.2": ["not allowed with"],
+    f"{_PIER} --pier-lazy-start-iters 1000": ["the run has 1000", "--optimizer adam"],
+    f"{_PIER} --train-iters 200": ["too short for its lazy start", "--pier-sync-interval 20 or less"],
+    f"{_PIER} --eval-interval 75": ["--eval-interval 75", "75 = 1 x 50 + 25", "Use 50 or 100", "--pier-allow-drifted-eval"],
+    f"{_PIER} --save /nowhere --save-interval 130": ["--save-interval 130", "130 = 2 x 50 + 30", "Use 100 or 150"],
+    f"{_PIER} --save /nowhere --save-interval 100 --exit-interval 130": ["--exit-interval 130", "Use 100 or 150"],
+    f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": ["--ckpt-format torch", "Use --ckpt-format torch_dist"],
+    f"{_PIER} --save /nowhere --save-interval 100 --exit-signal-handler": ["--exit-signal-handler", "--exit-interval"],
+    f"{_PIER} --save /nowhere --save-interval 100 --exit-duration-in-mins 60": ["--exit-duration-in-mins", "--exit-interval"],
+    f"{_PIER} --check-weight-hash-across-dp-replicas-interval 20": ["weight-hash", "20 = 0 x 50 + 20", "Use 50"],
+    f"{_PIER} --use-megatron-fsdp": ["--use-megatron-fsdp", "FSDP"],
+    f"{_PIER} --use-torch-fsdp2": ["--use-torch-fsdp2", "FSDP"],
+    f"{_PIER} --bf16 --use-precision-aware-optimizer": ["--use-precision-aware-optimizer", "FusedAdam"],
+    f"{_PIER} --optimizer-cpu-offload": ["--optimizer-cpu-offload", "host"],
+    f"{_PIER} --fp8-param-gather": ["--fp8-param-gather", "FP8"],
+    f"{_PIER} --data-parallel-random-init": ["--data-parallel-random-init", "identical weights"],
+    f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel", "across groups"],
+    f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],
+    f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval", "one optimizer instance"],
+    f"{_PIER} --yaml-cfg config.yaml": ["--yaml-cfg", "pass the same settings as flags"],
+    f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": ["expert-data-parallel size 1", "8 / (ETP 1 x EP 8 x PP 1)"],
+    f"{_PIER} --optimizer pier --pier-unknown 1": ["unrecognized arguments: --pier-unknown"],
+}
+_ACCEPTED = {
+    "stock": ("--optimizer adam --use-distributed-optimizer", _WORLD),
+    "pier": (_PIER, _WORLD),
+    "one group per node": ("--optimizer pier", _WORLD),
+    "one group per Slurm node": ("--optimizer pier", {"WORLD_SIZE": "8", "SLURM_NNODES": "4"}),
+    "flags that Pier sets anyway": (
+        f"{_PIER} --use-distributed-optimizer --num-distributed-optimizer-instances 2",
+        _WORLD,
+    ),
+    "drifted evaluation": (f"{_PIER} --eval-interval 75 --pier-allow-drifted-eval", _WORLD),
+    "no evaluation": (f"{_PIER} --eval-interval 75 --eval-iters 0", _WORLD),
+    "unknown nodes": ("--optimizer pier", {"WORLD_SIZE": "8"}),
+    "every 10 iterations": (f"{_PIER} --log-interval 10", _WORLD),
+    "samples": (f"{_PIER} --train-iters 0 --train-samples 8000", _WORLD),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    cases = {argv: (argv, _WORLD) for argv in _REFUSED} | _ACCEPTED
+    folder = tmp_path_factory.mktemp("arguments")
+    lines = [(f"{_BASE} {argv}".split(), environment) for argv, environment in cases.values()]
+    (folder / "cases.json").write_text(json.dumps(lines))
+    script = Path(__file__).with_name("parse_arguments.py")
+    log = execute([sys.executable, str(script), str(folder / "cases.json")], folder / "log.txt")
+    return dict(zip(cases, json.loads(log.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("argv", _REFUSED)
+def test_refused_with_its_reason(outcomes: dict[str, dict[str, object]], argv: str) -> None:
+    for words in _REFUSED[argv]:
+        assert words in str(outcomes[argv].get("error"))
+
+
+def test_stock_run_keeps_its_arguments(outcomes: dict[str, dict[str, object]]) -> None:
+    stock = outcomes["stock"]
+    assert stock["optimizer"] == "adam"
+    assert stock["num_distributed_optimizer_instances"] == 1
+    assert not stock["pier"]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [("pier", 2), ("one group per node", 2), ("one group per Slurm node", 4), ("flags that Pier sets anyway", 2)],
+)
+def test_pier_becomes_adam_under_the_distributed_optimizer(
+    outcomes: dict[str, dict[str, object]], name: str, groups: int
+) -> None:
+    outcome = outcomes[name]
+    assert (outcome["optimizer"], outcome["use_distributed_optimizer"], outcome["pier"]) == ("adam", True, True)
+    assert outcome["num_distributed_optimizer_instances"] == outcome["pier_groups"] == groups
+
+
+@pytest.mark.parametrize("name", ["drifted evaluation", "no evaluation"])
+def test_accepted(outcomes: dict[str, dict[str, object]], name: str) -> None:
+    assert "error" not in outcomes[name]
+
+
+def test_number_of_nodes_must_be_known(outcomes: dict[str, dict[str, object]]) -> None:
+    assert "Give the number of groups" in str(outcomes["unknown nodes"]["error"])
+
+
+def test_tensorboard_sees_what_the_log_sees(outcomes: dict[str, dict[str, object]]) -> None:
+    assert outcomes["every 10 iterations"]["tensorboard_log_interval"] == 10

@@ -1,0 +1,196 @@
+"""``python -m pier_megatron``: what it runs, what it refuses, and the processes that Megatron spawns."""
+
+import socket
+import subprocess
+import sys
+from concurrent import futures
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, execute, torchrun
+
+pytestmark = pytest.mark.processes
+
+_LAUNCHER = [sys.executable, "-m", "pier_megatron"]
+_TRAINING = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 "
+    "--lr-decay-style constant --log-interval 1 --eval-interval 6 --eval-iters 1 --bf16 --train-iters 6 "
+    "--tensor-model-parallel-size 2 --optimizer pier --pier-sync-interval 2 --pier-lazy-start-iters 2"
+).split()
+
+# Runs a function of the main module in a spawned process, as Megatron's checkpoint writers do.
+_SPAWNING_SCRIPT = """
+import multiprocessing
+import sys
+
+import torch
+
+import neighbour
+
+ON_EMULATED_DEVICE = torch.zeros(1, device="cuda")
+
+
+def report(queue):
+    queue.put((__name__, ON_EMULATED_DEVICE.device.type, neighbour.NAME))
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=report, args=(queue,))
+    process.start()
+    print("arguments", sys.argv[1:3], "child", queue.get(timeout=60))
+    process.join()
+"""
+
+
+def refused(*arguments: str) -> str:
+    """The message with which the launcher refuses to start."""
+    process = subprocess.run([*_LAUNCHER, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 2
+    return process.stderr
+
+
+def test_script_must_exist() -> None:
+    assert "SCRIPT nowhere.py: no such file" in refused("--device", "cpu", "nowhere.py")
+
+
+def test_cpu_is_never_a_silent_fallback(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('must not run')")
+    for device in ("auto", "cuda"):
+        message = refused("--device", device, str(script))
+        assert f"--device {device}" in message
+        assert "finds no CUDA device" in message
+        assert "pass --device cpu" in message
+
+
+def test_spawned_processes_know_the_main_module(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SPAWNING_SCRIPT)
+    (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'")
+    command = [*_LAUNCHER, "--device", "cpu", str(tmp_path / "script.py"), "--flag", "value"]
+    log = execute(command, tmp_path / "log.txt")
+    assert "arguments ['--flag', 'value'] child ('__mp_main__', 'cpu', 'neighbour')" in log
+    assert "--device cpu adds: --distributed-backend gloo" in log
+
+
+def test_help_lists_the_flags_with_their_defaults(tmp_path: Path) -> None:
+    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    help_text = execute([*_LAUNCHER, "--device", "cpu", str(script), "--help"], tmp_path / "help.txt")
+    group = " ".join(help_text[help_text.index("\npier:") :].split())
+    for flag, default in {
+        "--pier-groups": "one per node",
+        "--pier-sync-interval": "50",
+        "--pier-preset": "pier",
+        "--pier-lazy-start-fraction": "0.1",
+        "--pier-lazy-start-iters": "from the fraction",
+        "--pier-outer-lr": "the preset's",
+        "--pier-outer-momentum": "the preset's",
+        "--pier-allow-drifted-eval": "refuse",
+    }.items():
+        assert f"Default: {default}." in group[group.index(flag) :][:600]
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> tuple[str, Path]:
+    """A training started as on a cluster: one torchrun per node, and no word about the number of groups."""
+    folder = tmp_path_factory.mktemp("nodes")
+    train, validation = map(str, corpus)
+    data = ["--train-data-path", train, "--valid-data-path", validation, "--test-data-path", validation]
+    saving = ["--save", str(folder / "checkpoint"), "--save-interval", "6", "--tensorboard-dir", str(folder / "tensorboard")]
+    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *_TRAINING, *data, *saving]
+    return on_two_nodes(2, folder, arguments), folder
+
+
+def on_two_nodes(processes: int, folder: Path, arguments: list[str]) -> str:
+    """Runs one torchrun for each of two nodes, both on this machine; returns what they printed."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(processes)]
+    launcher += ["--master-addr", "localhost", "--master-port", port, "--node-rank"]
+    with futures.ThreadPoolExecutor() as pool:
+        nodes = [
+            pool.submit(execute, [*launcher, str(node), *arguments], folder / f"node{node}.txt") for node in range(2)
+        ]
+    return "".join(node.result() for node in nodes)
+
+
+def test_default_is_one_group_per_node(two_nodes: tuple[str, Path]) -> None:
+    log, _ = two_nodes
+    assert "Pier: 2 groups of 2 ranks, preset pier" in log
+    assert "group 0: ranks 0-1 on node 0" in log
+    assert "group 1: ranks 2-3 on node 1" in log
+
+
+def test_operator_sees_every_outer_step(two_nodes: tuple[str, Path]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log, folder = two_nodes
+    assert log.count("outer step after iteration") == 2
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    scalars = {name for name in accumulator.Tags()["scalars"] if name.startswith("pier/")}
+    assert {"pier/pseudo-gradient-norm", "pier/momentum-norm", "pier/cosine-min", "pier/bytes-sent"} < scalars
+    assert [event.step for event in accumulator.Scalars("pier/mu")] == [4, 6]
+    # 2 (G - 1) / G x 4 bytes of each parameter that the rank owns.
+    parameters = int(log[log.index("per rank: ") + 10 :].split()[0].replace(",", ""))
+    assert {event.value for event in accumulator.Scalars("pier/bytes-sent")} == {4.0 * parameters}
+
+
+def test_checkpoint_is_written_by_spawned_processes(two_nodes: tuple[str, Path]) -> None:
+    _, folder = two_nodes
+    assert (folder / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert list((folder / "checkpoint" / "iter_0000006").glob("*.distcp"))
+
+
+def test_tensor_parallel_group_across_nodes_is_refused(tmp_path: Path) -> None:
+    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *_TRAINING, "--mock-data", "--pier-groups", "1"]
+    with pytest.raises(AssertionError, match=r"--tensor-model-parallel-size 2.*rank 0 on node 0, rank 1 on node 1"):
+        on_two_nodes(1, tmp_path, arguments)
+
+
+def test_demo(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pier_megatron.cli", "demo", "--iterations", "40", "--output", str(tmp_path / "demo")]
+    log = execute(command, tmp_path / "log.txt")
+    assert "Pier: 2 groups of 2 ranks" in log
+    assert log.count("outer step after iteration") == 7
+    assert "Validation loss after 40 iterations, on synchronised parameters: " in log
+    assert "synchronous training would have sent" in log
+    for name in ("loss.png", "log.txt", "checkpoint/latest_checkpointed_iteration.txt"):
+        assert (tmp_path / "demo" / name).stat().st_size
+    assert list((tmp_path / "demo" / "tensorboard").iterdir())
+
+
+def test_stock_run_through_the_launcher_is_the_stock_run(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    train, validation = map(str, corpus)
+    data = ["--train-data-path", train, "--valid-data-path", validation, "--test-data-path", validation]
+    training = [*_TRAINING[: _TRAINING.index("--optimizer")], "--use-distributed-optimizer", *data]
+    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    through = execute(
+        [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training], tmp_path / "through.txt"
+    )
+    # The same without the launcher: only the GPU is stood in for.
+    bare_script = tmp_path / "bare.py"
+    bare_script.write_text(
+        "import runpy, sys\nfrom pier_megatron import emulation\nemulation.install()\n"
+        "from pier_megatron.integration import datasets\ndatasets.install()\n"
+        f"sys.argv[0] = {str(script)!r}\nsys.argv += emulation.missing_cpu_flags(sys.argv)\n"
+        "assert 'pier_megatron.integration.training' not in sys.modules\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    bare = execute([*torchrun(4), str(bare_script), *training], tmp_path / "bare.txt")
+
+    def numbers(log: str) -> list[list[str]]:
+        lines = [line.split("|") for line in log.splitlines() if "] iteration " in line]
+        return [[part for part in line[1:] if "time" not in part] for line in lines]
+
+    assert len(numbers(through)) == 6
+    assert numbers(through) == numbers(bare)
