@@ -172,7 +172,7 @@ def install() -> None:
     # Megatron leaves its process groups to the interpreter's exit, which may tear gloo's threads down while they run.
     atexit.register(_destroy_process_groups)
     # Entered for good: Megatron creates tensors at import time, at run time and while it shuts down.
-    _CpuInPlaceOfCuda().__enter__()
+    _CpuInPlaceOfCuda().__enter__()  # type: ignore[no-untyped-call]
 
 
 def _destroy_process_groups() -> None:

@@ -123,6 +123,7 @@ class Topology:
         if len(self.groups()) == 1:
             return None
         enumeration = sorted({rank.peers for rank in self.ranks})
+        own: dist.ProcessGroup
         own, _ = dist.new_subgroups_by_enumeration([list(peers) for peers in enumeration], timeout=timeout)
         return own
 

@@ -93,7 +93,7 @@ class PierOptimizer(ChainedOptimizer):
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
         """
-        result = super().step()
+        result: tuple[bool, float | None, int | None] = super().step()
         # An inner step that this group skipped changes nothing here: the others wait for it.
         if self.pier_config.is_momentum_warmup(self.iteration):
             with record_function("pier::momentum_warmup"):
@@ -125,17 +125,13 @@ class PierOptimizer(ChainedOptimizer):
         norms = SquaredNorms(self._device)
         for state in self.outer_states:
             with record_function("pier::exchange_and_update"):
-                own, mean = nesterov_step(
-                    state, self._exchange, mu, eta, contributors, bool(contributes[self._exchange.rank])
-                )
+                own, mean = nesterov_step(state, self._exchange, mu, eta, contributors, bool(contributes[self._exchange.rank]))
             norms.add(state, own, mean)
             del own, mean
         with record_function("pier::commit"):
             commit_main_parameters(self._members)
         sums = self._sum_over_group(norms.sums)
-        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(
-            self._exchange.gather(sums).cpu(), contributes
-        )
+        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(self._exchange.gather(sums).cpu(), contributes)
         self._report(
             OuterStepReport(
                 iteration=self.iteration,
@@ -163,4 +159,5 @@ class PierOptimizer(ChainedOptimizer):
 
     @property
     def _device(self) -> torch.device:
-        return self.get_loss_scale().device
+        device: torch.device = self.get_loss_scale().device
+        return device

@@ -50,17 +50,15 @@ def train(
         if config.is_lazy(t):
             gradients = [_mean(gradients)] * config.groups
         for theta, grads, optimizer in zip(groups, gradients, optimizers, strict=True):
-            norm = torch.sqrt(sum((grad.double() ** 2).sum() for grad in grads))
-            scale = min(1.0, clip_grad / (norm.item() + 1e-6)) if clip_grad > 0 else 1.0
+            norm = torch.stack([grad.double().norm() for grad in grads]).norm().item()
+            scale = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
             for parameter, grad in zip(theta, grads, strict=True):
                 parameter.grad = grad.double() * scale
             optimizer.step()
 
         # Momentum warmup: the groups are identical, nothing is communicated, the parameters stay.
         if config.is_momentum_warmup(t):
-            momentum = [
-                config.momentum_at(t) * m + (a - p) for m, a, p in zip(momentum, anchor, groups[0], strict=True)
-            ]
+            momentum = [config.momentum_at(t) * m + (a - p) for m, a, p in zip(momentum, anchor, groups[0], strict=True)]
         if config.is_lazy(t) and t % config.sync_interval == 0:
             anchor = [parameter.clone() for parameter in groups[0]]
 

@@ -22,9 +22,7 @@ def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange) ->
     Raises:
         PierConfigError: If the shards do not match or do not hold the same values.
     """
-    sums = [
-        torch.stack([state.anchor.double().sum(), state.anchor.double().abs().sum()]).tolist() for state in states
-    ]
+    sums = [torch.stack([state.anchor.double().sum(), state.anchor.double().abs().sum()]).tolist() for state in states]
     own = [[state.numel, state.unique_numel, *sums] for state, sums in zip(states, sums, strict=True)]
     device = states[0].anchor.device if states else torch.device("cpu")
     vector = torch.tensor([value for row in own for value in row], dtype=torch.float64, device=device)

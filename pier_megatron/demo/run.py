@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments", nargs="*", metavar="-- ARGUMENTS", help="further arguments for Megatron, such as -- --lr 1e-3"
     )
     parser.add_argument(
-        "--synchronous", action="store_true", help="train without Pier instead, for comparison: AdamW in every iteration"
+        "--synchronous",
+        action="store_true",
+        help="train without Pier instead, for comparison: AdamW in every iteration",
     )
 
 
@@ -116,7 +118,8 @@ def _optimizer(options: argparse.Namespace) -> list[str]:
 def _evaluation_interval(options: argparse.Namespace) -> int:
     """About ten evaluations, each after an outer step."""
     interval: int = options.sync_interval
-    return max(options.iterations // (10 * interval), 1) * interval
+    outer_steps: int = options.iterations // interval
+    return max(outer_steps // 10, 1) * interval
 
 
 def _show(command: Sequence[str], log: Path) -> int:

@@ -54,7 +54,8 @@ def config_from_args(args: argparse.Namespace) -> PierConfig:
 def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
     group = parser.add_argument_group(
-        "pier", "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which trains with AdamW inside."
+        "pier",
+        "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which trains with AdamW inside.",
     )
     group.add_argument(
         "--pier-groups",
@@ -192,8 +193,14 @@ def _with_pier_checks(validate_args: Any) -> Any:
 # What cannot work, with the reason: (attribute of Megatron's arguments, why). An attribute that a release does not have
 # is not set; every other value that is neither None, False nor 0 is refused.
 _REFUSED = (
-    ("use_megatron_fsdp", "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards"),
-    ("use_torch_fsdp2", "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards"),
+    (
+        "use_megatron_fsdp",
+        "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards",
+    ),
+    (
+        "use_torch_fsdp2",
+        "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards",
+    ),
     ("use_layer_wise_distributed_optimizer", "the layer-wise optimizer has no instances that could become groups"),
     (
         "use_precision_aware_optimizer",
@@ -201,12 +208,24 @@ _REFUSED = (
     ),
     ("optimizer_cpu_offload", "it keeps the FP32 main parameters in an optimizer of its own on the host"),
     ("optimizer_cuda_graph", "the outer step would be captured into the graph and replayed at every iteration"),
-    ("fp8_param_gather", "FP8 parameters are quantised from the main parameters by a step that outer steps do not repeat"),
-    ("fp4_param_gather", "FP4 parameters are quantised from the main parameters by a step that outer steps do not repeat"),
-    ("hybrid_context_parallel", "it moves data between all data-parallel ranks in every iteration, hence across groups"),
+    (
+        "fp8_param_gather",
+        "FP8 parameters are quantised from the main parameters by a step that outer steps do not repeat",
+    ),
+    (
+        "fp4_param_gather",
+        "FP4 parameters are quantised from the main parameters by a step that outer steps do not repeat",
+    ),
+    (
+        "hybrid_context_parallel",
+        "it moves data between all data-parallel ranks in every iteration, hence across groups",
+    ),
     ("perform_rl_step", "reinforcement learning swaps the parameters outside the optimizer"),
     ("data_parallel_random_init", "groups must start from identical weights"),
-    ("save_wgrads_interval", "Megatron reduces these gradients over one optimizer instance only, so they would be wrong"),
+    (
+        "save_wgrads_interval",
+        "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
+    ),
 )
 
 

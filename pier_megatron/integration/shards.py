@@ -18,7 +18,8 @@ def main_shards(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
         The shards that a norm over the model counts on this rank, then those that it counts on another one: replicas on
         tensor-parallel ranks, and the second copy of tied embeddings. The order is the same in every group.
     """
-    unique, duplicates = [], []
+    unique: list[Tensor] = []
+    duplicates: list[Tensor] = []
     is_not_shared = versions.require("megatron.core.transformer.module", "param_is_not_shared")
     for group in optimizer.optimizer.param_groups:
         for shard in group["params"]:
@@ -49,9 +50,7 @@ def commit_main_parameters(optimizers: Sequence[Any]) -> None:
 
 
 def _is_not_tensor_parallel_duplicate(optimizer: Any, shard: Tensor) -> bool:
-    is_not_duplicate = versions.require(
-        "megatron.core.tensor_parallel.layers", "param_is_not_tensor_parallel_duplicate"
-    )
+    is_not_duplicate = versions.require("megatron.core.tensor_parallel.layers", "param_is_not_tensor_parallel_duplicate")
     # Experts may be split over other tensor-parallel ranks than the rest of the model.
     is_expert = not getattr(shard, "allreduce", True)
     group = optimizer.expert_tp_group if is_expert and hasattr(optimizer, "expert_tp_group") else optimizer.tp_group

@@ -4,8 +4,8 @@ Weights are the whole tensors of a ``torch_dist`` checkpoint, by their names the
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 HEADS = 4
 
@@ -35,13 +35,13 @@ def loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
         if any(".experts." in name for name in weights):
             x = x + _mixture(own, _experts(weights, layer), x)
         else:
-            x = x + _linear(own, "mlp.linear_fc2", F.gelu(_linear(own, "mlp.linear_fc1", _mlp_norm(own, x))))
+            x = x + _linear(own, "mlp.linear_fc2", functional.gelu(_linear(own, "mlp.linear_fc1", _mlp_norm(own, x))))
     x = _norm(x, weights["decoder.final_layernorm.weight"], weights["decoder.final_layernorm.bias"])
-    return F.cross_entropy((x @ embedding.T).flatten(0, 1), labels.flatten())
+    return functional.cross_entropy((x @ embedding.T).flatten(0, 1), labels.flatten())
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias)
+    return functional.layer_norm(x, weight.shape, weight, bias)
 
 
 def _linear(own: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def _attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
     qkv = _linear(own, name, _norm(x, own[f"{name}.layer_norm_weight"], own[f"{name}.layer_norm_bias"]))
     # Megatron interleaves query, key and value by head.
     query, key, value = qkv.view(batch, sequence, HEADS, 3, hidden // HEADS).permute(3, 0, 2, 1, 4)
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     return _linear(own, "self_attention.linear_proj", attended.transpose(1, 2).reshape(batch, sequence, hidden))
 
 
@@ -75,6 +75,6 @@ def _mixture(own: dict[str, Tensor], experts: dict[str, Tensor], x: Tensor) -> T
     shares = torch.zeros_like(logits).scatter(-1, chosen, scores.softmax(-1))
     outputs = []
     for expert in range(len(own["mlp.router.weight"])):
-        inner = F.gelu(x @ experts["linear_fc1.weight"][expert].T + experts["linear_fc1.bias"][expert])
+        inner = functional.gelu(x @ experts["linear_fc1.weight"][expert].T + experts["linear_fc1.bias"][expert])
         outputs.append(inner @ experts["linear_fc2.weight"][expert].T + experts["linear_fc2.bias"][expert])
     return sum(shares[..., [expert]] * output for expert, output in enumerate(outputs))

@@ -19,9 +19,7 @@ def train(recorded: Recorded, config: PierConfig) -> dict[str, Tensor]:
     samples = [_samples_of_group(recorded, group) for group in range(config.groups)]
 
     def gradient(parameters: Sequence[Tensor], group: int, iteration: int) -> Sequence[Tensor]:
-        weights = {
-            name: parameter.detach().requires_grad_() for name, parameter in zip(names, parameters, strict=True)
-        }
+        weights = {name: parameter.detach().requires_grad_() for name, parameter in zip(names, parameters, strict=True)}
         losses = [gpt_reference.loss(weights, tokens, labels) for tokens, labels in samples[group][iteration]]
         return torch.autograd.grad(torch.stack(losses).mean(), list(weights.values()))
 

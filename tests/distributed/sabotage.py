@@ -25,7 +25,7 @@ def planted(names: list[str]) -> Iterator[None]:
 
 def _no_commit() -> Patch:
     """The published code's: the forward after an outer step still uses the old weights."""
-    return mock.patch("pier_megatron.optimizer.commit_main_parameters", lambda members: None)
+    return mock.patch("pier_megatron.optimizer.commit_main_parameters")
 
 
 def _no_rescaling() -> Patch:
@@ -36,7 +36,7 @@ def _no_rescaling() -> Patch:
 
 def _unaware_of_nan() -> Patch:
     """A pseudo-gradient that is not finite goes into the mean like any other."""
-    return mock.patch.object(outer.OuterState, "parameters_are_finite", lambda self: torch.tensor(True))
+    return mock.patch.object(outer.OuterState, "parameters_are_finite", return_value=torch.tensor(True))
 
 
 def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: Any = None) -> Patch:

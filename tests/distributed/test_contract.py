@@ -6,7 +6,6 @@ Every check is also run on a training with the bug that it guards against, and m
 from collections.abc import Callable
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
 from launch import Recorded, Run, launch
@@ -64,10 +63,7 @@ def fails(check: Callable[..., None], *arguments: object) -> bool:
 
 def pairs(run: Recorded, key: str, iteration: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The same part of the model in group 0 and in group 1."""
-    return [
-        (one[key][iteration], other[key][iteration])
-        for one, other in zip(run.of_group(0), run.of_group(1), strict=True)
-    ]
+    return [(one[key][iteration], other[key][iteration]) for one, other in zip(run.of_group(0), run.of_group(1), strict=True)]
 
 
 def groups_are_equal(run: Recorded, iteration: int) -> None:

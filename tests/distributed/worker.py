@@ -8,6 +8,7 @@ except where a run asks for a planted bug, by its name in ``sabotage.py``.
 import functools
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Recorder:
                 (member.model_float16_groups, member.shard_fp32_from_float16_groups),
                 (member.model_fp32_groups, member.shard_fp32_groups),
             ):
-                for model, main in zip(sum(models, []), sum(mains, []), strict=True):
+                for model, main in zip(chain(*models), chain(*mains), strict=True):
                     owned = member._get_model_param_range_map(model)["param"]
                     held = model.detach().flatten()[owned.start : owned.end]
                     stale += int((held != main.detach().to(model.dtype)).sum())

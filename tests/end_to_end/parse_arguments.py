@@ -30,7 +30,12 @@ def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
         return {"error": output.getvalue().splitlines()[-1]}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    names = ("optimizer", "use_distributed_optimizer", "num_distributed_optimizer_instances", "tensorboard_log_interval")
+    names = (
+        "optimizer",
+        "use_distributed_optimizer",
+        "num_distributed_optimizer_instances",
+        "tensorboard_log_interval",
+    )
     return {name: getattr(args, name) for name in names} | {
         name: value for name, value in vars(args).items() if name.startswith("pier")
     }

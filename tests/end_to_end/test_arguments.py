@@ -33,12 +33,23 @@ _REFUSED = {
     f"{_PIER} --pier-lazy-start-iters 50 --pier-lazy-start-fraction 0.2": ["not allowed with"],
     f"{_PIER} --pier-lazy-start-iters 1000": ["the run has 1000", "--optimizer adam"],
     f"{_PIER} --train-iters 200": ["too short for its lazy start", "--pier-sync-interval 20 or less"],
-    f"{_PIER} --eval-interval 75": ["--eval-interval 75", "75 = 1 x 50 + 25", "Use 50 or 100", "--pier-allow-drifted-eval"],
+    f"{_PIER} --eval-interval 75": [
+        "--eval-interval 75",
+        "75 = 1 x 50 + 25",
+        "Use 50 or 100",
+        "--pier-allow-drifted-eval",
+    ],
     f"{_PIER} --save /nowhere --save-interval 130": ["--save-interval 130", "130 = 2 x 50 + 30", "Use 100 or 150"],
     f"{_PIER} --save /nowhere --save-interval 100 --exit-interval 130": ["--exit-interval 130", "Use 100 or 150"],
-    f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": ["--ckpt-format torch", "Use --ckpt-format torch_dist"],
+    f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": [
+        "--ckpt-format torch",
+        "Use --ckpt-format torch_dist",
+    ],
     f"{_PIER} --save /nowhere --save-interval 100 --exit-signal-handler": ["--exit-signal-handler", "--exit-interval"],
-    f"{_PIER} --save /nowhere --save-interval 100 --exit-duration-in-mins 60": ["--exit-duration-in-mins", "--exit-interval"],
+    f"{_PIER} --save /nowhere --save-interval 100 --exit-duration-in-mins 60": [
+        "--exit-duration-in-mins",
+        "--exit-interval",
+    ],
     f"{_PIER} --check-weight-hash-across-dp-replicas-interval 20": ["weight-hash", "20 = 0 x 50 + 20", "Use 50"],
     f"{_PIER} --use-megatron-fsdp": ["--use-megatron-fsdp", "FSDP"],
     f"{_PIER} --use-torch-fsdp2": ["--use-torch-fsdp2", "FSDP"],
@@ -50,7 +61,10 @@ _REFUSED = {
     f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],
     f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval", "one optimizer instance"],
     f"{_PIER} --yaml-cfg config.yaml": ["--yaml-cfg", "pass the same settings as flags"],
-    f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": ["expert-data-parallel size 1", "8 / (ETP 1 x EP 8 x PP 1)"],
+    f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": [
+        "expert-data-parallel size 1",
+        "8 / (ETP 1 x EP 8 x PP 1)",
+    ],
     f"{_PIER} --optimizer pier --pier-unknown 1": ["unrecognized arguments: --pier-unknown"],
 }
 _ACCEPTED = {

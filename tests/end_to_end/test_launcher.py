@@ -102,7 +102,14 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path
     folder = tmp_path_factory.mktemp("nodes")
     train, validation = map(str, corpus)
     data = ["--train-data-path", train, "--valid-data-path", validation, "--test-data-path", validation]
-    saving = ["--save", str(folder / "checkpoint"), "--save-interval", "6", "--tensorboard-dir", str(folder / "tensorboard")]
+    saving = [
+        "--save",
+        str(folder / "checkpoint"),
+        "--save-interval",
+        "6",
+        "--tensorboard-dir",
+        str(folder / "tensorboard"),
+    ]
     script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
     arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *_TRAINING, *data, *saving]
     return on_two_nodes(2, folder, arguments), folder
@@ -116,9 +123,7 @@ def on_two_nodes(processes: int, folder: Path, arguments: list[str]) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(processes)]
     launcher += ["--master-addr", "localhost", "--master-port", port, "--node-rank"]
     with futures.ThreadPoolExecutor() as pool:
-        nodes = [
-            pool.submit(execute, [*launcher, str(node), *arguments], folder / f"node{node}.txt") for node in range(2)
-        ]
+        nodes = [pool.submit(execute, [*launcher, str(node), *arguments], folder / f"node{node}.txt") for node in range(2)]
     return "".join(node.result() for node in nodes)
 
 
@@ -158,7 +163,16 @@ def test_tensor_parallel_group_across_nodes_is_refused(tmp_path: Path) -> None:
 
 
 def test_demo(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pier_megatron.cli", "demo", "--iterations", "40", "--output", str(tmp_path / "demo")]
+    command = [
+        sys.executable,
+        "-m",
+        "pier_megatron.cli",
+        "demo",
+        "--iterations",
+        "40",
+        "--output",
+        str(tmp_path / "demo"),
+    ]
     log = execute(command, tmp_path / "log.txt")
     assert "Pier: 2 groups of 2 ranks" in log
     assert log.count("outer step after iteration") == 7

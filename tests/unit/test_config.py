@@ -25,11 +25,10 @@ def test_run_without_lazy_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train_iters", "interval", "lazy_start"), [(1000, 50, 100), (1200, 50, 100), (1300, 50, 150), (100_000, 50, 10_000)]
+    ("train_iters", "interval", "lazy_start"),
+    [(1000, 50, 100), (1200, 50, 100), (1300, 50, 150), (100_000, 50, 10_000)],
 )
-def test_lazy_start_is_the_multiple_of_the_interval_nearest_a_tenth(
-    train_iters: int, interval: int, lazy_start: int
-) -> None:
+def test_lazy_start_is_the_multiple_of_the_interval_nearest_a_tenth(train_iters: int, interval: int, lazy_start: int) -> None:
     assert PierConfig(train_iters, groups=2, sync_interval=interval).lazy_start == lazy_start
 
 

@@ -52,7 +52,16 @@ def test_line_and_scalars() -> None:
         left_out=(3,),
     )
     line = report.line()
-    for part in ("iteration      150", "mu: 0.990", "eta: 0.100", "1.2500E+00", "(0.500, 0.750)", "3.00", "250.0", "group 3"):
+    for part in (
+        "iteration      150",
+        "mu: 0.990",
+        "eta: 0.100",
+        "1.2500E+00",
+        "(0.500, 0.750)",
+        "3.00",
+        "250.0",
+        "group 3",
+    ):
         assert part in line
     assert report.scalars()["pier/bytes-sent"] == 3e6
     assert report.scalars()["pier/groups-left-out"] == 1

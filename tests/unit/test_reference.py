@@ -29,9 +29,7 @@ def trajectory(config: PierConfig) -> list[list[float]]:
 
 
 def test_worked_example() -> None:
-    config = PierConfig(
-        train_iters=4, groups=2, sync_interval=1, lazy_start_iters=2, outer_lr=0.5, outer_momentum=0.9
-    )
+    config = PierConfig(train_iters=4, groups=2, sync_interval=1, lazy_start_iters=2, outer_lr=0.5, outer_momentum=0.9)
     states = trajectory(config)
     # Lazy start: both follow the mean gradient 2. Warmup: m = 0.2, then 0.9 * 0.2 + 0.2 = 0.38.
     torch.testing.assert_close(states[:2], [[-0.2, -0.2], [-0.4, -0.4]])
