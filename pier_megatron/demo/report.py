@@ -33,8 +33,8 @@ def summarise(output: Path, processes: int, lazy_start: int | None) -> str:
         synchronous = sent[0][1] * iterations * processes
         pier = (sent[0][1] * lazy_start + sum(nbytes for _, nbytes in sent)) * processes
         lines.append(
-            f"Crossed the groups, all ranks together: {pier / 1e6:,.0f} MB ({lazy_start} synchronous iterations, {len(sent)} outer "
-            f"steps); synchronous training would have sent {synchronous / 1e6:,.0f} MB, {synchronous / pier:.1f} x as much"
+            f"Crossed the groups, all ranks together: {pier / 1e6:,.0f} MB ({lazy_start} synchronous iterations, {len(sent)} "
+            f"outer steps); synchronous training: {synchronous / 1e6:,.0f} MB, {synchronous / pier:.1f} x as much"
         )
     lines += [
         f"Loss curves: {output / 'loss.png'}",

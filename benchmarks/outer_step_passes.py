@@ -1,0 +1,55 @@
+"""Times the outer step's own passes over the parameters, without any link, against a memory copy.
+
+``python benchmarks/outer_step_passes.py [--parameters N] [--device cpu|cuda]``. Ratios of one run count; times do not.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from pier_megatron.outer import GroupExchange, OuterState, momentum_warmup, nesterov_step
+
+# What no implementation can avoid: read parameters, anchor and momentum, write all three.
+_UNAVOIDABLE_PASSES = 6
+
+
+def main() -> None:
+    """Measures and prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=int, default=20_000_000, help="FP32 parameters on this rank (%(default)s)")
+    parser.add_argument("--shards", type=int, default=200, help="tensors they are spread over (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=7, help="of which the median counts (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+
+    size = options.parameters // options.shards
+    state = OuterState([torch.randn(size, device=options.device) for _ in range(options.shards)])
+    source, target = torch.empty_like(state.anchor), torch.empty_like(state.anchor)
+    exchange = GroupExchange()
+    measured: dict[str, Callable[[], object]] = {
+        "memory copy (read and write)": lambda: target.copy_(source),
+        "momentum warmup": lambda: momentum_warmup(state, mu=0.9),
+        "outer step without its exchange": lambda: nesterov_step(state, exchange, mu=0.9, eta=0.7, contributors=1),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in measured}
+    for _ in range(options.repetitions):
+        for name, run in measured.items():  # Interleaved, so that a slow moment hits all alike.
+            begin = time.perf_counter()
+            run()
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - begin)
+
+    copy, *_ = medians = [statistics.median(times) for times in seconds.values()]
+    print(f"{state.numel:,} FP32 parameters in {options.shards} shards, {options.device}, median of {options.repetitions}")
+    print(f"{'':34} {'ms':>9} {'ns/parameter':>13} {'x a copy':>9}")
+    for name, median in zip(seconds, medians, strict=True):
+        print(f"{name:34} {median * 1e3:9.2f} {median / state.numel * 1e9:13.3f} {median / copy:9.2f}")
+    print(f"{f'floor ({_UNAVOIDABLE_PASSES} passes of memory)':34} {'':9} {'':13} {_UNAVOIDABLE_PASSES / 2:9.2f}")
+
+
+if __name__ == "__main__":
+    main()
