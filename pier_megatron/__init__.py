@@ -1,6 +1,6 @@
 """Pier for Megatron-LM: drop-in ``--optimizer pier``, the network between nodes out of the training step.
 
-Reference: Fan & Zhang, "Pier: Efficient LLM pretraining with Relaxed Global Communication", arXiv 2511.17849.
+Reference: Fan & Zhang, "Pier: Efficient Large Language Model pretraining with Relaxed Global Communication", arXiv 2511.17849.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -2,8 +2,8 @@
 
 This is the oracle of the tests: what the distributed implementation computes must equal what this page computes.
 
-Reference: Fan & Zhang, "Pier: Efficient LLM pretraining with Relaxed Global Communication", arXiv 2511.17849, built on
-DiLoCo, arXiv 2311.08105.
+Reference: Fan & Zhang, "Pier: Efficient Large Language Model pretraining with Relaxed Global Communication",
+arXiv 2511.17849, built on DiLoCo, arXiv 2311.08105.
 """
 
 from collections.abc import Callable, Sequence
