@@ -19,7 +19,7 @@ def summarise(output: Path, processes: int, lazy_start: int | None) -> str:
         A few lines for people.
     """
     scalars = _scalars(output / "tensorboard")
-    train, validation = scalars["lm loss"], scalars["lm loss validation"]
+    train, validation = scalars["lm loss"], _mean_by_iteration(scalars["lm loss validation"])
     sent = scalars.get(f"{SCALAR_PREFIX}bytes-sent", [])
     _plot(output / "loss.png", train, validation, lazy_start, [iteration for iteration, _ in sent])
     iterations = train[-1][0]
@@ -50,6 +50,14 @@ def _scalars(directory: Path) -> dict[str, Series]:
     accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     accumulator.Reload()
     return {name: [(event.step, event.value) for event in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
+
+
+def _mean_by_iteration(series: Series) -> Series:
+    """Averages repeated values: after the last iteration Megatron evaluates three times, each on other samples."""
+    values: dict[int, list[float]] = {}
+    for iteration, value in series:
+        values.setdefault(iteration, []).append(value)
+    return [(iteration, sum(found) / len(found)) for iteration, found in values.items()]
 
 
 def _plot(path: Path, train: Series, validation: Series, lazy_start: int | None, outer_steps: list[int]) -> None:

@@ -21,7 +21,7 @@ _MODEL = (
 ).split()
 _TRAINING = (
     "--micro-batch-size 8 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
-    "--lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10 --eval-iters 8"
+    "--lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10 --eval-iters 16"
 ).split()
 
 # The lines of Megatron's log that tell the story; everything is in the log file.
