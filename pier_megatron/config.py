@@ -12,6 +12,8 @@ from pier_megatron.schedules import PRESETS, Preset, value_at
 DEFAULT_SYNC_INTERVAL = 50
 DEFAULT_PRESET = "pier"
 DEFAULT_LAZY_START_FRACTION = 0.1
+DEFAULT_CHUNK_MIB = 16
+EXCHANGE_DTYPES = ("fp32", "bf16", "int8", "int4")
 
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
 _LONG_HORIZON = 0.03
@@ -35,6 +37,12 @@ class PierConfig:
         outer_lr: Constant ``eta`` in place of the preset's.
         outer_momentum: Constant ``mu`` in place of the preset's, momentum warmup included.
         allow_drifted_eval: Accept evaluation while the groups hold different parameters.
+        overlap: Iterations over which an exchange is hidden: its result is applied that much later. 0 waits for it.
+        fragments: ``P``, number of parts that take their outer steps in turn, spread over the sync interval.
+        exchange_dtype: What pseudo-gradients look like on the wire, one of :data:`EXCHANGE_DTYPES`.
+        no_error_feedback: Drop what a low-bit exchange rounds away instead of adding it to the next one.
+        offload: Keep the outer state in host memory.
+        chunk_mib: Size of the pieces in which buffers are exchanged, in MiB of FP32.
 
     Raises:
         PierConfigError: If a value is out of range or the run is too short for its lazy start.
@@ -49,13 +57,36 @@ class PierConfig:
     outer_lr: float | None = None
     outer_momentum: float | None = None
     allow_drifted_eval: bool = False
+    overlap: int = 0
+    fragments: int = 1
+    exchange_dtype: str = EXCHANGE_DTYPES[0]
+    no_error_feedback: bool = False
+    offload: bool = False
+    chunk_mib: int = DEFAULT_CHUNK_MIB
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise PierConfigError(f"--pier-preset {self.preset}: not one of {', '.join(PRESETS)}.")
-        for flag, value in (("--pier-groups", self.groups), ("--pier-sync-interval", self.sync_interval)):
+        if self.exchange_dtype not in EXCHANGE_DTYPES:
+            raise PierConfigError(f"--pier-exchange-dtype {self.exchange_dtype}: not one of {', '.join(EXCHANGE_DTYPES)}.")
+        for flag, value in (
+            ("--pier-groups", self.groups),
+            ("--pier-sync-interval", self.sync_interval),
+            ("--pier-fragments", self.fragments),
+            ("--pier-chunk-mib", self.chunk_mib),
+        ):
             if value < 1:
                 raise PierConfigError(f"{flag} {value}: must be at least 1.")
+        if self.fragments > self.sync_interval:
+            raise PierConfigError(
+                f"--pier-fragments {self.fragments} exceeds --pier-sync-interval {self.sync_interval}: fragments take their "
+                "outer steps in different iterations of an interval, one in each at most."
+            )
+        if not 0 <= self.overlap < self.sync_interval:
+            raise PierConfigError(
+                f"--pier-overlap {self.overlap}: must be from 0 to {self.sync_interval - 1}, below --pier-sync-interval "
+                f"{self.sync_interval}, because an exchange has to be applied before the next one of its fragment begins."
+            )
         if self.outer_lr is not None and not self.outer_lr > 0:
             raise PierConfigError(f"--pier-outer-lr {self.outer_lr}: must be above 0, or no outer step moves anything.")
         if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
@@ -121,17 +152,26 @@ class PierConfig:
         return self.warms_momentum and self.is_lazy(iteration) and iteration % self.sync_interval == 0
 
     def is_outer_step(self, iteration: int) -> bool:
-        """Whether the groups meet after ``iteration`` (1-based): every H iterations, and after the last."""
+        """Whether any fragment's outer step begins after ``iteration`` (1-based)."""
+        return bool(self.fragments_due(iteration))
+
+    def fragments_due(self, iteration: int) -> range:
+        """Fragments whose outer step begins after ``iteration`` (1-based).
+
+        Each has one every H iterations, evenly spread, the last fragment at multiples of H; after the last iteration all do.
+        """
         if self.is_lazy(iteration):
-            return False
-        return iteration % self.sync_interval == 0 or iteration == self.train_iters
+            return range(0)
+        if iteration == self.train_iters:
+            return range(self.fragments)
+        # Fragment f is due when the interval is (f + 1) / P through.
+        through = (iteration - 1) % self.sync_interval + 1
+        begin, end = ((self.fragments * n) // self.sync_interval for n in (through - 1, through))
+        return range(begin, end)
 
     def outer_steps(self) -> Iterator[int]:
-        """The iterations after which an outer step runs, in order."""
-        first = self.lazy_start + self.sync_interval
-        yield from range(first, self.train_iters + 1, self.sync_interval)
-        if self.train_iters % self.sync_interval:
-            yield self.train_iters
+        """The iterations after which an outer step begins, in order."""
+        return (iteration for iteration in range(self.lazy_start + 1, self.train_iters + 1) if self.is_outer_step(iteration))
 
     def momentum_at(self, iteration: int) -> float:
         """``mu(t)``, the outer momentum coefficient."""

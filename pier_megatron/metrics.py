@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pier_megatron.outer import OuterState
-
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
 SCALAR_PREFIX = "pier/"
 
@@ -77,40 +75,11 @@ class OuterStepReport:
             wandb.log(self.scalars(), self.iteration)
 
 
-class SquaredNorms:
-    """Sums of products over a group's model, from which norms and cosines follow.
-
-    Parameters that several ranks of a group hold are counted once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        """Starts at zero.
-
-        Args:
-            device: Where the sums live, so that nothing waits for the accelerator before :meth:`sums` is read.
-        """
-        # Of: own * own, own * mean, mean * mean, momentum * momentum.
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-
-    def add(self, state: OuterState, own: Tensor, mean: Tensor) -> None:
-        """Adds one buffer after its outer step.
-
-        Args:
-            state: The buffer, with its new momentum.
-            own: This group's pseudo-gradient, shape ``[numel]``.
-            mean: The mean one, shape ``[numel]``.
-        """
-        unique = slice(state.unique_numel)
-        own, mean, momentum = own[unique], mean[unique], state.momentum[unique]
-        products = ((own, own), (own, mean), (mean, mean), (momentum, momentum))
-        self.sums += torch.stack([torch.dot(left, right) for left, right in products]).double()
-
-
 def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, float, float]:
     """Evaluates the sums of all groups.
 
     Args:
-        sums: As in :class:`SquaredNorms`, over each group's whole model; shape ``[groups, 4]``.
+        sums: As of :class:`pier_megatron.outer.OuterRound`, over each group's whole model; shape ``[groups, 4]``.
         contributes: Which groups count; boolean, shape ``[groups]``.
 
     Returns:

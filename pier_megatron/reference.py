@@ -23,6 +23,7 @@ def train(
     inner_optimizer: InnerOptimizer,
     config: PierConfig,
     clip_grad: float = 0.0,
+    fragment_masks: Sequence[Sequence[Tensor]] | None = None,
     on_iteration: Callable[[int, list[list[Tensor]]], None] = lambda iteration, groups: None,
 ) -> list[Tensor]:
     """Trains ``config.groups`` groups with Pier.
@@ -34,6 +35,7 @@ def train(
         inner_optimizer: Makes the inner optimizer of one group for its parameters.
         config: Schedules and sizes.
         clip_grad: Largest global gradient norm, or 0 for no clipping.
+        fragment_masks: For each fragment, which elements of each parameter belong to it. None: one fragment, all of them.
         on_iteration: Called at the end of each iteration with all groups' parameters.
 
     Returns:
@@ -43,6 +45,21 @@ def train(
     optimizers = [inner_optimizer(theta) for theta in groups]
     anchor = [tensor.clone() for tensor in groups[0]]
     momentum = [torch.zeros_like(tensor) for tensor in anchor]
+    masks = fragment_masks or [[torch.ones_like(tensor, dtype=torch.bool) for tensor in anchor]]
+    underway: list[tuple[int, int, list[list[Tensor]]]] = []  # Fragment, iteration it began, parameters of all groups then.
+
+    def land(fragment: int, begun: int, then: list[list[Tensor]]) -> None:
+        """Outer step of one fragment: Nesterov in PyTorch's form on the mean pseudo-gradient."""
+        mu, eta = config.momentum_at(begun), config.learning_rate_at(begun)
+        for i, mask in enumerate(masks[fragment]):
+            delta = torch.stack([anchor[i] - theta[i] for theta in then]).mean(0)
+            new_momentum = mu * momentum[i] + delta
+            new_anchor = anchor[i] - eta * (delta + mu * new_momentum)
+            for theta, was in zip(groups, then, strict=True):
+                # The new common point, plus the way that the group has gone meanwhile.
+                theta[i].copy_(torch.where(mask, new_anchor + (theta[i] - was[i]), theta[i]))
+            momentum[i] = torch.where(mask, new_momentum, momentum[i])
+            anchor[i] = torch.where(mask, new_anchor, anchor[i])
 
     for t in range(1, config.train_iters + 1):
         # Inner step. In the lazy start the gradient is the mean over all groups, later over the samples of one group.
@@ -58,19 +75,22 @@ def train(
 
         # Momentum warmup: the groups are identical, nothing is communicated, the parameters stay.
         if config.is_momentum_warmup(t):
-            momentum = [config.momentum_at(t) * m + (a - p) for m, a, p in zip(momentum, anchor, groups[0], strict=True)]
+            mu = config.momentum_at(t)
+            momentum = [mu * m + (a - p) for m, a, p in zip(momentum, anchor, groups[0], strict=True)]
         if config.is_lazy(t) and t % config.sync_interval == 0:
             anchor = [parameter.clone() for parameter in groups[0]]
 
-        # Outer step: Nesterov in PyTorch's form on the mean pseudo-gradient.
-        if config.is_outer_step(t):
-            mu, eta = config.momentum_at(t), config.learning_rate_at(t)
-            delta = _mean([[a - p for a, p in zip(anchor, theta, strict=True)] for theta in groups])
-            momentum = [mu * m + d for m, d in zip(momentum, delta, strict=True)]
-            anchor = [a - eta * (d + mu * m) for a, d, m in zip(anchor, delta, momentum, strict=True)]
-            for theta in groups:
-                for parameter, a in zip(theta, anchor, strict=True):
-                    parameter.copy_(a)
+        # Outer steps that began earlier take effect `overlap` iterations later, at the latest after the last iteration.
+        is_last = t == config.train_iters
+        for flight in [flight for flight in underway if is_last or t - flight[1] == config.overlap]:
+            underway.remove(flight)
+            land(*flight)
+        for fragment in config.fragments_due(t):
+            flight = (fragment, t, [[parameter.clone() for parameter in theta] for theta in groups])
+            if config.overlap == 0 or is_last:
+                land(*flight)
+            else:
+                underway.append(flight)
         on_iteration(t, groups)
     return anchor
 

@@ -14,8 +14,9 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, training
+    from pier_megatron.integration import arguments, communication, training
 
     arguments.install()
+    communication.install()
     training.install()
     _registered = True

@@ -1,12 +1,13 @@
 """What a run says and checks before its first iteration."""
 
+import collections
 from collections.abc import Sequence
 
 import torch
 
 from pier_megatron.config import PierConfig, PierConfigError
 from pier_megatron.groups import Topology
-from pier_megatron.outer import GroupExchange, OuterState
+from pier_megatron.outer import PIPELINE_DEPTH, GroupExchange, OuterState, Staging
 
 # Longer schedules are shown by their first, last and evenly spaced outer steps.
 _SCHEDULE_ROWS = 8
@@ -23,13 +24,13 @@ def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange) ->
         PierConfigError: If the shards do not match or do not hold the same values.
     """
     sums = [torch.stack([state.anchor.double().sum(), state.anchor.double().abs().sum()]).tolist() for state in states]
-    own = [[state.numel, state.unique_numel, *sums] for state, sums in zip(states, sums, strict=True)]
-    device = states[0].anchor.device if states else torch.device("cpu")
+    own = [[state.numel, _counted(state), *sums] for state, sums in zip(states, sums, strict=True)]
+    device = states[0].device if states else torch.device("cpu")
     vector = torch.tensor([value for row in own for value in row], dtype=torch.float64, device=device)
-    sizes = exchange.gather(torch.tensor([float(len(vector))], dtype=torch.float64, device=device))
+    sizes = exchange.gather(torch.tensor([float(len(vector))], dtype=torch.float64, device=device)).result()
     if (sizes != sizes[0]).any():
         raise PierConfigError("The groups hold different numbers of parameter buffers: their parallel layouts differ.")
-    everyone = exchange.gather(vector)
+    everyone = exchange.gather(vector).result()
     differing = [group for group in range(exchange.size) if not torch.equal(everyone[group], everyone[0])]
     if differing:
         raise PierConfigError(
@@ -44,22 +45,49 @@ def describe(
 ) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory."""
     parameters = sum(state.numel for state in states)
-    nbytes = 4 * parameters
-    members = topology.members(0)
+    sent = sum(exchange.bytes_of_sum(chunk.numel) for state in states for chunk in state.chunks)
+    synchronous = round(8 * parameters * (exchange.size - 1) / exchange.size)
+    place = "host" if config.offload else "device"
+    options = [
+        f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
+        f"in {config.fragments} fragments" if config.fragments > 1 else "",
+        f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
+    ]
     lines = [
-        f"Pier: {config.groups} groups of {len(members)} ranks, preset {config.preset}",
+        f"Pier: {config.groups} groups of {len(topology.members(0))} ranks, preset {config.preset}",
         *(f"  {line}" for line in topology.describe()),
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
-        f"with an outer step every {config.sync_interval}, {len(list(config.outer_steps()))} in all",
+        f"with an outer step every {config.sync_interval}",
+        f"  exchange: {', '.join(option for option in options if option)}, in chunks of {config.chunk_mib} MiB",
         *_schedule(config),
-        f"  per rank: {parameters:,} FP32 parameters; sends {exchange.all_reduce_bytes(nbytes) / 1e6:,.2f} MB to other groups "
-        f"per outer step (synchronous training: about as much in every iteration); outer state "
-        f"{sum(state.nbytes for state in states) / 1e6:,.2f} MB, and {2 * nbytes / 1e6:,.2f} MB more during an outer step",
+        f"  per rank: {parameters:,} FP32 parameters; sends {sent / 1e6:,.2f} MB to other groups in {config.sync_interval} "
+        f"iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 gradients)",
+        f"  outer state per rank: {sum(state.nbytes for state in states) / 1e6:,.2f} MB of {place} memory, and up to "
+        f"{_working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way",
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *(f"  WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]),
     ]
     return "\n".join(lines)
+
+
+def _counted(state: OuterState) -> int:
+    """Parameters that a norm over the model counts on this rank."""
+    return sum(chunk.numel for chunk in state.chunks if chunk.is_unique)
+
+
+def _working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
+    """Work memory of a rank: buffers are made when chunks first need them at once, and then kept."""
+    total = 0
+    for state in states:
+        at_once = min(len(state.chunks), PIPELINE_DEPTH + 1)
+        if config.overlap:
+            underway = min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
+            per_fragment = collections.Counter(chunk.fragment for chunk in state.chunks)
+            at_once = max(at_once, sum(count for _, count in per_fragment.most_common(underway)))
+        longest = max((chunk.numel for chunk in state.chunks), default=0)
+        total += at_once * longest * Staging.bytes_per_element(state)
+    return total
 
 
 def _schedule(config: PierConfig) -> list[str]:

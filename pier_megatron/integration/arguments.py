@@ -11,9 +11,11 @@ import os
 from typing import Any
 
 from pier_megatron.config import (
+    DEFAULT_CHUNK_MIB,
     DEFAULT_LAZY_START_FRACTION,
     DEFAULT_PRESET,
     DEFAULT_SYNC_INTERVAL,
+    EXCHANGE_DTYPES,
     PierConfig,
     PierConfigError,
 )
@@ -101,6 +103,41 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Accept an evaluation interval that is no multiple of the sync interval. The loss is then averaged over "
         "groups with different parameters. Default: refuse.",
+    )
+    group.add_argument(
+        "--pier-overlap",
+        type=int,
+        metavar="ITERS",
+        help="Iterations over which an exchange is hidden behind training; its result is applied that much later, on top of "
+        "what each group has learned meanwhile. Default: 0, wait for it.",
+    )
+    group.add_argument(
+        "--pier-fragments",
+        type=int,
+        help="Number of parts of the parameters that are exchanged in turn, spread over the sync interval, which divides the "
+        "peak bandwidth. Default: 1.",
+    )
+    group.add_argument(
+        "--pier-exchange-dtype",
+        choices=list(EXCHANGE_DTYPES),
+        help="Type of pseudo-gradients on the wire; integers are scaled by blocks. Default: fp32.",
+    )
+    group.add_argument(
+        "--pier-no-error-feedback",
+        action="store_true",
+        default=None,
+        help="Drop what a low-bit exchange rounds away; saves 4 bytes per owned parameter. Default: add it to the next one.",
+    )
+    group.add_argument(
+        "--pier-offload",
+        action="store_true",
+        default=None,
+        help="Keep the outer state in pinned host memory instead of on the device. Default: on the device.",
+    )
+    group.add_argument(
+        "--pier-chunk-mib",
+        type=int,
+        help=f"Size in MiB of the pieces in which buffers are exchanged and updated. Default: {DEFAULT_CHUNK_MIB}.",
     )
 
 
@@ -220,6 +257,9 @@ _REFUSED = (
         "hybrid_context_parallel",
         "it moves data between all data-parallel ranks in every iteration, hence across groups",
     ),
+    ("moe_router_enable_expert_bias", "it counts tokens over all groups in every iteration"),
+    ("moe_expert_rank_capacity_factor", "it asks all ranks for overflows in every iteration"),
+    ("dsa_indexer_loss_coeff", "its loss is averaged over all groups in every iteration"),
     ("perform_rl_step", "reinforcement learning swaps the parameters outside the optimizer"),
     ("data_parallel_random_init", "groups must start from identical weights"),
     (
@@ -228,6 +268,12 @@ _REFUSED = (
     ),
 )
 
+
+# What all ranks do together every so many iterations, hence only where the groups meet.
+_MEETINGS = {
+    "check_weight_hash_across_dp_replicas_interval": "the comparison of weights",
+    "gpu_sniff_test_interval": "the test of GPUs, a meeting of all ranks,",
+}
 
 # Where the supported releases keep what a CUDA graph captures.
 _CUDA_GRAPH_SCOPES = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
@@ -244,6 +290,21 @@ def _refuse_what_cannot_work(args: argparse.Namespace) -> None:
         )
 
 
+def _refuse_reductions_over_all_groups(args: argparse.Namespace) -> None:
+    """Refuses values of flags that make the model itself talk to all groups in every iteration."""
+    for balancing in _strings(args.moe_router_load_balancing_type):
+        if balancing in ("global_aux_loss", "quantile_balancing"):
+            raise PierConfigError(
+                f"--moe-router-load-balancing-type {balancing} counts tokens over all groups in every iteration. Use aux_loss "
+                "or seq_aux_loss."
+            )
+    if args.fp8 and args.fp8_recipe == "delayed" and not args.tp_only_amax_red:
+        raise PierConfigError(
+            "--fp8-recipe delayed reduces the scales of FP8 over all data-parallel ranks in every iteration, hence across "
+            "groups. Add --tp-only-amax-red, or use another recipe."
+        )
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Checks that need the sizes and intervals that Megatron's validation has filled in.
 
@@ -254,6 +315,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.train_iters is None:
         # Sample-based training: Megatron derives the iterations later, and the optimizer is built after that.
         return
+    _refuse_reductions_over_all_groups(args)
     config = config_from_args(args)
     config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
     if args.num_experts is not None:
@@ -271,16 +333,14 @@ def check_arguments(args: argparse.Namespace) -> None:
         for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
             if getattr(args, name, None):
                 config.check_interval(_flag(name), getattr(args, name), "saving")
-        for name in ("exit_signal_handler", "exit_duration_in_mins"):
-            if getattr(args, name, None):
-                raise PierConfigError(
-                    f"{_flag(name)} saves at whatever iteration it strikes, when the groups' parameters have drifted apart, "
-                    "which a checkpoint does not keep yet. Use --exit-interval with a multiple of --pier-sync-interval "
-                    f"{config.sync_interval}."
-                )
-    interval = args.check_weight_hash_across_dp_replicas_interval
-    if interval is not None:
-        config.check_interval("--check-weight-hash-across-dp-replicas-interval", interval, "the comparison of weights")
+    for name, purpose in _MEETINGS.items():
+        if getattr(args, name, None):
+            config.check_interval(_flag(name), getattr(args, name), purpose)
+    if args.timing_log_level > 0 and args.barrier_with_L1_time:
+        raise PierConfigError(
+            f"--timing-log-level {args.timing_log_level} puts about ten barriers of all ranks into every iteration, so that "
+            "every group would wait for the slowest. Add --no-barrier-with-level-1-timing."
+        )
 
 
 def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> None:

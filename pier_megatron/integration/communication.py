@@ -1,15 +1,33 @@
-"""Confines what Megatron does in every iteration to the ranks of one group."""
+"""Confines what Megatron does between outer steps to the ranks of one group.
+
+The gradients have a module of their own. What else crosses the groups in an iteration of stock Megatron: the loss and the
+statistics, the vote on rerunning the iteration, the questions whether to exit and whether a save has finished.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from pier_megatron.integration import versions
+import torch
+import torch.distributed as dist
+
+from pier_megatron.integration import current, versions
+
+_TRAINING = "megatron.training.training"
 
 # The groups over which Megatron reduces losses, token counts and statistics in an iteration. The second of each pair exists
 # from 0.19 on.
 _PARALLEL_STATE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
+
+
+def install() -> None:
+    """Confines Megatron's own collectives. A run without ``--optimizer pier`` passes through unchanged."""
+    rerun_state_machine = versions.require("megatron.core.rerun_state_machine", "RerunStateMachine")
+    versions.wrap_method(rerun_state_machine, "_reduce_any", _voting_in_the_group)
+    versions.wrap(_TRAINING, "checkpoint_and_decide_exit", _asking_to_exit_when_together)
+    versions.wrap(_TRAINING, "maybe_finalize_async_save", _asking_for_saves_when_together)
+    versions.wrap(_TRAINING, "calc_params_l2_norm", _in_the_group)
 
 
 @contextlib.contextmanager
@@ -26,12 +44,22 @@ def confined_to_group(model_chunk: Any) -> Iterator[None]:
     collection = _process_group_collection(model_chunk)
     with contextlib.ExitStack() as stack:
         for owner, names in ((parallel_state, _PARALLEL_STATE_GROUPS), (collection, _COLLECTION_GROUPS)):
-            for name in names:
-                original = getattr(owner, name, None)
-                if original is not None:
-                    stack.callback(setattr, owner, name, original)
-                    setattr(owner, name, group)
+            there = [name for name in names if getattr(owner, name, None) is not None]
+            stack.enter_context(_replaced(owner, dict.fromkeys(there, group)))
         yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Inside, attributes of ``owner`` have other values."""
+    originals = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
 
 
 def _process_group_collection(module: Any) -> Any:
@@ -39,3 +67,53 @@ def _process_group_collection(module: Any) -> Any:
     while not hasattr(module, "pg_collection") and hasattr(module, "module"):
         module = module.module
     return getattr(module, "pg_collection", None)
+
+
+def _in_the_group(function: Callable[..., Any]) -> Callable[..., Any]:
+    def confined(*args: Any, **kwargs: Any) -> Any:
+        optimizer = current.local_optimizer()
+        with confined_to_group(optimizer.model_chunks[0]) if optimizer else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    return confined
+
+
+def _voting_in_the_group(reduce_any: Callable[..., Any]) -> Callable[..., Any]:
+    """Asks only the own group whether an iteration has to be run again: the others train on other parameters."""
+
+    def vote(machine: Any, value: bool | list[bool]) -> Any:
+        optimizer = current.local_optimizer()
+        if optimizer is None:
+            return reduce_any(machine, value)
+        votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
+        dist.all_reduce(votes, group=optimizer.get_grad_stats_parallel_group())
+        return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)
+
+    return vote
+
+
+def _asking_to_exit_when_together(checkpoint_and_decide_exit: Callable[..., Any]) -> Callable[..., Any]:
+    """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
+
+    def decide(*args: Any, **kwargs: Any) -> Any:
+        optimizer = current.local_optimizer()
+        if optimizer is None or optimizer.groups_meet:
+            return checkpoint_and_decide_exit(*args, **kwargs)
+        settings = versions.require("megatron.training.global_vars", "get_args")()
+        with _replaced(settings, {"exit_signal_handler": False, "exit_duration_in_mins": None}):
+            return checkpoint_and_decide_exit(*args, **kwargs)
+
+    return decide
+
+
+def _asking_for_saves_when_together(maybe_finalize_async_save: Callable[..., Any]) -> Callable[..., Any]:
+    """Asks whether a save in the background has finished only where the groups meet: all ranks must agree on the answer."""
+
+    def finalize(*args: Any, **kwargs: Any) -> Any:
+        optimizer = current.local_optimizer()
+        blocking = kwargs.get("blocking", args[0] if args else False)
+        if optimizer is None or optimizer.groups_meet or blocking:
+            return maybe_finalize_async_save(*args, **kwargs)
+        return None
+
+    return finalize

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from pier_megatron import startup
 from pier_megatron.config import PierConfig
 from pier_megatron.groups import Rank, Topology, node_name
-from pier_megatron.integration import versions
+from pier_megatron.integration import current, versions
 from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
 from pier_megatron.integration.communication import confined_to_group
-from pier_megatron.outer import GroupExchange
+from pier_megatron.outer import CODECS, GroupExchange
 
 _TRAINING = "megatron.training.training"
 
@@ -24,6 +24,8 @@ def install() -> None:
     versions.wrap(_TRAINING, "get_megatron_optimizer", _building_pier)
     versions.wrap(_TRAINING, "train_step", _beginning_iterations)
     versions.wrap(_TRAINING, "training_log", _averaging_over_groups)
+    versions.wrap(_TRAINING, "evaluate_and_print_results", _looking_at_what_groups_agree_on)
+    versions.wrap(_TRAINING, "save_checkpoint", _looking_at_what_groups_agree_on)
     versions.require(_TRAINING, "update_train_iters")
 
 
@@ -35,7 +37,12 @@ def _args() -> argparse.Namespace:
 def _building_pier(get_megatron_optimizer: Any) -> Any:
     def build(*args: Any, **kwargs: Any) -> Any:
         optimizer = get_megatron_optimizer(*args, **kwargs)
-        return _build(optimizer) if uses_pier(_args()) else optimizer
+        if not uses_pier(_args()):
+            current.set_optimizer(None)
+            return optimizer
+        pier = _build(optimizer)
+        current.set_optimizer(pier)
+        return pier
 
     return build
 
@@ -50,7 +57,8 @@ def _build(optimizer: Any) -> Any:
     config = config_from_args(args)
     topology = Topology.gather(_own_rank(config))
     topology.check()
-    exchange = GroupExchange(topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes)))
+    communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
+    exchange = GroupExchange(communicator, CODECS[config.exchange_dtype])
     pier = PierOptimizer(optimizer, config, exchange, _report)
     startup.check_groups_agree(pier.outer_states, exchange)
     if dist.get_rank() == 0:
@@ -81,17 +89,37 @@ def _beginning_iterations(train_step: Any) -> Any:
     signature = inspect.signature(train_step)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        if not uses_pier(_args()):
+        optimizer = current.pier_optimizer()
+        if optimizer is None:
             return train_step(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        pier = given["optimizer"]
-        pier.begin_iteration(given["iteration"] + 1)
-        if pier.pier_config.is_lazy(pier.iteration):
+        optimizer.begin_iteration(signature.bind(*args, **kwargs).arguments["iteration"] + 1)
+        if not optimizer.is_local:
             return train_step(*args, **kwargs)
-        with confined_to_group(given["model"][0]):
-            return train_step(*args, **kwargs)
+        with confined_to_group(optimizer.model_chunks[0]):
+            result = train_step(*args, **kwargs)
+        _, _, _, should_exit, exit_code, *_ = result
+        if should_exit:
+            raise RuntimeError(
+                f"Megatron's rerun state machine ends the run at iteration {optimizer.iteration} with exit code {exit_code}, "
+                "but only in this group: the others train on other parameters and did not see what it saw. They stop at the "
+                "next outer step. Restart from the last checkpoint; --rerun-mode disabled does without the check."
+            )
+        return result
 
     return step
+
+
+def _looking_at_what_groups_agree_on(function: Any) -> Any:
+    """Shows the anchor to evaluation and saving where the groups hold different parameters by design."""
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        optimizer = current.pier_optimizer()
+        if optimizer is None or not optimizer.shows_anchor:
+            return function(*args, **kwargs)
+        with optimizer.anchor_in_model():
+            return function(*args, **kwargs)
+
+    return look
 
 
 def _averaging_over_groups(training_log: Any) -> Any:
@@ -99,23 +127,31 @@ def _averaging_over_groups(training_log: Any) -> Any:
     signature = inspect.signature(training_log)
 
     def log(*args: Any, **kwargs: Any) -> Any:
+        optimizer = current.local_optimizer()
+        if optimizer is None:
+            return training_log(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
-        settings = _args()
-        if uses_pier(settings):
-            iteration, is_first = given.arguments["iteration"], given.arguments.get("is_first_iteration", False)
-            config = config_from_args(settings)
-            if not config.is_lazy(iteration) and (is_first or iteration % settings.log_interval == 0):
-                _average(given.arguments)
-        return training_log(*given.args, **given.kwargs)
+        is_first = given.arguments.get("is_first_iteration", False)
+        if is_first or optimizer.iteration % _args().log_interval == 0:
+            _average(given.arguments)
+            return training_log(*given.args, **given.kwargs)
+        # Some statistics, those of experts among them, are reduced here in every iteration.
+        with confined_to_group(optimizer.model_chunks[0]):
+            return training_log(*given.args, **given.kwargs)
 
     return log
 
 
 def _average(logged: dict[str, Any]) -> None:
     """Averages what one call of ``training_log`` is given over the groups, in place."""
-    losses, totals = logged["loss_dict"], logged["total_loss_dict"]
     device = torch.device(torch.cuda.current_device())
-    values = [(values, key) for values in (losses, totals) for key in losses if key in values]
+    # The totals count iterations too, as plain numbers.
+    values = [
+        (values, key)
+        for values in (logged["loss_dict"], logged["total_loss_dict"])
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    ]
     norm = logged["grad_norm"]
     vector = torch.stack(
         [torch.as_tensor(values[key], device=device).float().reshape(()) for values, key in values]

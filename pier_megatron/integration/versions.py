@@ -31,11 +31,7 @@ def require(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UnsupportedMegatronError(
-            f"pier_megatron needs {module}.{name}, which Megatron {_version_or_unknown()} does not have ({error}). "
-            f"Supported releases: {', '.join(SUPPORTED)}. Install one of them, for example "
-            f"pip install 'megatron-core=={SUPPORTED[-1]}.*', or check that the Megatron-LM checkout on PYTHONPATH is one."
-        ) from error
+        raise UnsupportedMegatronError(_missing(module, name, error)) from error
 
 
 def has(module: str, name: str) -> bool:
@@ -56,6 +52,26 @@ def wrap(module: str, name: str, make_wrapper: Callable[[Callable[..., Any]], Ca
     """
     original = require(module, name)
     setattr(importlib.import_module(module), name, functools.update_wrapper(make_wrapper(original), original))
+
+
+def wrap_method(owner: type, name: str, make_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a method of a class of Megatron by a wrapper around it.
+
+    Raises:
+        UnsupportedMegatronError: If the class has no such method.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        raise UnsupportedMegatronError(_missing(f"{owner.__module__}.{owner.__name__}", name, "no such method"))
+    setattr(owner, name, functools.update_wrapper(make_wrapper(original), original))
+
+
+def _missing(owner: str, name: str, error: object) -> str:
+    return (
+        f"pier_megatron needs {owner}.{name}, which Megatron {_version_or_unknown()} does not have ({error}). "
+        f"Supported releases: {', '.join(SUPPORTED)}. Install one of them, for example "
+        f"pip install 'megatron-core=={SUPPORTED[-1]}.*', or check that the Megatron-LM checkout on PYTHONPATH is one."
+    )
 
 
 def _version_or_unknown() -> str:

@@ -3,8 +3,10 @@
 Nothing in here knows Megatron.
 """
 
-from pier_megatron.outer.exchange import GroupExchange
+from pier_megatron.outer.codecs import CODECS
+from pier_megatron.outer.exchange import Gathered, GroupExchange
+from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState
-from pier_megatron.outer.step import momentum_warmup, nesterov_step
+from pier_megatron.outer.step import PIPELINE_DEPTH, OuterRound, momentum_warmup
 
-__all__ = ["GroupExchange", "OuterState", "momentum_warmup", "nesterov_step"]
+__all__ = ["CODECS", "PIPELINE_DEPTH", "Gathered", "GroupExchange", "OuterRound", "OuterState", "Staging", "momentum_warmup"]

@@ -4,50 +4,162 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pier_megatron.outer.codecs import BLOCK, CODECS, Codec
+
 
 class GroupExchange:
     """Collectives between the ranks that own the same parameters, one rank of each group.
 
+    Every rank must call the same methods in the same order. None of them waits for the other groups before its result is
+    asked for.
+
     Attributes:
         size: Number of groups.
         rank: Index of this rank's group.
-        bytes_sent: Bytes that this rank has put on the wire since the counter was last reset, by the cost model of a ring.
+        codec: What sums look like on the wire.
+        bytes_sent: Bytes that this rank has sent to other groups, by the cost model of a ring.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, codec: Codec = CODECS["fp32"]) -> None:
         """Wraps the plugin's own communicator.
 
         Args:
             process_group: One rank of each group, in group order. None stands for a single group: there is nobody to
                 talk to.
+            codec: What sums look like on the wire.
         """
-        self._process_group = process_group
+        self.process_group = process_group
+        self.codec = codec
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.bytes_sent = 0
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Sums ``tensor`` over the groups in place; every group holds the same bits afterwards."""
-        if self._process_group is not None:
-            dist.all_reduce(tensor, group=self._process_group)
-            self.bytes_sent += self.all_reduce_bytes(tensor.nbytes)
-        return tensor
-
-    def gather(self, vector: Tensor) -> Tensor:
-        """Collects a short vector of each group.
+    def sum(self, vector: Tensor, residual: "Residual | None" = None) -> "Sum":
+        """Begins to sum ``vector`` over the groups.
 
         Args:
-            vector: Shape ``[n]``.
+            vector: float32, shape ``[n]``; it must not change before the sum is finished, and holds it then.
+            residual: What the codec has dropped from earlier vectors of this place, to be made up for now.
 
         Returns:
-            Shape ``[groups, n]``, the same on every rank.
+            The sum under way.
         """
-        if self._process_group is None:
-            return vector[None]
-        gathered = [torch.empty_like(vector) for _ in range(self.size)]
-        dist.all_gather(gathered, vector, group=self._process_group)
-        return torch.stack(gathered)
+        if self.process_group is None:
+            return Sum()
+        if self.codec.lossless:
+            self.bytes_sent += self.bytes_of_sum(len(vector))
+            return _AllReduce(dist.all_reduce(vector, group=self.process_group, async_op=True))
+        self.bytes_sent += self.bytes_of_sum(len(vector))
+        return _EncodedSum(self, vector, residual)
 
-    def all_reduce_bytes(self, nbytes: int) -> int:
-        """Bytes that each rank sends to all-reduce ``nbytes``: a reduce-scatter and an all-gather on a ring."""
-        return round(2 * nbytes * (self.size - 1) / self.size)
+    def gather(self, vector: Tensor) -> "Gathered":
+        """Begins to collect a short vector of each group, shape ``[n]``."""
+        return Gathered(self, vector)
+
+    def bytes_of_sum(self, numel: int) -> int:
+        """Bytes that each rank sends to sum ``numel`` elements: a reduce-scatter and an all-gather."""
+        if self.size == 1:
+            return 0
+        segment = self.segment_numel(numel)
+        sent = numel * 4 / self.size if self.codec.lossless else self.codec.nbytes(segment)
+        return round(2 * (self.size - 1) * sent)
+
+    def segment_numel(self, numel: int) -> int:
+        """Elements of which each group computes the sum, of ``numel`` in all: whole blocks."""
+        return -(-numel // (self.size * BLOCK)) * BLOCK
+
+
+class Sum:
+    """A sum over the groups under way; this one is that of a single group, which is there from the start."""
+
+    def advance(self) -> None:
+        """Begins what follows on what has arrived. Call it once on every rank, before :meth:`finish`."""
+
+    def finish(self) -> None:
+        """Waits until the vector holds the sum, the same bits in every group."""
+
+
+class _AllReduce(Sum):
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def finish(self) -> None:
+        self._work.wait()
+
+
+class Residual:
+    """Error feedback: what the codec dropped is added to the next vector, so that it is late but never lost.
+
+    Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv 1901.09847.
+
+    Attributes:
+        sent: Dropped from this group's own vectors; float32, shape ``[n]``.
+        reduced: Dropped from the sums that this group computes for all; float32, shape ``[segment_numel(n)]``.
+    """
+
+    def __init__(self, sent: Tensor, reduced: Tensor) -> None:
+        """Takes two vectors, zero in the beginning, that live as long as the run."""
+        self.sent = sent
+        self.reduced = reduced
+
+
+class _EncodedSum(Sum):
+    """An all-reduce in the codec's bytes: all-to-all of encoded segments, sum in FP32, all-gather of the encoded sum.
+
+    Adding up encoded numbers would overflow them or round at every hop; this rounds twice, whatever the number of groups.
+    """
+
+    def __init__(self, exchange: GroupExchange, vector: Tensor, residual: Residual | None) -> None:
+        self._exchange, self._vector, self._residual = exchange, vector, residual
+        self._segment = exchange.segment_numel(len(vector))
+        self._payload = exchange.codec.nbytes(self._segment)
+        padded = vector.new_zeros(exchange.size * self._segment)
+        padded[: len(vector)] = vector
+        if residual is not None:
+            padded[: len(vector)] += residual.sent
+        sent = torch.cat([exchange.codec.encode(segment) for segment in padded.split(self._segment)])
+        if residual is not None:
+            torch.sub(padded[: len(vector)], self._decode(sent)[: len(vector)], out=residual.sent)
+        self._received = torch.empty_like(sent)
+        self._sent = sent
+        self._work = dist.all_to_all_single(self._received, sent, group=exchange.process_group, async_op=True)
+
+    def advance(self) -> None:
+        self._work.wait()
+        codec = self._exchange.codec
+        total = self._decode(self._received).view(self._exchange.size, self._segment).sum(0)
+        if self._residual is not None:
+            total += self._residual.reduced
+        encoded = codec.encode(total)
+        if self._residual is not None:
+            torch.sub(total, codec.decode(encoded), out=self._residual.reduced)
+        self._sent = encoded
+        self._work = dist.all_gather_into_tensor(self._received, encoded, group=self._exchange.process_group, async_op=True)
+
+    def finish(self) -> None:
+        self._work.wait()
+        self._vector.copy_(self._decode(self._received)[: len(self._vector)])
+
+    def _decode(self, payloads: Tensor) -> Tensor:
+        return torch.cat([self._exchange.codec.decode(payload) for payload in payloads.split(self._payload)])
+
+
+class Gathered:
+    """Short vectors of all groups, on their way."""
+
+    def __init__(self, exchange: GroupExchange, vector: Tensor) -> None:
+        """Begins to collect ``vector``, shape ``[n]``."""
+        self._vectors = [vector.clone() for _ in range(exchange.size)]
+        self._work: dist.Work | None = None
+        if exchange.process_group is not None:
+            self._work = dist.all_gather(self._vectors, vector, group=exchange.process_group, async_op=True)
+
+    def is_complete(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+        return self._work is None or self._work.is_completed()
+
+    def result(self) -> Tensor:
+        """Waits for all groups; shape ``[groups, n]``, the same on every rank."""
+        if self._work is not None:
+            self._work.wait()
+        return torch.stack(self._vectors)

@@ -1,57 +1,173 @@
-"""The two updates of the outer optimizer, on the flat buffers of one rank."""
+"""The updates of the outer optimizer, chunk by chunk, so that subtracting, sending and updating overlap."""
 
+import collections
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
 from torch import Tensor
 
-from pier_megatron.outer.exchange import GroupExchange
-from pier_megatron.outer.state import OuterState
+from pier_megatron.outer.exchange import Gathered, GroupExchange, Sum
+from pier_megatron.outer.staging import Staged, Staging
+from pier_megatron.outer.state import Chunk
+
+PIPELINE_DEPTH = 4
+"""Chunks on their way at once in a blocking outer step: one is subtracted, two are on the wire, one is updated."""
+
+PRODUCTS = 4
+"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
 
 
-def momentum_warmup(state: OuterState, mu: float) -> None:
+def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
     """Builds up the outer momentum while the groups are still identical, hence without communication.
 
     Computes ``momentum = mu * momentum + (anchor - parameters)``, then ``anchor = parameters``; arXiv 2511.17849,
     algorithm 1.
 
     Args:
-        state: Changed in place.
+        stagings: Of the outer states, which are changed in place.
         mu: Outer momentum coefficient.
     """
-    state.momentum.mul_(mu).add_(state.pseudo_gradient())
-    state.copy_parameters_to(state.anchor)
+    for staged in _staged_ahead((staging, chunk) for staging in stagings for chunk in staging.state.chunks):
+        staged.subtract_parameters()
+        torch.add(staged.own, staged.momentum, alpha=mu, out=staged.momentum)
+        staged.chunk.copy_parameters_to(staged.anchor)
+        staged.staging.give(staged)
 
 
-def nesterov_step(
-    state: OuterState, exchange: GroupExchange, mu: float, eta: float, contributors: int, contributes: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Moves all groups to one common point: Nesterov in PyTorch's form on the mean pseudo-gradient.
+class OuterRound:
+    """One outer step of some fragments, in the three moves that an exchange takes: begin, advance, finish.
 
-    Computes ``delta = mean(anchor - parameters)`` over the contributing groups, ``momentum = mu * momentum + delta``,
-    ``anchor = anchor - eta * (delta + mu * momentum)``, and ``parameters = anchor``; arXiv 2311.08105, section 2.
+    Each group's pseudo-gradient is what its parameters were when the round began. Computes
+    ``delta = mean(anchor - parameters)`` over the contributing groups, ``momentum = mu * momentum + delta`` and
+    ``anchor = anchor - eta * (delta + mu * momentum)``; Nesterov in PyTorch's form, arXiv 2311.08105, section 2.
 
-    Args:
-        state: Changed in place.
-        exchange: Collectives between the groups.
-        mu: Outer momentum coefficient.
-        eta: Outer learning rate.
-        contributors: Number of groups whose pseudo-gradient counts; the same on every rank.
-        contributes: Whether this group's does. A group that does not is moved to the common point all the same.
-
-    Returns:
-        This group's pseudo-gradient and the mean one; float32, shape ``[numel]``.
+    Attributes:
+        sums: Sums of the products of :data:`PRODUCTS` over the chunks that this rank counts; float64, shape ``[4]``.
     """
-    own = state.pseudo_gradient()
-    if not contributes:
-        own.zero_()  # Not own * 0: that keeps every nan.
-    mean = own.clone()
-    exchange.sum_(mean).div_(contributors)
-    state.momentum.mul_(mu).add_(mean)
 
-    # anchor - eta * (mean + mu * momentum), written from the mean of the parameters. A single group knows that mean
-    # exactly; (anchor - (anchor - parameters)) would lose its last bits, and eta = 1, mu = 0 must be the identity.
-    if exchange.size == 1 and contributes:
-        state.copy_parameters_to(state.anchor)
-    else:
-        state.anchor.sub_(mean)
-    state.anchor.add_(mean, alpha=1 - eta).add_(state.momentum, alpha=-eta * mu)
-    state.set_parameters_to_anchor()
-    return own, mean
+    def __init__(
+        self,
+        stagings: Sequence[Staging],
+        exchange: GroupExchange,
+        fragments: Collection[int],
+        mu: float,
+        eta: float,
+        contributes: bool,
+    ) -> None:
+        """Prepares a round; :meth:`run` it, or call the three moves in different iterations.
+
+        Args:
+            stagings: Of the outer states, which are changed in place.
+            exchange: Collectives between the groups.
+            fragments: Which fragments take part.
+            mu: Outer momentum coefficient.
+            eta: Outer learning rate.
+            contributes: Whether this group's pseudo-gradient counts. If not, it is moved to the common point all the same.
+        """
+        self._exchange, self._mu, self._eta, self._contributes = exchange, mu, eta, contributes
+        self._chunks = [
+            (staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments
+        ]
+        self._flights: list[_Flight] = []
+        device = stagings[0].state.device if stagings else torch.device("cpu")
+        self.sums = torch.zeros(PRODUCTS, dtype=torch.float64, device=device)
+        # Known before the first sum is finished, and not waited for earlier.
+        self._votes: Gathered = exchange.gather(torch.tensor([float(contributes)], device=device))
+
+    def contributors(self) -> Tensor:
+        """Which groups count; boolean on the CPU, shape ``[groups]``. Waits for all of them."""
+        return self._votes.result().flatten().cpu() > 0
+
+    def begin(self) -> None:
+        """Takes the pseudo-gradients and sends them off."""
+        self._flights = [self._send(staged) for staged in _staged_ahead(self._chunks)]
+
+    def advance(self) -> None:
+        """Sends on what has arrived."""
+        for flight in self._flights:
+            flight.sum.advance()
+
+    def finish(self) -> None:
+        """Applies the result and keeps what this group has learned since :meth:`begin`.
+
+        The parameters become the new common point plus the way they have gone meanwhile, as in the delayed outer step of
+        "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
+        """
+        contributors = int(self.contributors().sum())
+        for flight in self._flights:
+            self._apply(flight, contributors, keep_progress=self._contributes)
+        self._flights = []
+
+    def run(self) -> None:
+        """Does all three moves at once, pipelined over the chunks; all groups hold the same parameters afterwards."""
+        flights: collections.deque[_Flight] = collections.deque()
+
+        def land() -> None:
+            self._apply(flights.popleft(), int(self.contributors().sum()), keep_progress=False)
+
+        for staged in _staged_ahead(self._chunks):
+            if len(flights) == PIPELINE_DEPTH:
+                land()
+            if flights:
+                flights[-1].sum.advance()
+            flights.append(self._send(staged))
+        if flights:
+            flights[-1].sum.advance()
+        while flights:
+            land()
+
+    def _send(self, staged: Staged) -> "_Flight":
+        staged.subtract_parameters()
+        if not self._contributes:
+            staged.own.zero_()  # Not a product with zero, which would keep every nan.
+        staged.mean.copy_(staged.own)
+        return _Flight(staged, self._exchange.sum(staged.mean, staged.residual))
+
+    def _apply(self, flight: "_Flight", contributors: int, keep_progress: bool) -> None:
+        staged, mu, eta = flight.staged, self._mu, self._eta
+        chunk, own, mean, anchor, momentum = staged.chunk, staged.own, staged.mean, staged.anchor, staged.momentum
+        flight.sum.finish()
+        mean.div_(contributors)
+        torch.add(mean, momentum, alpha=mu, out=momentum)
+        if chunk.is_unique:
+            pairs = ((own, own), (own, mean), (mean, mean), (momentum, momentum))
+            self.sums += torch.stack([torch.dot(left, right) for left, right in pairs]).double()
+        if keep_progress:
+            # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
+            own.sub_(anchor)
+        if self._exchange.size == 1 and self._contributes and not keep_progress:
+            # A single group knows the mean of the parameters exactly. anchor - (anchor - parameters) loses its last bits,
+            # and eta = 1, mu = 0 must be the identity.
+            chunk.copy_parameters_to(anchor)
+            anchor.add_(mean, alpha=1 - eta)
+        else:
+            anchor.add_(mean, alpha=-eta)
+        anchor.add_(momentum, alpha=-eta * mu)
+        if keep_progress:
+            chunk.move_parameters(own.add_(anchor))
+        else:
+            chunk.set_parameters(anchor)
+        staged.staging.give(staged)
+
+
+class _Flight:
+    """A chunk on its way."""
+
+    def __init__(self, staged: Staged, sum_under_way: Sum) -> None:
+        self.staged = staged
+        self.sum = sum_under_way
+
+
+def _staged_ahead(chunks: Iterable[tuple[Staging, Chunk]]) -> Iterator[Staged]:
+    """Stages one chunk ahead, so that the copies of offloaded state run beside the work on the chunk before."""
+    ahead: Staged | None = None
+    for staging, chunk in chunks:
+        staged = ahead
+        if staged is not None:
+            staged.staging.wait_for_copies()
+        ahead = staging.take(chunk)
+        if staged is not None:
+            yield staged
+    if ahead is not None:
+        ahead.staging.wait_for_copies()
+        yield ahead

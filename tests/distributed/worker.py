@@ -74,9 +74,10 @@ class Recorder:
 
     def flat_outer_parameters(self) -> list[torch.Tensor]:
         """The main parameters in the order of the outer state."""
-        flats = [torch.empty_like(state.anchor) for state in self.optimizer.outer_states]
+        flats = [torch.empty(state.numel) for state in self.optimizer.outer_states]
         for state, flat in zip(self.optimizer.outer_states, flats, strict=True):
-            state.copy_parameters_to(flat)
+            for chunk in state.chunks:
+                chunk.copy_parameters_to(chunk.of(flat))
         return flats
 
     def flat_main_parameters(self) -> torch.Tensor:

@@ -93,6 +93,12 @@ def test_help_lists_the_flags_with_their_defaults(tmp_path: Path) -> None:
         "--pier-outer-lr": "the preset's",
         "--pier-outer-momentum": "the preset's",
         "--pier-allow-drifted-eval": "refuse",
+        "--pier-overlap": "0, wait for it",
+        "--pier-fragments": "1",
+        "--pier-exchange-dtype": "fp32",
+        "--pier-no-error-feedback": "add it to the next one",
+        "--pier-offload": "on the device",
+        "--pier-chunk-mib": "16",
     }.items():
         assert f"Default: {default}." in group[group.index(flag) :][:600]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pier_megatron.outer import GroupExchange, OuterState, momentum_warmup, nesterov_step
+from pier_megatron.outer import GroupExchange, OuterRound, OuterState, Staging, momentum_warmup
 
 EXCHANGE = GroupExchange()
 
@@ -13,18 +13,40 @@ def shards(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) for size in (5, 1, 17)]
 
 
+def outer_round(
+    state: OuterState, mu: float = 0.9, eta: float = 0.7, contributes: bool = True, fragments: tuple[int, ...] = (0,)
+) -> OuterRound:
+    return OuterRound([Staging(state)], EXCHANGE, fragments, mu, eta, contributes)
+
+
+# How the state may be cut and kept; none of it may change a result.
+LAYOUTS = [
+    {},
+    {"chunk_numel": 4},
+    {"chunk_numel": 1},
+    {"chunk_numel": 7, "offload": True},
+    {"chunk_numel": 100, "offload": True},
+]
+
+
 def test_starts_at_the_parameters_without_momentum() -> None:
     state = OuterState(shards())
     torch.testing.assert_close(state.anchor, torch.cat(shards()), rtol=0, atol=0)
     assert not state.momentum.any()
-    assert (state.numel, state.unique_numel, state.nbytes) == (23, 23, 8 * 23)
+    assert (state.numel, state.nbytes) == (23, 8 * 23)
 
 
-def test_duplicates_come_last_and_do_not_count() -> None:
+@pytest.mark.parametrize("chunk_numel", [1, 4, 5, 6, 23, 100])
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+def test_chunks_cover_everything_once_and_lie_in_one_fragment(chunk_numel: int, fragments: int) -> None:
     first, *rest = shards()
-    state = OuterState(rest, [first])
-    assert (state.numel, state.unique_numel) == (23, 18)
-    torch.testing.assert_close(state.anchor[18:], first)
+    state = OuterState(rest, [first], chunk_numel=chunk_numel, fragments=fragments)
+    covered = [position for chunk in state.chunks for position in range(chunk.start, chunk.start + chunk.numel)]
+    assert covered == list(range(23))
+    assert max(chunk.numel for chunk in state.chunks) <= chunk_numel
+    assert sum(chunk.numel for chunk in state.chunks if chunk.is_unique) == 18
+    sizes = [sum(chunk.numel for chunk in state.chunks if chunk.fragment == f) for f in range(fragments)]
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_half_precision_shards_are_refused() -> None:
@@ -34,39 +56,76 @@ def test_half_precision_shards_are_refused() -> None:
 
 def test_rank_without_parameters() -> None:
     state = OuterState([])
-    nesterov_step(state, EXCHANGE, mu=0.9, eta=0.7, contributors=1)
+    outer_round(state).run()
     assert state.numel == 0
     assert state.parameters_are_finite()
 
 
-def test_momentum_warmup_does_not_move_the_parameters() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_momentum_warmup_does_not_move_the_parameters(layout: dict[str, int]) -> None:
     parameters = shards()
-    state = OuterState(parameters)
+    state = OuterState(parameters, **layout)
     state.momentum.fill_(2.0)
     before = state.anchor.clone()
     for parameter in parameters:
         parameter.add_(0.5)
-    momentum_warmup(state, mu=0.9)
+    momentum_warmup([Staging(state)], mu=0.9)
     torch.testing.assert_close(state.momentum, torch.full_like(before, 0.9 * 2.0 - 0.5))
     torch.testing.assert_close(state.anchor, torch.cat(parameters), rtol=0, atol=0)
     torch.testing.assert_close(state.anchor, before + 0.5)
 
 
-def test_outer_step_is_nesterov() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("spans_iterations", [False, True])
+def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) -> None:
     parameters = shards()
-    state = OuterState(parameters)
+    state = OuterState(parameters, **layout)
     anchor, momentum = state.anchor.clone().double(), torch.linspace(-1, 1, 23)
     state.momentum.copy_(momentum)
     for parameter in parameters:
         parameter.mul_(0.9).add_(0.1)
     delta = anchor - torch.cat(parameters).double()
-    own, mean = nesterov_step(state, EXCHANGE, mu=0.9, eta=0.7, contributors=1)
+    round_ = outer_round(state)
+    progress = torch.zeros(23)
+    if spans_iterations:
+        round_.begin()
+        round_.advance()
+        progress = torch.linspace(-0.3, 0.3, 23)
+        for parameter, step in zip(parameters, progress.split([5, 1, 17]), strict=True):
+            parameter.add_(step)
+        round_.finish()
+    else:
+        round_.run()
     expected_momentum = 0.9 * momentum.double() + delta
     expected = anchor - 0.7 * (delta + 0.9 * expected_momentum)
     torch.testing.assert_close(state.momentum.double(), expected_momentum, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(state.anchor.double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.cat(parameters), state.anchor, rtol=0, atol=0)
-    torch.testing.assert_close(own, mean, rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat(parameters), state.anchor + progress, rtol=1e-5, atol=1e-6)
+    norms = torch.stack([delta @ delta, delta @ delta, delta @ delta, expected_momentum @ expected_momentum])
+    torch.testing.assert_close(round_.sums, norms, rtol=1e-4, atol=1e-6)
+
+
+def test_blocking_step_leaves_parameters_and_anchor_equal_to_the_last_bit() -> None:
+    parameters = shards()
+    state = OuterState(parameters, chunk_numel=4)
+    for parameter in parameters:
+        parameter.mul_(0.9)
+    outer_round(state).run()
+    assert torch.equal(torch.cat(parameters), state.anchor)
+
+
+def test_fragment_leaves_the_others_alone() -> None:
+    parameters = shards()
+    state = OuterState(parameters, chunk_numel=4, fragments=2)
+    anchor = state.anchor.clone()
+    for parameter in parameters:
+        parameter.mul_(0.9)
+    before = torch.cat(parameters)
+    outer_round(state, fragments=(1,)).run()
+    assert torch.equal(torch.cat(parameters)[:11], before[:11])
+    assert torch.equal(state.anchor[:11], anchor[:11])
+    assert not state.momentum[:11].any()
+    assert (state.anchor[11:] != anchor[11:]).all()
 
 
 def test_unit_step_of_a_single_group_is_the_identity_to_the_last_bit() -> None:
@@ -76,7 +135,7 @@ def test_unit_step_of_a_single_group_is_the_identity_to_the_last_bit() -> None:
     shard = anchor.clone()
     state = OuterState([shard])
     shard.copy_(parameter)
-    nesterov_step(state, EXCHANGE, mu=0.0, eta=1.0, contributors=1)
+    outer_round(state, mu=0.0, eta=1.0).run()
     assert shard == parameter
     assert state.anchor == parameter
 
@@ -90,19 +149,27 @@ def test_sees_parameters_that_are_not_finite(value: float) -> None:
     assert not state.parameters_are_finite()
 
 
-def test_group_left_out_moves_to_the_others_and_poisons_nothing() -> None:
+@pytest.mark.parametrize("spans_iterations", [False, True])
+def test_group_left_out_moves_to_the_others_and_poisons_nothing(spans_iterations: bool) -> None:
     parameters = shards()
     state = OuterState(parameters)
     anchor = state.anchor.clone()
     parameters[0].fill_(float("nan"))
-    nesterov_step(state, EXCHANGE, mu=0.9, eta=0.7, contributors=1, contributes=False)
+    round_ = outer_round(state, contributes=False)
+    round_._votes._vectors = [torch.ones(1)]  # As if another group had contributed, and not moved.
+    if spans_iterations:
+        round_.begin()
+        round_.advance()
+        round_.finish()
+    else:
+        round_.run()
     torch.testing.assert_close(state.anchor, anchor)
     torch.testing.assert_close(torch.cat(parameters), anchor)
     assert state.momentum.isfinite().all()
 
 
-def test_bytes_of_a_ring() -> None:
+def test_bytes_of_a_sum() -> None:
     exchange = GroupExchange()
-    assert exchange.all_reduce_bytes(1000) == 0
+    assert exchange.bytes_of_sum(1000) == 0
     exchange.size = 4
-    assert exchange.all_reduce_bytes(1000) == 1500
+    assert exchange.bytes_of_sum(1000) == 6000
