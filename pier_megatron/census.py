@@ -37,7 +37,7 @@ class CollectiveCensus(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: list[Collective] = []
 
     def __torch_dispatch__(

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig, PierConfigError
 from pier_megatron.integration.gradients import GradientAveraging
-from pier_megatron.integration.shards import commit_main_parameters, main_shards
+from pier_megatron.integration.shards import commit_main_parameters, main_parameters
 from pier_megatron.metrics import OuterStepReport, norms_and_cosines
 from pier_megatron.outer import Gathered, GroupExchange, OuterRound, OuterState, Staging, momentum_warmup
 
@@ -78,7 +78,7 @@ class PierOptimizer(ChainedOptimizer):
         feedback = not exchange.codec.lossless and not config.no_error_feedback
         self.outer_states = [
             OuterState(
-                *main_shards(member),
+                main_parameters(member),
                 chunk_numel=config.chunk_mib * 2**20 // 4,
                 fragments=config.fragments,
                 offload=config.offload,

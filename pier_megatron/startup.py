@@ -45,7 +45,7 @@ def describe(
 ) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory."""
     parameters = sum(state.numel for state in states)
-    sent = sum(exchange.bytes_of_sum(chunk.numel) for state in states for chunk in state.chunks)
+    sent = sum(exchange.bytes_of_sum(chunk.numel, chunk.part.is_tied) for state in states for chunk in state.chunks)
     synchronous = round(8 * parameters * (exchange.size - 1) / exchange.size)
     place = "host" if config.offload else "device"
     options = [
@@ -73,7 +73,7 @@ def describe(
 
 def _counted(state: OuterState) -> int:
     """Parameters that a norm over the model counts on this rank."""
-    return sum(chunk.numel for chunk in state.chunks if chunk.is_unique)
+    return sum(chunk.numel for chunk in state.chunks if chunk.part.is_counted)
 
 
 def _working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:

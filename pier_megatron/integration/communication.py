@@ -15,9 +15,10 @@ from pier_megatron.integration import current, versions
 
 _TRAINING = "megatron.training.training"
 
-# The groups over which Megatron reduces losses, token counts and statistics in an iteration. The second of each pair exists
-# from 0.19 on.
-_PARALLEL_STATE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
+# The groups over which Megatron reduces losses, token counts and statistics in an iteration. Those of weight
+# rematerialisation exist from 0.19 on.
+_DENSE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
+_EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
 
 
@@ -40,10 +41,15 @@ def confined_to_group(model_chunk: Any) -> Iterator[None]:
         model_chunk: Any chunk of the model; from 0.19 on it carries its own collection of process groups.
     """
     parallel_state = versions.require("megatron.core", "parallel_state")
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    expert = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
     collection = _process_group_collection(model_chunk)
     with contextlib.ExitStack() as stack:
-        for owner, names in ((parallel_state, _PARALLEL_STATE_GROUPS), (collection, _COLLECTION_GROUPS)):
+        for owner, names, group in (
+            (parallel_state, _DENSE_GROUPS, dense),
+            (parallel_state, _EXPERT_GROUPS, expert),
+            (collection, _COLLECTION_GROUPS, dense),
+        ):
             there = [name for name in names if getattr(owner, name, None) is not None]
             stack.enter_context(_replaced(owner, dict.fromkeys(there, group)))
         yield

@@ -1,31 +1,50 @@
 """The distributed optimizer's FP32 main parameters: where they are, and how they reach the model."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from pier_megatron.integration import versions
+from pier_megatron.outer import Part
 
 
-def main_shards(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
+def main_parameters(optimizer: Any) -> list[Part]:
     """Finds the FP32 main parameters that this rank owns.
 
     Args:
         optimizer: A ``DistributedOptimizer``.
 
     Returns:
-        The shards that a norm over the model counts on this rank, then those that it counts on another one: replicas on
-        tensor-parallel ranks, and the second copy of tied embeddings. The order is the same in every group.
+        Those that are split over tensor-parallel ranks, then those of which each of these ranks holds a copy, then those
+        that the first and the last pipeline stage share. All copies come at the same place on their ranks.
     """
-    unique: list[Tensor] = []
-    duplicates: list[Tensor] = []
+    split: list[Tensor] = []
+    copied: list[Tensor] = []
+    tied: list[Tensor] = []
+    is_counted_when_tied, is_expert = True, False
     is_not_shared = versions.require("megatron.core.transformer.module", "param_is_not_shared")
-    for group in optimizer.optimizer.param_groups:
-        for shard in group["params"]:
-            counts = is_not_shared(shard) and _is_not_tensor_parallel_duplicate(optimizer, shard)
-            (unique if counts else duplicates).append(shard)
-    return unique, duplicates
+    for model_groups, main_groups in (
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+    ):
+        for model, main in zip(itertools.chain(*model_groups), itertools.chain(*main_groups), strict=True):
+            is_expert |= not getattr(model, "allreduce", True)
+            if getattr(model, "shared_embedding", False):
+                tied.append(main)
+                is_counted_when_tied = is_not_shared(model)
+            elif getattr(model, "tensor_model_parallel", False):
+                split.append(main)
+            else:
+                copied.append(main)
+    # Experts may be split over other tensor-parallel ranks than the rest of the model.
+    group = optimizer.expert_tp_group if is_expert and hasattr(optimizer, "expert_tp_group") else optimizer.tp_group
+    return [
+        Part(split),
+        Part(copied, is_counted=group.rank() == 0),
+        Part(tied, is_counted=is_counted_when_tied, is_tied=True),
+    ]
 
 
 def commit_main_parameters(optimizers: Sequence[Any]) -> None:
@@ -47,11 +66,3 @@ def commit_main_parameters(optimizers: Sequence[Any]) -> None:
         optimizer._copy_main_params_to_model_params()
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
-
-
-def _is_not_tensor_parallel_duplicate(optimizer: Any, shard: Tensor) -> bool:
-    is_not_duplicate = versions.require("megatron.core.tensor_parallel.layers", "param_is_not_tensor_parallel_duplicate")
-    # Experts may be split over other tensor-parallel ranks than the rest of the model.
-    is_expert = not getattr(shard, "allreduce", True)
-    group = optimizer.expert_tp_group if is_expert and hasattr(optimizer, "expert_tp_group") else optimizer.tp_group
-    return bool(is_not_duplicate(shard, tp_group=group))

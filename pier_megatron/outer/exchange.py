@@ -34,34 +34,34 @@ class GroupExchange:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.bytes_sent = 0
 
-    def sum(self, vector: Tensor, residual: "Residual | None" = None) -> "Sum":
+    def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":
         """Begins to sum ``vector`` over the groups.
 
         Args:
             vector: float32, shape ``[n]``; it must not change before the sum is finished, and holds it then.
             residual: What the codec has dropped from earlier vectors of this place, to be made up for now.
+            exactly: Send FP32, whatever the codec.
 
         Returns:
             The sum under way.
         """
         if self.process_group is None:
             return Sum()
-        if self.codec.lossless:
-            self.bytes_sent += self.bytes_of_sum(len(vector))
+        self.bytes_sent += self.bytes_of_sum(len(vector), exactly)
+        if exactly or self.codec.lossless:
             return _AllReduce(dist.all_reduce(vector, group=self.process_group, async_op=True))
-        self.bytes_sent += self.bytes_of_sum(len(vector))
         return _EncodedSum(self, vector, residual)
 
     def gather(self, vector: Tensor) -> "Gathered":
         """Begins to collect a short vector of each group, shape ``[n]``."""
         return Gathered(self, vector)
 
-    def bytes_of_sum(self, numel: int) -> int:
+    def bytes_of_sum(self, numel: int, exactly: bool = False) -> int:
         """Bytes that each rank sends to sum ``numel`` elements: a reduce-scatter and an all-gather."""
         if self.size == 1:
             return 0
-        segment = self.segment_numel(numel)
-        sent = numel * 4 / self.size if self.codec.lossless else self.codec.nbytes(segment)
+        encoded = not (exactly or self.codec.lossless)
+        sent = self.codec.nbytes(self.segment_numel(numel)) if encoded else numel * 4 / self.size
         return round(2 * (self.size - 1) * sent)
 
     def segment_numel(self, numel: int) -> int:

@@ -1,5 +1,6 @@
 """The outer optimizer's state: anchor and momentum, flat over the FP32 main shards of one rank, in chunks."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,22 @@ ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
 """Names of the flat buffers."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Main parameters that are treated alike.
+
+    Attributes:
+        shards: FP32, one-dimensional. They are read and written in place.
+        is_counted: Whether a norm over the model counts them on this rank; another rank of the group does if not.
+        is_tied: Whether another pipeline stage holds the same parameters, laid out differently. They are exchanged at the
+            same time, in the last fragment, and exactly, so that both copies see the same.
+    """
+
+    shards: Sequence[Tensor]
+    is_counted: bool = True
+    is_tied: bool = False
+
+
 class Chunk:
     """A stretch of the flat buffers: what is exchanged and updated in one go.
 
@@ -17,14 +34,14 @@ class Chunk:
         start: Of its first element.
         numel: Number of elements.
         fragment: Index of the fragment that it belongs to.
-        is_unique: Whether a norm over the model counts it on this rank, see :class:`OuterState`.
+        part: What it is a stretch of.
     """
 
-    def __init__(self, start: int, fragment: int, is_unique: bool, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, start: int, fragment: int, part: Part, parameters: Sequence[Tensor]) -> None:
         """Lays a chunk over consecutive pieces of the main parameters."""
         self.start = start
         self.fragment = fragment
-        self.is_unique = is_unique
+        self.part = part
         self._parameters = list(parameters)
         self._sizes = [piece.numel() for piece in parameters]
         self.numel = sum(self._sizes)
@@ -59,13 +76,12 @@ class OuterState:
         flats: The flat buffers by name; float32, shape ``[numel]`` each. The anchor: parameters that all groups agreed on
             last. The momentum: sum of past pseudo-gradients, before the outer learning rate. With error feedback, the
             residual: what this group's own pseudo-gradients lost on the wire.
-        chunks: What the buffers are cut into. A chunk lies in one fragment, and is unique or not as a whole.
+        chunks: What the buffers are cut into. A chunk lies in one fragment and one part.
     """
 
     def __init__(
         self,
-        shards: Sequence[Tensor],
-        duplicates: Sequence[Tensor] = (),
+        parts: Sequence[Part],
         chunk_numel: int = 4 * 2**20,
         fragments: int = 1,
         offload: bool = False,
@@ -74,8 +90,8 @@ class OuterState:
         """Starts with the anchor at the present parameters and no momentum.
 
         Args:
-            shards: This rank's FP32 main parameters, one-dimensional. They are read and written in place.
-            duplicates: Further ones, of which another rank of the group counts the norm.
+            parts: This rank's main parameters, those that are tied last. The cuts hang on their sizes only: ranks that
+                hold copies of a part cut it alike if what comes before it has the same size.
             chunk_numel: Largest number of elements in a chunk.
             fragments: Number of parts, of about equal size, that are exchanged at different times.
             offload: Keep the flat buffers in host memory, pinned where there is a device to copy to.
@@ -85,7 +101,7 @@ class OuterState:
         Raises:
             TypeError: If a shard is not float32.
         """
-        self._shards = [shard.detach() for shard in (*shards, *duplicates)]
+        self._shards = [shard.detach() for part in parts for shard in part.shards]
         for shard in self._shards:
             if shard.dtype != torch.float32:
                 raise TypeError(f"The outer optimizer works on FP32 main parameters, but a shard is {shard.dtype}.")
@@ -95,7 +111,7 @@ class OuterState:
         names = (ANCHOR, MOMENTUM, RESIDUAL) if segment_numel else (ANCHOR, MOMENTUM)
         place = {"device": "cpu", "pin_memory": self.device.type == "cuda"} if offload else {"device": self.device}
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **place) for name in names}
-        self.chunks = self._cut(sum(shard.numel() for shard in shards), chunk_numel, fragments)
+        self.chunks = self._cut(parts, chunk_numel, fragments)
         self.reduced_residuals: dict[int, Tensor] = {}
         if segment_numel:
             self.reduced_residuals = {
@@ -104,19 +120,24 @@ class OuterState:
             }
         self.reset_anchor()
 
-    def _cut(self, unique_numel: int, chunk_numel: int, fragments: int) -> list[Chunk]:
-        fragment_ends = [self.numel * (fragment + 1) // fragments for fragment in range(fragments)]
-        cuts = {unique_numel, self.numel, *fragment_ends, *range(0, self.numel, chunk_numel)}
-        shard_starts = list(itertools.accumulate((shard.numel() for shard in self._shards), initial=0))
-        chunks = []
-        for start, stop in itertools.pairwise(sorted(cuts)):
-            pieces = [
-                shard[max(start - begin, 0) : stop - begin]
-                for shard, begin, end in zip(self._shards, shard_starts, shard_starts[1:], strict=False)
-                if begin < stop and start < end
-            ]
-            fragment = next(index for index, end in enumerate(fragment_ends) if start < end)
-            chunks.append(Chunk(start, fragment, start < unique_numel, pieces))
+    def _cut(self, parts: Sequence[Part], chunk_numel: int, fragments: int) -> list[Chunk]:
+        untied = sum(shard.numel() for part in parts if not part.is_tied for shard in part.shards)
+        fragment_ends = [untied * (fragment + 1) // fragments for fragment in range(fragments - 1)]
+        chunks: list[Chunk] = []
+        begin = 0
+        for part in parts:
+            starts = list(itertools.accumulate((shard.numel() for shard in part.shards), initial=begin))
+            end = starts[-1]
+            cuts = {begin, end, *range(begin, end, chunk_numel), *(cut for cut in fragment_ends if begin < cut < end)}
+            for start, stop in itertools.pairwise(sorted(cuts)):
+                pieces = [
+                    shard.detach()[max(start - low, 0) : stop - low]
+                    for shard, (low, high) in zip(part.shards, itertools.pairwise(starts), strict=True)
+                    if low < stop and start < high
+                ]
+                fragment = fragments - 1 if part.is_tied else sum(start >= cut for cut in fragment_ends)
+                chunks.append(Chunk(start, fragment, part, pieces))
+            begin = end
         return chunks
 
     @property

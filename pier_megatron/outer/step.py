@@ -121,7 +121,7 @@ class OuterRound:
         if not self._contributes:
             staged.own.zero_()  # Not a product with zero, which would keep every nan.
         staged.mean.copy_(staged.own)
-        return _Flight(staged, self._exchange.sum(staged.mean, staged.residual))
+        return _Flight(staged, self._exchange.sum(staged.mean, staged.residual, exactly=staged.chunk.part.is_tied))
 
     def _apply(self, flight: "_Flight", contributors: int, keep_progress: bool) -> None:
         staged, mu, eta = flight.staged, self._mu, self._eta
@@ -129,7 +129,7 @@ class OuterRound:
         flight.sum.finish()
         mean.div_(contributors)
         torch.add(mean, momentum, alpha=mu, out=momentum)
-        if chunk.is_unique:
+        if chunk.part.is_counted:
             pairs = ((own, own), (own, mean), (mean, mean), (momentum, momentum))
             self.sums += torch.stack([torch.dot(left, right) for left, right in pairs]).double()
         if keep_progress:

@@ -32,7 +32,11 @@ def train(recorded: Recorded, config: PierConfig) -> dict[str, Tensor]:
         ]
         return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=ADAM_EPS)
 
-    final = reference.train(list(initial.values()), gradient, inner_optimizer, config, CLIP_GRAD)
+    masks = None
+    if config.fragments > 1:
+        fragment_of = gpt_reference.trainable(recorded.weights("fragments"))
+        masks = [[fragment_of[name] == fragment for name in names] for fragment in range(config.fragments)]
+    final = reference.train(list(initial.values()), gradient, inner_optimizer, config, CLIP_GRAD, masks)
     return dict(zip(names, final, strict=True))
 
 

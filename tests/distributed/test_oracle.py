@@ -37,13 +37,44 @@ _LAYOUTS = {
 }
 _PRESETS = ["pier-cosine", "diloco", "local-sgd"]
 
+# Exchanges that are hidden or spread over the interval; 14 iterations, so that the last interval is cut short.
+_EXCHANGES = {
+    "overlapped by 1": {"overlap": 1, "train_iters": 14},
+    "overlapped by 2": {"overlap": 2, "train_iters": 14},
+    "2 fragments": {"fragments": 2, "train_iters": 14},
+    "3 fragments": {"fragments": 3, "train_iters": 14},
+    "3 fragments overlapped by 2": {"fragments": 3, "overlap": 2, "train_iters": 14},
+    "offloaded": {"offload": True},
+    "offloaded, 2 fragments overlapped by 1": {"offload": True, "fragments": 2, "overlap": 1},
+}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     trainings = [Run(name, f"{_PIER} {layout}", _PROBES) for name, layout in _LAYOUTS.items()]
     trainings += [Run(name, f"{_PIER} --pier-preset {name} {_LAYOUTS['TP 2']}", _PROBES) for name in _PRESETS]
+    trainings += [
+        Run(name, f"{_flags(settings)} {_LAYOUTS['TP 2']}", [*_PROBES, "fragments"]) for name, settings in _EXCHANGES.items()
+    ]
+    # Both copies of the tied embedding must take their outer step at the same time.
+    trainings.append(Run("tied", f"{_flags(_TIED)} {_LAYOUTS['PP 2']}", [*_PROBES, "fragments"]))
+    trainings.append(
+        Run("forgetful", f"{_flags(_EXCHANGES['overlapped by 2'])} {_LAYOUTS['TP 2']}", _PROBES, ["no progress kept"])
+    )
     trainings.append(Run("wrong mean", f"{_PIER} {_LAYOUTS['TP 2']}", _PROBES, ["no rescaling"]))
     return launch(tmp_path_factory.mktemp("oracle"), corpus, trainings)
+
+
+_TIED = {"fragments": 3, "overlap": 2}
+
+
+def _flags(settings: dict[str, object]) -> str:
+    """The flags for settings of an exchange."""
+    flags = {
+        name: f"--train-iters {value}" if name == "train_iters" else f"--pier-{name} {value}"
+        for name, value in settings.items()
+    }
+    return " ".join([_PIER, *flags.values()]).replace("--pier-offload True", "--pier-offload")
 
 
 def error(run: Recorded, **settings: object) -> float:
@@ -59,6 +90,21 @@ def test_layout_equals_the_reference(runs: dict[str, Recorded], layout: str) -> 
 @pytest.mark.parametrize("preset", _PRESETS)
 def test_preset_equals_the_reference(runs: dict[str, Recorded], preset: str) -> None:
     assert error(runs[preset], preset=preset) < _TOLERANCE
+
+
+@pytest.mark.parametrize("exchange", _EXCHANGES)
+def test_exchange_equals_the_reference(runs: dict[str, Recorded], exchange: str) -> None:
+    assert error(runs[exchange], **_EXCHANGES[exchange]) < _TOLERANCE
+
+
+def test_tied_embeddings_across_pipeline_stages_equal_the_reference(runs: dict[str, Recorded]) -> None:
+    assert error(runs["tied"], **_TIED) < _TOLERANCE
+
+
+def test_reference_tells_an_overlap_that_forgets(runs: dict[str, Recorded]) -> None:
+    assert error(runs["forgetful"], **_EXCHANGES["overlapped by 2"]) > 20 * _TOLERANCE
+    assert error(runs["overlapped by 2"], **_EXCHANGES["overlapped by 1"]) > 20 * _TOLERANCE
+    assert error(runs["3 fragments"], train_iters=14) > 20 * _TOLERANCE
 
 
 def test_reference_tells_bugs(runs: dict[str, Recorded]) -> None:

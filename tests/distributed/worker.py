@@ -29,8 +29,10 @@ from megatron.training import global_vars  # noqa: E402
 from megatron.training import training as megatron_training  # noqa: E402
 from sabotage import planted  # noqa: E402
 
+from pier_megatron.census import CollectiveCensus  # noqa: E402
 from pier_megatron.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import datasets  # noqa: E402
+from pier_megatron.integration.shards import commit_main_parameters  # noqa: E402
 
 
 class Recorder:
@@ -41,6 +43,7 @@ class Recorder:
         self.directory = directory
         self.record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "validation": {}}
         self.iteration = 0
+        self.census: CollectiveCensus | None = None
         self.model: Any = None
         self.optimizer: Any = None
 
@@ -48,6 +51,32 @@ class Recorder:
         self.model, self.optimizer, self.iteration = model, optimizer, iteration + 1
         if iteration == 0 and "weights" in self.probes:
             self.save_weights("initial")
+        if iteration == 0 and "fragments" in self.probes:
+            self.save_fragments()
+        if "census" in self.probes:
+            self.take_census()
+
+    def take_census(self) -> None:
+        """Records the collectives of a whole iteration, from one beginning to the next."""
+        if self.census is not None:
+            self.census.__exit__(None, None, None)
+            self.record.setdefault("census", {})[self.iteration - 1] = self.census.collectives
+        self.census = CollectiveCensus()
+        self.census.__enter__()
+
+    def save_fragments(self) -> None:
+        """Saves weights that say which fragment they belong to."""
+        kept = self.flat_outer_parameters()
+        chunks = [
+            (chunk, flat) for state, flat in zip(self.optimizer.outer_states, kept, strict=True) for chunk in state.chunks
+        ]
+        for chunk, flat in chunks:
+            chunk.set_parameters(torch.full_like(chunk.of(flat), chunk.fragment))
+        commit_main_parameters(self.optimizer._members)
+        self.save_weights("fragments")
+        for chunk, flat in chunks:
+            chunk.set_parameters(chunk.of(flat))
+        commit_main_parameters(self.optimizer._members)
 
     def after_inner_step(self) -> None:
         if "inner" in self.probes:
@@ -113,14 +142,26 @@ class Recorder:
         dist_checkpointing.save(state, str(path), validate_access_integrity=False)
 
     def finish(self, path: Path) -> None:
+        if self.census is not None:
+            self.census.__exit__(None, None, None)
         if "weights" in self.probes:
             self.save_weights("final")
+        self.record["group_of"] = group_of_every_rank()
+        self.record["parameters"] = sum(parameter.numel() for parameter in self.main_parameters())
         self.record["group"] = 0
         self.record["data_parallel_rank"] = parallel_state.get_data_parallel_rank()
         inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
         if inter is not None:
             self.record["group"] = inter.rank()
         torch.save(self.record, path)
+
+
+def group_of_every_rank() -> dict[int, int]:
+    """The Pier group of each global rank, by Megatron's own communicators."""
+    inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    groups = [0] * dist.get_world_size()
+    dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
+    return dict(enumerate(groups))
 
 
 recorder: Recorder
@@ -205,7 +246,7 @@ def main() -> None:
         print(f"== {name}", flush=True)
         recorder = Recorder(run["probes"], directory / name)
         sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
-        with planted(run["sabotage"]):
+        with planted(run["sabotage"], directory):
             pretrain_bytes.main()
         recorder.finish(directory / f"{name}-rank{dist.get_rank()}.pt")
         dist.barrier()

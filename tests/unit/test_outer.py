@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pier_megatron.outer import GroupExchange, OuterRound, OuterState, Staging, momentum_warmup
+from pier_megatron.outer import GroupExchange, OuterRound, OuterState, Part, Staging, momentum_warmup
 
 EXCHANGE = GroupExchange()
 
@@ -30,28 +30,47 @@ LAYOUTS = [
 
 
 def test_starts_at_the_parameters_without_momentum() -> None:
-    state = OuterState(shards())
+    state = OuterState([Part(shards())])
     torch.testing.assert_close(state.anchor, torch.cat(shards()), rtol=0, atol=0)
     assert not state.momentum.any()
     assert (state.numel, state.nbytes) == (23, 8 * 23)
 
 
+def cut(parts: list[Part], **layout: int) -> list[tuple[int, int, int]]:
+    return [(chunk.start, chunk.numel, chunk.fragment) for chunk in OuterState(parts, **layout).chunks]
+
+
 @pytest.mark.parametrize("chunk_numel", [1, 4, 5, 6, 23, 100])
 @pytest.mark.parametrize("fragments", [1, 2, 3])
-def test_chunks_cover_everything_once_and_lie_in_one_fragment(chunk_numel: int, fragments: int) -> None:
+def test_chunks_cover_everything_once_and_lie_in_one_fragment_and_part(chunk_numel: int, fragments: int) -> None:
     first, *rest = shards()
-    state = OuterState(rest, [first], chunk_numel=chunk_numel, fragments=fragments)
+    state = OuterState([Part(rest), Part([first], is_counted=False)], chunk_numel=chunk_numel, fragments=fragments)
     covered = [position for chunk in state.chunks for position in range(chunk.start, chunk.start + chunk.numel)]
     assert covered == list(range(23))
     assert max(chunk.numel for chunk in state.chunks) <= chunk_numel
-    assert sum(chunk.numel for chunk in state.chunks if chunk.is_unique) == 18
+    assert sum(chunk.numel for chunk in state.chunks if chunk.part.is_counted) == 18
     sizes = [sum(chunk.numel for chunk in state.chunks if chunk.fragment == f) for f in range(fragments)]
     assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.parametrize("layout", [{"chunk_numel": 4}, {"chunk_numel": 7, "fragments": 3}])
+def test_copies_on_other_ranks_are_cut_alike(layout: dict[str, int]) -> None:
+    first, *rest = shards()
+    counted, not_counted = ([Part(rest), Part([first], is_counted=counts)] for counts in (True, False))
+    assert cut(counted, **layout) == cut(not_counted, **layout)
+
+
+def test_tied_parameters_come_in_the_last_fragment() -> None:
+    first, *rest = shards()
+    state = OuterState([Part(rest), Part([first], is_tied=True)], fragments=3)
+    assert {chunk.fragment for chunk in state.chunks if chunk.part.is_tied} == {2}
+    # Elsewhere they may come with fewer other parameters; those before them are divided as if they were not there.
+    assert [chunk.fragment for chunk in state.chunks if not chunk.part.is_tied] == [0, 1, 2]
+
+
 def test_half_precision_shards_are_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.bfloat16"):
-        OuterState([torch.zeros(3, dtype=torch.bfloat16)])
+        OuterState([Part([torch.zeros(3, dtype=torch.bfloat16)])])
 
 
 def test_rank_without_parameters() -> None:
@@ -64,7 +83,7 @@ def test_rank_without_parameters() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_momentum_warmup_does_not_move_the_parameters(layout: dict[str, int]) -> None:
     parameters = shards()
-    state = OuterState(parameters, **layout)
+    state = OuterState([Part(parameters)], **layout)
     state.momentum.fill_(2.0)
     before = state.anchor.clone()
     for parameter in parameters:
@@ -79,7 +98,7 @@ def test_momentum_warmup_does_not_move_the_parameters(layout: dict[str, int]) ->
 @pytest.mark.parametrize("spans_iterations", [False, True])
 def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) -> None:
     parameters = shards()
-    state = OuterState(parameters, **layout)
+    state = OuterState([Part(parameters)], **layout)
     anchor, momentum = state.anchor.clone().double(), torch.linspace(-1, 1, 23)
     state.momentum.copy_(momentum)
     for parameter in parameters:
@@ -107,7 +126,7 @@ def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) 
 
 def test_blocking_step_leaves_parameters_and_anchor_equal_to_the_last_bit() -> None:
     parameters = shards()
-    state = OuterState(parameters, chunk_numel=4)
+    state = OuterState([Part(parameters)], chunk_numel=4)
     for parameter in parameters:
         parameter.mul_(0.9)
     outer_round(state).run()
@@ -116,7 +135,7 @@ def test_blocking_step_leaves_parameters_and_anchor_equal_to_the_last_bit() -> N
 
 def test_fragment_leaves_the_others_alone() -> None:
     parameters = shards()
-    state = OuterState(parameters, chunk_numel=4, fragments=2)
+    state = OuterState([Part(parameters)], chunk_numel=4, fragments=2)
     anchor = state.anchor.clone()
     for parameter in parameters:
         parameter.mul_(0.9)
@@ -133,7 +152,7 @@ def test_unit_step_of_a_single_group_is_the_identity_to_the_last_bit() -> None:
     anchor, parameter = torch.tensor([1e-3]), torch.tensor([-3.1415926e-8])
     assert anchor - (anchor - parameter) != parameter
     shard = anchor.clone()
-    state = OuterState([shard])
+    state = OuterState([Part([shard])])
     shard.copy_(parameter)
     outer_round(state, mu=0.0, eta=1.0).run()
     assert shard == parameter
@@ -143,7 +162,7 @@ def test_unit_step_of_a_single_group_is_the_identity_to_the_last_bit() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_sees_parameters_that_are_not_finite(value: float) -> None:
     parameters = shards()
-    state = OuterState(parameters)
+    state = OuterState([Part(parameters)])
     assert state.parameters_are_finite()
     parameters[2][11] = value
     assert not state.parameters_are_finite()
@@ -152,7 +171,7 @@ def test_sees_parameters_that_are_not_finite(value: float) -> None:
 @pytest.mark.parametrize("spans_iterations", [False, True])
 def test_group_left_out_moves_to_the_others_and_poisons_nothing(spans_iterations: bool) -> None:
     parameters = shards()
-    state = OuterState(parameters)
+    state = OuterState([Part(parameters)])
     anchor = state.anchor.clone()
     parameters[0].fill_(float("nan"))
     round_ = outer_round(state, contributes=False)

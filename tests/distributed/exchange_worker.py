@@ -1,0 +1,90 @@
+"""One process of the test of the exchange: ``torchrun exchange_worker.py DIRECTORY``. No Megatron, gloo."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pier_megatron.census import CollectiveCensus
+from pier_megatron.outer import CODECS, GroupExchange, OuterRound, OuterState, Part, Staging
+from pier_megatron.outer.exchange import Residual
+
+NUMEL = 5000
+
+
+def vector(rank: int, step: int = 0) -> torch.Tensor:
+    """What group ``rank`` has to say: something common, something of its own, an outlier."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    common = torch.sin(torch.arange(NUMEL) / 50.0)
+    values = common + 0.5 * torch.randn(NUMEL, generator=generator)
+    values[17 * rank] = 30.0
+    return values
+
+
+def sums(codec: str) -> dict[str, object]:
+    """One sum: its value here, the bytes that were counted and those that were put in."""
+    exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
+    result = vector(exchange.rank)
+    with CollectiveCensus() as census:
+        under_way = exchange.sum(result)
+        under_way.advance()
+        under_way.finish()
+    return {"sum": result, "sent": exchange.bytes_sent, "collectives": census.collectives}
+
+
+def drift(codec: str, feedback: bool, steps: int = 50) -> torch.Tensor:
+    """Error of the running sum of many small vectors: what error feedback is for."""
+    exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
+    residual = None
+    if feedback:
+        residual = Residual(torch.zeros(NUMEL), torch.zeros(exchange.segment_numel(NUMEL)))
+    total, exact = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(steps):
+        result = vector(exchange.rank, step)
+        under_way = exchange.sum(result, residual)
+        under_way.advance()
+        under_way.finish()
+        total += result
+        exact += sum(vector(rank, step) for rank in range(exchange.size))
+    return (total - exact).abs().mean()
+
+
+def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, torch.Tensor]:
+    """Two outer steps on real parameters."""
+    exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
+    parameters = [torch.zeros(3000), torch.zeros(2000)]
+    feedback = None if exchange.codec.lossless else exchange.segment_numel
+    state = OuterState([Part(parameters)], chunk_numel=chunk_numel, segment_numel=feedback)
+    stagings = [Staging(state)]
+    for step in range(2):
+        for parameter, part in zip(parameters, vector(exchange.rank, step).split([3000, 2000]), strict=True):
+            parameter.sub_(part)
+        round_ = OuterRound(stagings, exchange, (0,), mu=0.9, eta=0.7, contributes=exchange.rank != 3 or step == 0)
+        if spans_iterations:
+            round_.begin()
+            round_.advance()
+            round_.finish()
+        else:
+            round_.run()
+    return {"anchor": state.anchor.clone(), "momentum": state.momentum.clone(), "parameters": torch.cat(parameters)}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    record = {
+        "sums": {codec: sums(codec) for codec in CODECS},
+        "drift": {(codec, on): drift(codec, on) for codec in ("bf16", "int8", "int4") for on in (True, False)},
+        "rounds": {
+            (codec, chunk_numel, spans): rounds(codec, chunk_numel, spans)
+            for codec in CODECS
+            for chunk_numel in (10_000, 300)
+            for spans in (False, True)
+        },
+    }
+    torch.save(record, Path(sys.argv[1]) / f"exchange-{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

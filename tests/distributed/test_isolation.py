@@ -1,0 +1,78 @@
+"""Between outer steps nothing crosses the groups: every collective of whole iterations, recorded."""
+
+from pathlib import Path
+
+import pytest
+from launch import Recorded, Run, launch
+
+from pier_megatron.census import Collective
+
+pytestmark = pytest.mark.processes
+
+# Lazy start to 3, outer steps at 6, 9 and 12, nothing logged in between. Iterations 5, 7, 8, 10 and 11 must be silent.
+_PIER = (
+    "--train-iters 12 --log-interval 1000 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+)
+_SILENT, _SYNC = (5, 7, 8, 10, 11), (6, 9)
+_LAYOUTS = {
+    "TP 2": "--tensor-model-parallel-size 2 --global-batch-size 8 --bf16",
+    "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 8",
+    "EP 2": "--expert-model-parallel-size 2 --num-experts 4 --global-batch-size 16",
+    "overlap": "--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather --bf16",
+    "loss per token": "--global-batch-size 16 --calculate-per-token-loss",
+    "fp16": "--global-batch-size 16 --fp16 --initial-loss-scale 1024",
+    "everything that asks": "--global-batch-size 16 --log-params-norm --log-num-zeros-in-grad --exit-signal-handler "
+    "--exit-duration-in-mins 60 --tensorboard-log-interval 1",
+    "overlapped exchange": "--global-batch-size 16 --pier-overlap 1",
+    "one group asleep": "--tensor-model-parallel-size 2 --global-batch-size 8",
+}
+_SABOTAGE = {"one group asleep": ["group 1 waits for group 0"]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    trainings = [Run(name, _PIER + layout, ["census"], _SABOTAGE.get(name, ())) for name, layout in _LAYOUTS.items()]
+    stock = "--train-iters 12 --global-batch-size 16 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    trainings.append(Run("stock", stock, ["census"]))
+    return launch(tmp_path_factory.mktemp("isolation"), corpus, trainings)
+
+
+def crossing(run: Recorded, iteration: int) -> list[Collective]:
+    return [
+        found
+        for rank in run.ranks
+        for found in rank["census"][iteration]
+        if len({rank["group_of"][member] for member in found.ranks}) > 1
+    ]
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_nothing_crosses_the_groups_between_outer_steps(runs: dict[str, Recorded], layout: str) -> None:
+    run = runs[layout]
+    silent = _SILENT if layout != "overlapped exchange" else (5, 8, 11)
+    for iteration in silent:
+        assert crossing(run, iteration) == []
+        assert run.ranks[0]["census"][iteration]
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_lazy_start_and_outer_steps_do_cross(runs: dict[str, Recorded], layout: str) -> None:
+    for iteration in (2, *_SYNC):
+        assert crossing(runs[layout], iteration)
+
+
+def test_stock_megatron_crosses_in_every_iteration(runs: dict[str, Recorded]) -> None:
+    names = {found.name for found in crossing(runs["stock"], 5)}
+    assert any("allreduce" in name for name in names)
+    # The gradient, the loss and the vote of the rerun state machine at the least.
+    assert len(crossing(runs["stock"], 5)) >= 3 * len(runs["stock"].ranks)
+
+
+def test_outer_step_sends_the_parameters_of_the_rank_once(runs: dict[str, Recorded]) -> None:
+    for rank in runs["TP 2"].ranks:
+        across = [
+            found.nbytes
+            for found in rank["census"][6]
+            if len({rank["group_of"][member] for member in found.ranks}) == 2 and found.nbytes > 1000
+        ]
+        assert sum(across) == 4 * rank["parameters"]
