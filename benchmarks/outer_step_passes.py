@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from pier_megatron.outer import GroupExchange, OuterState, momentum_warmup, nesterov_step
+from pier_megatron.outer import GroupExchange, OuterRound, OuterState, Part, Staging, momentum_warmup
 
 # What no implementation can avoid: read parameters, anchor and momentum, write all three.
 _UNAVOIDABLE_PASSES = 6
@@ -21,18 +21,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=20_000_000, help="FP32 parameters on this rank (%(default)s)")
     parser.add_argument("--shards", type=int, default=200, help="tensors they are spread over (%(default)s)")
+    parser.add_argument("--chunk-mib", type=int, default=16, help="as --pier-chunk-mib (%(default)s)")
+    parser.add_argument("--offload", action="store_true", help="as --pier-offload")
     parser.add_argument("--repetitions", type=int, default=7, help="of which the median counts (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
     size = options.parameters // options.shards
-    state = OuterState([torch.randn(size, device=options.device) for _ in range(options.shards)])
-    source, target = torch.empty_like(state.anchor), torch.empty_like(state.anchor)
+    parts = [Part([torch.randn(size, device=options.device) for _ in range(options.shards)])]
+    state = OuterState(parts, chunk_numel=options.chunk_mib * 2**20 // 4, offload=options.offload)
+    stagings = [Staging(state)]
+    source, target = (torch.ones(state.numel, device=options.device) for _ in range(2))
     exchange = GroupExchange()
     measured: dict[str, Callable[[], object]] = {
         "memory copy (read and write)": lambda: target.copy_(source),
-        "momentum warmup": lambda: momentum_warmup(state, mu=0.9),
-        "outer step without its exchange": lambda: nesterov_step(state, exchange, mu=0.9, eta=0.7, contributors=1),
+        "momentum warmup": lambda: momentum_warmup(stagings, mu=0.9),
+        "outer step without its exchange": lambda: OuterRound(stagings, exchange, (0,), 0.9, 0.7, True).run(),
     }
     seconds: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(options.repetitions):

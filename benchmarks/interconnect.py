@@ -1,0 +1,212 @@
+"""What crosses the network between nodes, and what it costs: stock Megatron and Pier side by side on emulated nodes.
+
+``make bench``, as root on Linux. Real Megatron on the CPU and gloo, one process per node; the links are emulated, see
+``cluster.py``. Prints a table and leaves it, the raw numbers and a plot in the output folder. Compare numbers of one run
+only, as ratios. On a machine that others share, noise only ever adds: beside the medians stand the fastest tenth of all
+iterations and the best interval, which are what ratios should be taken of.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from cluster import Cluster
+
+from pier_megatron.demo import corpus
+
+_FOLDER = Path(__file__).resolve().parent
+
+# Keeps freed memory in the process. By default it depends on the history of a process whether a large tensor is carved from
+# the heap or paged in anew each time, which makes equal trainings differ by half.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+
+# 3.2 million parameters on few tokens: an exchange that is large against its compute, as between real nodes.
+_MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --hidden-dropout 0 --attention-dropout 0 --bf16 --tokenizer-type NullTokenizer --vocab-size 257 "
+    "--make-vocab-size-divisible-by 16 --lr 1e-3 --lr-decay-style constant --log-interval 1000 --eval-interval 1000 "
+    "--eval-iters 0"
+)
+_STOCK = "--global-batch-size 4 --train-iters 13 --use-distributed-optimizer"
+_OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+_INTERVAL = 50
+_PIER = (
+    "--global-batch-size 4 --train-iters 102 --optimizer pier --pier-groups 2 --pier-lazy-start-iters 0 "
+    f"--pier-sync-interval {_INTERVAL}"
+)
+
+# Name, arguments, iterations that are measured. An interval of Pier begins behind an outer step and ends with the next.
+_SYNCHRONOUS, _LOCAL = range(3, 13), range(_INTERVAL + 1, 2 * _INTERVAL + 1)
+_ALONE = {
+    "one group alone": (f"{_STOCK} --train-iters 102 --global-batch-size 2", _LOCAL),
+    "one group alone, overlap flags": (f"{_STOCK} --train-iters 102 --global-batch-size 2 {_OVERLAP}", _LOCAL),
+}
+_TOGETHER = {
+    "stock": (_STOCK, _SYNCHRONOUS),
+    "stock, overlap flags": (f"{_STOCK} {_OVERLAP}", _SYNCHRONOUS),
+    "stock, 2 instances": (f"{_STOCK} --num-distributed-optimizer-instances 2", _SYNCHRONOUS),
+    "Pier, lazy start": (
+        "--global-batch-size 4 --train-iters 14 --optimizer pier --pier-groups 2 --pier-lazy-start-iters 13 "
+        "--pier-sync-interval 13",
+        _SYNCHRONOUS,
+    ),
+    "Pier, blocking": (_PIER, _LOCAL),
+    "Pier, blocking, overlap flags": (f"{_PIER} {_OVERLAP}", _LOCAL),
+    "Pier, overlapped by 25": (f"{_PIER} --pier-overlap 25", _LOCAL),
+    "Pier, 5 fragments": (f"{_PIER} --pier-fragments 5", _LOCAL),
+    "Pier, 5 fragments, overlapped by 10": (f"{_PIER} --pier-fragments 5 --pier-overlap 10", _LOCAL),
+    "Pier, blocking, bf16": (f"{_PIER} --pier-exchange-dtype bf16", _LOCAL),
+    "Pier, blocking, int8": (f"{_PIER} --pier-exchange-dtype int8", _LOCAL),
+    "Pier, blocking, int4": (f"{_PIER} --pier-exchange-dtype int4", _LOCAL),
+}
+
+
+def main() -> None:
+    """Measures and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 40], help="of the links, in Mbit/s")
+    parser.add_argument("--repetitions", type=int, default=5, help="of everything, interleaved (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, Cluster(2) as cluster:
+        data = corpus.write(Path(scratch) / "corpus")
+        measured: dict[str, list[dict[str, Any]]] = {}
+        for repetition in range(options.repetitions):
+            for rate in options.rates:
+                print(f"repetition {repetition + 1} of {options.repetitions}, {rate:g} Mbit/s", flush=True)
+                cluster.set_rate(rate)
+                for results in (
+                    _run(cluster, Path(scratch), data, _ALONE, together=False),
+                    _run(cluster, Path(scratch), data, _TOGETHER, together=True),
+                ):
+                    for name, result in results.items():
+                        measured.setdefault(f"{rate:g} {name}", []).append(result)
+    (options.output / "interconnect.json").write_text(json.dumps(measured))
+    rows = {rate: _rows(measured, rate) for rate in options.rates}
+    table = "\n\n".join(_table(rate, found) for rate, found in rows.items())
+    command = f"python benchmarks/interconnect.py --rates {' '.join(f'{rate:g}' for rate in options.rates)}"
+    heading = f"`{command} --repetitions {options.repetitions}`, {date.today().isoformat()}\n\n"
+    (options.output / "interconnect.md").write_text(heading + table + "\n")
+    _plot(options.output / "interconnect.png", rows)
+    print(f"\n{table}\n\nWritten to {options.output}")
+
+
+def _run(
+    cluster: Cluster, scratch: Path, data: tuple[Path, Path], configurations: dict[str, Any], together: bool
+) -> dict[str, Any]:
+    """Runs configurations on all nodes, as one job or as one job per node at the same time."""
+    train, validation = data
+    paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
+    specification = [
+        {"name": name, "argv": f"{_MODEL} {paths} {arguments}".split()} for name, (arguments, _) in configurations.items()
+    ]
+    (scratch / "specification.json").write_text(json.dumps(specification))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29600"]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for node in range(cluster.size):
+            place = ["--nnodes", str(cluster.size), "--node-rank", str(node), "--master-addr", cluster.address(0)]
+            place = place if together else ["--nnodes", "1", "--master-addr", "127.0.0.1"]
+            output = scratch / ("results.json" if together else f"results{node}.json")
+            command = [*launcher, *place, str(_FOLDER / "training_worker.py"), str(scratch / "specification.json"), str(output)]
+            log = stack.enter_context((scratch / f"log{node}.txt").open("w"))
+            processes.append(stack.enter_context(cluster.start(node, command, log, _ENVIRONMENT)))
+        for node, process in enumerate(processes):
+            if process.wait() != 0:
+                print((scratch / f"log{node}.txt").read_text()[-5000:], file=sys.stderr)
+                raise subprocess.CalledProcessError(process.returncode, f"the trainings on node {node}")
+    if together:
+        return json.loads((scratch / "results.json").read_text())
+    # Nodes that do not know of each other: the slower one counts, as it would in a job.
+    alone = [json.loads((scratch / f"results{node}.json").read_text()) for node in range(cluster.size)]
+    return {name: max((result[name] for result in alone), key=lambda run: sum(run["seconds"].values())) for name in alone[0]}
+
+
+def _rows(measured: dict[str, list[dict[str, Any]]], rate: float) -> list[dict[str, Any]]:
+    """One row per configuration, over all repetitions."""
+    rows = []
+    for name, (_, iterations) in (_ALONE | _TOGETHER).items():
+        runs = measured[f"{rate:g} {name}"]
+        seconds = [[run["seconds"][str(i)] for i in iterations] for run in runs]
+        steps = [
+            [step for step in run["outer steps"] if iterations[0] - 1 < step["iteration"] <= iterations[-1]] for run in runs
+        ]
+        rows.append(
+            {
+                "name": name,
+                "median": statistics.median(statistics.median(times) for times in seconds),
+                "fast": statistics.quantiles(itertools.chain(*seconds), n=10)[0],
+                "mean": statistics.median(statistics.mean(times) for times in seconds),
+                "best": min(statistics.mean(times) for times in seconds),
+                "bytes": statistics.median(sum(run["bytes"][str(i)] for i in iterations) for run in runs) / len(iterations),
+                "silent bytes": statistics.median(statistics.median(run["bytes"][str(i)] for i in iterations) for run in runs),
+                "outer seconds": min(sum(step["seconds"] for step in found) for found in steps),
+                "outer bytes": statistics.median(sum(step["bytes"] for step in found) for found in steps),
+                "outer steps": len(steps[0]),
+            }
+        )
+    return rows
+
+
+def _table(rate: float, rows: list[dict[str, Any]]) -> str:
+    limit = next(row for row in rows if row["name"] == "one group alone")
+    stock = next(row for row in rows if row["name"] == "stock, 2 instances")
+    lines = [
+        f"### {rate:g} Mbit/s",
+        "",
+        "| | iteration, ms: median | fastest tenth | x alone | interval, mean ms: median | best | x alone "
+        "| MB on the link per iteration | between outer steps, % of stock | outer steps of an interval, best s | MB counted "
+        "| wire alone, s | x wire |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        wire = row["outer bytes"] * 8 / (rate * 1e6)
+        outer = (
+            f"{row['outer seconds']:.3f} | {row['outer bytes'] / 1e6:.2f} | {wire:.3f} | {row['outer seconds'] / wire:.2f}"
+            if row["outer steps"] and wire
+            else " | | |"
+        )
+        lines.append(
+            f"| {row['name']} | {row['median'] * 1e3:.0f} | {row['fast'] * 1e3:.0f} | {row['fast'] / limit['fast']:.2f} "
+            f"| {row['mean'] * 1e3:.0f} | {row['best'] * 1e3:.0f} | {row['best'] / limit['best']:.2f} "
+            f"| {row['bytes'] / 1e6:.3f} | {row['silent bytes'] / stock['bytes']:.2%} | {outer} |"
+        )
+    return "\n".join(lines)
+
+
+def _plot(path: Path, rows: dict[float, list[dict[str, Any]]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [row["name"] for row in next(iter(rows.values()))]
+    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    height = 0.8 / len(rows)
+    for index, (rate, found) in enumerate(rows.items()):
+        positions = [place + index * height for place in range(len(names))]
+        axes.barh(positions, [row["best"] * 1e3 for row in found], height, label=f"{rate:g} Mbit/s")
+    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="mean iteration of the best interval, outer steps included (ms)")
+    axes.legend()
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

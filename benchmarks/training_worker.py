@@ -1,0 +1,79 @@
+"""One process of the benchmark: runs trainings one after the other and notes when each iteration ends and what it sent.
+
+``torchrun training_worker.py SPECIFICATION FILE``: a JSON list of ``{"name", "argv"}``; writes a JSON object by name.
+"""
+
+import functools
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pier_megatron import emulation
+
+emulation.install()
+
+import torch.distributed as dist  # noqa: E402
+from cluster import sent_bytes  # noqa: E402
+from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine  # noqa: E402
+from megatron.training import global_vars  # noqa: E402
+from megatron.training import training as megatron_training  # noqa: E402
+
+from pier_megatron import register  # noqa: E402
+from pier_megatron.demo import pretrain_bytes  # noqa: E402
+from pier_megatron.integration import current, datasets  # noqa: E402
+
+marks: list[tuple[int, float, int]] = []
+reports: list[dict[str, float]] = []
+
+
+def mark_iterations() -> None:
+    """Notes the time and the bytes sent at the beginning of every iteration, and what each outer step reports."""
+    train_step = megatron_training.train_step
+
+    @functools.wraps(train_step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        marks.append((kwargs["iteration"], time.perf_counter(), sent_bytes()))
+        optimizer = current.pier_optimizer()
+        if optimizer is not None and kwargs["iteration"] == 0:
+            optimizer._report = lambda report: reports.append(
+                {"iteration": report.iteration, "seconds": report.seconds, "bytes": report.bytes_sent}
+            )
+        return train_step(*args, **kwargs)
+
+    megatron_training.train_step = marked
+
+
+def main() -> None:
+    """Runs what the command line says."""
+    specification, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    datasets.install()
+    register()
+    mark_iterations()
+    results = {}
+    for run in specification:
+        marks.clear()
+        reports.clear()
+        sys.argv = [pretrain_bytes.__file__, *run["argv"], *emulation.missing_cpu_flags(run["argv"])]
+        pretrain_bytes.main()
+        optimizer = current.pier_optimizer()
+        results[run["name"]] = {
+            # From the beginning of an iteration to that of the next; the last one has no next.
+            "seconds": {i + 1: after - before for (i, before, _), (_, after, _) in itertools.pairwise(marks)},
+            "bytes": {i + 1: after - before for (i, _, before), (_, _, after) in itertools.pairwise(marks)},
+            "outer steps": list(reports),
+            "parameters": sum(state.numel for state in optimizer.outer_states) if optimizer else None,
+        }
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        global_vars.destroy_global_vars()
+        num_microbatches_calculator.destroy_num_microbatches_calculator()
+        rerun_state_machine.destroy_rerun_state_machine()
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
