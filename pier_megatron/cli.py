@@ -9,6 +9,7 @@ from pier_megatron.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit status."""
+    from pier_megatron import doctor
     from pier_megatron.demo import run as demo
 
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
@@ -17,6 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("demo", help="watch a small GPT train with Pier, on GPUs or on the CPU")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
+    command = commands.add_parser("doctor", help="start a job as it would be queued and see what crosses its groups")
+    doctor.add_arguments(command)
+    command.set_defaults(run=doctor.run)
     options = parser.parse_args(argv)
     status: int = options.run(options)
     return status

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig, PierConfigError
+from pier_megatron.doctor import Examination
 from pier_megatron.integration.gradients import GradientAveraging
 from pier_megatron.integration.shards import commit_main_parameters, main_parameters
 from pier_megatron.metrics import OuterStepReport, norms_and_cosines
@@ -54,7 +55,10 @@ class PierOptimizer(ChainedOptimizer):
         pier_config: The configuration.
         outer_states: Anchor and momentum of each chained optimizer, in its order.
         iteration: The iteration under way, 1-based; between iterations, the last one completed.
+        examination: Of ``pier-megatron doctor``, in a job that it has started.
     """
+
+    examination: Examination | None = None
 
     def __init__(
         self,

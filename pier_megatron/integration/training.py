@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pier_megatron import startup
+from pier_megatron import doctor, startup
 from pier_megatron.config import PierConfig
 from pier_megatron.groups import Rank, Topology, node_name
 from pier_megatron.integration import current, versions
@@ -61,6 +61,7 @@ def _build(optimizer: Any) -> Any:
     exchange = GroupExchange(communicator, CODECS[config.exchange_dtype])
     pier = PierOptimizer(optimizer, config, exchange, _report)
     startup.check_groups_agree(pier.outer_states, exchange)
+    pier.examination = doctor.examination(config, {rank.rank: rank.group for rank in topology.ranks})
     if dist.get_rank() == 0:
         print(startup.describe(config, topology, pier.outer_states, exchange, args.log_interval), flush=True)
     return pier
@@ -92,7 +93,10 @@ def _beginning_iterations(train_step: Any) -> Any:
         optimizer = current.pier_optimizer()
         if optimizer is None:
             return train_step(*args, **kwargs)
-        optimizer.begin_iteration(signature.bind(*args, **kwargs).arguments["iteration"] + 1)
+        iteration = signature.bind(*args, **kwargs).arguments["iteration"] + 1
+        if optimizer.examination is not None:
+            optimizer.examination.iteration_begins(iteration)
+        optimizer.begin_iteration(iteration)
         if not optimizer.is_local:
             return train_step(*args, **kwargs)
         with confined_to_group(optimizer.model_chunks[0]):

@@ -1,0 +1,78 @@
+"""``pier-megatron doctor``: starts a job as it would be queued, shows what it does between outer steps, and ends it."""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from pier_megatron.census import CollectiveCensus, table
+from pier_megatron.config import PierConfig
+
+# Tells the processes of the job that they are looked at.
+_VARIABLE = "PIER_MEGATRON_DOCTOR"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the doctor's own flags."""
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job, as on one node"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the job until its first quiet iteration of the local phase is over; returns its exit status."""
+    if not options.command:
+        print(
+            "pier-megatron doctor: give the launch command of the job, such as torchrun ... --optimizer pier", file=sys.stderr
+        )
+        return 2
+    return subprocess.run(options.command, env=os.environ | {_VARIABLE: "1"}).returncode
+
+
+class Examination:
+    """Counts what crosses the groups in one iteration of the local phase, then ends the job."""
+
+    def __init__(self, config: PierConfig, group_of: Mapping[int, int]) -> None:
+        """Plans the examination.
+
+        Args:
+            config: Of the run.
+            group_of: Group of each global rank.
+        """
+        self._group_of = group_of
+        self._census = CollectiveCensus()
+        # The first iteration of the local phase may still set something up.
+        quiet = range(config.lazy_start + 2, config.train_iters)
+        self._iteration = next((t for t in quiet if not config.is_outer_step(t)), config.lazy_start + 1)
+
+    def iteration_begins(self, iteration: int) -> None:
+        """Called at the beginning of every iteration, 1-based.
+
+        Raises:
+            SystemExit: Once the iteration that was looked at is over, on all ranks.
+        """
+        if iteration == self._iteration:
+            self._census.__enter__()
+        elif iteration == self._iteration + 1:
+            self._census.__exit__(None, None, None)
+            if dist.get_rank() == 0:
+                print("\n".join(self._findings()), flush=True)
+            sys.exit(0)
+
+    def _findings(self) -> list[str]:
+        crossing = self._census.crossing(self._group_of)
+        inside = len(self._census.collectives) - len(crossing)
+        heading = (
+            f"Pier doctor: iteration {self._iteration}, between outer steps, rank 0: {inside} collectives inside its group, "
+        )
+        if not crossing:
+            return [heading + "none across groups."]
+        return [heading + "and across groups:", *(f"  {line}" for line in table(crossing))]
+
+
+def examination(config: PierConfig, group_of: Mapping[int, int]) -> Examination | None:
+    """The examination that this process was started for, or None."""
+    return Examination(config, group_of) if _VARIABLE in os.environ else None
