@@ -1,6 +1,7 @@
 """``pier-megatron doctor``: starts a job as it would be queued, shows what it does between outer steps, and ends it."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -44,6 +45,7 @@ class Examination:
         """
         self._group_of = group_of
         self._census = CollectiveCensus()
+        self._looking = contextlib.ExitStack()
         # The first iteration of the local phase may still set something up.
         quiet = range(config.lazy_start + 2, config.train_iters)
         self._iteration = next((t for t in quiet if not config.is_outer_step(t)), config.lazy_start + 1)
@@ -55,9 +57,9 @@ class Examination:
             SystemExit: Once the iteration that was looked at is over, on all ranks.
         """
         if iteration == self._iteration:
-            self._census.__enter__()
+            self._looking.enter_context(self._census)
         elif iteration == self._iteration + 1:
-            self._census.__exit__(None, None, None)
+            self._looking.close()
             if dist.get_rank() == 0:
                 print("\n".join(self._findings()), flush=True)
             sys.exit(0)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from launch import REPOSITORY, execute, torchrun
 
+from pier_megatron.demo import corpus
+
 pytestmark = pytest.mark.processes
 
 _LAUNCHER = [sys.executable, "-m", "pier_megatron"]
@@ -171,7 +173,8 @@ def test_tensor_parallel_group_across_nodes_is_refused(tmp_path: Path) -> None:
 
 def test_doctor_shows_what_crosses_the_groups(tmp_path: Path) -> None:
     script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
-    training = [*_TRAINING, "--mock-data", "--pier-groups", "2", "--train-iters", "100"]
+    data, _ = corpus.write(tmp_path / "corpus")
+    training = [*_TRAINING, "--data-path", str(data), "--split", "90,5,5", "--pier-groups", "2", "--train-iters", "100"]
     job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training]
     log = execute([sys.executable, "-m", "pier_megatron.cli", "doctor", *job], tmp_path / "log.txt")
     assert "Pier: 2 groups of 2 ranks" in log
