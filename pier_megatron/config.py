@@ -14,6 +14,8 @@ DEFAULT_PRESET = "pier"
 DEFAULT_LAZY_START_FRACTION = 0.1
 DEFAULT_CHUNK_MIB = 16
 EXCHANGE_DTYPES = ("fp32", "bf16", "int8", "int4")
+SAVED_INNER_STATES = ("all", "first")
+LOADED_INNER_STATES = ("mean", "first")
 
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
 _LONG_HORIZON = 0.03
@@ -43,6 +45,12 @@ class PierConfig:
         no_error_feedback: Drop what a low-bit exchange rounds away instead of adding it to the next one.
         offload: Keep the outer state in host memory.
         chunk_mib: Size of the pieces in which buffers are exchanged, in MiB of FP32.
+        outlier_zscore: Standard deviations above the mean of its history from which on the norm of a group's
+            pseudo-gradient leaves it out of a round; None for never.
+        save_inner_state: Whose inner state a checkpoint holds, one of :data:`SAVED_INNER_STATES`.
+        load_inner_state: Where a group's inner state comes from if their number has changed, one of
+            :data:`LOADED_INNER_STATES`.
+        override_checkpoint: Go on from a checkpoint of a run with other settings.
 
     Raises:
         PierConfigError: If a value is out of range or the run is too short for its lazy start.
@@ -63,12 +71,20 @@ class PierConfig:
     no_error_feedback: bool = False
     offload: bool = False
     chunk_mib: int = DEFAULT_CHUNK_MIB
+    outlier_zscore: float | None = None
+    save_inner_state: str = SAVED_INNER_STATES[0]
+    load_inner_state: str = LOADED_INNER_STATES[0]
+    override_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise PierConfigError(f"--pier-preset {self.preset}: not one of {', '.join(PRESETS)}.")
-        if self.exchange_dtype not in EXCHANGE_DTYPES:
-            raise PierConfigError(f"--pier-exchange-dtype {self.exchange_dtype}: not one of {', '.join(EXCHANGE_DTYPES)}.")
+        for flag, name, choices in (
+            ("--pier-preset", self.preset, PRESETS),
+            ("--pier-exchange-dtype", self.exchange_dtype, EXCHANGE_DTYPES),
+            ("--pier-save-inner-state", self.save_inner_state, SAVED_INNER_STATES),
+            ("--pier-load-inner-state", self.load_inner_state, LOADED_INNER_STATES),
+        ):
+            if name not in choices:
+                raise PierConfigError(f"{flag} {name}: not one of {', '.join(choices)}.")
         for flag, value in (
             ("--pier-groups", self.groups),
             ("--pier-sync-interval", self.sync_interval),
@@ -93,6 +109,14 @@ class PierConfig:
             raise PierConfigError(
                 f"--pier-outer-momentum {self.outer_momentum}: must be in [0, 1); the momentum sums about 1 / (1 - mu) "
                 "pseudo-gradients, which has no limit at 1."
+            )
+        if self.outlier_zscore is not None and not self.outlier_zscore > 0:
+            raise PierConfigError(f"--pier-outlier-zscore {self.outlier_zscore}: must be above 0; 3 is customary.")
+        if self.save_inner_state == "first" and (self.overlap or self.fragments > 1):
+            raise PierConfigError(
+                f"--pier-save-inner-state first cannot be used with --pier-overlap {self.overlap} and --pier-fragments "
+                f"{self.fragments}: groups then never hold the same parameters, and what all but the first have learned since "
+                "their last outer step would be lost. Save all."
             )
         if not 0 <= self.lazy_start_fraction < 1:
             raise PierConfigError(f"--pier-lazy-start-fraction {self.lazy_start_fraction}: must be in [0, 1).")

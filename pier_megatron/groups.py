@@ -124,7 +124,9 @@ class Topology:
             return None
         enumeration = sorted({rank.peers for rank in self.ranks})
         own: dist.ProcessGroup
-        own, _ = dist.new_subgroups_by_enumeration([list(peers) for peers in enumeration], timeout=timeout)
+        own, _ = dist.new_subgroups_by_enumeration(
+            [list(peers) for peers in enumeration], timeout=timeout, group_desc="PIER_BETWEEN_GROUPS"
+        )
         return own
 
 

@@ -26,7 +26,8 @@ class OuterStepReport:
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
         seconds: Wall-clock time, the wait for the slowest group included.
-        left_out: Groups whose parameters were not finite and that did not take part.
+        not_finite: Groups that were left out because their parameters were not finite.
+        outliers: Groups that were left out because their pseudo-gradients were too long.
     """
 
     iteration: int
@@ -38,17 +39,21 @@ class OuterStepReport:
     eta: float
     bytes_sent: int
     seconds: float
-    left_out: tuple[int, ...] = ()
+    not_finite: tuple[int, ...] = ()
+    outliers: tuple[int, ...] = ()
 
     def line(self) -> str:
         """The line for the log, in the manner of Megatron's own."""
-        left_out = f" NOT FINITE, LEFT OUT AND RESTARTED: group {', '.join(map(str, self.left_out))} |"
+        left_out = "".join(
+            f" {why}, LEFT OUT AND RESTARTED: group {', '.join(map(str, groups))} |"
+            for why, groups in (("NOT FINITE", self.not_finite), ("OUTLIER", self.outliers))
+            if groups
+        )
         return (
             f" outer step after iteration {self.iteration:8d} | mu: {self.mu:.3f} | eta: {self.eta:.3f} | "
             f"pseudo-gradient norm: {self.pseudo_gradient_norm:.4E} | momentum norm: {self.momentum_norm:.4E} | "
             f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
-            f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |"
-            + (left_out if self.left_out else "")
+            f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |" + left_out
         )
 
     def scalars(self) -> dict[str, float]:
@@ -56,8 +61,8 @@ class OuterStepReport:
         return {
             SCALAR_PREFIX + field.name.replace("_", "-"): float(getattr(self, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("iteration", "left_out")
-        } | {SCALAR_PREFIX + "groups-left-out": float(len(self.left_out))}
+            if field.name not in ("iteration", "not_finite", "outliers")
+        } | {SCALAR_PREFIX + "groups-left-out": float(len(self.not_finite) + len(self.outliers))}
 
     def write(self, print_line: Callable[[str], None], tensorboard: Any, wandb: Any) -> None:
         """Writes the report.

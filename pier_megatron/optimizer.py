@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,27 +12,47 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 from torch.profiler import record_function
 
-from pier_megatron.config import PierConfig, PierConfigError
+from pier_megatron.checkpoint import ENTRY
+from pier_megatron.config import PierConfig
 from pier_megatron.doctor import Examination
+from pier_megatron.integration.checkpointing import CheckpointContent
 from pier_megatron.integration.gradients import GradientAveraging
-from pier_megatron.integration.shards import commit_main_parameters, main_parameters
+from pier_megatron.integration.shards import commit_main_parameters, inner_state, main_parameters
 from pier_megatron.metrics import OuterStepReport, norms_and_cosines
-from pier_megatron.outer import Gathered, GroupExchange, OuterRound, OuterState, Staging, momentum_warmup
+from pier_megatron.outer import (
+    GOOD,
+    NOT_FINITE,
+    OUTLIER,
+    Gathered,
+    GroupExchange,
+    OuterRound,
+    OuterState,
+    OutlierDetector,
+    Staging,
+    momentum_warmup,
+    squared_norm,
+)
 
 
 class DivergedError(RuntimeError):
-    """No group has finite parameters left: nothing to go on from."""
+    """No group has a pseudo-gradient that can be used: nothing to go on from."""
 
 
 @dataclasses.dataclass
-class _Underway:
-    """A round that spans iterations."""
+class Underway:
+    """A round that spans iterations.
+
+    Attributes:
+        round: Itself.
+        begun: Iteration after which it began.
+        bytes_sent: By this rank to other groups.
+        seconds: Spent on it so far.
+    """
 
     round: OuterRound
     begun: int
     bytes_sent: int
     seconds: float
-    advanced: bool = False
 
 
 @dataclasses.dataclass
@@ -40,7 +61,7 @@ class _Unreported:
 
     begun: int
     sums: Gathered
-    contributes: Tensor
+    verdicts: Tensor
     seconds: float
     bytes_sent: int
 
@@ -53,8 +74,14 @@ class PierOptimizer(ChainedOptimizer):
 
     Attributes:
         pier_config: The configuration.
-        outer_states: Anchor and momentum of each chained optimizer, in its order.
+        exchange: Collectives between the groups.
+        members: The distributed optimizers that own parameters on this rank.
+        outer_states: Anchor and momentum of each of them, in their order.
+        underway: Rounds whose exchange is hidden behind the present iterations.
+        outliers: Judges this group's pseudo-gradients, if the user wants that.
         iteration: The iteration under way, 1-based; between iterations, the last one completed.
+        stash: Inside :meth:`anchor_in_model`, the main parameters of each member; float32, shape ``[numel]`` each.
+        checkpoint: What is saved of this run.
         examination: Of ``pier-megatron doctor``, in a job that it has started.
     """
 
@@ -78,7 +105,7 @@ class PierOptimizer(ChainedOptimizer):
         super().__init__(optimizer.chained_optimizers)
         self.pier_config = config
         self.iteration = 0
-        self._members = [member for member in self.chained_optimizers if not member.is_stub_optimizer]
+        self.members: list[Any] = [member for member in self.chained_optimizers if not member.is_stub_optimizer]
         feedback = not exchange.codec.lossless and not config.no_error_feedback
         self.outer_states = [
             OuterState(
@@ -88,14 +115,18 @@ class PierOptimizer(ChainedOptimizer):
                 offload=config.offload,
                 segment_numel=exchange.segment_numel if feedback else None,
             )
-            for member in self._members
+            for member in self.members
         ]
         self._stagings = [Staging(state) for state in self.outer_states]
-        self._exchange = exchange
+        self.exchange = exchange
+        self.underway: list[Underway] = []
+        self.outliers = OutlierDetector(config.outlier_zscore) if config.outlier_zscore is not None else None
+        self.stash: list[Tensor] | None = None
+        self.checkpoint = CheckpointContent(self)
         self._report = report
         self._gradients = GradientAveraging(self.model_chunks, config.groups)
-        self._underway: list[_Underway] = []
         self._unreported: list[_Unreported] = []
+        self._outer_state_is_known = False
 
     @property
     def is_local(self) -> bool:
@@ -118,7 +149,7 @@ class PierOptimizer(ChainedOptimizer):
 
     @property
     def shows_anchor(self) -> bool:
-        """Whether evaluation and saving at the end of this iteration look at the anchor, see :meth:`anchor_in_model`."""
+        """Whether evaluation at the end of this iteration looks at the anchor, see :meth:`anchor_in_model`."""
         return (self.pier_config.overlap > 0 or self.pier_config.fragments > 1) and not self.is_synchronised
 
     def begin_iteration(self, iteration: int) -> None:
@@ -129,19 +160,10 @@ class PierOptimizer(ChainedOptimizer):
 
         Args:
             iteration: The iteration that begins, 1-based.
-
-        Raises:
-            PierConfigError: If the run was resumed, which would lose the outer momentum.
         """
-        if self.iteration == 0:
-            if iteration > 1:
-                raise PierConfigError(
-                    f"--load resumed the run at iteration {iteration - 1}: a checkpoint does not hold the outer momentum yet, "
-                    "so going on from it would not be Pier. Start a new run from its weights with --finetune, or go on "
-                    "synchronously with --optimizer adam."
-                )
-            # Weights that --load or --pretrained-checkpoint brought came after the optimizer was built.
-            self._reset_anchor()
+        if not self._outer_state_is_known:
+            # Weights that came from elsewhere came after the optimizer was built.
+            self.reset_outer_state()
         self.iteration = iteration
         if self.is_local:
             self._gradients.over_own_group()
@@ -171,6 +193,52 @@ class PierOptimizer(ChainedOptimizer):
             self._reset_anchor()
         return result
 
+    def reset_outer_state(self) -> None:
+        """Takes the present parameters for the anchor, without any momentum."""
+        self._reset_anchor()
+        for state in self.outer_states:
+            state.momentum.zero_()
+        self.outer_state_is_known()
+
+    def outer_state_is_known(self) -> None:
+        """Says that the outer state fits the parameters: a first iteration does not begin by resetting it."""
+        self._outer_state_is_known = True
+
+    def stores(self) -> Iterable[tuple[Any, OuterState, Staging]]:
+        """Each member with its outer state."""
+        return zip(self.members, self.outer_states, self._stagings, strict=True)
+
+    def settle(self) -> None:
+        """Waits for everything that is on its way between the groups, and applies nothing before its time."""
+        for underway in self.underway:
+            underway.round.settle()
+        self._report_what_has_arrived(waits=True)
+
+    def resume_round(self, begun: int, verdicts: Sequence[int]) -> OuterRound:
+        """Brings a round back that was under way when the run was saved; see :meth:`OuterRound.resume`."""
+        config = self.pier_config
+        fragments = config.fragments_due(begun)
+        mu, eta = config.momentum_at(begun), config.learning_rate_at(begun)
+        verdict = verdicts[self.exchange.rank]
+        round_ = OuterRound(self._stagings, self.exchange, fragments, mu, eta, verdict, torch.tensor(verdicts))
+        self.underway.append(Underway(round_, begun, self._bytes_of(fragments), seconds=0.0))
+        return round_
+
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> dict[Any, Any]:
+        """As Megatron's, with what the groups have of their own and what they have in common beyond the model."""
+        stock = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        complete = self.checkpoint.request if is_loading else self.checkpoint.content
+        return complete(stock, model_sharded_state_dict, kwargs.get("metadata"))
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        """As Megatron's; takes over what :meth:`sharded_state_dict` has asked for."""
+        if ENTRY not in state_dict:
+            super().load_state_dict(state_dict)
+            return
+        self.checkpoint.restore(state_dict)
+        commit_main_parameters(self.members)
+        self.outer_state_is_known()
+
     @contextlib.contextmanager
     def anchor_in_model(self) -> Iterator[None]:
         """Inside, the model and the main parameters are what all groups agreed on last.
@@ -184,12 +252,14 @@ class PierOptimizer(ChainedOptimizer):
             for chunk in staging.state.chunks:
                 chunk.copy_parameters_to(chunk.of(kept))
                 chunk.set_parameters(chunk.of(staging.state.anchor))
-        commit_main_parameters(self._members)
+        commit_main_parameters(self.members)
+        self.stash = stash
         yield
+        self.stash = None
         for state, kept in zip(self.outer_states, stash, strict=True):
             for chunk in state.chunks:
                 chunk.set_parameters(chunk.of(kept))
-        commit_main_parameters(self._members)
+        commit_main_parameters(self.members)
 
     def _reset_anchor(self) -> None:
         for state in self.outer_states:
@@ -202,58 +272,59 @@ class PierOptimizer(ChainedOptimizer):
             return
         begin = time.perf_counter()
         mu, eta = config.momentum_at(self.iteration), config.learning_rate_at(self.iteration)
-        self._exchange.bytes_sent = 0
-        round_ = OuterRound(self._stagings, self._exchange, fragments, mu, eta, self._is_finite())
+        self.exchange.bytes_sent = 0
+        round_ = OuterRound(self._stagings, self.exchange, fragments, mu, eta, self._verdict(fragments))
         if config.overlap and self.iteration < config.train_iters:
             with record_function("pier::begin"):
                 round_.begin()
-            sent = self._exchange.bytes_sent
-            self._underway.append(_Underway(round_, self.iteration, sent, time.perf_counter() - begin))
+            sent = self.exchange.bytes_sent
+            self.underway.append(Underway(round_, self.iteration, sent, time.perf_counter() - begin))
             return
         with record_function("pier::outer_step"):
             self._check_contributors(round_)
             round_.run()
-        self._finish(round_, self.iteration, self._exchange.bytes_sent, begin)
+        self._finish(round_, self.iteration, self.exchange.bytes_sent, begin)
 
     def _land_rounds(self) -> None:
         """Moves on the rounds that span iterations, at the same iterations on every rank."""
         config = self.pier_config
-        for underway in list(self._underway):
+        for underway in list(self.underway):
             begin = time.perf_counter() - underway.seconds
             age = self.iteration - underway.begun
             is_due = age == config.overlap or self.iteration == config.train_iters
-            if not underway.advanced and (is_due or age == config.overlap // 2):
+            if is_due or age >= config.overlap // 2:
                 with record_function("pier::advance"):
                     underway.round.advance()
-                underway.advanced = True
             if is_due:
                 with record_function("pier::finish"):
                     self._check_contributors(underway.round)
                     underway.round.finish()
-                self._underway.remove(underway)
+                self.underway.remove(underway)
                 self._finish(underway.round, underway.begun, underway.bytes_sent, begin)
             else:
                 underway.seconds = time.perf_counter() - begin
 
     def _finish(self, round_: OuterRound, begun: int, bytes_sent: int, begin: float) -> None:
+        self._replace_inner_state_of_left_out(round_.contributors())
         with record_function("pier::commit"):
-            commit_main_parameters(self._members)
+            commit_main_parameters(self.members)
         dist.all_reduce(round_.sums, group=self.get_grad_stats_parallel_group())
         self._unreported.append(
             _Unreported(
                 begun=begun,
-                sums=self._exchange.gather(round_.sums),
-                contributes=round_.contributors(),
+                sums=self.exchange.gather(round_.sums),
+                verdicts=round_.verdicts(),
                 seconds=time.perf_counter() - begin,
                 bytes_sent=bytes_sent,
             )
         )
 
-    def _report_what_has_arrived(self) -> None:
+    def _report_what_has_arrived(self, waits: bool = False) -> None:
         """Reports finished rounds without ever waiting for another group, except where the groups are together anyway."""
-        while self._unreported and (self.is_synchronised or self._unreported[0].sums.is_complete()):
+        while self._unreported and (waits or self.is_synchronised or self._unreported[0].sums.is_complete()):
             found = self._unreported.pop(0)
-            pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(found.sums.result().cpu(), found.contributes)
+            contributes = found.verdicts == GOOD
+            pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(found.sums.result().cpu(), contributes)
             self._report(
                 OuterStepReport(
                     iteration=found.begun,
@@ -265,22 +336,56 @@ class PierOptimizer(ChainedOptimizer):
                     eta=self.pier_config.learning_rate_at(found.begun),
                     bytes_sent=found.bytes_sent,
                     seconds=found.seconds,
-                    left_out=tuple((~found.contributes).nonzero().flatten().tolist()),
+                    not_finite=tuple((found.verdicts == NOT_FINITE).nonzero().flatten().tolist()),
+                    outliers=tuple((found.verdicts == OUTLIER).nonzero().flatten().tolist()),
                 )
             )
 
     def _check_contributors(self, round_: OuterRound) -> None:
-        if not round_.contributors().any():
-            raise DivergedError(
-                f"After iteration {self.iteration} no group has finite parameters: the run has diverged and nothing was "
-                "synchronised. Restart from the last checkpoint, with a lower learning rate or other data."
-            )
+        if round_.contributors().any():
+            return
+        raise DivergedError(
+            f"After iteration {self.iteration} no group has a pseudo-gradient that can be used ("
+            f"{_list_verdicts(round_.verdicts())}): the run has diverged and nothing was synchronised. The last checkpoint is "
+            "untouched: restart from it, with a lower learning rate or other data."
+        )
 
-    def _is_finite(self) -> bool:
-        """Whether all parameters of this group are finite, on all its ranks."""
-        device = self.get_loss_scale().device
-        finite = torch.ones((), dtype=torch.int32, device=device)
+    def _verdict(self, fragments: Sequence[int]) -> int:
+        """On this group's pseudo-gradient, the same on all its ranks."""
+        group = self.get_grad_stats_parallel_group()
+        finite = torch.ones((), dtype=torch.int32, device=self.get_loss_scale().device)
         for state in self.outer_states:
             finite *= state.parameters_are_finite()
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.get_grad_stats_parallel_group())
-        return bool(finite.item())
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
+        if not finite.item():
+            return NOT_FINITE
+        if self.outliers is not None:
+            square = squared_norm(self._stagings, fragments)
+            dist.all_reduce(square, group=group)
+            if self.outliers.judge(square.sqrt().item(), fragments[0]):
+                return OUTLIER
+        return GOOD
+
+    def _bytes_of(self, fragments: Sequence[int]) -> int:
+        chunks = (chunk for state in self.outer_states for chunk in state.chunks if chunk.fragment in fragments)
+        return sum(self.exchange.bytes_of_sum(chunk.numel, chunk.part.is_tied) for chunk in chunks)
+
+    def _replace_inner_state_of_left_out(self, contributes: Tensor) -> None:
+        """Gives groups that were left out the moments of the first one that was not.
+
+        What made the parameters of a group useless is in its moments too, and would make the next ones useless.
+        """
+        if contributes.all():
+            return
+        source = int(contributes.int().argmax())
+        takes = not contributes[self.exchange.rank]
+        for member, state, _ in self.stores():
+            for main, _ in state.places():
+                for moment in inner_state(member, main).values():
+                    received = moment if takes or self.exchange.rank == source else torch.empty_like(moment)
+                    dist.broadcast(received, group=self.exchange.process_group, group_src=source)
+
+
+def _list_verdicts(verdicts: Tensor) -> str:
+    words = {NOT_FINITE: "not finite", OUTLIER: "an outlier", GOOD: "good"}
+    return ", ".join(f"group {group} {words[verdict]}" for group, verdict in enumerate(verdicts.tolist()))

@@ -14,9 +14,11 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, communication, training
+    from pier_megatron.integration import arguments, checkpointing, communication, torch_adam, training
 
     arguments.install()
     communication.install()
+    torch_adam.install()
+    checkpointing.install()
     training.install()
     _registered = True

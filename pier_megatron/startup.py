@@ -36,7 +36,7 @@ def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange) ->
         raise PierConfigError(
             f"Group {differing[0]} does not start from the same weights as group 0: of (parameters, counted ones, sum, sum of "
             f"magnitudes) per buffer it has {everyone[differing[0]].tolist()}, group 0 {everyone[0].tolist()}. All groups need "
-            "the same --seed and no --data-parallel-random-init."
+            "the same --seed, no --data-parallel-random-init, and the same checkpoint if one is loaded."
         )
 
 

@@ -16,6 +16,8 @@ from pier_megatron.config import (
     DEFAULT_PRESET,
     DEFAULT_SYNC_INTERVAL,
     EXCHANGE_DTYPES,
+    LOADED_INNER_STATES,
+    SAVED_INNER_STATES,
     PierConfig,
     PierConfigError,
 )
@@ -139,6 +141,31 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"Size in MiB of the pieces in which buffers are exchanged and updated. Default: {DEFAULT_CHUNK_MIB}.",
     )
+    group.add_argument(
+        "--pier-outlier-zscore",
+        type=float,
+        metavar="Z",
+        help="Leave a group out of a round if the norm of its pseudo-gradient is more than this many standard deviations above "
+        "the moving mean of its own history. Default: never.",
+    )
+    group.add_argument(
+        "--pier-save-inner-state",
+        choices=list(SAVED_INNER_STATES),
+        help="Whose inner optimizer state a checkpoint holds: that of all groups, which resumes exactly, or of the first only, "
+        "which all groups then go on with. Default: all.",
+    )
+    group.add_argument(
+        "--pier-load-inner-state",
+        choices=list(LOADED_INNER_STATES),
+        help="Inner state of a group if their number has changed: the mean over the saved groups that it takes the place of, "
+        "or that of the first saved group. Default: mean.",
+    )
+    group.add_argument(
+        "--pier-override-checkpoint",
+        action="store_true",
+        default=None,
+        help="Go on from a checkpoint of a run with other settings or another group layout. Default: refuse.",
+    )
 
 
 def _with_pier_arguments(add_megatron_arguments: Any) -> Any:
@@ -260,6 +287,10 @@ _REFUSED = (
     ("moe_router_enable_expert_bias", "it counts tokens over all groups in every iteration"),
     ("moe_expert_rank_capacity_factor", "it asks all ranks for overflows in every iteration"),
     ("dsa_indexer_loss_coeff", "its loss is averaged over all groups in every iteration"),
+    (
+        "ckpt_assume_constant_structure",
+        "what a checkpoint holds depends on the phase and on whether the groups have just met",
+    ),
     ("perform_rl_step", "reinforcement learning swaps the parameters outside the optimizer"),
     ("data_parallel_random_init", "groups must start from identical weights"),
     (
@@ -324,15 +355,23 @@ def check_arguments(args: argparse.Namespace) -> None:
         config.check_interval(
             "--eval-interval", args.eval_interval, "evaluation", ", or accept it with --pier-allow-drifted-eval"
         )
+    if args.non_persistent_ckpt_type == "local":
+        raise PierConfigError(
+            "--non-persistent-ckpt-type local cannot be used with --optimizer pier: local checkpoints do not say what run they "
+            "are of. Use global."
+        )
     if args.save is not None:
         if args.ckpt_format != "torch_dist":
             raise PierConfigError(
                 f"--ckpt-format {args.ckpt_format} cannot be used with --optimizer pier: it stores the model of one group "
                 "with the optimizer state of another. Use --ckpt-format torch_dist."
             )
-        for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
-            if getattr(args, name, None):
-                config.check_interval(_flag(name), getattr(args, name), "saving")
+        if config.save_inner_state == "first":
+            for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
+                if getattr(args, name, None):
+                    config.check_interval(
+                        _flag(name), getattr(args, name), "saving the first group only", ", or use --pier-save-inner-state all"
+                    )
     for name, purpose in _MEETINGS.items():
         if getattr(args, name, None):
             config.check_interval(_flag(name), getattr(args, name), purpose)

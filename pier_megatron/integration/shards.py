@@ -47,6 +47,12 @@ def main_parameters(optimizer: Any) -> list[Part]:
     ]
 
 
+def inner_state(optimizer: Any, main: Tensor) -> dict[str, Tensor]:
+    """The inner optimizer's tensors for one main parameter, of its shape: Adam's moments, once it has stepped."""
+    state = optimizer.optimizer.state.get(main, {})
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == main.shape}
+
+
 def commit_main_parameters(optimizers: Sequence[Any]) -> None:
     """Makes the model compute with the present main parameters: rounds them, then gathers them within the group.
 

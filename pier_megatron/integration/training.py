@@ -25,7 +25,6 @@ def install() -> None:
     versions.wrap(_TRAINING, "train_step", _beginning_iterations)
     versions.wrap(_TRAINING, "training_log", _averaging_over_groups)
     versions.wrap(_TRAINING, "evaluate_and_print_results", _looking_at_what_groups_agree_on)
-    versions.wrap(_TRAINING, "save_checkpoint", _looking_at_what_groups_agree_on)
     versions.require(_TRAINING, "update_train_iters")
 
 
@@ -114,7 +113,7 @@ def _beginning_iterations(train_step: Any) -> Any:
 
 
 def _looking_at_what_groups_agree_on(function: Any) -> Any:
-    """Shows the anchor to evaluation and saving where the groups hold different parameters by design."""
+    """Shows the anchor to evaluation where the groups hold different parameters by design."""
 
     def look(*args: Any, **kwargs: Any) -> Any:
         optimizer = current.pier_optimizer()

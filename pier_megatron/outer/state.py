@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -101,7 +101,8 @@ class OuterState:
         Raises:
             TypeError: If a shard is not float32.
         """
-        self._shards = [shard.detach() for part in parts for shard in part.shards]
+        self._given = [shard for part in parts for shard in part.shards]
+        self._shards = [shard.detach() for shard in self._given]
         for shard in self._shards:
             if shard.dtype != torch.float32:
                 raise TypeError(f"The outer optimizer works on FP32 main parameters, but a shard is {shard.dtype}.")
@@ -158,6 +159,16 @@ class OuterState:
     def reduced_residual_of(self, chunk: Chunk) -> Tensor | None:
         """With error feedback, what the sums that this group computed of a chunk lost on the wire."""
         return self.reduced_residuals.get(chunk.start)
+
+    def places(self) -> Iterator[tuple[Tensor, slice]]:
+        """The main parameters as they were given, each with its place in the flat buffers."""
+        bounds = itertools.accumulate((shard.numel() for shard in self._given), initial=0)
+        return ((shard, slice(*ends)) for shard, ends in zip(self._given, itertools.pairwise(bounds), strict=True))
+
+    def residuals(self) -> dict[str, Tensor]:
+        """With error feedback, all that the codec has dropped, by name; float32."""
+        reduced = {f"reduced_{start}": residual for start, residual in self.reduced_residuals.items()}
+        return ({RESIDUAL: self.flats[RESIDUAL]} if RESIDUAL in self.flats else {}) | reduced
 
     def reset_anchor(self) -> None:
         """Takes the present parameters for those that all groups agreed on last."""

@@ -1,7 +1,7 @@
 """The updates of the outer optimizer, chunk by chunk, so that subtracting, sending and updating overlap."""
 
 import collections
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from pier_megatron.outer.state import Chunk
 
 PIPELINE_DEPTH = 4
 """Chunks on their way at once in a blocking outer step: one is subtracted, two are on the wire, one is updated."""
+
+GOOD, NOT_FINITE, OUTLIER = 1, 0, -1
+"""Verdicts on a group's pseudo-gradient."""
 
 PRODUCTS = 4
 """Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
@@ -34,6 +37,19 @@ def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
         staged.staging.give(staged)
 
 
+def squared_norm(stagings: Sequence[Staging], fragments: Sequence[int]) -> Tensor:
+    """Squared norm of the own pseudo-gradient over the elements that this rank counts; a float64 scalar."""
+    device = stagings[0].state.device if stagings else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    chunks = ((staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments)
+    for staged in _staged_ahead(chunks):
+        staged.subtract_parameters()
+        if staged.chunk.part.is_counted:
+            total += torch.dot(staged.own, staged.own).double()
+        staged.staging.give(staged)
+    return total
+
+
 class OuterRound:
     """One outer step of some fragments, in the three moves that an exchange takes: begin, advance, finish.
 
@@ -42,6 +58,7 @@ class OuterRound:
     ``anchor = anchor - eta * (delta + mu * momentum)``; Nesterov in PyTorch's form, arXiv 2311.08105, section 2.
 
     Attributes:
+        fragments: Which fragments take part.
         sums: Sums of the products of :data:`PRODUCTS` over the chunks that this rank counts; float64, shape ``[4]``.
     """
 
@@ -49,10 +66,11 @@ class OuterRound:
         self,
         stagings: Sequence[Staging],
         exchange: GroupExchange,
-        fragments: Collection[int],
+        fragments: Sequence[int],
         mu: float,
         eta: float,
-        contributes: bool,
+        verdict: int,
+        verdicts: Tensor | None = None,
     ) -> None:
         """Prepares a round; :meth:`run` it, or call the three moves in different iterations.
 
@@ -62,30 +80,73 @@ class OuterRound:
             fragments: Which fragments take part.
             mu: Outer momentum coefficient.
             eta: Outer learning rate.
-            contributes: Whether this group's pseudo-gradient counts. If not, it is moved to the common point all the same.
+            verdict: On this group's pseudo-gradient. Only one that is :data:`GOOD` counts; a group whose own does not is
+                moved to the common point all the same.
+            verdicts: On those of all groups, of a round that they have agreed on before; see :meth:`resume`.
         """
-        self._exchange, self._mu, self._eta, self._contributes = exchange, mu, eta, contributes
+        self._exchange, self._mu, self._eta = exchange, mu, eta
+        self._contributes = verdict == GOOD
+        self.fragments = fragments
         self._chunks = [
             (staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments
         ]
         self._flights: list[_Flight] = []
+        self._is_advanced = False
         device = stagings[0].state.device if stagings else torch.device("cpu")
         self.sums = torch.zeros(PRODUCTS, dtype=torch.float64, device=device)
-        # Known before the first sum is finished, and not waited for earlier.
-        self._votes: Gathered = exchange.gather(torch.tensor([float(contributes)], device=device))
+        self._verdicts = verdicts
+        if verdicts is None:
+            # Known before the first sum is finished, and not waited for earlier.
+            self._verdicts_under_way: Gathered = exchange.gather(torch.tensor([float(verdict)], device=device))
+
+    def verdicts(self) -> Tensor:
+        """On the pseudo-gradients of all groups; int64 on the CPU, shape ``[groups]``. Waits for all of them."""
+        if self._verdicts is None:
+            self._verdicts = self._verdicts_under_way.result().flatten().cpu().long()
+        return self._verdicts
 
     def contributors(self) -> Tensor:
         """Which groups count; boolean on the CPU, shape ``[groups]``. Waits for all of them."""
-        return self._votes.result().flatten().cpu() > 0
+        return self.verdicts() == GOOD
 
     def begin(self) -> None:
         """Takes the pseudo-gradients and sends them off."""
         self._flights = [self._send(staged) for staged in _staged_ahead(self._chunks)]
 
     def advance(self) -> None:
-        """Sends on what has arrived."""
+        """Sends on what has arrived; does nothing when called again."""
+        if not self._is_advanced:
+            for flight in self._flights:
+                flight.sum.advance()
+            self._is_advanced = True
+
+    def settle(self) -> tuple[Tensor, Tensor]:
+        """Waits for everything that is on the wire, so that only :meth:`finish` is left to do.
+
+        Returns:
+            The own pseudo-gradients and their sums over the groups, both float32 and as long as the round's chunks together.
+        """
+        self.advance()
         for flight in self._flights:
-            flight.sum.advance()
+            flight.sum.finish()
+            flight.sum = Sum()
+        if not self._flights:
+            return torch.empty(0), torch.empty(0)
+        staged = [flight.staged for flight in self._flights]
+        return torch.cat([chunk.own for chunk in staged]), torch.cat([chunk.mean for chunk in staged])
+
+    def numel(self) -> int:
+        """Number of elements that this round moves on this rank."""
+        return sum(chunk.numel for _, chunk in self._chunks)
+
+    def resume(self, own: Tensor, total: Tensor) -> None:
+        """Goes on where :meth:`settle` has left another round; in place of :meth:`begin`."""
+        sizes = [chunk.numel for _, chunk in self._chunks]
+        for staged, own_part, total_part in zip(_staged_ahead(self._chunks), own.split(sizes), total.split(sizes), strict=True):
+            staged.own.copy_(own_part)
+            staged.mean.copy_(total_part)
+            self._flights.append(_Flight(staged, Sum()))
+        self._is_advanced = True
 
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.census import CollectiveCensus
-from pier_megatron.outer import CODECS, GroupExchange, OuterRound, OuterState, Part, Staging
+from pier_megatron.outer import CODECS, GOOD, NOT_FINITE, GroupExchange, OuterRound, OuterState, Part, Staging
 from pier_megatron.outer.exchange import Residual
 
 NUMEL = 5000
@@ -60,7 +60,9 @@ def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, to
     for step in range(2):
         for parameter, part in zip(parameters, vector(exchange.rank, step).split([3000, 2000]), strict=True):
             parameter.sub_(part)
-        round_ = OuterRound(stagings, exchange, (0,), mu=0.9, eta=0.7, contributes=exchange.rank != 3 or step == 0)
+        round_ = OuterRound(
+            stagings, exchange, (0,), mu=0.9, eta=0.7, verdict=NOT_FINITE if exchange.rank == 3 and step else GOOD
+        )
         if spans_iterations:
             round_.begin()
             round_.advance()

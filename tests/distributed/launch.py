@@ -28,7 +28,7 @@ class Run:
 
     Attributes:
         name: Of the run, unique within a launch.
-        argv: Its command line, beside the model's.
+        argv: Its command line, beside the model's; ``{directory}`` stands for the launch's.
         probes: What to record of it, see ``worker.Recorder``.
         sabotage: Names of bugs and faults planted in it, see ``sabotage.py``.
     """
@@ -90,7 +90,12 @@ def launch(
     data = ["--train-data-path", str(train), "--valid-data-path", str(validation), "--test-data-path", str(validation)]
     specification = directory / "specification.json"
     specification.write_text(
-        json.dumps([dataclasses.asdict(run) | {"argv": [*_MODEL, *data, *run.argv.split()]} for run in runs])
+        json.dumps(
+            [
+                dataclasses.asdict(run) | {"argv": [*_MODEL, *data, *run.argv.replace("{directory}", str(directory)).split()]}
+                for run in runs
+            ]
+        )
     )
     command = [*torchrun(world_size), str(Path(__file__).parent / "worker.py"), str(specification), str(directory)]
     execute(command, directory / "log.txt", megatron)

@@ -54,7 +54,7 @@ def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: A
     step = ChainedOptimizer.step
 
     def faulty_step(optimizer: Any) -> Any:
-        strikes = optimizer._exchange.rank == group and optimizer.iteration in iterations
+        strikes = optimizer.exchange.rank == group and optimizer.iteration in iterations
         if strikes and before:
             before(optimizer)
         result = step(optimizer)
@@ -72,7 +72,7 @@ def _group_1_waits_for_group_0(directory: Path) -> Patch:
 
     def waiting_step(optimizer: Any) -> Any:
         result = step(optimizer)
-        group, iteration = optimizer._exchange.rank, optimizer.iteration
+        group, iteration = optimizer.exchange.rank, optimizer.iteration
         if (group, iteration) == (0, 8):
             mark.touch()
         if (group, iteration) == (1, 7):

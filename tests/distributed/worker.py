@@ -72,11 +72,11 @@ class Recorder:
         ]
         for chunk, flat in chunks:
             chunk.set_parameters(torch.full_like(chunk.of(flat), chunk.fragment))
-        commit_main_parameters(self.optimizer._members)
+        commit_main_parameters(self.optimizer.members)
         self.save_weights("fragments")
         for chunk, flat in chunks:
             chunk.set_parameters(chunk.of(flat))
-        commit_main_parameters(self.optimizer._members)
+        commit_main_parameters(self.optimizer.members)
 
     def after_inner_step(self) -> None:
         if "inner" in self.probes:

@@ -34,7 +34,7 @@ def test_line_and_scalars() -> None:
         eta=0.1,
         bytes_sent=3_000_000,
         seconds=0.25,
-        left_out=(3,),
+        not_finite=(3,),
     )
     line = report.line()
     for part in (

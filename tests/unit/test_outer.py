@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pier_megatron.outer import GroupExchange, OuterRound, OuterState, Part, Staging, momentum_warmup
+from pier_megatron.outer import GOOD, NOT_FINITE, GroupExchange, OuterRound, OuterState, Part, Staging, momentum_warmup
 
 EXCHANGE = GroupExchange()
 
@@ -16,7 +16,7 @@ def shards(seed: int = 0) -> list[torch.Tensor]:
 def outer_round(
     state: OuterState, mu: float = 0.9, eta: float = 0.7, contributes: bool = True, fragments: tuple[int, ...] = (0,)
 ) -> OuterRound:
-    return OuterRound([Staging(state)], EXCHANGE, fragments, mu, eta, contributes)
+    return OuterRound([Staging(state)], EXCHANGE, fragments, mu, eta, GOOD if contributes else NOT_FINITE)
 
 
 # How the state may be cut and kept; none of it may change a result.

@@ -1,0 +1,149 @@
+"""What a checkpoint of a Pier run holds beside Megatron's own content, and which runs may go on from it.
+
+Megatron's keys hold the weights that all groups agree on and the inner optimizer's state of group 0, so that everything
+that reads a stock checkpoint reads this one. Beside them stand the outer state, once, and what each group has of its own.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pier_megatron.config import PierConfig, PierConfigError
+from pier_megatron.version import __version__
+
+FORMAT = 1
+"""Raised when an older plugin could not read what a newer one writes."""
+
+ENTRY = "pier"
+"""Of Megatron's content metadata and of the optimizer's state dict: where the plugin's own things are."""
+
+OUTER = "pier.outer"
+"""Prefix of the outer state: the anchor where Megatron has ``param``, the outer momentum where it has ``exp_avg``."""
+
+# Settings of a run that make it another run, by their flags.
+_SETTINGS = {
+    "train_iters": "--train-iters",
+    "groups": "--pier-groups",
+    "sync_interval": "--pier-sync-interval",
+    "preset": "--pier-preset",
+    "lazy_start": "--pier-lazy-start-iters",
+    "outer_lr": "--pier-outer-lr",
+    "outer_momentum": "--pier-outer-momentum",
+    "overlap": "--pier-overlap",
+    "fragments": "--pier-fragments",
+    "exchange_dtype": "--pier-exchange-dtype",
+    "no_error_feedback": "--pier-no-error-feedback",
+}
+
+
+def group_prefix(group: int) -> str:
+    """Prefix of what a group has of its own."""
+    return f"pier.group_{group}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a checkpoint says about itself, as plain values in Megatron's content metadata.
+
+    Attributes:
+        iteration: Iterations completed.
+        settings: The run's, by the names of :class:`PierConfig`.
+        layout: Sizes of the parallel groups, by flag.
+        chunk_mib: Size of the chunks, which error feedback and exchanges under way are cut into.
+        own_inner_state: Groups whose main parameters and inner optimizer state are stored apart; all others have what
+            Megatron's own keys hold.
+        rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
+        checksums: Of the outer state, over all ranks of a group, by name.
+        format: See :data:`FORMAT`.
+        version: Of the plugin.
+    """
+
+    iteration: int
+    settings: Mapping[str, Any]
+    layout: Mapping[str, int]
+    chunk_mib: int
+    own_inner_state: tuple[int, ...] = ()
+    rounds: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    format: int = FORMAT
+    version: str = __version__
+
+    @classmethod
+    def of_run(cls, config: PierConfig, iteration: int, layout: Mapping[str, int], **content: Any) -> "Description":
+        """Describes a run as it is, and what of it is stored."""
+        settings = {name: getattr(config, name) for name in _SETTINGS}
+        return cls(iteration, settings, dict(layout), config.chunk_mib, **content)
+
+    @classmethod
+    def from_metadata(cls, found: Mapping[str, Any]) -> "Description":
+        """Reads what a checkpoint says.
+
+        Raises:
+            PierConfigError: If a newer plugin wrote it.
+        """
+        if found["format"] > FORMAT:
+            raise PierConfigError(
+                f"--load: the checkpoint was written by pier_megatron {found['version']} in format {found['format']}; this is "
+                f"{__version__}, which reads formats up to {FORMAT}. Upgrade pier_megatron."
+            )
+        return cls(**found)
+
+    def to_metadata(self) -> dict[str, Any]:
+        """The plain values to store."""
+        return dataclasses.asdict(self)
+
+    def is_exact_for(self, present: "Description") -> bool:
+        """Whether a run goes on from here as if it had never stopped: same settings, same shape."""
+        return not self._changes(present) and self.chunk_mib == present.chunk_mib
+
+    def has_layout_of(self, present: "Description") -> bool:
+        """Whether the ranks of a group share the model as they did."""
+        return self.layout == present.layout
+
+    def check(self, present: "Description", accepts_changes: bool) -> list[str]:
+        """Compares the run that was saved with the one that loads it.
+
+        Args:
+            present: The run that loads.
+            accepts_changes: Whether the user has said that the run may go on differently.
+
+        Returns:
+            What has changed, one phrase each.
+
+        Raises:
+            PierConfigError: If something has changed that the user has not accepted.
+        """
+        changes = self._changes(present)
+        if changes and not accepts_changes:
+            raise PierConfigError(
+                f"--load: the checkpoint of iteration {self.iteration} was trained with other settings: {', '.join(changes)}. "
+                "Going on would be another run than the one that was saved. Restore the settings, or accept the new ones with "
+                "--pier-override-checkpoint."
+            )
+        return changes
+
+    def _changes(self, present: "Description") -> list[str]:
+        pairs = [(flag, self.settings.get(name), present.settings[name]) for name, flag in _SETTINGS.items()]
+        pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
+        return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
+
+    def sources(self, group: int, groups: int, rule: str) -> list[int]:
+        """Saved groups whose inner state a group goes on with, as their mean.
+
+        A group of its own number goes on with its own. With another number of groups, those whose share of the data-parallel
+        ranks overlaps with that of the new one: after a merger several, after a split one.
+
+        Args:
+            group: Index of the group that loads.
+            groups: Number of groups that load.
+            rule: ``mean`` for this rule, ``first`` for group 0 wherever the number of groups has changed.
+        """
+        saved = self.settings["groups"]
+        if saved == groups:
+            overlapping = range(group, group + 1)
+        elif rule == "first":
+            overlapping = range(1)
+        else:
+            overlapping = range(group * saved // groups, math.ceil((group + 1) * saved / groups))
+        return sorted({source if source in self.own_inner_state else 0 for source in overlapping})

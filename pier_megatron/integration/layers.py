@@ -1,0 +1,139 @@
+"""Tensors laid over the main parameters of a distributed optimizer, saved and loaded in Megatron's own formats.
+
+The formats know how parameters are sharded and, some of them, how to shard them anew. They ask the optimizer for a main
+parameter and its state, one model parameter at a time; a layer answers in its place.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pier_megatron.integration import versions
+
+# Megatron's formats of the distributed optimizer's state, and what reads and writes them.
+_FORMATS = {
+    "dp_reshardable": ("sharded_param_state_dp_reshardable", "load_parameter_state_from_dp_reshardable"),
+    "fully_reshardable": ("sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"),
+}
+_STORED = ("param", "exp_avg", "exp_avg_sq")
+
+
+def format_of(metadata: Mapping[str, Any]) -> str:
+    """The format of the distributed optimizer's state that a checkpoint has or will have.
+
+    Raises:
+        NotImplementedError: If it is one that Megatron no longer writes.
+    """
+    found = str(metadata.get("distrib_optim_sharding_type"))
+    if found not in _FORMATS:
+        raise NotImplementedError(f"pier_megatron does not read the distributed optimizer's format {found}.")
+    return found
+
+
+class Layer:
+    """Named tensors for every main parameter of one distributed optimizer.
+
+    Attributes:
+        tensors: By the identity of the main parameter, then by the name that Megatron stores them under: ``param``,
+            ``exp_avg``, ``exp_avg_sq``; float32, each of the shape of its main parameter.
+    """
+
+    def __init__(self, optimizer: Any, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Lays tensors over the main parameters of a ``DistributedOptimizer``."""
+        self._optimizer = optimizer
+        self.tensors = tensors
+
+    def sharded(
+        self, model_state: Any, metadata: Mapping[str, Any], prefix: str, is_loading: bool, copy: int | None = None
+    ) -> dict[Any, Any]:
+        """Describes the tensors as Megatron describes an optimizer's state.
+
+        Args:
+            model_state: The sharded state of the model.
+            metadata: Of the checkpoint.
+            prefix: Of all keys.
+            is_loading: Whether the tensors are to be read.
+            copy: Number of this copy among the groups that hold or want the same layer, 0 for the first; None if that is
+                every group.
+        """
+        write, _ = _FORMATS[format_of(metadata)]
+        numbered = {} if copy is None else {"distributed_optimizer_instance_id": copy}
+        with self._in_place_of_the_state(format_of(metadata)), _replaced(self._optimizer, numbered):
+            state: dict[Any, Any] = getattr(self._optimizer, write)(model_state, is_loading, metadata)
+        mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
+        dict_utils = versions.require("megatron.core.dist_checkpointing", "dict_utils")
+        versions.require("megatron.core.dist_checkpointing.utils", "add_prefix_for_sharding")(state, f"{prefix}.")
+        if copy is not None and format_of(metadata) == "fully_reshardable":
+            # Copies are numbered over all data-parallel ranks there, group after group.
+            ahead = (self._optimizer.distributed_optimizer_instance_id - copy) * self._optimizer.data_parallel_group.size()
+            for value in dict_utils.nested_values(state):
+                if isinstance(value, mapping.ShardedTensor | mapping.ShardedTensorFactory):
+                    value.replica_id = (*value.replica_id[:-1], value.replica_id[-1] - ahead)
+        return state
+
+    def load(self, state: Any, metadata: Mapping[str, Any]) -> None:
+        """Takes over what was read for :meth:`sharded`."""
+        _, read = _FORMATS[format_of(metadata)]
+        with self._in_place_of_the_state(format_of(metadata)):
+            getattr(self._optimizer, read)(state)
+
+    def add(self, other: "Layer") -> None:
+        """Adds another layer over the same parameters."""
+        for main, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                tensor += other.tensors[main][name].to(tensor.device)
+
+    def divide(self, number: int) -> None:
+        """Divides all tensors by a number."""
+        for tensors in self.tensors.values():
+            for tensor in tensors.values():
+                tensor /= number
+
+    def empty_on_host(self) -> "Layer":
+        """A layer of the same shape, in host memory, with nothing in it yet."""
+        return Layer(
+            self._optimizer,
+            {
+                main: {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()}
+                for main, tensors in self.tensors.items()
+            },
+        )
+
+    def _of(self, model_parameter: Any) -> Mapping[str, Tensor]:
+        group, order = self._optimizer.model_param_group_index_map[model_parameter]
+        return self.tensors[id(self._optimizer.optimizer.param_groups[group]["params"][order])]
+
+    @contextlib.contextmanager
+    def _in_place_of_the_state(self, kind: str) -> Iterator[None]:
+        def get(model_parameter: Any) -> dict[str, Tensor]:
+            tensors = dict(self._of(model_parameter))
+            if kind == "fully_reshardable":
+                # This format writes all that Adam has, also where there is less.
+                shape = next(iter(tensors.values())).shape
+                tensors = {name: torch.zeros(()).expand(shape) for name in _STORED} | tensors
+            return tensors
+
+        def put(model_parameter: Any, tensors: Mapping[str, Tensor]) -> None:
+            for name, tensor in self._of(model_parameter).items():
+                tensor.copy_(tensors[name])
+
+        with _replaced(
+            self._optimizer, {"_get_main_param_and_optimizer_states": get, "_set_main_param_and_optimizer_states": put}
+        ):
+            yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the object has attributes of its own that hide those of its class."""
+    hidden = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(hidden)
