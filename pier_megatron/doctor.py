@@ -1,80 +1,97 @@
-"""``pier-megatron doctor``: starts a job as it would be queued, shows what it does between outer steps, and ends it."""
+"""``pier-megatron doctor``: looks at a job before it is queued, and on demand at how it runs."""
 
 import argparse
-import contextlib
+import importlib.metadata
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 
-import torch.distributed as dist
+from pier_megatron.config import PierConfigError
+from pier_megatron.examination import VARIABLE
+from pier_megatron.launch_command import LaunchCommand
 
-from pier_megatron.census import CollectiveCensus, table
-from pier_megatron.config import PierConfig
-
-# Tells the processes of the job that they are looked at.
-_VARIABLE = "PIER_MEGATRON_DOCTOR"
+# What decides between nodes whether NCCL finds the fast network, and what happens when it does not.
+_NETWORK = {
+    "NCCL_SOCKET_IFNAME": "unset: NCCL picks a network interface by itself, on some nodes another one than on others",
+    "NCCL_IB_HCA": "unset: NCCL uses all InfiniBand adapters that it finds, those for storage among them",
+}
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "pier-megatron")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the doctor's own flags."""
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job, as on one node"
+        "--start",
+        action="store_true",
+        help="also start the job where you are, until its first iteration between outer steps is over, and list the "
+        "collectives of that iteration",
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the job until its first quiet iteration of the local phase is over; returns its exit status."""
-    if not options.command:
-        print(
-            "pier-megatron doctor: give the launch command of the job, such as torchrun ... --optimizer pier", file=sys.stderr
-        )
+    """Checks the command, prints what it will be, starts it on demand; returns the exit status."""
+    try:
+        print("\n".join(examine(LaunchCommand.parse(options.command))), flush=True)
+    except PierConfigError as error:
+        print(f"pier-megatron doctor: {error}", file=sys.stderr)
         return 2
-    return subprocess.run(options.command, env=os.environ | {_VARIABLE: "1"}).returncode
+    if not options.start:
+        return 0
+    return subprocess.run(options.command, env=os.environ | {VARIABLE: "1"}).returncode
 
 
-class Examination:
-    """Counts what crosses the groups in one iteration of the local phase, then ends the job."""
+def examine(command: LaunchCommand) -> list[str]:
+    """Checks a job without starting it; needs no GPU.
 
-    def __init__(self, config: PierConfig, group_of: Mapping[int, int]) -> None:
-        """Plans the examination.
+    Returns:
+        What it will be, line by line; warnings begin with ``WARNING``.
 
-        Args:
-            config: Of the run.
-            group_of: Group of each global rank.
-        """
-        self._group_of = group_of
-        self._census = CollectiveCensus()
-        self._looking = contextlib.ExitStack()
-        # The first iteration of the local phase may still set something up.
-        quiet = range(config.lazy_start + 2, config.train_iters)
-        self._iteration = next((t for t in quiet if not config.is_outer_step(t)), config.lazy_start + 1)
+    Raises:
+        PierConfigError: If it would not start.
+    """
+    import torch
 
-    def iteration_begins(self, iteration: int) -> None:
-        """Called at the beginning of every iteration, 1-based.
+    if not torch.cuda.is_available():
+        from pier_megatron import emulation
 
-        Raises:
-            SystemExit: Once the iteration that was looked at is over, on all ranks.
-        """
-        if iteration == self._iteration:
-            self._looking.enter_context(self._census)
-        elif iteration == self._iteration + 1:
-            self._looking.close()
-            if dist.get_rank() == 0:
-                print("\n".join(self._findings()), flush=True)
-            sys.exit(0)
+        emulation.install()
+    from pier_megatron.integration import planned
+    from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
+    from pier_megatron.registration import register
+    from pier_megatron.startup import schedule
 
-    def _findings(self) -> list[str]:
-        crossing = self._census.crossing(self._group_of)
-        inside = len(self._census.collectives) - len(crossing)
-        heading = (
-            f"Pier doctor: iteration {self._iteration}, between outer steps, rank 0: {inside} collectives inside its group, "
-        )
-        if not crossing:
-            return [heading + "none across groups."]
-        return [heading + "and across groups:", *(f"  {line}" for line in table(crossing))]
+    register()
+    lines = [f"{command.nodes} nodes of {command.ranks_per_node} ranks, Python {platform.python_version()}, " + _versions()]
+    args, unknown = planned.parsed_arguments(command)
+    if unknown:
+        lines.append(f"WARNING: not Megatron's: {' '.join(unknown)}; right if {command.script} knows them, else misspelt")
+    if not uses_pier(args):
+        raise PierConfigError("the job does not use Pier: it has no --optimizer pier.")
+    check_arguments(args)
+    config = config_from_args(args)
+    topology = planned.planned_topology(args, command.ranks_per_node)
+    topology.check()
+    lines += [f"{config.groups} groups of {len(topology.members(0))} ranks, preset {config.preset}", *topology.describe()]
+    lines += [line.strip() for line in schedule(config)[:1]] + schedule(config)[1:]
+    lines += [f"WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]]
+    if command.nodes > 1:
+        lines += [
+            f"{name}={os.environ[name]}" if name in os.environ else f"{name} {default}" for name, default in _NETWORK.items()
+        ]
+        if os.environ.get("NCCL_IB_DISABLE") == "1":
+            lines.append("WARNING: NCCL_IB_DISABLE=1 keeps NCCL off InfiniBand: everything between nodes goes over sockets")
+    return lines
 
 
-def examination(config: PierConfig, group_of: Mapping[int, int]) -> Examination | None:
-    """The examination that this process was started for, or None."""
-    return Examination(config, group_of) if _VARIABLE in os.environ else None
+def _versions() -> str:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{package} absent")
+    return ", ".join(found)

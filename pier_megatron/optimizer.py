@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from pier_megatron.checkpoint import ENTRY
 from pier_megatron.config import PierConfig
-from pier_megatron.doctor import Examination
+from pier_megatron.examination import Examination
 from pier_megatron.integration.checkpointing import CheckpointContent
 from pier_megatron.integration.gradients import GradientAveraging
 from pier_megatron.integration.shards import commit_main_parameters, inner_state, main_parameters
@@ -187,7 +187,7 @@ class PierOptimizer(ChainedOptimizer):
             self._begin_rounds()
             self._report_what_has_arrived()
         elif self.pier_config.is_momentum_warmup(self.iteration):
-            with record_function("pier::momentum_warmup"):
+            with self._phase("momentum_warmup"):
                 momentum_warmup(self._stagings, self.pier_config.momentum_at(self.iteration))
         elif self.iteration == self.pier_config.lazy_start:
             self._reset_anchor()
@@ -240,6 +240,25 @@ class PierOptimizer(ChainedOptimizer):
         self.outer_state_is_known()
 
     @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Names what happens inside, in profiles and in the error if it fails.
+
+        A peer that has died or hangs shows first in the ranks that wait for it, often as a mere "connection closed".
+        """
+        with record_function(f"pier::{name}"):
+            try:
+                yield
+            except DivergedError:
+                raise
+            except RuntimeError as error:
+                error.add_note(
+                    f"Pier: group {self.exchange.rank} was in phase {name} of the outer step after iteration {self.iteration}, "
+                    f"together with the {self.exchange.size - 1} other groups. If the error speaks of a connection or a "
+                    "timeout, a rank of another group has died or hangs: its own log says why. The last checkpoint is whole."
+                )
+                raise
+
+    @contextlib.contextmanager
     def anchor_in_model(self) -> Iterator[None]:
         """Inside, the model and the main parameters are what all groups agreed on last.
 
@@ -273,14 +292,15 @@ class PierOptimizer(ChainedOptimizer):
         begin = time.perf_counter()
         mu, eta = config.momentum_at(self.iteration), config.learning_rate_at(self.iteration)
         self.exchange.bytes_sent = 0
-        round_ = OuterRound(self._stagings, self.exchange, fragments, mu, eta, self._verdict(fragments))
+        with self._phase("verdict"):
+            round_ = OuterRound(self._stagings, self.exchange, fragments, mu, eta, self._verdict(fragments))
         if config.overlap and self.iteration < config.train_iters:
-            with record_function("pier::begin"):
+            with self._phase("begin"):
                 round_.begin()
             sent = self.exchange.bytes_sent
             self.underway.append(Underway(round_, self.iteration, sent, time.perf_counter() - begin))
             return
-        with record_function("pier::outer_step"):
+        with self._phase("outer_step"):
             self._check_contributors(round_)
             round_.run()
         self._finish(round_, self.iteration, self.exchange.bytes_sent, begin)
@@ -293,10 +313,10 @@ class PierOptimizer(ChainedOptimizer):
             age = self.iteration - underway.begun
             is_due = age == config.overlap or self.iteration == config.train_iters
             if is_due or age >= config.overlap // 2:
-                with record_function("pier::advance"):
+                with self._phase("advance"):
                     underway.round.advance()
             if is_due:
-                with record_function("pier::finish"):
+                with self._phase("finish"):
                     self._check_contributors(underway.round)
                     underway.round.finish()
                 self.underway.remove(underway)
@@ -305,8 +325,8 @@ class PierOptimizer(ChainedOptimizer):
                 underway.seconds = time.perf_counter() - begin
 
     def _finish(self, round_: OuterRound, begun: int, bytes_sent: int, begin: float) -> None:
-        self._replace_inner_state_of_left_out(round_.contributors())
-        with record_function("pier::commit"):
+        with self._phase("commit"):
+            self._replace_inner_state_of_left_out(round_.contributors())
             commit_main_parameters(self.members)
         dist.all_reduce(round_.sums, group=self.get_grad_stats_parallel_group())
         self._unreported.append(

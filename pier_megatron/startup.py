@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Sequence
 
+import psutil
 import torch
 
 from pier_megatron.config import PierConfig, PierConfigError
@@ -40,6 +41,25 @@ def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange) ->
         )
 
 
+def check_host_memory(config: PierConfig, states: Sequence[OuterState], ranks_on_node: int) -> None:
+    """Refuses to keep more in host memory than a node has.
+
+    Raises:
+        PierConfigError: With the arithmetic.
+    """
+    if not config.offload:
+        return
+    needed = ranks_on_node * sum(state.nbytes for state in states)
+    # What this rank has pinned already is no longer available.
+    available = psutil.virtual_memory().available + sum(state.nbytes for state in states)
+    if needed > available:
+        raise PierConfigError(
+            f"--pier-offload: the outer state of the {ranks_on_node} ranks on this node takes {needed / 1e9:,.1f} GB of host "
+            f"memory, of which {available / 1e9:,.1f} GB are available. Use fewer ranks per node, more ranks per group, or "
+            "keep the outer state on the device."
+        )
+
+
 def describe(
     config: PierConfig, topology: Topology, states: Sequence[OuterState], exchange: GroupExchange, log_interval: int
 ) -> str:
@@ -59,7 +79,7 @@ def describe(
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",
         f"  exchange: {', '.join(option for option in options if option)}, in chunks of {config.chunk_mib} MiB",
-        *_schedule(config),
+        *schedule(config),
         f"  per rank: {parameters:,} FP32 parameters; sends {sent / 1e6:,.2f} MB to other groups in {config.sync_interval} "
         f"iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 gradients)",
         f"  outer state per rank: {sum(state.nbytes for state in states) / 1e6:,.2f} MB of {place} memory, and up to "
@@ -90,7 +110,8 @@ def _working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
     return total
 
 
-def _schedule(config: PierConfig) -> list[str]:
+def schedule(config: PierConfig) -> list[str]:
+    """Writes the schedule as a table over iterations, line by line."""
     steps = list(config.outer_steps())
     last = len(steps) - 1
     shown = sorted({round(row * last / (_SCHEDULE_ROWS - 1)) for row in range(_SCHEDULE_ROWS)})

@@ -3,17 +3,19 @@
 import argparse
 import datetime
 import inspect
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pier_megatron import doctor, startup
+from pier_megatron import examination, startup
 from pier_megatron.config import PierConfig
 from pier_megatron.groups import Rank, Topology, node_name
 from pier_megatron.integration import current, versions
 from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
 from pier_megatron.integration.communication import confined_to_group
+from pier_megatron.integration.samples import check_groups_read_different_samples
 from pier_megatron.outer import CODECS, GroupExchange
 
 _TRAINING = "megatron.training.training"
@@ -60,7 +62,8 @@ def _build(optimizer: Any) -> Any:
     exchange = GroupExchange(communicator, CODECS[config.exchange_dtype])
     pier = PierOptimizer(optimizer, config, exchange, _report)
     startup.check_groups_agree(pier.outer_states, exchange)
-    pier.examination = doctor.examination(config, {rank.rank: rank.group for rank in topology.ranks})
+    startup.check_host_memory(config, pier.outer_states, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    pier.examination = examination.examination(config, {rank.rank: rank.group for rank in topology.ranks})
     if dist.get_rank() == 0:
         print(startup.describe(config, topology, pier.outer_states, exchange, args.log_interval), flush=True)
     return pier
@@ -92,7 +95,11 @@ def _beginning_iterations(train_step: Any) -> Any:
         optimizer = current.pier_optimizer()
         if optimizer is None:
             return train_step(*args, **kwargs)
-        iteration = signature.bind(*args, **kwargs).arguments["iteration"] + 1
+        given = signature.bind(*args, **kwargs).arguments
+        iteration = given["iteration"] + 1
+        if not optimizer.iteration:
+            device = torch.device(torch.cuda.current_device())
+            check_groups_read_different_samples(given["data_iterator"], optimizer.exchange, device)
         if optimizer.examination is not None:
             optimizer.examination.iteration_begins(iteration)
         optimizer.begin_iteration(iteration)

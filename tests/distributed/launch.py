@@ -31,12 +31,14 @@ class Run:
         argv: Its command line, beside the model's; ``{directory}`` stands for the launch's.
         probes: What to record of it, see ``worker.Recorder``.
         sabotage: Names of bugs and faults planted in it, see ``sabotage.py``.
+        fails: Whether every rank must end with an error, which is recorded.
     """
 
     name: str
     argv: str
     probes: Sequence[str] = ()
     sabotage: Sequence[str] = ()
+    fails: bool = False
 
 
 class Recorded:
@@ -61,6 +63,11 @@ class Recorded:
     def of_group(self, group: int) -> list[dict[str, Any]]:
         """Records of the ranks of a group, in order: the same parts of the model in every group."""
         return [rank for rank in self.ranks if rank["group"] == group]
+
+    @property
+    def error(self) -> str:
+        """With what rank 0 ended."""
+        return self.ranks[0]["error"]
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         """All weights of the model, whole, as saved under that name."""

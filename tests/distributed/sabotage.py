@@ -3,15 +3,19 @@
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.training import training as megatron_training
+from torch.distributed.checkpoint import FileSystemReader
 
-from pier_megatron import outer
+from pier_megatron import checkpoint, outer
 from pier_megatron.integration import gradients
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -85,6 +89,67 @@ def _group_1_waits_for_group_0(directory: Path) -> Patch:
     return mock.patch.object(ChainedOptimizer, "step", waiting_step)
 
 
+def _newer_plugin(directory: Path) -> Patch:
+    """Checkpoints are written by a plugin that does not exist yet."""
+    to_metadata = checkpoint.Description.to_metadata
+    return mock.patch.object(
+        checkpoint.Description, "to_metadata", lambda self: to_metadata(self) | {"format": 99, "version": "9.0"}
+    )
+
+
+def _damaged(damage: Callable[[Path], None], iteration: int) -> Callable[[Path], Patch]:
+    """Damages a checkpoint before the run loads it."""
+
+    def strike(directory: Path) -> Patch:
+        if dist.get_rank() == 0:
+            damage(directory / "damaged" / f"iter_{iteration:07d}")
+        dist.barrier()
+        return contextlib.nullcontext()
+
+    return strike
+
+
+def _flip_a_bit(folder: Path) -> None:
+    """Changes one bit in the middle of the longest stretch of the momentum."""
+    found = FileSystemReader(folder).read_metadata().storage_data.items()
+    momentum = [place for index, place in found if "pier.outer" in index.fqn and index.fqn.endswith("exp_avg")]
+    place = max(momentum, key=lambda place: place.length)
+    with (folder / place.relative_path).open("r+b") as file:
+        file.seek(place.offset + place.length // 2)
+        byte = file.read(1)[0]
+        file.seek(place.offset + place.length // 2)
+        file.write(bytes([byte ^ 1]))
+
+
+def _remove_a_file(folder: Path) -> None:
+    max(folder.glob("*.distcp")).unlink()
+
+
+def _truncate_a_file(folder: Path) -> None:
+    path = max(folder.glob("*.distcp"))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def _other_weights(directory: Path) -> Patch:
+    """Group 1 starts from weights of its own."""
+    get_model = megatron_training.get_model
+
+    def differing_model(*args: Any, **kwargs: Any) -> Any:
+        chunks = get_model(*args, **kwargs)
+        if parallel_state.get_inter_distributed_optimizer_instance_group().rank() == 1:
+            with torch.no_grad():
+                next(chunks[0].parameters()).add_(0.5)
+        return chunks
+
+    return mock.patch.object(megatron_training, "get_model", differing_model)
+
+
+def _same_data(directory: Path) -> Patch:
+    """Every rank reads what the first one reads."""
+    return mock.patch.object(parallel_state, "get_data_parallel_rank", return_value=0)
+
+
 def _overflow(optimizer: Any) -> None:
     for chunk in optimizer.model_chunks:
         next(chunk.parameters()).main_grad.fill_(float("inf"))
@@ -94,12 +159,32 @@ def _nan(optimizer: Any) -> None:
     optimizer.outer_states[0]._shards[0][0] = float("nan")
 
 
+def _nan_moments(optimizer: Any) -> None:
+    for member in optimizer.members:
+        for state in member.optimizer.state.values():
+            state["exp_avg"].fill_(float("nan"))
+
+
+def _jump(optimizer: Any) -> None:
+    for state in optimizer.outer_states:
+        for shard in state._shards:
+            shard.add_(1.0)
+
+
 _ALL = {
     "no commit": _no_commit,
     "no rescaling": _no_rescaling,
     "unaware of nan": _unaware_of_nan,
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
+    "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),
+    "jump in group 1 at 14": lambda directory: _fault(1, (14,), after=_jump),
+    "a newer plugin": _newer_plugin,
+    "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),
+    "a file is missing": _damaged(_remove_a_file, 6),
+    "a file is truncated": _damaged(_truncate_a_file, 9),
+    "other weights in group 1": _other_weights,
+    "all groups read the same": _same_data,
     "group 1 waits for group 0": _group_1_waits_for_group_0,
     "no progress kept": _no_progress_kept,
 }

@@ -43,18 +43,30 @@ class Recorder:
         self.directory = directory
         self.record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "validation": {}}
         self.iteration = 0
+        self.has_begun = False
         self.census: CollectiveCensus | None = None
         self.model: Any = None
         self.optimizer: Any = None
 
     def begin_iteration(self, model: Any, optimizer: Any, iteration: int) -> None:
         self.model, self.optimizer, self.iteration = model, optimizer, iteration + 1
-        if iteration == 0 and "weights" in self.probes:
-            self.save_weights("initial")
-        if iteration == 0 and "fragments" in self.probes:
-            self.save_fragments()
+        if not self.has_begun:
+            self.has_begun = True
+            self.begin_run()
         if "census" in self.probes:
             self.take_census()
+
+    def begin_run(self) -> None:
+        """Records where the run starts: at the beginning or at what it has loaded."""
+        if "weights" in self.probes:
+            self.save_weights("initial")
+        if "fragments" in self.probes:
+            self.save_fragments()
+        if "start" in self.probes:
+            self.record["start"] = {"main": self.flat_main_parameters(), "moments": self.flat_moments()}
+        if "outer weights" in self.probes:
+            for name in ("anchor", "momentum"):
+                self.save_shown(name, [state.flats[name] for state in self.optimizer.outer_states])
 
     def take_census(self) -> None:
         """Records the collectives of a whole iteration, from one beginning to the next."""
@@ -66,17 +78,22 @@ class Recorder:
 
     def save_fragments(self) -> None:
         """Saves weights that say which fragment they belong to."""
+        flats = [torch.empty(state.numel) for state in self.optimizer.outer_states]
+        for state, flat in zip(self.optimizer.outer_states, flats, strict=True):
+            for chunk in state.chunks:
+                chunk.of(flat).fill_(chunk.fragment)
+        self.save_shown("fragments", flats)
+
+    def save_shown(self, name: str, flats: list[torch.Tensor]) -> None:
+        """Saves what the model would be with other main parameters."""
         kept = self.flat_outer_parameters()
-        chunks = [
-            (chunk, flat) for state, flat in zip(self.optimizer.outer_states, kept, strict=True) for chunk in state.chunks
-        ]
-        for chunk, flat in chunks:
-            chunk.set_parameters(torch.full_like(chunk.of(flat), chunk.fragment))
-        commit_main_parameters(self.optimizer.members)
-        self.save_weights("fragments")
-        for chunk, flat in chunks:
-            chunk.set_parameters(chunk.of(flat))
-        commit_main_parameters(self.optimizer.members)
+        for shown in (flats, kept):
+            for state, flat in zip(self.optimizer.outer_states, shown, strict=True):
+                for chunk in state.chunks:
+                    chunk.set_parameters(chunk.of(flat))
+            commit_main_parameters(self.optimizer.members)
+            if shown is flats:
+                self.save_weights(name)
 
     def after_inner_step(self) -> None:
         if "inner" in self.probes:
@@ -91,6 +108,8 @@ class Recorder:
             keep("skipped", {})[self.iteration] = result[1]
         if "main" in self.probes:
             keep("main", {})[self.iteration] = self.flat_main_parameters()
+        if "moments" in self.probes:
+            keep("moments", {})[self.iteration] = self.flat_moments()
         if "outer" in self.probes:
             keep("anchor", {})[self.iteration] = [state.anchor.clone() for state in self.optimizer.outer_states]
             keep("momentum", {})[self.iteration] = [state.momentum.clone() for state in self.optimizer.outer_states]
@@ -111,6 +130,13 @@ class Recorder:
 
     def flat_main_parameters(self) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.main_parameters()])
+
+    def flat_moments(self) -> torch.Tensor:
+        """Adam's moments, parameter by parameter; nothing before the first step."""
+        optimizers = [member.optimizer for member in self.optimizer.chained_optimizers]
+        mains = [(o, main) for o in optimizers for group in o.param_groups for main in group["params"] if o.state.get(main)]
+        found = [o.state[main][name] for o, main in mains for name in ("exp_avg", "exp_avg_sq")]
+        return torch.cat([moment.flatten() for moment in found] or [torch.empty(0)])
 
     def stale_parameters(self) -> int:
         """Counts elements with which the model would not compute what the main parameters say, on any rank of the group."""
@@ -246,9 +272,18 @@ def main() -> None:
         print(f"== {name}", flush=True)
         recorder = Recorder(run["probes"], directory / name)
         sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
-        with planted(run["sabotage"], directory):
-            pretrain_bytes.main()
-        recorder.finish(directory / f"{name}-rank{dist.get_rank()}.pt")
+        record = directory / f"{name}-rank{dist.get_rank()}.pt"
+        try:
+            with planted(run["sabotage"], directory):
+                pretrain_bytes.main()
+        except Exception as error:
+            if not run["fails"]:
+                raise
+            said = [str(error), *getattr(error, "__notes__", ())]
+            torch.save({"error": f"{type(error).__name__}: {' '.join(said)}", "group": 0}, record)
+        else:
+            assert not run["fails"], f"{name} should have failed"
+            recorder.finish(record)
         dist.barrier()
         forget_run()
 

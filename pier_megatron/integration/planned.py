@@ -1,0 +1,99 @@
+"""A job that has not been started: its arguments through Megatron's own parser, its ranks through Megatron's own order."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+from pier_megatron.config import PierConfigError
+from pier_megatron.groups import Rank, Topology
+from pier_megatron.integration import versions
+from pier_megatron.launch_command import LaunchCommand
+
+_ARGUMENTS = "megatron.training.arguments"
+
+
+def parsed_arguments(command: LaunchCommand) -> tuple[argparse.Namespace, list[str]]:
+    """Parses and validates a job's arguments as rank 0 of it would. The plugin must be registered.
+
+    Returns:
+        The arguments, and those words that Megatron does not know: the script's own flags, or misspelt ones.
+
+    Raises:
+        PierConfigError: If Megatron or the plugin refuses them, with the reason.
+    """
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": str(command.ranks),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(command.ranks_per_node),
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+    }
+    output = io.StringIO()
+    with _in_the_job(environment, [command.script, *command.arguments]):
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                args, unknown = _parse()
+                versions.require(_ARGUMENTS, "validate_args")(args)
+        except SystemExit:
+            raise PierConfigError(output.getvalue().strip().splitlines()[-1]) from None
+        except (AssertionError, ValueError, RuntimeError) as error:
+            raise PierConfigError(f"Megatron refuses the arguments: {error}") from error
+    return args, unknown
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    """Megatron's ``parse_args``, and what it would leave out."""
+    unknown: list[str] = []
+    original = argparse.ArgumentParser.parse_known_args
+
+    def listening(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        namespace, rest = original(parser, *args, **kwargs)
+        unknown[:] = rest
+        return namespace, rest
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", listening):
+        args: argparse.Namespace = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
+    return args, unknown
+
+
+@contextlib.contextmanager
+def _in_the_job(environment: Mapping[str, str], argv: list[str]) -> Iterator[None]:
+    with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", argv):
+        yield
+
+
+def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
+    """Where the ranks of a job will stand, if the launcher numbers them node by node.
+
+    Args:
+        args: Megatron's, parsed and validated.
+        ranks_per_node: Processes on each node.
+    """
+    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+    generator = versions.require("megatron.core.parallel_state", "RankGenerator")(
+        tp=args.tensor_model_parallel_size,
+        ep=1,
+        dp=args.data_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        cp=args.context_parallel_size,
+        order=order,
+    )
+    tensor_parallel = {rank: tuple(ranks) for ranks in generator.get_ranks("tp") for rank in ranks}
+    positions = {}
+    for ranks in generator.get_ranks("dp-cp"):
+        size = len(ranks) // args.pier_groups
+        groups = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        for index, members in enumerate(groups):
+            for place, rank in enumerate(members):
+                positions[rank] = (index, tuple(other[place] for other in groups))
+    return Topology(
+        [
+            Rank(rank, f"node {rank // ranks_per_node}", group, tensor_parallel[rank], peers)
+            for rank, (group, peers) in sorted(positions.items())
+        ]
+    )

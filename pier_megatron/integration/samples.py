@@ -1,0 +1,55 @@
+"""What the groups read: it must not be the same."""
+
+import itertools
+import zlib
+from typing import Any
+
+import torch
+
+from pier_megatron.config import PierConfigError
+from pier_megatron.outer import GroupExchange
+
+
+def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExchange, device: torch.device) -> None:
+    """Refuses groups whose next micro-batch is the same; called by all ranks, before their first iteration.
+
+    The micro-batch is looked at and put back.
+
+    Args:
+        data_iterator: Megatron's, one for each model chunk where there are several; None on ranks that read nothing.
+        exchange: Collectives between the groups.
+        device: For these collectives.
+
+    Raises:
+        PierConfigError: With the groups.
+    """
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    fingerprint = next((_fingerprint(_peek(iterator)) for iterator in iterators if iterator is not None), None)
+    # A checksum of 32 bits is exact in float64. Ranks that read nothing have no opinion.
+    own = torch.tensor([-1.0 if fingerprint is None else float(fingerprint)], dtype=torch.float64, device=device)
+    everyone = exchange.gather(own).result().flatten().tolist()
+    for first, second in itertools.combinations(range(len(everyone)), 2):
+        if everyone[first] == everyone[second] >= 0:
+            raise PierConfigError(
+                f"Groups {first} and {second} read identical data: their first micro-batches are the same to the last bit, so "
+                "they would learn the same twice. Give each data-parallel rank samples of its own, as Megatron's samplers do "
+                "by parallel_state.get_data_parallel_rank()."
+            )
+
+
+def _peek(iterator: Any) -> Any:
+    """Reads ahead in one of Megatron's ``RerunDataIterator``."""
+    batch = next(iterator.iterable)
+    iterator.iterable = itertools.chain([batch], iterator.iterable)
+    return batch
+
+
+def _fingerprint(batch: Any) -> int | None:
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return None
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum

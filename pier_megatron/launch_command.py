@@ -1,0 +1,68 @@
+"""Reads launch commands: what a job will be, from what its user types."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from pier_megatron.config import PierConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchCommand:
+    """A job as torchrun will start it.
+
+    Attributes:
+        nodes: Number of nodes.
+        ranks_per_node: Processes on each.
+        script: The training script.
+        arguments: The script's own.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    script: str
+    arguments: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return self.nodes * self.ranks_per_node
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> "LaunchCommand":
+        """Reads ``[srun ...] torchrun ... [-m pier_megatron [--device D]] SCRIPT ARGUMENTS``, or the same through python.
+
+        Args:
+            words: Of the command, as a shell splits them.
+
+        Raises:
+            PierConfigError: If it is no such command.
+        """
+        from torch.distributed.run import get_args_parser
+
+        own = next((place + 1 for place, word in enumerate(words) if _is_launcher(word)), None)
+        if own is None:
+            raise PierConfigError(
+                f"{' '.join(words) or '(nothing)'}: no torchrun in this command. Give the launch command of the job, such as "
+                "torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... --optimizer pier."
+            )
+        options = get_args_parser().parse_args(list(words[own:]))
+        script, arguments = options.training_script, list(options.training_script_args)
+        if options.module and script == "pier_megatron":
+            if arguments[:1] == ["--device"]:
+                arguments = arguments[2:]
+            elif arguments[:1] and arguments[0].startswith("--device="):
+                arguments = arguments[1:]
+            if not arguments:
+                raise PierConfigError("-m pier_megatron: no training script behind it.")
+            script, *arguments = arguments
+        if not options.nproc_per_node.isdigit():
+            raise PierConfigError(
+                f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."
+            )
+        nodes = int(options.nnodes.split(":")[-1])
+        return cls(nodes, int(options.nproc_per_node), script, tuple(arguments))
+
+
+def _is_launcher(word: str) -> bool:
+    return Path(word).name == "torchrun" or word in ("torch.distributed.run", "torch.distributed.launch")

@@ -1,0 +1,105 @@
+"""What must not go on in silence: foreign, damaged and incomplete checkpoints, groups that are not what they should be."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Recorded, Run, launch
+
+pytestmark = pytest.mark.processes
+
+_BASE = "--bf16 --tensor-model-parallel-size 2 --global-batch-size 8 --train-iters 12 --optimizer pier --pier-groups 2 "
+_PIER = _BASE + "--pier-sync-interval 3 --pier-lazy-start-iters 6 "
+_LOAD = "--load {directory}/saved --ckpt-step 9 "
+_DAMAGED = "--load {directory}/damaged "
+
+# What is refused, by name: command line, planted faults, what the message must say.
+_REFUSED = {
+    "another preset": (
+        _PIER + _LOAD + "--pier-preset diloco",
+        [],
+        ["--pier-preset pier is now diloco", "--pier-override-checkpoint", "iteration 9"],
+    ),
+    "another interval": (
+        _BASE + _LOAD + "--pier-sync-interval 2 --pier-lazy-start-iters 6",
+        [],
+        ["--pier-sync-interval 3 is now 2", "--pier-override-checkpoint"],
+    ),
+    "another number of groups": (
+        _PIER.replace("--tensor-model-parallel-size 2", "").replace("--pier-groups 2", "--pier-groups 4") + _LOAD,
+        [],
+        ["--pier-groups 2 is now 4", "--tensor-model-parallel-size 2 is now 1", "ranks in a group 2 is now 1"],
+    ),
+    "longer run": (_PIER + _LOAD + "--train-iters 15", [], ["--train-iters 12 is now 15"]),
+    "newer plugin": (_PIER + "--load {directory}/future", [], ["format 99", "pier_megatron 9.0", "Upgrade pier_megatron"]),
+    "flipped bit": (
+        _PIER + _DAMAGED + "--ckpt-step 3",
+        ["a bit of the momentum is flipped"],
+        ["momentum of iteration 3", "checksums differ", "--ckpt-step"],
+    ),
+    "missing file": (_PIER + _DAMAGED + "--ckpt-step 6", ["a file is missing"], ["No such file", "--ckpt-step"]),
+    "truncated file": (_PIER + _DAMAGED + "--ckpt-step 9", ["a file is truncated"], ["--ckpt-step"]),
+    "other weights": (
+        _PIER,
+        ["other weights in group 1"],
+        ["Group 1 does not start from the same weights as group 0", "--seed"],
+    ),
+    "same data": (_PIER, ["all groups read the same"], ["Groups 0 and 1 read identical data", "get_data_parallel_rank"]),
+}
+
+_RUNS = [
+    Run("saved", _PIER + "--save {directory}/saved --save-interval 3"),
+    Run("damaged", _PIER + "--save {directory}/damaged --save-interval 3"),
+    Run("future", _PIER + "--save {directory}/future --save-interval 3", sabotage=["a newer plugin"]),
+    *(Run(name, argv, sabotage=faults, fails=True) for name, (argv, faults, _) in _REFUSED.items()),
+    Run("accepted", _BASE + _LOAD + "--pier-sync-interval 2 --pier-lazy-start-iters 6 --pier-override-checkpoint"),
+    Run(
+        "outlier",
+        _BASE + "--train-iters 16 --pier-sync-interval 1 --pier-lazy-start-iters 1 --pier-outlier-zscore 6",
+        ["main", "inner", "outer"],
+        ["jump in group 1 at 14"],
+    ),
+    Run(
+        "not finite",
+        _PIER + "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled",
+        ["main", "moments"],
+        ["nan in the moments of group 1 at 9"],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("refusals")
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(directory, corpus, _RUNS)
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_refused(runs: dict[str, Recorded], name: str) -> None:
+    for part in _REFUSED[name][2]:
+        assert part in runs[name].error
+
+
+def test_changes_can_be_accepted(runs: dict[str, Recorded]) -> None:
+    assert set(runs["accepted"].losses) == {10, 11, 12}
+
+
+def test_outlier_is_left_out(runs: dict[str, Recorded], directory: Path) -> None:
+    log = (directory / "log.txt").read_text()
+    assert log.count("OUTLIER, LEFT OUT AND RESTARTED: group 1 |") == 1
+    run = runs["outlier"]
+    for one, other in zip(run.of_group(0), run.of_group(1), strict=True):
+        assert (other["inner"][14][0] - other["anchor"][13][0]).abs().max() > 0.5
+        assert torch.equal(one["main"][14], other["main"][14])
+        assert (one["anchor"][14][0] - one["anchor"][13][0]).abs().max() < 0.1
+
+
+def test_moments_of_a_group_that_is_not_finite_are_replaced(runs: dict[str, Recorded]) -> None:
+    for one, other in zip(runs["not finite"].of_group(0), runs["not finite"].of_group(1), strict=True):
+        assert torch.equal(one["moments"][9], other["moments"][9])
+        assert not torch.equal(one["moments"][8], other["moments"][8])
+        assert other["main"][12].isfinite().all()

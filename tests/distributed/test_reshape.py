@@ -1,0 +1,156 @@
+"""What loads a checkpoint beside the run that wrote it: other numbers of groups, other layouts, stock Megatron."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Recorded, Run, launch
+
+pytestmark = pytest.mark.processes
+
+# FP32, so that what is shown through the model's weights is exact.
+_PIER = "--train-iters 12 --optimizer pier --pier-sync-interval 3 --pier-lazy-start-iters 6 --global-batch-size 8 "
+_CHANGED = "--pier-override-checkpoint "
+_FROM_FOUR = "--load {directory}/four --ckpt-step "
+_RESHARDABLE = "--dist-ckpt-optim-fully-reshardable "
+_TP2, _PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+_STOCK = "--train-iters 12 --use-distributed-optimizer --global-batch-size 8 "
+_OUTER = ["outer weights"]
+
+# In this order: what a launch leaves on disk, the next ones load.
+_LAUNCHES = (
+    (
+        4,
+        [
+            Run("four", _PIER + "--pier-groups 4 --save {directory}/four --save-interval 1", ["main", "moments", "outer"]),
+            Run("four again", _PIER + "--pier-groups 4 " + _FROM_FOUR + "8", ["start", *_OUTER]),
+            Run("inner DP", _PIER + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "8", _OUTER),
+            Run("two by TP", _PIER + _TP2 + _RESHARDABLE + "--pier-groups 2 --save {directory}/tp --save-interval 8", ["main"]),
+            Run("TP 2", _PIER + _TP2 + "--pier-groups 2 --load {directory}/tp", _OUTER),
+            Run("TP 2 to 1", _PIER + "--pier-groups 2 --load {directory}/tp " + _CHANGED, _OUTER),
+            Run("TP 2 to PP 2", _PIER + _PP2 + "--pier-groups 2 --load {directory}/tp " + _CHANGED, _OUTER),
+            Run("stock goes on", _STOCK + _FROM_FOUR + "9", []),
+            Run("stock goes on, drifted", _STOCK + _FROM_FOUR + "8", ["weights"]),
+            Run("stock", _STOCK + "--save {directory}/stock --save-interval 6", ["main"]),
+            Run("from stock", _PIER + "--pier-groups 4 --load {directory}/stock --ckpt-step 6", ["start", "outer", *_OUTER]),
+            Run(
+                "from stock, lazy",
+                _PIER + "--pier-groups 4 --load {directory}/stock --ckpt-step 6 --pier-lazy-start-iters 9",
+                [],
+            ),
+            Run("from stock, anew", _PIER + "--pier-groups 4 --load {directory}/stock --ckpt-step 6 --finetune", ["start"]),
+        ],
+    ),
+    (
+        2,
+        [
+            Run("four to two", _PIER + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "8", ["start", *_OUTER]),
+            Run(
+                "four to two, first",
+                _PIER + "--pier-groups 2 --pier-load-inner-state first " + _CHANGED + _FROM_FOUR + "8",
+                ["start"],
+            ),
+            Run("four to two, met", _PIER + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "9", ["start"]),
+            Run("two", _PIER + "--pier-groups 2 --save {directory}/two --save-interval 8", ["main", "moments"]),
+        ],
+    ),
+    (
+        4,
+        [
+            Run("two to four", _PIER + "--pier-groups 4 " + _CHANGED + "--load {directory}/two --ckpt-step 8", ["start"]),
+        ],
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    directory, found = tmp_path_factory.mktemp("reshape"), {}
+    for world_size, planned in _LAUNCHES:
+        found |= launch(directory, corpus, planned, world_size)
+    return found
+
+
+def start(run: Recorded, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    record = run.of_group(group)[0]["start"]
+    return record["main"], record["moments"]
+
+
+def end_of(run: Recorded, group: int, iteration: int) -> tuple[torch.Tensor, torch.Tensor]:
+    record = run.of_group(group)[0]
+    return record["main"][iteration], record["moments"][iteration]
+
+
+# Other numbers of groups.
+
+
+def test_merged_groups_go_on_with_the_mean_of_their_parents(runs: dict[str, Recorded]) -> None:
+    for group in (0, 1):
+        parents = [end_of(runs["four"], parent, 8) for parent in (2 * group, 2 * group + 1)]
+        assert not torch.equal(parents[0][0], parents[1][0])
+        for loaded, own, other in zip(start(runs["four to two"], group), *parents, strict=True):
+            torch.testing.assert_close(loaded, (own + other) / 2, rtol=1e-6, atol=1e-12)
+
+
+def test_merged_groups_go_on_with_the_first_on_demand(runs: dict[str, Recorded]) -> None:
+    for group in (0, 1):
+        for loaded, first in zip(start(runs["four to two, first"], group), end_of(runs["four"], 0, 8), strict=True):
+            assert torch.equal(loaded, first)
+
+
+def test_groups_that_had_just_met_keep_their_parameters(runs: dict[str, Recorded]) -> None:
+    for group in (0, 1):
+        torch.testing.assert_close(start(runs["four to two, met"], group)[0], end_of(runs["four"], 0, 9)[0])
+    # The next loss is that of the same weights on the same samples, whoever computes it.
+    assert runs["four to two, met"].losses[10] == pytest.approx(runs["four"].losses[10], rel=1e-6)
+
+
+def test_split_groups_go_on_with_their_parent(runs: dict[str, Recorded]) -> None:
+    for group in range(4):
+        for loaded, parent in zip(start(runs["two to four"], group), end_of(runs["two"], group // 2, 8), strict=True):
+            assert torch.equal(loaded, parent)
+
+
+@pytest.mark.parametrize("name", ["four to two", "inner DP"])
+@pytest.mark.parametrize("buffer", ["anchor", "momentum"])
+def test_outer_state_carries_over_to_other_groups(runs: dict[str, Recorded], name: str, buffer: str) -> None:
+    expected, found = runs["four again"].weights(buffer), runs[name].weights(buffer)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items() if isinstance(tensor, torch.Tensor))
+    assert any(tensor.abs().max() > 0 for tensor in expected.values() if isinstance(tensor, torch.Tensor))
+
+
+# Other layouts.
+
+
+@pytest.mark.parametrize("name", ["TP 2 to 1", "TP 2 to PP 2"])
+@pytest.mark.parametrize("buffer", ["anchor", "momentum"])
+def test_outer_state_carries_over_to_other_layouts(runs: dict[str, Recorded], name: str, buffer: str) -> None:
+    expected, found = runs["TP 2"].weights(buffer), runs[name].weights(buffer)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items() if isinstance(tensor, torch.Tensor))
+    assert runs[name].losses[9] == pytest.approx(runs["TP 2"].losses[9], rel=1e-5)
+
+
+# Stock Megatron.
+
+
+def test_stock_goes_on_from_a_pier_checkpoint(runs: dict[str, Recorded]) -> None:
+    assert runs["stock goes on"].losses[10] == pytest.approx(runs["four"].losses[10], rel=1e-6)
+    assert set(runs["stock goes on"].losses) == {10, 11, 12}
+
+
+def test_weights_in_a_checkpoint_are_the_anchor_while_groups_differ(runs: dict[str, Recorded]) -> None:
+    weights, anchor = runs["stock goes on, drifted"].weights("initial"), runs["four again"].weights("anchor")
+    for key, tensor in anchor.items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(weights[key], tensor)
+
+
+def test_pier_begins_from_a_stock_checkpoint(runs: dict[str, Recorded]) -> None:
+    run = runs["from stock"]
+    assert run.losses[7] == pytest.approx(runs["stock"].losses[7], rel=1e-6)
+    assert all(tensor.abs().max() == 0 for tensor in run.weights("momentum").values() if isinstance(tensor, torch.Tensor))
+    lazy = runs["from stock, lazy"].losses
+    assert [lazy[t] for t in (7, 8, 9)] == pytest.approx([runs["stock"].losses[t] for t in (7, 8, 9)], rel=1e-6)
+    assert set(runs["from stock, anew"].losses) == set(range(1, 13))

@@ -1,0 +1,109 @@
+"""The demo's training script on a bad day: a user's own script around ``pretrain()``, with faults planted in it.
+
+``PIER_TEST_FAULTS`` holds a JSON list of ``{"fault", "rank", "iteration"}``; they strike the first start of a job only, not
+its restarts. Each rank leaves its process number in ``PIER_TEST_FOLDER``.
+"""
+
+import functools
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import serialization
+from megatron.training import training
+
+from pier_megatron.demo import pretrain_bytes
+from pier_megatron.integration import current
+from pier_megatron.outer import OuterRound
+
+_RANK = int(os.environ["RANK"])
+
+
+def die(*args: Any) -> None:
+    """What the kernel's out-of-memory killer does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_in_exchange(iteration: int) -> None:
+    run = OuterRound.run
+
+    def dying(round_: OuterRound) -> None:
+        if _iteration() == iteration:
+            die()
+        run(round_)
+
+    OuterRound.run = dying  # type: ignore[method-assign]
+
+
+def _die_while_saving(iteration: int) -> None:
+    save_config = serialization.save_config
+
+    def dying(*args: Any) -> None:
+        if _iteration() == iteration:
+            die()
+        save_config(*args)
+
+    serialization.save_config = dying
+
+
+def _disk_is_full(iteration: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    _before(iteration, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard)))
+
+
+def _nan(iteration: int) -> None:
+    def poison() -> None:
+        optimizer = current.pier_optimizer()
+        assert optimizer is not None
+        next(iter(optimizer.outer_states[0].places()))[0].detach()[0] = float("nan")
+
+    _before(iteration, poison)
+
+
+def _started_an_hour_ago(iteration: int) -> None:
+    def backdate() -> None:
+        training._TRAIN_START_TIME -= 3600
+
+    _before(iteration, backdate)
+
+
+def _before(iteration: int, strike: Callable[[], None]) -> None:
+    train_step = training.train_step
+
+    @functools.wraps(train_step)
+    def striking(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["iteration"] + 1 == iteration:
+            strike()
+        return train_step(*args, **kwargs)
+
+    training.train_step = striking
+
+
+def _iteration() -> int:
+    optimizer = current.pier_optimizer()
+    return 0 if optimizer is None else optimizer.iteration
+
+
+_FAULTS = {
+    "dies in the exchange": _die_in_exchange,
+    "dies while saving": _die_while_saving,
+    "disk is full": _disk_is_full,
+    "parameter is nan": _nan,
+    "started an hour ago": _started_an_hour_ago,
+}
+
+
+if __name__ == "__main__":
+    folder = Path(os.environ["PIER_TEST_FOLDER"])
+    (folder / f"rank{_RANK}.pid").write_text(str(os.getpid()))
+    for planned in json.loads(os.environ.get("PIER_TEST_FAULTS", "[]")):
+        always = planned.get("always", False)
+        if planned["rank"] == _RANK and (always or os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"):
+            _FAULTS[planned["fault"]](planned["iteration"])
+    torch.set_num_threads(1)
+    pretrain_bytes.main()

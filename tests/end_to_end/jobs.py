@@ -1,0 +1,173 @@
+"""Jobs that something happens to: started like a user's, watched, hurt, started again."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from launch import REPOSITORY, torchrun
+
+_MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 "
+    "--lr-decay-style constant --log-interval 1 --eval-interval 1000000 --eval-iters 1 --bf16 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1"
+)
+ITERATIONS, INTERVAL, LAZY_START = 24, 4, 8
+_PIER = (
+    f"--train-iters {ITERATIONS} --optimizer pier --pier-groups 2 --pier-sync-interval {INTERVAL} "
+    f"--pier-lazy-start-iters {LAZY_START}"
+)
+
+_LOSS = re.compile(r"iteration +(\d+)/ +\d+ \|.*?lm loss: (\S+) \|")
+
+
+class Job:
+    """A training that saves to a folder and goes on from there whenever it is started again.
+
+    Attributes:
+        folder: Of its checkpoints and process numbers.
+    """
+
+    def __init__(self, folder: Path, corpus: tuple[Path, Path], ranks: int = 2, flags: str = "") -> None:
+        """Plans a job of ``ranks`` processes."""
+        self.folder = folder
+        self._ranks = ranks
+        train, validation = corpus
+        paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
+        checkpoints = f"--save {folder / 'checkpoints'} --load {folder / 'checkpoints'}"
+        self._arguments = f"{_MODEL} {paths} {checkpoints} {_PIER} {flags}".split()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def started(self, faults: Sequence[dict[str, Any]] = (), restarts: int = 0, flags: str = "") -> Iterator["Attempt"]:
+        """Runs the job while the ``with`` block lasts."""
+        script = Path(__file__).parent / "faulty_pretrain.py"
+        command = [*torchrun(self._ranks), "--max-restarts", str(restarts), "--monitor-interval", "0.2"]
+        command += ["-m", "pier_megatron", "--device", "cpu", str(script), *self._arguments, *flags.split()]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONUNBUFFERED": "1",
+            "PIER_TEST_FAULTS": json.dumps(list(faults)),
+            "PIER_TEST_FOLDER": str(self.folder),
+        }
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        attempt = Attempt(process, self.folder)
+        try:
+            yield attempt
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def run(self, **how: Any) -> "Attempt":
+        """Runs the job until it ends."""
+        with self.started(**how) as attempt:
+            attempt.wait()
+        return attempt
+
+    def last_saved(self) -> int:
+        """Iteration of the checkpoint that a restart would load."""
+        return int((self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return (self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
+
+    def checkpoint(self, iteration: int) -> Path:
+        """Folder of a checkpoint."""
+        return self.folder / "checkpoints" / f"iter_{iteration:07d}"
+
+    def weights(self, iteration: int) -> dict[str, torch.Tensor]:
+        """The model's weights in a checkpoint."""
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        path = self.folder / f"{iteration}.pt"
+        dcp_to_torch_save(self.checkpoint(iteration), path)
+        found = torch.load(path, weights_only=False)
+        # All other tensors have padding, which may hold anything.
+        is_weight = re.compile("embedding|decoder|output_layer")
+        return {
+            key: value
+            for key, value in found.items()
+            if isinstance(value, torch.Tensor) and is_weight.match(key) and value.is_floating_point()
+        }
+
+
+class Attempt:
+    """One start of a job."""
+
+    def __init__(self, process: "subprocess.Popen[str]", folder: Path) -> None:
+        self._process, self._folder = process, folder
+        self._lines: list[str] = []
+        self._pump = threading.Thread(target=self._read, daemon=True)
+        self._pump.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+
+    @property
+    def log(self) -> str:
+        """What it has printed so far."""
+        return "".join(self._lines)
+
+    def wait(self, seconds: float = 240) -> int:
+        """Waits for its end; returns the exit status."""
+        status = self._process.wait(seconds)
+        self._pump.join(10)
+        return status
+
+    def wait_for(self, text: str, seconds: float = 120) -> None:
+        """Waits until it has printed something."""
+        deadline = time.monotonic() + seconds
+        while not re.search(text, self.log):
+            assert time.monotonic() < deadline, self.log[-5000:]
+            assert self._process.poll() is None, self.log[-5000:]
+            time.sleep(0.02)
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        """Waits until the log shows the end of an iteration."""
+        self.wait_for(rf"iteration +{iteration}/")
+
+    def send(self, number: signal.Signals, *ranks: int) -> None:
+        """Sends a signal to some ranks."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int((self._folder / f"rank{rank}.pid").read_text()), number)
+
+    def losses(self) -> dict[int, str]:
+        """The losses as printed, by iteration; of iterations that were trained again, the last."""
+        return {int(iteration): loss for iteration, loss in _LOSS.findall(self.log)}
+
+
+def outer_checksums(job: Job, iteration: int) -> dict[str, int]:
+    """Checksums of anchor and momentum, as a checkpoint describes itself."""
+    from megatron.core import dist_checkpointing
+
+    checksums: dict[str, int] = dist_checkpointing.load_content_metadata(str(job.checkpoint(iteration)))["pier"]["checksums"]
+    return checksums
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Keys of tensors that are not the same, bit for bit."""
+    return sorted(
+        key for key in one.keys() | other.keys() if key not in one or key not in other or not same(one[key], other[key])
+    )
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; a nan equals itself."""
+    return one.shape == other.shape and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
