@@ -10,7 +10,7 @@ export PATH := $(BIN):$(PATH)
 MEGATRON_RELEASES := 0.17.1 0.18.2
 RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
-.PHONY: setup demo test bench lint typecheck format clean
+.PHONY: setup demo test torture bench lint typecheck format clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +28,9 @@ demo: setup
 
 test: setup $(RELEASES)
 	$(BIN)/python -m pytest
+
+torture: setup
+	$(BIN)/python tests/end_to_end/torture.py
 
 bench: setup
 	$(BIN)/python benchmarks/interconnect.py --output runs/bench

@@ -2,7 +2,7 @@
 
 import math
 
-# Weight of the newest norm in the moving statistics, as in the paper.
+# Weight of the newest norm in the moving statistics: a memory of some fifty outer steps.
 _WEIGHT = 0.02
 
 # Norms that are only looked at before the first is judged.

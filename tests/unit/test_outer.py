@@ -175,7 +175,7 @@ def test_group_left_out_moves_to_the_others_and_poisons_nothing(spans_iterations
     anchor = state.anchor.clone()
     parameters[0].fill_(float("nan"))
     round_ = outer_round(state, contributes=False)
-    round_._votes._vectors = [torch.ones(1)]  # As if another group had contributed, and not moved.
+    round_._verdicts = torch.tensor([GOOD])  # As if another group had contributed, and not moved.
     if spans_iterations:
         round_.begin()
         round_.advance()

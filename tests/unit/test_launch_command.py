@@ -1,0 +1,38 @@
+"""Launch commands as people type them."""
+
+import shlex
+
+import pytest
+
+from pier_megatron.config import PierConfigError
+from pier_megatron.launch_command import LaunchCommand
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py --lr 1e-3 --optimizer pier",
+        "/bin/torchrun --nnodes=4 --nproc_per_node=8 -m pier_megatron --device cuda pretrain_gpt.py --lr 1e-3 --optimizer pier",
+        "srun --ntasks 4 python -m torch.distributed.run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
+        "pretrain_gpt.py --lr 1e-3 --optimizer pier",
+        "torchrun --nnodes 2:4 --nproc-per-node 8 -m pier_megatron --device=cpu pretrain_gpt.py --lr 1e-3 --optimizer pier",
+    ],
+)
+def test_command_is_read(command: str) -> None:
+    expected = LaunchCommand(4, 8, "pretrain_gpt.py", ("--lr", "1e-3", "--optimizer", "pier"))
+    assert LaunchCommand.parse(shlex.split(command)) == expected
+    assert expected.ranks == 32
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("python pretrain_gpt.py", "no torchrun"),
+        ("", "no torchrun"),
+        ("torchrun --nproc-per-node gpu pretrain_gpt.py", "number of GPUs per node"),
+        ("torchrun --nproc-per-node 8 -m pier_megatron", "no training script"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(command: str, said: str) -> None:
+    with pytest.raises(PierConfigError, match=said):
+        LaunchCommand.parse(shlex.split(command))
