@@ -7,7 +7,9 @@ import platform
 import subprocess
 import sys
 
-from pier_megatron.config import PierConfigError
+import psutil
+
+from pier_megatron.config import PierConfig, PierConfigError
 from pier_megatron.examination import VARIABLE
 from pier_megatron.launch_command import LaunchCommand
 
@@ -76,7 +78,8 @@ def examine(command: LaunchCommand) -> list[str]:
     topology = planned.planned_topology(args, command.ranks_per_node)
     topology.check()
     lines += [f"{config.groups} groups of {len(topology.members(0))} ranks, preset {config.preset}", *topology.describe()]
-    lines += [line.strip() for line in schedule(config)[:1]] + schedule(config)[1:]
+    lines += [line.removeprefix("  ") for line in schedule(config)]
+    lines.append(_outer_state(args, config, command, planned.parameters_of_largest_shard(args)))
     lines += [f"WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]]
     if command.nodes > 1:
         lines += [
@@ -85,6 +88,21 @@ def examine(command: LaunchCommand) -> list[str]:
         if os.environ.get("NCCL_IB_DISABLE") == "1":
             lines.append("WARNING: NCCL_IB_DISABLE=1 keeps NCCL off InfiniBand: everything between nodes goes over sockets")
     return lines
+
+
+def _outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, parameters: int | None) -> str:
+    """What the outer state takes, and whether this machine's host memory would hold it."""
+    if parameters is None:
+        return "outer state: 8 bytes per owned parameter; how many hangs on the tokenizer (give --vocab-size to see it here)"
+    owners = args.data_parallel_size * args.context_parallel_size // config.groups
+    per_rank = 8 * parameters / owners
+    sizes = f"8 bytes x {parameters:,} parameters / {owners} ranks = {per_rank / 1e9:,.2f} GB per rank"
+    if not config.offload:
+        return f"outer state: about {sizes} of device memory"
+    needed, free = per_rank * command.ranks_per_node, psutil.virtual_memory().available
+    verdict = "enough" if needed < free else "WARNING: not enough, if the nodes are like this one"
+    there = f"{needed / 1e9:,.2f} GB of host memory per node; {free / 1e9:,.2f} GB are free here: {verdict}"
+    return f"outer state: about {sizes}, {there}"
 
 
 def _versions() -> str:

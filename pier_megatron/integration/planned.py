@@ -39,6 +39,8 @@ def parsed_arguments(command: LaunchCommand) -> tuple[argparse.Namespace, list[s
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 args, unknown = _parse()
                 versions.require(_ARGUMENTS, "validate_args")(args)
+        except PierConfigError:
+            raise
         except SystemExit:
             raise PierConfigError(output.getvalue().strip().splitlines()[-1]) from None
         except (AssertionError, ValueError, RuntimeError) as error:
@@ -65,6 +67,24 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 def _in_the_job(environment: Mapping[str, str], argv: list[str]) -> Iterator[None]:
     with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", argv):
         yield
+
+
+def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
+    """Parameters of the fullest tensor- and pipeline-parallel shard of a model, by Megatron's own estimate.
+
+    Args:
+        args: Megatron's, parsed and validated.
+
+    Returns:
+        Their number, or None if it hangs on the tokenizer, which has not been loaded.
+    """
+    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
+    if vocabulary is None:
+        return None
+    estimate = versions.require("megatron.training.theoretical_memory_usage", "compute_weight_and_optimizer_memory")
+    # Without the distributed optimizer the estimate is 18 bytes for each parameter, whatever else is set.
+    sizes = argparse.Namespace(**vars(args) | {"use_distributed_optimizer": False, "padded_vocab_size": vocabulary})
+    return round(estimate(sizes) / 18)
 
 
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from launch import REPOSITORY, execute, torchrun
 
-from pier_megatron.demo import corpus
-
 pytestmark = pytest.mark.processes
 
 _LAUNCHER = [sys.executable, "-m", "pier_megatron"]
@@ -169,18 +167,6 @@ def test_tensor_parallel_group_across_nodes_is_refused(tmp_path: Path) -> None:
     arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *_TRAINING, "--mock-data", "--pier-groups", "1"]
     with pytest.raises(AssertionError, match=r"--tensor-model-parallel-size 2.*rank 0 on node 0, rank 1 on node 1"):
         on_two_nodes(1, tmp_path, arguments)
-
-
-def test_doctor_shows_what_crosses_the_groups(tmp_path: Path) -> None:
-    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
-    data, _ = corpus.write(tmp_path / "corpus")
-    training = [*_TRAINING, "--data-path", str(data), "--split", "90,5,5", "--pier-groups", "2", "--train-iters", "100"]
-    job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training]
-    log = execute([sys.executable, "-m", "pier_megatron.cli", "doctor", *job], tmp_path / "log.txt")
-    assert "Pier: 2 groups of 2 ranks" in log
-    assert re.search(r"Pier doctor: iteration 5, .* rank 0: [1-9]\d* collectives inside its group, and across groups:", log)
-    # What the log of every iteration costs, and nothing else.
-    assert "iteration        6/" not in log
 
 
 def test_demo(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""``pier-megatron doctor``: what it says of a job before the job is queued, and what it sees when it starts it."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, execute, torchrun
+
+pytestmark = pytest.mark.processes
+
+_DOCTOR = [sys.executable, "-m", "pier_megatron.cli", "doctor"]
+_JOB = (
+    "torchrun --nnodes 4 --nproc-per-node 4 -m pier_megatron pretrain_gpt.py --num-layers 12 --hidden-size 768 "
+    "--num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 512 "
+    "--train-iters 100000 --lr 6e-4 --bf16 --tensor-model-parallel-size 2 --vocab-size 50257 --mock-data --optimizer pier "
+)
+
+
+def examined(command: str, **environment: str) -> tuple[int, str, str]:
+    import os
+
+    process = subprocess.run(
+        [*_DOCTOR, *shlex.split(command)], cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True
+    )
+    return process.returncode, process.stdout, process.stderr
+
+
+def test_healthy_job() -> None:
+    status, said, _ = examined(_JOB, NCCL_IB_DISABLE="1")
+    assert status == 0
+    assert "4 nodes of 4 ranks" in said
+    assert "group 3: ranks 12-15 on node 3" in said
+    assert re.search(r"8 bytes x [\d,]+ parameters / 2 ranks = 0\.\d+ GB per rank of device memory", said)
+    assert "NCCL_SOCKET_IFNAME unset" in said
+    assert "WARNING: NCCL_IB_DISABLE=1" in said
+    assert "WARNING: not Megatron's" not in said
+
+
+def test_what_deserves_a_warning() -> None:
+    status, said, _ = examined(_JOB + "--pipeline-model-parallel-size 2 --misspelt 3 --pier-offload")
+    assert status == 0
+    assert "WARNING: not Megatron's: --misspelt 3" in said
+    assert "not contiguous over nodes (ranks 0-1, 8-9)" in said
+    assert "GB of host memory per node" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (_JOB + "--tensor-model-parallel-size 8", "does not divide the data-parallel size 2"),
+        (_JOB.replace("--nproc-per-node 4", "--nproc-per-node 1"), "a tensor-parallel group crosses nodes"),
+        (_JOB + "--eval-interval 75", "75 = 1 x 50 + 25"),
+        (_JOB.replace("--optimizer pier", "--optimizer adam"), "does not use Pier"),
+        (_JOB.replace("--micro-batch-size 4", ""), "Megatron refuses the arguments"),
+        ("python pretrain_gpt.py", "no torchrun in this command"),
+    ],
+)
+def test_job_that_would_fail(command: str, message: str) -> None:
+    status, _, said = examined(command)
+    assert status == 2
+    assert message in said.splitlines()[-1]
+
+
+def test_started_job_shows_what_crosses_the_groups(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    train, validation = corpus
+    training = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
+        f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
+        "--eval-iters 0 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier --pier-groups 2 "
+        "--pier-sync-interval 2 --pier-lazy-start-iters 2"
+    )
+    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
+    log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
+    assert "Pier: 2 groups of 2 ranks" in log
+    assert re.search(r"Pier doctor: iteration 5, .* rank 0: [1-9]\d* collectives inside its group, and across groups:", log)
+    # What the log of every iteration costs, and nothing else.
+    assert "iteration        6/" not in log
