@@ -9,7 +9,7 @@ from pier_megatron.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit status."""
-    from pier_megatron import doctor
+    from pier_megatron import doctor, plot
     from pier_megatron.demo import run as demo
 
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
@@ -18,9 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("demo", help="watch a small GPT train with Pier, on GPUs or on the CPU")
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
-    command = commands.add_parser("doctor", help="start a job as it would be queued and see what crosses its groups")
+    command = commands.add_parser("doctor", help="check a job before it is queued")
     doctor.add_arguments(command)
     command.set_defaults(run=doctor.run)
+    command = commands.add_parser("plot", help="overlay runs from their TensorBoard logs")
+    plot.add_arguments(command)
+    command.set_defaults(run=plot.run)
     options = parser.parse_args(argv)
     status: int = options.run(options)
     return status

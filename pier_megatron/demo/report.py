@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from pier_megatron.metrics import SCALAR_PREFIX
+from pier_megatron.tensorboard_log import TensorBoardLog
 
-Series = list[tuple[int, float]]
+Points = list[tuple[int, float]]
 
 
 def summarise(output: Path, processes: int, lazy_start: int | None) -> str:
@@ -18,9 +19,9 @@ def summarise(output: Path, processes: int, lazy_start: int | None) -> str:
     Returns:
         A few lines for people.
     """
-    scalars = _scalars(output / "tensorboard")
-    train, validation = scalars["lm loss"], _mean_by_iteration(scalars["lm loss validation"])
-    sent = scalars.get(f"{SCALAR_PREFIX}bytes-sent", [])
+    log = TensorBoardLog(output)
+    train, validation = log.mean("lm loss"), log.mean("lm loss validation")
+    sent = log.mean(f"{SCALAR_PREFIX}bytes-sent")
     _plot(output / "loss.png", train, validation, lazy_start, [iteration for iteration, _ in sent])
     iterations = train[-1][0]
     lines = [
@@ -44,23 +45,7 @@ def summarise(output: Path, processes: int, lazy_start: int | None) -> str:
     return "\n".join(lines)
 
 
-def _scalars(directory: Path) -> dict[str, Series]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    return {name: [(event.step, event.value) for event in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
-
-
-def _mean_by_iteration(series: Series) -> Series:
-    """Averages repeated values: after the last iteration Megatron evaluates three times, each on other samples."""
-    values: dict[int, list[float]] = {}
-    for iteration, value in series:
-        values.setdefault(iteration, []).append(value)
-    return [(iteration, sum(found) / len(found)) for iteration, found in values.items()]
-
-
-def _plot(path: Path, train: Series, validation: Series, lazy_start: int | None, outer_steps: list[int]) -> None:
+def _plot(path: Path, train: Points, validation: Points, lazy_start: int | None, outer_steps: list[int]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -84,7 +84,8 @@ def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
     estimate = versions.require("megatron.training.theoretical_memory_usage", "compute_weight_and_optimizer_memory")
     # Without the distributed optimizer the estimate is 18 bytes for each parameter, whatever else is set.
     sizes = argparse.Namespace(**vars(args) | {"use_distributed_optimizer": False, "padded_vocab_size": vocabulary})
-    return round(estimate(sizes) / 18)
+    parameters: int = round(estimate(sizes) / 18)
+    return parameters
 
 
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
