@@ -1,9 +1,10 @@
 """The planner against every published iteration time of Pier and its synchronous baseline: ``python planner_accuracy.py``.
 
 Fitted, and marked so: what a GPU achieves, on the smallest published run of each model and layout. The bandwidths and the
-overheads, constants of ``planner.CLUSTERS``, follow from GPT-2 XL and from the one-node runs. The published outer step is the
-authors' own implementation, one collective per tensor through host memory, so its cost is a fit of its own, again on XL:
-seconds per gigabyte of a node's shards and doubling of the groups. Everything else is predicted.
+overheads, constants of ``planner.CLUSTERS``, follow from GPT-2 XL on the A100 machine, from its largest run on the GH200 machine,
+and from the one-node runs. The published outer step is the authors' own implementation, one collective per tensor through host
+memory, so its cost is a fit of its own, on the same runs: seconds per gigabyte of a node's shards and doubling of the groups.
+Everything else is predicted.
 """
 
 import csv
@@ -64,13 +65,13 @@ def points() -> list[Point]:
         job, cluster = _job(row), CLUSTERS[row["machine"]]
         prediction = predict(job, cluster, achieved[_layout(row)])
         run = f"{row['model']}, {row['machine']}, {row['gpus']} GPUs, TP {row['tp']} PP {row['pp']}, {row['groups']} groups"
-        is_first = first[_layout(row)] is row
+        is_first, is_source = first[_layout(row)] is row, _is_source_of_constants(row)
         if row["ddp_ms"]:
-            fitted = is_first and not row["local_ms"]
+            fitted = is_source or (is_first and not row["local_ms"])
             found.append(Point(run, "synchronous", float(row["ddp_ms"]) / 1e3, prediction.synchronous, fitted))
         if row["local_ms"]:
             local = prediction.local + _outer_step(row, cluster) / int(row["H"])
-            found.append(Point(run, f"local, H = {row['H']}", float(row["local_ms"]) / 1e3, local, is_first))
+            found.append(Point(run, f"local, H = {row['H']}", float(row["local_ms"]) / 1e3, local, is_first or is_source))
     return found
 
 
@@ -93,6 +94,12 @@ def _rows() -> list[dict[str, str]]:
 
 def _layout(row: dict[str, str]) -> tuple[str, ...]:
     return tuple(row[name] for name in ("model", "machine", "tp", "pp"))
+
+
+def _is_source_of_constants(row: dict[str, str]) -> bool:
+    """Whether the constants of ``planner.CLUSTERS`` and of the authors' outer step were chosen on this run."""
+    on_one_node = int(row["gpus"]) <= CLUSTERS[row["machine"]].gpus_per_node
+    return on_one_node or (row["model"] == "xl" and (row["machine"] == "perlmutter" or row["gpus"] == "64"))
 
 
 def _job(row: dict[str, str]) -> Job:

@@ -50,8 +50,8 @@ class Cluster:
     is_calibrated: bool = False
 
 
-# Bandwidths of the first two are fitted, see benchmarks/planner_accuracy.py; nodes of the others send 80 % of what one adapter of
-# 400 Gbit/s per GPU could.
+# Bandwidths of the first two are fitted, see benchmarks/planner_accuracy.py; nodes of the others send 80 % of what an adapter
+# of 400 Gbit/s per GPU could.
 CLUSTERS = {
     "perlmutter": Cluster(4, 40e9, 90e12, 5.0e9, 30e9, 1.5e12, 0.015, 0.12e-9, is_calibrated=True),
     "vista": Cluster(1, 96e9, 430e12, 41.4e9, 360e9, 3.6e12, 0.015, 0.03e-9, is_calibrated=True),
