@@ -32,10 +32,10 @@ class Cluster:
             PermissionError: If this process may not make network namespaces.
             FileNotFoundError: If the tools for it are missing.
         """
-        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+        missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
         if missing:
             raise FileNotFoundError(
-                f"{' and '.join(missing)} not found: the emulated network needs iproute2 (apt-get install iproute2)."
+                f"{' and '.join(missing)} not found: install iproute2 and util-linux for the emulated network."
             )
         if os.geteuid() != 0:
             raise PermissionError("Network namespaces need root: run `sudo make bench`, or in a container as root.")
@@ -92,7 +92,8 @@ class Cluster:
     ) -> Iterator["subprocess.Popen[str]"]:
         """Runs a command on a node while the ``with`` block lasts."""
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace(node), *command],
+            # Nodes do not take each other's cores, as far as there are enough.
+            ["ip", "netns", "exec", self._namespace(node), "taskset", "-c", str(node % (os.cpu_count() or 1)), *command],
             env=os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE} | environment,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -53,6 +53,7 @@ _SYNCHRONOUS, _LOCAL = range(3, 13), range(_INTERVAL + 1, 2 * _INTERVAL + 1)
 _ALONE = {
     "one group alone": (f"{_STOCK} --train-iters 102 --global-batch-size 2", _LOCAL),
     "one group alone, overlap flags": (f"{_STOCK} --train-iters 102 --global-batch-size 2 {_OVERLAP}", _LOCAL),
+    "one group alone, under Pier": (f"{_PIER} --global-batch-size 2 --pier-groups 1", _LOCAL),
 }
 _TOGETHER = {
     "stock": (_STOCK, _SYNCHRONOUS),
@@ -77,8 +78,8 @@ _TOGETHER = {
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 40], help="of the links, in Mbit/s")
-    parser.add_argument("--repetitions", type=int, default=5, help="of everything, interleaved (%(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 80], help="of the links, in Mbit/s")
+    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
