@@ -201,8 +201,7 @@ class CheckpointContent:
             "rng": self._random_states(),
             "outliers": optimizer.outliers.state_dict() if optimizer.outliers else {},
         }
-        place = (self._ranks.size(), self._ranks.rank())
-        entry["objects"] = self._sharded_object(f"{prefix}.objects", objects, place, copy=(0, 0))
+        entry["objects"] = self._sharded_object(self._group, self._ranks.rank(), objects, copy=(0, 0))
         entry["tensors"] = self._sharded_tensors(self._exact_tensors())
         if optimizer.is_local and self._group > 0:
             # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
@@ -266,10 +265,10 @@ class CheckpointContent:
         }
 
     @staticmethod
-    def _sharded_object(key: str, data: Any, place: tuple[int, int], copy: tuple[int, int]) -> Any:
-        """An object of the rank at ``place``: number of ranks, index."""
+    def _sharded_object(group: int, rank: int, data: Any, copy: tuple[int, int]) -> Any:
+        """The object of one rank of a group, under a key of its own: a load must not have to ask for those of all ranks."""
         sharded_object = versions.require("megatron.core.dist_checkpointing.mapping", "ShardedObject")
-        return sharded_object(key, data, place[:1], place[1:], replica_id=copy)
+        return sharded_object(f"{group_prefix(group)}.rank_{rank}.objects", data, (1,), (0,), replica_id=copy)
 
     def _random_states(self) -> Any:
         parallel_state = versions.require("megatron.core", "parallel_state")
@@ -312,14 +311,11 @@ class CheckpointContent:
         for index, inner in enumerate(self._inner_layers()):
             for source in (source for source in sources if source in saved.own_inner_state):
                 prefix = f"{group_prefix(source)}.{index}"
-                layer = inner if source == sources[0] else inner.empty_on_host()
+                # Not into the parameters themselves: in FP32 they are the model's, and its weights are yet to be loaded.
+                layer = inner.empty_on_host()
                 entry[f"inner{index}.{source}"] = layer.sharded(model_state, metadata, prefix, True, copies[source])
-        key, own = f"{group_prefix(sources[0])}.objects", (self._ranks.size(), self._ranks.rank())
-        if saved.has_layout_of(present):
-            entry["objects"] = self._sharded_object(key, None, own, copy=(copies[sources[0]], 0))
-        else:
-            first = (saved.layout[_RANKS], 0)
-            entry["objects"] = self._sharded_object(key, None, first, copy=(copies[sources[0]], self._ranks.rank()))
+        rank, copy = (self._ranks.rank(), 0) if saved.has_layout_of(present) else (0, self._ranks.rank())
+        entry["objects"] = self._sharded_object(sources[0], rank, None, copy=(copies[sources[0]], copy))
         if self._load.is_exact:
             tensors = self._residuals()
             for begun, verdicts in saved.rounds.items():

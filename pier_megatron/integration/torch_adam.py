@@ -59,6 +59,8 @@ def _with_counter(set_states: Callable[..., Any]) -> Callable[..., Any]:
             group, order = optimizer.model_param_group_index_map[model_parameter]
             main = optimizer.optimizer.param_groups[group]["params"][order]
             tensors = {**tensors, "step": optimizer.optimizer.state[main]["step"]}
-        return set_states(optimizer, model_parameter, tensors)
+        # In FP32 training the main parameters are the model's own, which autograd watches.
+        with torch.no_grad():
+            return set_states(optimizer, model_parameter, tensors)
 
     return with_counter

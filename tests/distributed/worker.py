@@ -7,6 +7,7 @@ except where a run asks for a planted bug, by its name in ``sabotage.py``.
 
 import functools
 import json
+import os
 import sys
 from itertools import chain
 from pathlib import Path
@@ -272,7 +273,7 @@ def main() -> None:
         print(f"== {name}", flush=True)
         recorder = Recorder(run["probes"], directory / name)
         sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
-        record = directory / f"{name}-rank{dist.get_rank()}.pt"
+        record = directory / f"{name}-rank{os.environ['RANK']}.pt"
         try:
             with planted(run["sabotage"], directory):
                 pretrain_bytes.main()
