@@ -26,9 +26,9 @@ _REFUSED = {
         ["--pier-sync-interval 3 is now 2", "--pier-override-checkpoint"],
     ),
     "another number of groups": (
-        _PIER.replace("--tensor-model-parallel-size 2", "").replace("--pier-groups 2", "--pier-groups 4") + _LOAD,
+        _PIER + _LOAD + "--pier-groups 1",
         [],
-        ["--pier-groups 2 is now 4", "--tensor-model-parallel-size 2 is now 1", "ranks in a group 2 is now 1"],
+        ["--pier-groups 2 is now 1", "ranks in a group 2 is now 4"],
     ),
     "longer run": (_PIER + _LOAD + "--train-iters 15", [], ["--train-iters 12 is now 15"]),
     "newer plugin": (_PIER + "--load {directory}/future", [], ["format 99", "pier_megatron 9.0", "Upgrade pier_megatron"]),
@@ -37,8 +37,12 @@ _REFUSED = {
         ["a bit of the momentum is flipped"],
         ["momentum of iteration 3", "checksums differ", "--ckpt-step"],
     ),
-    "missing file": (_PIER + _DAMAGED + "--ckpt-step 6", ["a file is missing"], ["No such file", "--ckpt-step"]),
-    "truncated file": (_PIER + _DAMAGED + "--ckpt-step 9", ["a file is truncated"], ["--ckpt-step"]),
+    "missing file": (
+        _PIER + _DAMAGED + "--ckpt-step 6",
+        ["a file is missing"],
+        [".distcp is missing", "--ckpt-step", "whole ones there: 3, 9, 12"],
+    ),
+    "truncated file": (_PIER + _DAMAGED + "--ckpt-step 9", ["a file is truncated"], [" bytes.", "whole ones there: 3, 12"]),
     "other weights": (
         _PIER,
         ["other weights in group 1"],
@@ -56,7 +60,7 @@ _RUNS = [
     Run(
         "outlier",
         _BASE + "--train-iters 16 --pier-sync-interval 1 --pier-lazy-start-iters 1 --pier-outlier-zscore 6",
-        ["main", "inner", "outer"],
+        ["main", "outer"],
         ["jump in group 1 at 14"],
     ),
     Run(
@@ -93,7 +97,7 @@ def test_outlier_is_left_out(runs: dict[str, Recorded], directory: Path) -> None
     assert log.count("OUTLIER, LEFT OUT AND RESTARTED: group 1 |") == 1
     run = runs["outlier"]
     for one, other in zip(run.of_group(0), run.of_group(1), strict=True):
-        assert (other["inner"][14][0] - other["anchor"][13][0]).abs().max() > 0.5
+        # A jump by 1 in one of two groups would have moved the anchor by half as much, and more with momentum.
         assert torch.equal(one["main"][14], other["main"][14])
         assert (one["anchor"][14][0] - one["anchor"][13][0]).abs().max() < 0.1
 
