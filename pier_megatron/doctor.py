@@ -87,6 +87,11 @@ def examine(command: LaunchCommand) -> list[str]:
         ]
         if os.environ.get("NCCL_IB_DISABLE") == "1":
             lines.append("WARNING: NCCL_IB_DISABLE=1 keeps NCCL off InfiniBand: everything between nodes goes over sockets")
+    if command.restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        lines.append(
+            f"WARNING: --max-restarts {command.restarts}: a restarted job may meet at the addresses of the one that has died. "
+            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
     return lines
 
 

@@ -13,6 +13,7 @@ Assumptions and limits:
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import types
@@ -169,10 +170,25 @@ def install() -> None:
 
     # Megatron warns at every draw that the CPU's generator moved along with the GPU's; here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "RNG state" not in record.msg)
+    # On a GPU this draws from another generator than dropout does.
+    data_loader_iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    data_loader_iterator.__init__ = _keeping_random_state(data_loader_iterator.__init__)  # type: ignore[method-assign]
     # Megatron leaves its process groups to the interpreter's exit, which may tear gloo's threads down while they run.
     atexit.register(_destroy_process_groups)
     # Entered for good: Megatron creates tensors at import time, at run time and while it shuts down.
     _CpuInPlaceOfCuda().__enter__()  # type: ignore[no-untyped-call]
+
+
+def _keeping_random_state(function: Callable[..., None]) -> Callable[..., None]:
+    """Undoes what a function does to the random state: a data loader draws a seed for its workers when it starts."""
+
+    @functools.wraps(function)
+    def keeping(*args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        function(*args, **kwargs)
+        torch.set_rng_state(state)
+
+    return keeping
 
 
 def _destroy_process_groups() -> None:

@@ -16,12 +16,14 @@ class LaunchCommand:
         ranks_per_node: Processes on each.
         script: The training script.
         arguments: The script's own.
+        restarts: How often torchrun starts it again after a failure.
     """
 
     nodes: int
     ranks_per_node: int
     script: str
     arguments: tuple[str, ...]
+    restarts: int = 0
 
     @property
     def ranks(self) -> int:
@@ -61,7 +63,7 @@ class LaunchCommand:
                 f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."
             )
         nodes = int(options.nnodes.split(":")[-1])
-        return cls(nodes, int(options.nproc_per_node), script, tuple(arguments))
+        return cls(nodes, int(options.nproc_per_node), script, tuple(arguments), int(options.max_restarts))
 
 
 def _is_launcher(word: str) -> bool:

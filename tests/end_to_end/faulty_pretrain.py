@@ -84,6 +84,21 @@ def _before(iteration: int, strike: Callable[[], None]) -> None:
     training.train_step = striking
 
 
+def _note_losses(path: Path) -> None:
+    """Writes what Megatron logs where other processes do not write into it."""
+    training_log = training.training_log
+
+    @functools.wraps(training_log)
+    def noting(losses: Any, totals: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        result = training_log(losses, totals, rate, iteration, *args, **kwargs)
+        if losses and int(os.environ["WORLD_SIZE"]) == _RANK + 1:
+            with path.open("a") as file:
+                file.write(f"{iteration} {float(losses['lm loss']).hex()}\n")
+        return result
+
+    training.training_log = noting
+
+
 def _iteration() -> int:
     optimizer = current.pier_optimizer()
     return 0 if optimizer is None else optimizer.iteration
@@ -105,5 +120,6 @@ if __name__ == "__main__":
         always = planned.get("always", False)
         if planned["rank"] == _RANK and (always or os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"):
             _FAULTS[planned["fault"]](planned["iteration"])
+    _note_losses(Path(os.environ["PIER_TEST_LOSSES"]))
     torch.set_num_threads(1)
     pretrain_bytes.main()

@@ -27,8 +27,6 @@ _PIER = (
     f"--pier-lazy-start-iters {LAZY_START}"
 )
 
-_LOSS = re.compile(r"iteration +(\d+)/ +\d+ \|.*?lm loss: (\S+) \|")
-
 
 class Job:
     """A training that saves to a folder and goes on from there whenever it is started again.
@@ -45,6 +43,7 @@ class Job:
         paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
         checkpoints = f"--save {folder / 'checkpoints'} --load {folder / 'checkpoints'}"
         self._arguments = f"{_MODEL} {paths} {checkpoints} {_PIER} {flags}".split()
+        self._attempts = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
@@ -53,17 +52,21 @@ class Job:
         script = Path(__file__).parent / "faulty_pretrain.py"
         command = [*torchrun(self._ranks), "--max-restarts", str(restarts), "--monitor-interval", "0.2"]
         command += ["-m", "pier_megatron", "--device", "cpu", str(script), *self._arguments, *flags.split()]
+        self._attempts += 1
+        losses = self.folder / f"losses{self._attempts}.txt"
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(REPOSITORY),
             "PYTHONUNBUFFERED": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PIER_TEST_FAULTS": json.dumps(list(faults)),
             "PIER_TEST_FOLDER": str(self.folder),
+            "PIER_TEST_LOSSES": str(losses),
         }
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        attempt = Attempt(process, self.folder)
+        attempt = Attempt(process, self.folder, losses)
         try:
             yield attempt
         finally:
@@ -108,8 +111,8 @@ class Job:
 class Attempt:
     """One start of a job."""
 
-    def __init__(self, process: "subprocess.Popen[str]", folder: Path) -> None:
-        self._process, self._folder = process, folder
+    def __init__(self, process: "subprocess.Popen[str]", folder: Path, losses: Path) -> None:
+        self._process, self._folder, self._losses = process, folder, losses
         self._lines: list[str] = []
         self._pump = threading.Thread(target=self._read, daemon=True)
         self._pump.start()
@@ -149,8 +152,9 @@ class Attempt:
                 os.kill(int((self._folder / f"rank{rank}.pid").read_text()), number)
 
     def losses(self) -> dict[int, str]:
-        """The losses as printed, by iteration; of iterations that were trained again, the last."""
-        return {int(iteration): loss for iteration, loss in _LOSS.findall(self.log)}
+        """The losses that Megatron logged, to the last bit, by iteration; of iterations that were trained again, the last."""
+        lines = self._losses.read_text().splitlines() if self._losses.exists() else []
+        return {int(iteration): loss for iteration, loss in map(str.split, lines)}
 
 
 def outer_checksums(job: Job, iteration: int) -> dict[str, int]:

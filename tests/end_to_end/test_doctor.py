@@ -40,9 +40,11 @@ def test_healthy_job() -> None:
 
 
 def test_what_deserves_a_warning() -> None:
-    status, said, _ = examined(_JOB + "--pipeline-model-parallel-size 2 --misspelt 3 --pier-offload")
+    restarting = _JOB.replace("torchrun ", "torchrun --max-restarts 3 ")
+    status, said, _ = examined(restarting + "--pipeline-model-parallel-size 2 --misspelt 3 --pier-offload")
     assert status == 0
     assert "WARNING: not Megatron's: --misspelt 3" in said
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said
     assert "not contiguous over nodes (ranks 0-1, 8-9)" in said
     assert "GB of host memory per node" in said
 
