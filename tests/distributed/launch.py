@@ -31,6 +31,7 @@ class Run:
         argv: Its command line, beside the model's; ``{directory}`` stands for the launch's.
         probes: What to record of it, see ``worker.Recorder``.
         sabotage: Names of bugs and faults planted in it, see ``sabotage.py``.
+        saves: Iterations after which it saves, beside those of its command line.
         fails: Whether every rank must end with an error, which is recorded.
     """
 
@@ -39,6 +40,7 @@ class Run:
     probes: Sequence[str] = ()
     sabotage: Sequence[str] = ()
     fails: bool = False
+    saves: Sequence[int] = ()
 
 
 class Recorded:

@@ -53,7 +53,8 @@ def _runs(layout: str) -> list[Run]:
             continue
         argv = _LAYOUTS[layout] + flags + _PIER
         folder = f"{{directory}}/checkpoints-{base(layout, kind)}"
-        runs.append(Run(base(layout, kind), argv + f"--save {folder} --save-interval 1", _PROBES, faults))
+        stops = list(points.values())
+        runs.append(Run(base(layout, kind), argv + f"--save {folder} --save-interval 12", _PROBES, faults, saves=stops))
         for stop in points.values():
             load = f"--load {folder} --ckpt-step {stop} --exit-on-missing-checkpoint"
             runs.append(Run(resumed(layout, kind, stop), argv + load, _PROBES, faults))

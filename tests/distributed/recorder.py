@@ -1,0 +1,312 @@
+"""What a process of a test launch does: it runs several trainings one after the other and records what they did.
+
+``torchrun worker.py SPECIFICATION DIRECTORY``. The specification is a JSON list of ``{"name", "argv", "probes", "sabotage"}``;
+each run leaves ``DIRECTORY/NAME-rankR.pt``. Everything that trains is Megatron's and the plugin's; this file only looks on,
+except where a run asks for a planted bug, by its name in ``sabotage.py``.
+"""
+
+import functools
+import json
+import os
+import sys
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from pier_megatron import emulation
+
+emulation.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import (  # noqa: E402
+    dist_checkpointing,
+    num_microbatches_calculator,
+    parallel_state,
+    rerun_state_machine,
+)
+from megatron.core.optimizer import ChainedOptimizer  # noqa: E402
+from megatron.training import global_vars  # noqa: E402
+from megatron.training import training as megatron_training  # noqa: E402
+from sabotage import planted  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
+
+from pier_megatron.census import CollectiveCensus  # noqa: E402
+from pier_megatron.demo import pretrain_bytes  # noqa: E402
+from pier_megatron.integration import datasets  # noqa: E402
+from pier_megatron.integration.shards import commit_main_parameters  # noqa: E402
+
+
+class Recorder:
+    """Looks on at one training. What it keeps is chosen by ``probes``."""
+
+    def __init__(self, probes: list[str], directory: Path) -> None:
+        self.probes = set(probes)
+        self.directory = directory
+        self.record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "validation": {}}
+        self.iteration = 0
+        self.has_begun = False
+        self.census: CollectiveCensus | None = None
+        self.model: Any = None
+        self.optimizer: Any = None
+
+    def begin_iteration(self, model: Any, optimizer: Any, iteration: int) -> None:
+        self.model, self.optimizer, self.iteration = model, optimizer, iteration + 1
+        if not self.has_begun:
+            self.has_begun = True
+            self.begin_run()
+        if "census" in self.probes:
+            self.take_census()
+
+    def begin_run(self) -> None:
+        """Records where the run starts: at the beginning or at what it has loaded."""
+        if "weights" in self.probes:
+            self.save_weights("initial")
+        if "fragments" in self.probes:
+            self.save_fragments()
+        if "start" in self.probes:
+            self.record["start"] = {"main": self.flat_main_parameters(), "moments": self.flat_moments()}
+        if "outer weights" in self.probes:
+            for name in ("anchor", "momentum"):
+                self.save_shown(name, [state.flats[name] for state in self.optimizer.outer_states])
+
+    def take_census(self) -> None:
+        """Records the collectives of a whole iteration, from one beginning to the next."""
+        if self.census is not None:
+            self.census.__exit__(None, None, None)
+            self.record.setdefault("census", {})[self.iteration - 1] = self.census.collectives
+        self.census = CollectiveCensus()
+        self.census.__enter__()
+
+    def save_fragments(self) -> None:
+        """Saves weights that say which fragment they belong to."""
+        flats = [torch.empty(state.numel) for state in self.optimizer.outer_states]
+        for state, flat in zip(self.optimizer.outer_states, flats, strict=True):
+            for chunk in state.chunks:
+                chunk.of(flat).fill_(chunk.fragment)
+        self.save_shown("fragments", flats)
+
+    def save_shown(self, name: str, flats: list[torch.Tensor]) -> None:
+        """Saves what the model would be with other main parameters."""
+        kept = self.flat_outer_parameters()
+        for shown in (flats, kept):
+            for state, flat in zip(self.optimizer.outer_states, shown, strict=True):
+                for chunk in state.chunks:
+                    chunk.set_parameters(chunk.of(flat))
+            commit_main_parameters(self.optimizer.members)
+            if shown is flats:
+                self.save_weights(name)
+
+    def after_inner_step(self) -> None:
+        if "inner" in self.probes:
+            self.record.setdefault("inner", {})[self.iteration] = self.flat_outer_parameters()
+        if "gradients" in self.probes:
+            gradients = torch.cat([parameter.grad.flatten() for parameter in self.main_parameters()])
+            self.record.setdefault("gradients", {})[self.iteration] = gradients
+
+    def end_iteration(self, result: tuple[Any, ...]) -> None:
+        keep = self.record.setdefault
+        if "skipped" in self.probes:
+            keep("skipped", {})[self.iteration] = result[1]
+        if "main" in self.probes:
+            keep("main", {})[self.iteration] = self.flat_main_parameters()
+        if "moments" in self.probes:
+            keep("moments", {})[self.iteration] = self.flat_moments()
+        if "outer" in self.probes:
+            keep("anchor", {})[self.iteration] = [state.anchor.clone() for state in self.optimizer.outer_states]
+            keep("momentum", {})[self.iteration] = [state.momentum.clone() for state in self.optimizer.outer_states]
+        if "stale" in self.probes:
+            keep("stale", {})[self.iteration] = self.stale_parameters()
+
+    def main_parameters(self) -> list[torch.Tensor]:
+        groups = [group for member in self.optimizer.chained_optimizers for group in member.optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def flat_outer_parameters(self) -> list[torch.Tensor]:
+        """The main parameters in the order of the outer state."""
+        flats = [torch.empty(state.numel) for state in self.optimizer.outer_states]
+        for state, flat in zip(self.optimizer.outer_states, flats, strict=True):
+            for chunk in state.chunks:
+                chunk.copy_parameters_to(chunk.of(flat))
+        return flats
+
+    def flat_main_parameters(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self.main_parameters()])
+
+    def flat_moments(self) -> torch.Tensor:
+        """Adam's moments, parameter by parameter; nothing before the first step."""
+        optimizers = [member.optimizer for member in self.optimizer.chained_optimizers]
+        mains = [(o, main) for o in optimizers for group in o.param_groups for main in group["params"] if o.state.get(main)]
+        found = [o.state[main][name] for o, main in mains for name in ("exp_avg", "exp_avg_sq")]
+        return torch.cat([moment.flatten() for moment in found] or [torch.empty(0)])
+
+    def stale_parameters(self) -> int:
+        """Counts elements with which the model would not compute what the main parameters say, on any rank of the group."""
+        stale = 0
+        for member in self.optimizer.chained_optimizers:
+            for models, mains in (
+                (member.model_float16_groups, member.shard_fp32_from_float16_groups),
+                (member.model_fp32_groups, member.shard_fp32_groups),
+            ):
+                for model, main in zip(chain(*models), chain(*mains), strict=True):
+                    owned = member._get_model_param_range_map(model)["param"]
+                    held = model.detach().flatten()[owned.start : owned.end]
+                    stale += int((held != main.detach().to(model.dtype)).sum())
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        for parameter in (parameter for chunk in self.model for parameter in chunk.parameters()):
+            if not getattr(parameter, "allreduce", True):
+                continue
+            copies = [torch.empty_like(parameter.data) for _ in range(group.size())]
+            dist.all_gather(copies, parameter.data.contiguous(), group=group)
+            stale += sum(int((copy != parameter.data).sum()) for copy in copies)
+        return stale
+
+    def save_weights(self, name: str) -> None:
+        path = self.directory / name
+        if dist.get_rank() == 0:
+            path.mkdir(parents=True)
+        dist.barrier()
+        state = {f"chunk{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(self.model)}
+        dist_checkpointing.save(state, str(path), validate_access_integrity=False)
+
+    def finish(self, path: Path) -> None:
+        if self.census is not None:
+            self.census.__exit__(None, None, None)
+        if "weights" in self.probes:
+            self.save_weights("final")
+        self.record["group_of"] = group_of_every_rank()
+        self.record["parameters"] = sum(parameter.numel() for parameter in self.main_parameters())
+        self.record["group"] = 0
+        self.record["data_parallel_rank"] = parallel_state.get_data_parallel_rank()
+        inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+        if inter is not None:
+            self.record["group"] = inter.rank()
+        torch.save(self.record, path)
+
+
+def group_of_every_rank() -> dict[int, int]:
+    """The Pier group of each global rank, by Megatron's own communicators."""
+    inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    groups = [0] * dist.get_world_size()
+    dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
+    return dict(enumerate(groups))
+
+
+recorder: Recorder
+
+
+def saves(decide: Any, iterations: list[int]) -> Any:
+    """Saves after just these iterations, which no interval hits."""
+
+    @functools.wraps(decide)
+    def deciding(model: Any, optimizer: Any, scheduler: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        settings = global_vars.get_args()
+        settings.save_interval = iteration if iteration in iterations else 10**6
+        result = decide(model, optimizer, scheduler, iteration, *args, **kwargs)
+        # After the last iteration Megatron saves too, unless it has just done so.
+        settings.save_interval = iteration
+        return result
+
+    return mock.patch.object(megatron_training, "checkpoint_and_decide_exit", deciding) if iterations else nullcontext()
+
+
+def look_on() -> None:
+    """Puts the recorder under the plugin's hooks, so that it sees what Megatron sees."""
+    train_step, training_log = megatron_training.train_step, megatron_training.training_log
+    evaluate, inner_step = megatron_training.evaluate_and_print_results, ChainedOptimizer.step
+
+    @functools.wraps(train_step)
+    def recorded_step(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.begin_iteration(model, optimizer, kwargs["iteration"])
+        return train_step(forward_step, data, model, optimizer, *args, **kwargs)
+
+    @functools.wraps(training_log)
+    def recorded_log(losses: Any, totals: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        # Position of the gradient norm in every supported release.
+        recorder.record["grad_norms"][iteration] = args[3]
+        if losses:
+            recorder.record["losses"][iteration] = float(losses["lm loss"])
+        return training_log(losses, totals, rate, iteration, *args, **kwargs)
+
+    @functools.wraps(evaluate)
+    def recorded_evaluate(prefix: str, *args: Any, **kwargs: Any) -> Any:
+        if "main" in recorder.probes:
+            recorder.record["validation"][prefix] = recorder.flat_main_parameters()
+        return evaluate(prefix, *args, **kwargs)
+
+    def recorded_inner_step(optimizer: Any) -> Any:
+        result = inner_step(optimizer)
+        recorder.after_inner_step()
+        return result
+
+    ChainedOptimizer.step = recorded_inner_step
+    megatron_training.train_step = recorded_step
+    megatron_training.training_log = recorded_log
+    megatron_training.evaluate_and_print_results = recorded_evaluate
+
+
+def look_on_from_above() -> None:
+    """Sees the end of an iteration after the plugin has done its part, and the samples that a rank trains on."""
+    train_step, forward_step = megatron_training.train_step, pretrain_bytes.forward_step
+
+    @functools.wraps(train_step)
+    def recorded_step(*args: Any, **kwargs: Any) -> Any:
+        result = train_step(*args, **kwargs)
+        recorder.end_iteration(result)
+        return result
+
+    @functools.wraps(forward_step)
+    def recorded_forward(batches: Any, model: Any) -> Any:
+        batch = next(batches)
+        if "samples" in recorder.probes and model.training:
+            samples = recorder.record.setdefault("samples", {}).setdefault(recorder.iteration, [])
+            samples.append((batch["tokens"].clone(), batch["labels"].clone()))
+        return forward_step(iter([batch]), model)
+
+    megatron_training.train_step = recorded_step
+    pretrain_bytes.forward_step = recorded_forward
+
+
+def forget_run() -> None:
+    """Returns Megatron to the state after import."""
+    parallel_state.destroy_model_parallel()
+    global_vars.destroy_global_vars()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    # Megatron forgets its communicators but leaves their threads, hundreds after a few trainings.
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def main() -> None:
+    global recorder
+    specification, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    datasets.install()
+    look_on()
+    from pier_megatron import register
+
+    register()
+    look_on_from_above()
+    for run in specification:
+        name, argv = run["name"], run["argv"]
+        print(f"== {name}", flush=True)
+        recorder = Recorder(run["probes"], directory / name)
+        sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
+        record = directory / f"{name}-rank{os.environ['RANK']}.pt"
+        try:
+            decide = megatron_training.checkpoint_and_decide_exit
+            with planted(run["sabotage"], directory), saves(decide, run["saves"]):
+                pretrain_bytes.main()
+        except Exception as error:
+            if not run["fails"]:
+                raise
+            said = [str(error), *getattr(error, "__notes__", ())]
+            torch.save({"error": f"{type(error).__name__}: {' '.join(said)}", "group": 0}, record)
+        else:
+            assert not run["fails"], f"{name} should have failed"
+            recorder.finish(record)
+        dist.barrier()
+        forget_run()
