@@ -9,7 +9,7 @@ from pier_megatron.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit status."""
-    from pier_megatron import doctor, plot
+    from pier_megatron import doctor, plan, plot
     from pier_megatron.demo import run as demo
 
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
@@ -21,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="check a job before it is queued")
     doctor.add_arguments(command)
     command.set_defaults(run=doctor.run)
+    command = commands.add_parser("plan", help="predict what a job will cost and win on a cluster")
+    plan.add_arguments(command)
+    command.set_defaults(run=plan.run)
     command = commands.add_parser("plot", help="overlay runs from their TensorBoard logs")
     plot.add_arguments(command)
     command.set_defaults(run=plot.run)

@@ -13,6 +13,7 @@ from pier_megatron.config import PierConfigError
 from pier_megatron.groups import Rank, Topology
 from pier_megatron.integration import versions
 from pier_megatron.launch_command import LaunchCommand
+from pier_megatron.planner import Job
 
 _ARGUMENTS = "megatron.training.arguments"
 
@@ -86,6 +87,35 @@ def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
     sizes = argparse.Namespace(**vars(args) | {"use_distributed_optimizer": False, "padded_vocab_size": vocabulary})
     parameters: int = round(estimate(sizes) / 18)
     return parameters
+
+
+def job(args: argparse.Namespace) -> Job:
+    """Sizes of a job.
+
+    Raises:
+        PierConfigError: If the vocabulary's size is not known.
+    """
+    shard = parameters_of_largest_shard(args)
+    if shard is None:
+        raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
+    args.padded_vocab_size = getattr(args, "padded_vocab_size", None) or args.vocab_size
+    flops = versions.require("megatron.training.training", "num_floating_point_operations")(args, args.global_batch_size)
+    replicas = args.data_parallel_size * args.context_parallel_size
+    return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups)
+
+
+def memory(args: argparse.Namespace) -> dict[str, float]:
+    """What Megatron itself takes on the fullest rank, by its own estimate, in bytes."""
+    module = "megatron.training.theoretical_memory_usage"
+    # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
+    sizes = argparse.Namespace(**vars(args) | {"data_parallel_size": args.data_parallel_size // args.pier_groups})
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    return {
+        "weights, gradients, optimizer": versions.require(module, "compute_weight_and_optimizer_memory")(sizes),
+        "activations, without recomputation": versions.require(module, "compute_activation_memory_without_sp")(
+            args, microbatches
+        ),
+    }
 
 
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:

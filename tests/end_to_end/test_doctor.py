@@ -1,5 +1,6 @@
 """``pier-megatron doctor``: what it says of a job before the job is queued, and what it sees when it starts it."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -64,6 +65,18 @@ def test_job_that_would_fail(command: str, message: str) -> None:
     status, _, said = examined(command)
     assert status == 2
     assert message in said.splitlines()[-1]
+
+
+def test_plan(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pier_megatron.cli", "plan", "--cluster", "perlmutter"]
+    process = subprocess.run([*command, "--json", *shlex.split(_JOB)], cwd=REPOSITORY, capture_output=True, text=True)
+    plan = json.loads(process.stdout)
+    assert plan["groups"] == 4
+    assert plan["modes"]["Pier, H = 50, blocking"] < plan["modes"]["synchronous, overlap flags"]
+    assert plan["bytes between groups per outer step and rank"] == pytest.approx(8 * 3 / 4 * plan["parameters per rank"] / 2)
+    assert plan["verdict"].startswith("Use it")
+    text = execute([*command, *shlex.split(_JOB)], tmp_path / "plan.txt")
+    assert "GPU-hours" in text
 
 
 def test_started_job_shows_what_crosses_the_groups(tmp_path: Path, corpus: tuple[Path, Path]) -> None:

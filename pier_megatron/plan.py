@@ -1,0 +1,149 @@
+"""``pier-megatron plan``: what a job will cost and win on a cluster, from its launch command alone."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from pier_megatron.config import PierConfig, PierConfigError
+from pier_megatron.launch_command import LaunchCommand
+from pier_megatron.planner import CLUSTERS, Cluster, Job, Prediction, predict
+
+_INTERVALS = (10, 50, 200, 500)
+
+# Below this gain over synchronous training nobody should take on another optimizer.
+_WORTH = 1.05
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own flags."""
+    parser.add_argument("--cluster", choices=list(CLUSTERS), required=True, help="where the job runs")
+    parser.add_argument("--node-bandwidth", type=float, metavar="GB/S", help="what a node sends in an all-reduce, if measured")
+    parser.add_argument("--tflops", type=float, help="what a GPU achieves on this model, if measured on one group")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command: torchrun ... SCRIPT ..."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the plan; returns the exit status."""
+    try:
+        plan = make_plan(LaunchCommand.parse(options.command), _cluster(options), options.tflops)
+    except PierConfigError as error:
+        print(f"pier-megatron plan: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(plan, indent=2) if options.json else "\n".join(_text(plan)))
+    return 0
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    cluster = CLUSTERS[options.cluster]
+    if options.node_bandwidth is not None:
+        cluster = dataclasses.replace(cluster, node_bandwidth=options.node_bandwidth * 1e9)
+    return cluster
+
+
+def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = None) -> dict[str, Any]:
+    """Plans a job with ``--optimizer pier``; needs no GPU.
+
+    Args:
+        command: Its launch command.
+        cluster: Where it runs.
+        tflops: What a GPU achieves on this model, in 1e12 operations per second; None for the cluster's figure.
+
+    Returns:
+        Plain values: the job, memory in bytes, times in seconds, a verdict.
+
+    Raises:
+        PierConfigError: If the job would not start or its size cannot be seen.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        from pier_megatron import emulation
+
+        emulation.install()
+    from pier_megatron.integration import planned
+    from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
+    from pier_megatron.registration import register
+
+    register()
+    args, _ = planned.parsed_arguments(command)
+    if not uses_pier(args):
+        raise PierConfigError("the job does not use Pier: it has no --optimizer pier.")
+    check_arguments(args)
+    config, job = config_from_args(args), planned.job(args)
+    prediction = predict(job, cluster, None if tflops is None else tflops * 1e12)
+    return {
+        "groups": config.groups,
+        "gpus": job.gpus,
+        "parameters per rank": job.shard,
+        "calibrated": cluster.is_calibrated,
+        "memory": planned.memory(args) | {"outer state, --pier-offload to move it": 8 * job.owned},
+        "prediction": dataclasses.asdict(prediction),
+        "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
+        "break-even interval": prediction.break_even_interval(),
+        "modes": _modes(prediction, config),
+        "iterations": args.train_iters,
+        "verdict": _verdict(prediction, config, job),
+    }
+
+
+def _modes(prediction: Prediction, config: PierConfig) -> dict[str, float]:
+    """Mean iteration of a whole run by the way it is trained, in seconds."""
+    lazy = config.lazy_start / config.train_iters
+    modes = {
+        "synchronous": prediction.synchronous,
+        "synchronous, overlap flags": prediction.synchronous_hidden,
+    }
+    for interval in sorted({*_INTERVALS, config.sync_interval}):
+        for name, how in (
+            ("blocking", {}),
+            ("overlapped by H / 2", {"overlap": interval // 2}),
+            ("blocking, int8", {"dtype": "int8"}),
+        ):
+            local = prediction.mean_iteration(interval, **how)
+            modes[f"Pier, H = {interval}, {name}"] = lazy * prediction.synchronous_hidden + (1 - lazy) * local
+    return modes
+
+
+def _verdict(prediction: Prediction, config: PierConfig, job: Job) -> str:
+    if job.groups == 1:
+        return "Do not use it: there is one group, hence nothing to relax."
+    blocking = prediction.mean_iteration(config.sync_interval)
+    hidden = prediction.mean_iteration(config.sync_interval, overlap=config.sync_interval // 2)
+    best, gain = min(blocking, hidden), prediction.synchronous_hidden / min(blocking, hidden)
+    how = " with --pier-overlap" if blocking > 1.02 * best else ""
+    if gain >= _WORTH:
+        return f"Use it{how}: the local phase runs {gain:.2f} x as fast as synchronous training with overlap flags."
+    return (
+        f"Do not use it: the local phase would run {gain:.2f} x as fast as synchronous training with overlap flags, which hide "
+        "nearly all that Pier saves."
+    )
+
+
+def _text(plan: dict[str, Any]) -> list[str]:
+    prediction, modes = plan["prediction"], plan["modes"]
+    reference = modes["synchronous, overlap flags"]
+    lines = [
+        f"{plan['groups']} groups on {plan['gpus']} GPUs, {plan['parameters per rank'] / 1e9:.2f} G parameters per rank",
+        *(f"memory per rank: {name}: {size / 1e9:.2f} GB" for name, size in plan["memory"].items()),
+        f"an iteration: {prediction['compute'] * 1e3:,.0f} ms of compute, {prediction['inner'] * 1e3:,.0f} ms inside a group",
+        f"an outer step: {prediction['exchange']['fp32'] * 1e3:,.0f} ms on the wire in FP32, "
+        f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "
+        f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
+        f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
+        "",
+        f"{'mean iteration of the run':42} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}",
+    ]
+    for name, seconds in modes.items():
+        total = seconds * plan["iterations"]
+        lines.append(
+            f"{name:42} {seconds * 1e3:9,.0f} {reference / seconds:10.2f} {total / 86400:8.2f} "
+            f"{total / 3600 * plan['gpus']:11,.0f}"
+        )
+    if not plan["calibrated"]:
+        lines.append("Not calibrated: this cluster's figures follow from data sheets. Give --tflops and --node-bandwidth.")
+    return [*lines, "", plan["verdict"]]
