@@ -9,7 +9,7 @@ from torture import torture
 
 pytestmark = pytest.mark.processes
 
-_SAVING = "--save-interval 5"
+_SAVING = "--save-interval 8"
 
 
 def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
@@ -23,15 +23,15 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     attempt = job.run(faults=[{"fault": "dies in the exchange", "rank": 1, "iteration": 12}])
     assert attempt.wait() != 0
     assert "group 0 was in phase outer_step of the outer step after iteration 12" in attempt.log
-    assert job.last_saved() == 10
+    assert job.last_saved() == 8
     seen |= attempt.losses()
 
     # The disk is full, then a rank dies between the last byte of a checkpoint and its completion.
     for fault, rank in (("disk is full", 1), ("dies while saving", 0)):
-        attempt = job.run(faults=[{"fault": fault, "rank": rank, "iteration": 15}])
+        attempt = job.run(faults=[{"fault": fault, "rank": rank, "iteration": 16}])
         assert attempt.wait() != 0
-        assert "Pier goes on exactly from iteration 10" in attempt.log
-        assert job.last_saved() == 10
+        assert "Pier goes on exactly from iteration 8" in attempt.log
+        assert job.last_saved() == 8
         seen |= attempt.losses()
 
     # The job ends by itself between outer steps, with an ordinary and with an asynchronous save.
@@ -76,7 +76,7 @@ def test_all_groups_bad_is_a_clear_stop(tmp_path: Path, corpus: tuple[Path, Path
     assert attempt.wait() != 0
     reason = "no group has a pseudo-gradient that can be used (group 0 not finite, group 1 not finite)"
     assert f"After iteration 12 {reason}" in attempt.log
-    assert job.last_saved() == 10
+    assert job.last_saved() == 8
 
 
 def test_short_torture(tmp_path: Path, corpus: tuple[Path, Path]) -> None:

@@ -19,7 +19,7 @@ from jobs import ITERATIONS, Job, differing, outer_checksums
 
 from pier_megatron.demo import corpus as demo_corpus
 
-_FLAGS = "--save-interval 3 --no-check-for-nan-in-loss-and-grad --rerun-mode disabled"
+_FLAGS = "--save-interval 6 --no-check-for-nan-in-loss-and-grad --rerun-mode disabled"
 # Part of the run that is compared: strikes at every attempt that trains this iteration.
 _NAN = [{"fault": "parameter is nan", "rank": 1, "iteration": 11, "always": True}]
 
