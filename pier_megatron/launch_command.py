@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pier_megatron.config import PierConfigError
+from pier_megatron.emulation import missing_cpu_flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +52,13 @@ class LaunchCommand:
         options = get_args_parser().parse_args(list(words[own:]))
         script, arguments = options.training_script, list(options.training_script_args)
         if options.module and script == "pier_megatron":
-            if arguments[:1] == ["--device"]:
-                arguments = arguments[2:]
-            elif arguments[:1] and arguments[0].startswith("--device="):
-                arguments = arguments[1:]
-            if not arguments:
+            words = [part for word in arguments[:1] for part in word.split("=")] + arguments[1:]
+            device, words = (words[1:2], words[2:]) if words[:1] == ["--device"] else ([], words)
+            if not words:
                 raise PierConfigError("-m pier_megatron: no training script behind it.")
-            script, *arguments = arguments
+            script, *arguments = words
+            if device == ["cpu"]:
+                arguments += missing_cpu_flags(arguments)
         if not options.nproc_per_node.isdigit():
             raise PierConfigError(
                 f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."

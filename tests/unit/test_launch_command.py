@@ -15,13 +15,21 @@ from pier_megatron.launch_command import LaunchCommand
         "/bin/torchrun --nnodes=4 --nproc_per_node=8 -m pier_megatron --device cuda pretrain_gpt.py --lr 1e-3 --optimizer pier",
         "srun --ntasks 4 python -m torch.distributed.run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
         "pretrain_gpt.py --lr 1e-3 --optimizer pier",
-        "torchrun --nnodes 2:4 --nproc-per-node 8 -m pier_megatron --device=cpu pretrain_gpt.py --lr 1e-3 --optimizer pier",
+        "torchrun --nnodes 2:4 --nproc-per-node 8 -m pier_megatron --device=auto pretrain_gpt.py --lr 1e-3 --optimizer pier",
     ],
 )
 def test_command_is_read(command: str) -> None:
     expected = LaunchCommand(4, 8, "pretrain_gpt.py", ("--lr", "1e-3", "--optimizer", "pier"))
     assert LaunchCommand.parse(shlex.split(command)) == expected
     assert expected.ranks == 32
+
+
+def test_command_on_the_cpu_gets_what_the_launcher_adds() -> None:
+    command = "torchrun --nproc-per-node 2 -m pier_megatron --device cpu pretrain_gpt.py --num-workers 2"
+    arguments = LaunchCommand.parse(shlex.split(command)).arguments
+    assert arguments[:2] == ("--num-workers", "2")
+    assert "--distributed-backend" in arguments
+    assert arguments.count("--num-workers") == 1
 
 
 @pytest.mark.parametrize(
