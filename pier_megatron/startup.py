@@ -100,7 +100,8 @@ def _working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
     """Work memory of a rank: buffers are made when chunks first need them at once, and then kept."""
     total = 0
     for state in states:
-        at_once = min(len(state.chunks), PIPELINE_DEPTH + 1)
+        # Beside those on their way: one in hand, one staged ahead.
+        at_once = min(len(state.chunks), PIPELINE_DEPTH + 2)
         if config.overlap:
             underway = min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
             per_fragment = collections.Counter(chunk.fragment for chunk in state.chunks)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pier_megatron.outer import GOOD, NOT_FINITE, GroupExchange, OuterRound, OuterState, Part, Staging, momentum_warmup
+from pier_megatron import PierConfig, startup
+from pier_megatron.outer import CODECS, GOOD, NOT_FINITE, GroupExchange, OuterRound, OuterState, Part, Staging, momentum_warmup
 
 EXCHANGE = GroupExchange()
 
@@ -192,3 +193,38 @@ def test_bytes_of_a_sum() -> None:
     assert exchange.bytes_of_sum(1000) == 0
     exchange.size = 4
     assert exchange.bytes_of_sum(1000) == 6000
+
+
+@pytest.mark.parametrize(
+    ("overlap", "fragments", "offload", "dtype"),
+    [(0, 1, False, "fp32"), (0, 1, True, "fp32"), (10, 1, False, "fp32"), (10, 5, True, "int8"), (0, 5, False, "int8")],
+)
+def test_memory_is_what_the_start_says(overlap: int, fragments: int, offload: bool, dtype: str) -> None:
+    config = PierConfig(
+        1000, 2, lazy_start_iters=0, overlap=overlap, fragments=fragments, offload=offload, exchange_dtype=dtype, chunk_mib=1
+    )
+    feedback = None if dtype == "fp32" else GroupExchange(None, CODECS[dtype]).segment_numel
+    state = OuterState([Part([torch.randn(3_000_000)])], 2**18, fragments, offload, feedback)
+    staging = Staging(state)
+    held = [*state.flats.values(), *state.reduced_residuals.values()]
+    assert state.nbytes == sum(buffer.nbytes for buffer in held)
+    # As many rounds at once as there ever are.
+    rounds = []
+    for iteration in range(1, 101):
+        due = config.fragments_due(iteration)
+        if due:
+            rounds.append((iteration, OuterRound([staging], EXCHANGE, due, 0.9, 0.7, GOOD)))
+            if overlap:
+                rounds[-1][1].begin()
+        for begun, round_ in list(rounds):
+            if not overlap:
+                round_.run()
+                rounds.remove((begun, round_))
+            elif iteration - begun == overlap:
+                round_.finish()
+                rounds.remove((begun, round_))
+    for _, round_ in rounds:
+        round_.finish()
+    lent = sum(buffer.nbytes for buffers in staging._free for buffer in buffers)
+    spare = 2 * state.chunks[0].numel * Staging.bytes_per_element(state)
+    assert lent <= startup._working_bytes(config, [state]) <= lent + spare
