@@ -80,6 +80,8 @@ def examine(command: LaunchCommand) -> list[str]:
     lines += [f"{config.groups} groups of {len(topology.members(0))} ranks, preset {config.preset}", *topology.describe()]
     lines += [line.removeprefix("  ") for line in schedule(config)]
     lines.append(_outer_state(args, config, command, planned.parameters_of_largest_shard(args)))
+    checkpoint = planned.check_checkpoint(args, config, len(topology.members(0)))
+    lines += [f"--load {checkpoint}"] if checkpoint else []
     lines += [f"WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]]
     if command.nodes > 1:
         lines += [

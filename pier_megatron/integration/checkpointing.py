@@ -54,6 +54,11 @@ def _args() -> Any:
     return versions.require("megatron.training.global_vars", "get_args")()
 
 
+def layout_of(args: Any, ranks: int) -> dict[str, int]:
+    """How a group of ``ranks`` ranks shares the model, by Megatron's arguments."""
+    return {f"--{name.replace('_', '-')}": getattr(args, name, None) or 1 for name in _LAYOUT} | {_RANKS: ranks}
+
+
 def _describing_the_run(build_metadata: Callable[..., Any]) -> Callable[..., Any]:
     def describing(*args: Any, **kwargs: Any) -> Any:
         metadata = build_metadata(*args, **kwargs)
@@ -101,10 +106,10 @@ def _with_whole_files(load: Callable[..., Any]) -> Callable[..., Any]:
     def checked(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(str(checkpoint_dir))
         if current.pier_optimizer() is not None and folder.is_dir():
-            finding: list[str | None] = [_damage(folder) if dist.get_rank() == 0 else None]
+            finding: list[str | None] = [damage(folder) if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(finding)
             if finding[0]:
-                whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not _damage(path)]
+                whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
                 raise DamagedCheckpointError(
                     f"--load: {folder} is damaged: {finding[0]}. Choose another iteration with --ckpt-step; whole ones there: "
                     f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
@@ -114,7 +119,7 @@ def _with_whole_files(load: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _damage(folder: Path) -> str | None:
+def damage(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, as far as names and sizes tell."""
     try:
         stored = FileSystemReader(folder).read_metadata().storage_data
@@ -181,9 +186,7 @@ class CheckpointContent:
         self.description = self._scheduler = None
 
     def _describe(self, iteration: int, **content: Any) -> Description:
-        args = _args()
-        layout = {f"--{name.replace('_', '-')}": getattr(args, name, None) or 1 for name in _LAYOUT}
-        layout[_RANKS] = self._ranks.size()
+        layout = layout_of(_args(), self._ranks.size())
         return Description.of_run(self._optimizer.pier_config, iteration, layout, **content)
 
     def _groups_with_own_inner_state(self) -> tuple[int, ...]:

@@ -6,12 +6,15 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pier_megatron.config import PierConfigError
+from pier_megatron.checkpoint import ENTRY, Description
+from pier_megatron.config import PierConfig, PierConfigError
 from pier_megatron.groups import Rank, Topology
 from pier_megatron.integration import versions
+from pier_megatron.integration.checkpointing import damage, layout_of
 from pier_megatron.launch_command import LaunchCommand
 from pier_megatron.planner import Job
 
@@ -116,6 +119,37 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
             args, microbatches
         ),
     }
+
+
+def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_group: int) -> str | None:
+    """Looks at the checkpoint that a job would load.
+
+    Args:
+        args: Megatron's, parsed and validated.
+        config: Of the job.
+        ranks_in_group: Its ranks in a group.
+
+    Returns:
+        What it is, or None if there is none to load.
+
+    Raises:
+        PierConfigError: If the job would refuse it, or files of it are damaged.
+    """
+    if args.load is None or not (Path(args.load) / "latest_checkpointed_iteration.txt").exists():
+        return None
+    iteration = args.ckpt_step or (Path(args.load) / "latest_checkpointed_iteration.txt").read_text().strip()
+    folder = Path(args.load) / (f"iter_{int(iteration):07d}" if str(iteration).isdigit() else str(iteration))
+    found = damage(folder)
+    if found:
+        raise PierConfigError(f"--load: {folder} is damaged: {found}. Choose another iteration with --ckpt-step.")
+    metadata = versions.require("megatron.core", "dist_checkpointing").load_content_metadata(str(folder)) or {}
+    if ENTRY not in metadata:
+        return f"{folder}: a stock checkpoint; Pier begins from its weights, without outer momentum"
+    saved = Description.from_metadata(metadata[ENTRY])
+    present = Description.of_run(config, saved.iteration, layout_of(args, ranks_in_group))
+    changes = saved.check(present, config.override_checkpoint)
+    how = f"with changes: {', '.join(changes)}" if changes else "and the job goes on exactly"
+    return f"{folder}: whole, of iteration {saved.iteration}, by pier_megatron {saved.version}, {how}"
 
 
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:

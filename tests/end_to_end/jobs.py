@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -79,6 +80,13 @@ class Job:
         with self.started(**how) as attempt:
             attempt.wait()
         return attempt
+
+    def examined(self, flags: str = "") -> tuple[int, str]:
+        """What the doctor says of the job: exit status and words."""
+        job = ["torchrun", "--nproc-per-node", str(self._ranks), "-m", "pier_megatron", "--device", "cpu", "pretrain.py"]
+        command = [sys.executable, "-m", "pier_megatron.cli", "doctor", *job, *self._arguments, *flags.split()]
+        process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        return process.returncode, process.stdout + process.stderr
 
     def last_saved(self) -> int:
         """Iteration of the checkpoint that a restart would load."""
