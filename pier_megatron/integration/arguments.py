@@ -314,6 +314,11 @@ def _refuse_what_cannot_work(args: argparse.Namespace) -> None:
     for name, reason in _REFUSED:
         if getattr(args, name, None):
             raise PierConfigError(f"{_flag(name)} cannot be used with --optimizer pier: {reason}.")
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        raise PierConfigError(
+            "--non-persistent-ckpt-type local cannot be used with --optimizer pier: local checkpoints do not say what run they "
+            "are of. Use global."
+        )
     if any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES):
         raise PierConfigError(
             "CUDA graphs of the full iteration cannot be used with --optimizer pier: they capture the gradient "
@@ -354,11 +359,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.eval_interval and args.eval_iters and not config.allow_drifted_eval:
         config.check_interval(
             "--eval-interval", args.eval_interval, "evaluation", ", or accept it with --pier-allow-drifted-eval"
-        )
-    if args.non_persistent_ckpt_type == "local":
-        raise PierConfigError(
-            "--non-persistent-ckpt-type local cannot be used with --optimizer pier: local checkpoints do not say what run they "
-            "are of. Use global."
         )
     if args.save is not None:
         if args.ckpt_format != "torch_dist":

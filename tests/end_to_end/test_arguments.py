@@ -39,8 +39,20 @@ _REFUSED = {
         "Use 50 or 100",
         "--pier-allow-drifted-eval",
     ],
-    f"{_PIER} --save /nowhere --save-interval 130": ["--save-interval 130", "130 = 2 x 50 + 30", "Use 100 or 150"],
-    f"{_PIER} --save /nowhere --save-interval 100 --exit-interval 130": ["--exit-interval 130", "Use 100 or 150"],
+    f"{_PIER} --save /nowhere --save-interval 130 --pier-save-inner-state first": [
+        "--save-interval 130",
+        "130 = 2 x 50 + 30",
+        "Use 100 or 150",
+        "--pier-save-inner-state all",
+    ],
+    f"{_PIER} --save /nowhere --save-interval 100 --exit-interval 130 --pier-save-inner-state first": [
+        "--exit-interval 130",
+        "Use 100 or 150",
+    ],
+    f"{_PIER} --pier-save-inner-state first --pier-overlap 10": ["--pier-overlap 10", "Save all"],
+    f"{_PIER} --pier-outlier-zscore 0": ["--pier-outlier-zscore 0", "above 0"],
+    f"{_PIER} --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type local", "Use global"],
+    f"{_PIER} --ckpt-assume-constant-structure": ["--ckpt-assume-constant-structure", "depends on the phase"],
     f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": [
         "--ckpt-format torch",
         "Use --ckpt-format torch_dist",

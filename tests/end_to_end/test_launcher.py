@@ -99,6 +99,10 @@ def test_help_lists_the_flags_with_their_defaults(tmp_path: Path) -> None:
         "--pier-no-error-feedback": "add it to the next one",
         "--pier-offload": "on the device",
         "--pier-chunk-mib": "16",
+        "--pier-outlier-zscore": "never",
+        "--pier-save-inner-state": "all",
+        "--pier-load-inner-state": "mean",
+        "--pier-override-checkpoint": "refuse",
     }.items():
         assert f"Default: {default}." in group[group.index(flag) :][:600]
 
