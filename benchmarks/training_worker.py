@@ -38,7 +38,8 @@ def mark_iterations() -> None:
         optimizer = current.pier_optimizer()
         if optimizer is not None and kwargs["iteration"] == 0:
             optimizer._report = lambda report: reports.append(
-                {"iteration": report.iteration, "seconds": report.seconds, "bytes": report.bytes_sent}
+                # Where it was applied, which with --pier-overlap is later than where it began.
+                {"iteration": optimizer.iteration, "seconds": report.seconds, "bytes": report.bytes_sent}
             )
         return train_step(*args, **kwargs)
 
