@@ -97,6 +97,12 @@ class Description:
         """Whether a run goes on from here as if it had never stopped: same settings, same shape."""
         return not self._changes(present) and self.chunk_mib == present.chunk_mib
 
+    @property
+    def holds_all_groups(self) -> bool:
+        """Whether nothing of any group is missing: in the lazy start they are all the same."""
+        is_lazy = self.iteration <= self.settings["lazy_start"]
+        return bool(is_lazy) or len(self.own_inner_state) >= self.settings["groups"] - 1
+
     def has_layout_of(self, present: "Description") -> bool:
         """Whether the ranks of a group share the model as they did."""
         return self.layout == present.layout

@@ -453,7 +453,7 @@ class CheckpointContent:
 
     @staticmethod
     def _resumption(load: _Load) -> str:
-        if load.is_exact and len(load.saved.own_inner_state) + 1 >= load.saved.settings["groups"]:
+        if load.is_exact and load.saved.holds_all_groups:
             return f" Pier goes on exactly from iteration {load.saved.iteration}"
         lines = [f" Pier goes on from iteration {load.saved.iteration}"]
         if load.changes:

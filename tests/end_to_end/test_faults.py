@@ -20,7 +20,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     seen: dict[int, str] = {}
 
     # A rank is killed in an exchange: the other one says where it was.
-    attempt = job.run(faults=[{"fault": "dies in the exchange", "rank": 1, "iteration": 12}])
+    attempt = job.run(faults=[{"fault": "dies in the exchange", "rank": 1, "iteration": 12}], patience=4)
     assert attempt.wait() != 0
     assert "group 0 was in phase outer_step of the outer step after iteration 12" in attempt.log
     assert job.last_saved() == 8
@@ -34,13 +34,12 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
         assert job.last_saved() == 8
         seen |= attempt.losses()
 
-    # The job ends by itself between outer steps, with an ordinary and with an asynchronous save.
-    for flags, stop in (("--exit-interval 11", 11), ("--async-save --exit-interval 13", 13)):
-        attempt = job.run(flags=flags)
-        assert attempt.wait() == 0, attempt.log[-5000:]
-        assert "model weights are the anchor" in attempt.log
-        assert job.last_saved() == stop
-        seen |= attempt.losses()
+    # The job ends by itself between outer steps, with an asynchronous save.
+    attempt = job.run(flags="--async-save --exit-interval 13")
+    assert attempt.wait() == 0, attempt.log[-5000:]
+    assert "model weights are the anchor" in attempt.log
+    assert job.last_saved() == 13
+    seen |= attempt.losses()
 
     # Its time is over, then the scheduler says so: it ends where the groups meet.
     faults = [{"fault": "started an hour ago", "rank": rank, "iteration": 14} for rank in (0, 1)]

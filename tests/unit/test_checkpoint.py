@@ -42,6 +42,12 @@ def test_another_run_is_named(changes: dict[str, object], said: str) -> None:
     assert said in described().check(described(**changes), accepts_changes=True)  # type: ignore[arg-type]
 
 
+def test_checkpoint_of_the_first_group_is_not_all() -> None:
+    assert described(own=(1,)).holds_all_groups
+    assert not described().holds_all_groups
+    assert dataclasses.replace(described(), iteration=100).holds_all_groups  # The last of the lazy start.
+
+
 def test_layout_counts() -> None:
     other = dataclasses.replace(described(), layout={"ranks in a group": 4})
     assert described().check(other, accepts_changes=True) == ["ranks in a group 2 is now 4"]
