@@ -19,7 +19,7 @@ from pier_megatron.demo import corpus, pretrain_bytes
 _MODEL = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --global-batch-size 8 --bf16 --tokenizer-type NullTokenizer --vocab-size 257 "
-    "--make-vocab-size-divisible-by 16 --lr 1e-3 --lr-decay-style constant --log-interval 100 --eval-iters 0 "
+    "--make-vocab-size-divisible-by 16 --lr 1e-3 --lr-decay-style constant --log-interval 100 --eval-interval 1000 --eval-iters 1 "
     "--train-iters 12"
 )
 _PIER = "--optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3"
@@ -50,7 +50,9 @@ def main() -> None:
             for name, (flags, stop) in _CONFIGURATIONS.items():
                 folder = Path(scratch) / f"{name} {repetition}".replace(" ", "-").replace("'", "").replace(",", "")
                 arguments = f"{_MODEL} {data} {flags}"
-                saves.setdefault(name, []).append(_milliseconds("save", f"{arguments} --save {folder} --exit-interval {stop}"))
+                saves.setdefault(name, []).append(
+                    _milliseconds("save", f"{arguments} --save {folder} --save-interval 1000 --exit-interval {stop}")
+                )
                 loads.setdefault(name, []).append(_milliseconds("load", f"{arguments} --load {folder} --exit-interval 10"))
                 sizes[name] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     first = next(iter(_CONFIGURATIONS))
