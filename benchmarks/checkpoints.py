@@ -19,8 +19,8 @@ from pier_megatron.demo import corpus, pretrain_bytes
 _MODEL = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --global-batch-size 8 --bf16 --tokenizer-type NullTokenizer --vocab-size 257 "
-    "--make-vocab-size-divisible-by 16 --lr 1e-3 --lr-decay-style constant --log-interval 100 --eval-interval 1000 --eval-iters 1 "
-    "--train-iters 12"
+    "--make-vocab-size-divisible-by 16 --lr 1e-3 --lr-decay-style constant --log-interval 100 "
+    "--eval-interval 1000 --eval-iters 1 --train-iters 12"
 )
 _PIER = "--optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3"
 _STOCK = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
