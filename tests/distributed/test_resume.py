@@ -18,7 +18,7 @@ _LAYOUTS = {
     "TP 2": "--tensor-model-parallel-size 2 --global-batch-size 8 ",
     "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 8 ",
     "inner DP 2": "--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather ",
-    "EP 2": "--num-experts 2 --expert-model-parallel-size 2 --moe-router-topk 1 --global-batch-size 16 ",
+    "EP 2": "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --global-batch-size 16 ",
 }
 
 # Kinds of run: what is trained, with which fault, and after which iterations it is stopped.
