@@ -116,7 +116,11 @@ _FAULTS = {
 if __name__ == "__main__":
     folder = Path(os.environ["PIER_TEST_FOLDER"])
     (folder / f"rank{_RANK}.pid").write_text(str(os.getpid()))
-    for planned in json.loads(os.environ.get("PIER_TEST_FAULTS", "[]")):
+    faults = json.loads(os.environ.get("PIER_TEST_FAULTS", "[]"))
+    if any(planned["fault"] == "dies in the exchange" for planned in faults):
+        # torchrun ends the survivors as soon as it sees the death; they shall have their say first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for planned in faults:
         always = planned.get("always", False)
         if planned["rank"] == _RANK and (always or os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"):
             _FAULTS[planned["fault"]](planned["iteration"])

@@ -48,12 +48,10 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def started(
-        self, faults: Sequence[dict[str, Any]] = (), restarts: int = 0, flags: str = "", patience: float = 0.2
-    ) -> Iterator["Attempt"]:
-        """Runs the job while the ``with`` block lasts; torchrun looks every ``patience`` seconds whether a rank has died."""
+    def started(self, faults: Sequence[dict[str, Any]] = (), restarts: int = 0, flags: str = "") -> Iterator["Attempt"]:
+        """Runs the job while the ``with`` block lasts."""
         script = Path(__file__).parent / "faulty_pretrain.py"
-        command = [*torchrun(self._ranks), "--max-restarts", str(restarts), "--monitor-interval", str(patience)]
+        command = [*torchrun(self._ranks), "--max-restarts", str(restarts), "--monitor-interval", "0.2"]
         command += ["-m", "pier_megatron", "--device", "cpu", str(script), *self._arguments, *flags.split()]
         self._attempts += 1
         losses = self.folder / f"losses{self._attempts}.txt"
