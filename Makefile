@@ -26,8 +26,9 @@ $(VENV)/megatron-%: $(VENV)/.ready
 demo: setup
 	@$(BIN)/pier-megatron demo
 
+# One file waits for its processes while another one uses the cores. What a file's tests share stays in one process.
 test: setup $(RELEASES)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 torture: setup
 	$(BIN)/python tests/end_to_end/torture.py

@@ -15,18 +15,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"pier-megatron {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("demo", help="watch a small GPT train with Pier, on GPUs or on the CPU")
-    demo.add_arguments(command)
-    command.set_defaults(run=demo.run)
-    command = commands.add_parser("doctor", help="check a job before it is queued")
-    doctor.add_arguments(command)
-    command.set_defaults(run=doctor.run)
-    command = commands.add_parser("plan", help="predict what a job will cost and win on a cluster")
-    plan.add_arguments(command)
-    command.set_defaults(run=plan.run)
-    command = commands.add_parser("plot", help="overlay runs from their TensorBoard logs")
-    plot.add_arguments(command)
-    command.set_defaults(run=plot.run)
+    for name, module, purpose in (
+        ("demo", demo, "watch a small GPT train with Pier, on GPUs or on the CPU"),
+        ("doctor", doctor, "check a job before it is queued"),
+        ("plan", plan, "predict what a job will cost and win on a cluster"),
+        ("plot", plot, "overlay runs from their TensorBoard logs"),
+    ):
+        command = commands.add_parser(name, help=purpose)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     options = parser.parse_args(argv)
     status: int = options.run(options)
     return status

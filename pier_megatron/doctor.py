@@ -55,26 +55,14 @@ def examine(command: LaunchCommand) -> list[str]:
     Raises:
         PierConfigError: If it would not start.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        from pier_megatron import emulation
-
-        emulation.install()
     from pier_megatron.integration import planned
-    from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
-    from pier_megatron.registration import register
     from pier_megatron.startup import schedule
 
-    register()
     lines = [f"{command.nodes} nodes of {command.ranks_per_node} ranks, Python {platform.python_version()}, " + _versions()]
-    args, unknown = planned.parsed_arguments(command)
-    if unknown:
-        lines.append(f"WARNING: not Megatron's: {' '.join(unknown)}; right if {command.script} knows them, else misspelt")
-    if not uses_pier(args):
-        raise PierConfigError("the job does not use Pier: it has no --optimizer pier.")
-    check_arguments(args)
-    config = config_from_args(args)
+    job = planned.planned_job(command)
+    args, config = job.args, job.config
+    if job.unknown:
+        lines.append(f"WARNING: not Megatron's: {' '.join(job.unknown)}; right if {command.script} knows them, else misspelt")
     topology = planned.planned_topology(args, command.ranks_per_node)
     topology.check()
     lines += [f"{config.groups} groups of {len(topology.members(0))} ranks, preset {config.preset}", *topology.describe()]

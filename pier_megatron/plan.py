@@ -59,22 +59,10 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     Raises:
         PierConfigError: If the job would not start or its size cannot be seen.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        from pier_megatron import emulation
-
-        emulation.install()
     from pier_megatron.integration import planned
-    from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
-    from pier_megatron.registration import register
 
-    register()
-    args, _ = planned.parsed_arguments(command)
-    if not uses_pier(args):
-        raise PierConfigError("the job does not use Pier: it has no --optimizer pier.")
-    check_arguments(args)
-    config, job = config_from_args(args), planned.job(args)
+    planned_job = planned.planned_job(command)
+    args, config, job = planned_job.args, planned_job.config, planned.job(planned_job.args)
     prediction = predict(job, cluster, None if tflops is None else tflops * 1e12)
     return {
         "groups": config.groups,

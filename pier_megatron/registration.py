@@ -14,11 +14,12 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, checkpointing, communication, torch_adam, training
+    from pier_megatron.integration import arguments, checkpoint_files, checkpointing, communication, torch_adam, training
 
     arguments.install()
     communication.install()
     torch_adam.install()
+    checkpoint_files.install()
     checkpointing.install()
     training.install()
     _registered = True

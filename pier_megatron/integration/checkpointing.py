@@ -2,22 +2,19 @@
 
 import contextlib
 import dataclasses
-import pickle
-import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pier_megatron import startup
 from pier_megatron.checkpoint import ENTRY, OUTER, Description, group_prefix
 from pier_megatron.integration import current, versions
+from pier_megatron.integration.checkpoint_files import DamagedCheckpointError
 from pier_megatron.integration.layers import Layer
+from pier_megatron.integration.random_states import random_states, restore_random_states
 from pier_megatron.integration.shards import inner_state
 
 if TYPE_CHECKING:
@@ -38,20 +35,11 @@ _LAYOUT = (
 _RANKS = "ranks in a group"
 
 
-class DamagedCheckpointError(RuntimeError):
-    """The outer state that was read is not the one that was written."""
-
-
 def install() -> None:
     """Hooks the plugin into saving and loading. A run without ``--optimizer pier`` passes through unchanged."""
     versions.wrap(_CHECKPOINTING, "_build_sharded_state_dict_metadata", _describing_the_run)
     versions.wrap(_TRAINING, "save_checkpoint", _saving)
     versions.wrap(_TRAINING, "load_checkpoint", _loading)
-    versions.wrap("megatron.core.dist_checkpointing", "load", _with_whole_files)
-
-
-def _args() -> Any:
-    return versions.require("megatron.training.global_vars", "get_args")()
 
 
 def layout_of(args: Any, ranks: int) -> dict[str, int]:
@@ -90,51 +78,14 @@ def _loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             result = load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
         except Exception as error:
             error.add_note(
-                f"Pier: --load {_args().load} could not be read. Checkpoints of other iterations in that folder may be whole: "
-                "choose one with --ckpt-step."
+                f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
+                "folder may be whole: choose one with --ckpt-step."
             )
             raise
         pier.checkpoint.finish_loading(result[0], opt_param_scheduler)
         return result
 
     return load
-
-
-def _with_whole_files(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Looks at a checkpoint's files first: a rank that misses one stops, and the others would wait for it."""
-
-    def checked(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = Path(str(checkpoint_dir))
-        if current.pier_optimizer() is not None and folder.is_dir():
-            finding: list[str | None] = [damage(folder) if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(finding)
-            if finding[0]:
-                whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
-                raise DamagedCheckpointError(
-                    f"--load: {folder} is damaged: {finding[0]}. Choose another iteration with --ckpt-step; whole ones there: "
-                    f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
-                )
-        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-    return checked
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, as far as names and sizes tell."""
-    try:
-        stored = FileSystemReader(folder).read_metadata().storage_data
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        return f".metadata cannot be read ({error})"
-    sizes: dict[str, int] = {}
-    for place in stored.values():
-        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size < size:
-            return f"{name} has {path.stat().st_size:,} of {size:,} bytes"
-    return None
 
 
 @dataclasses.dataclass
@@ -186,7 +137,7 @@ class CheckpointContent:
         self.description = self._scheduler = None
 
     def _describe(self, iteration: int, **content: Any) -> Description:
-        layout = layout_of(_args(), self._ranks.size())
+        layout = layout_of(versions.megatron_args(), self._ranks.size())
         return Description.of_run(self._optimizer.pier_config, iteration, layout, **content)
 
     def _groups_with_own_inner_state(self) -> tuple[int, ...]:
@@ -242,7 +193,7 @@ class CheckpointContent:
         objects = {
             "inner": [member.state_dict() for member in optimizer.members],
             "scheduler steps": None if self._scheduler is None else self._scheduler.num_steps,
-            "rng": self._random_states(),
+            "rng": random_states(),
             "outliers": optimizer.outliers.state_dict() if optimizer.outliers else {},
         }
         entry["objects"] = self._sharded_object(self._group, self._ranks.rank(), objects, copy=(0, 0))
@@ -313,15 +264,6 @@ class CheckpointContent:
         """The object of one rank of a group, under a key of its own: a load must not have to ask for those of all ranks."""
         sharded_object = versions.require("megatron.core.dist_checkpointing.mapping", "ShardedObject")
         return sharded_object(f"{group_prefix(group)}.rank_{rank}.objects", data, (1,), (0,), replica_id=copy)
-
-    def _random_states(self) -> Any:
-        parallel_state = versions.require("megatron.core", "parallel_state")
-        states = versions.require(_CHECKPOINTING, "get_rng_state")(
-            "torch_dist",
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return states.data[0]
 
     # Loading
 
@@ -431,7 +373,7 @@ class CheckpointContent:
             return
         if load.saved.has_layout_of(self._describe(iteration)):
             self._verify(load.saved)
-            self._restore_random_states(load.objects["rng"])
+            restore_random_states(load.objects["rng"])
         steps = load.objects["scheduler steps"]
         if opt_param_scheduler is not None and steps is not None and steps != opt_param_scheduler.num_steps:
             # Megatron has restored the scheduler of group 0, which may have skipped other steps than this one.
@@ -447,8 +389,8 @@ class CheckpointContent:
         wrong = [name for name, checksum in saved.checksums.items() if found[name] != checksum]
         if wrong:
             raise DamagedCheckpointError(
-                f"--load {_args().load}: the {' and the '.join(wrong)} of iteration {saved.iteration} are not what was saved: "
-                "their checksums differ. The files are damaged. Choose another iteration with --ckpt-step."
+                f"--load {versions.megatron_args().load}: the {' and the '.join(wrong)} of iteration {saved.iteration} are not "
+                "what was saved: their checksums differ. The files are damaged. Choose another iteration with --ckpt-step."
             )
 
     @staticmethod
@@ -462,22 +404,6 @@ class CheckpointContent:
         if load.saved.rounds and not load.is_exact:
             lines.append("exchanges under way are dropped: what they carried goes into the next outer step")
         return "; ".join(lines)
-
-    @staticmethod
-    def _restore_random_states(states: dict[str, Any]) -> None:
-        tensor_parallel = versions.require("megatron.core", "tensor_parallel")
-        tracker = tensor_parallel.get_cuda_rng_tracker()
-        graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-        random.setstate(states["random_rng_state"])
-        np.random.set_state(states["np_rng_state"])
-        torch.set_rng_state(states["torch_rng_state"])
-        torch.cuda.set_rng_state(states["cuda_rng_state"])
-        tracker.set_states(
-            {
-                name: tensor_parallel.convert_cuda_rng_state(state, to_graphable=graphable)
-                for name, state in states["rng_tracker_states"].items()
-            }
-        )
 
 
 def _without_sharded(state: dict[Any, Any]) -> dict[Any, Any]:

@@ -51,21 +51,8 @@ def confined_to_group(model_chunk: Any) -> Iterator[None]:
             (collection, _COLLECTION_GROUPS, dense),
         ):
             there = [name for name in names if getattr(owner, name, None) is not None]
-            stack.enter_context(_replaced(owner, dict.fromkeys(there, group)))
+            stack.enter_context(versions.replaced(owner, dict.fromkeys(there, group)))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Inside, attributes of ``owner`` have other values."""
-    originals = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(owner, name, original)
 
 
 def _process_group_collection(module: Any) -> Any:
@@ -105,8 +92,7 @@ def _asking_to_exit_when_together(checkpoint_and_decide_exit: Callable[..., Any]
         optimizer = current.local_optimizer()
         if optimizer is None or optimizer.groups_meet:
             return checkpoint_and_decide_exit(*args, **kwargs)
-        settings = versions.require("megatron.training.global_vars", "get_args")()
-        with _replaced(settings, {"exit_signal_handler": False, "exit_duration_in_mins": None}):
+        with versions.replaced(versions.megatron_args(), {"exit_signal_handler": False, "exit_duration_in_mins": None}):
             return checkpoint_and_decide_exit(*args, **kwargs)
 
     return decide

@@ -61,7 +61,7 @@ class Layer:
         """
         write, _ = _FORMATS[format_of(metadata)]
         numbered = {} if copy is None else {"distributed_optimizer_instance_id": copy}
-        with self._in_place_of_the_state(format_of(metadata)), _replaced(self._optimizer, numbered):
+        with self._in_place_of_the_state(format_of(metadata)), versions.replaced(self._optimizer, numbered):
             state: dict[Any, Any] = getattr(self._optimizer, write)(model_state, is_loading, metadata)
         mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
         dict_utils = versions.require("megatron.core.dist_checkpointing", "dict_utils")
@@ -120,20 +120,7 @@ class Layer:
             for name, tensor in self._of(model_parameter).items():
                 tensor.copy_(tensors[name])
 
-        with _replaced(
+        with versions.replaced(
             self._optimizer, {"_get_main_param_and_optimizer_states": get, "_set_main_param_and_optimizer_states": put}
         ):
             yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the object has attributes of its own that hide those of its class."""
-    hidden = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del vars(owner)[name]
-        vars(owner).update(hidden)

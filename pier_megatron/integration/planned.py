@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import os
 import sys
@@ -10,26 +11,55 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
+from pier_megatron import emulation
 from pier_megatron.checkpoint import ENTRY, Description
 from pier_megatron.config import PierConfig, PierConfigError
 from pier_megatron.groups import Rank, Topology
 from pier_megatron.integration import versions
-from pier_megatron.integration.checkpointing import damage, layout_of
+from pier_megatron.integration.arguments import config_from_args, uses_pier
+from pier_megatron.integration.checkpoint_files import damage
+from pier_megatron.integration.checkpointing import layout_of
 from pier_megatron.launch_command import LaunchCommand
 from pier_megatron.planner import Job
+from pier_megatron.registration import register
 
 _ARGUMENTS = "megatron.training.arguments"
+_MEMORY = "megatron.training.theoretical_memory_usage"
 
 
-def parsed_arguments(command: LaunchCommand) -> tuple[argparse.Namespace, list[str]]:
-    """Parses and validates a job's arguments as rank 0 of it would. The plugin must be registered.
+@dataclasses.dataclass(frozen=True)
+class PlannedJob:
+    """What a launch command says.
 
-    Returns:
-        The arguments, and those words that Megatron does not know: the script's own flags, or misspelt ones.
+    Attributes:
+        args: Megatron's arguments, validated.
+        config: Pier's.
+        unknown: Words that Megatron does not know: the script's own flags, or misspelt ones.
+    """
+
+    args: argparse.Namespace
+    config: PierConfig
+    unknown: list[str]
+
+
+def planned_job(command: LaunchCommand) -> PlannedJob:
+    """Parses and validates a job's arguments as rank 0 of it would; needs no GPU.
 
     Raises:
-        PierConfigError: If Megatron or the plugin refuses them, with the reason.
+        PierConfigError: If Megatron or the plugin refuses them, or the job does not use Pier.
     """
+    if not torch.cuda.is_available():
+        emulation.install()
+    register()
+    args, unknown = _parsed_arguments(command)
+    if not uses_pier(args):
+        raise PierConfigError("the job does not use Pier: it has no --optimizer pier.")
+    return PlannedJob(args, config_from_args(args), unknown)
+
+
+def _parsed_arguments(command: LaunchCommand) -> tuple[argparse.Namespace, list[str]]:
     environment = {
         "RANK": "0",
         "WORLD_SIZE": str(command.ranks),
@@ -82,14 +112,19 @@ def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
     Returns:
         Their number, or None if it hangs on the tokenizer, which has not been loaded.
     """
-    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    if vocabulary is None:
+    sized = _with_vocabulary(args)
+    if sized is None:
         return None
-    estimate = versions.require("megatron.training.theoretical_memory_usage", "compute_weight_and_optimizer_memory")
+    estimate = versions.require(_MEMORY, "compute_weight_and_optimizer_memory")
     # Without the distributed optimizer the estimate is 18 bytes for each parameter, whatever else is set.
-    sizes = argparse.Namespace(**vars(args) | {"use_distributed_optimizer": False, "padded_vocab_size": vocabulary})
-    parameters: int = round(estimate(sizes) / 18)
+    parameters: int = round(estimate(argparse.Namespace(**vars(sized) | {"use_distributed_optimizer": False})) / 18)
     return parameters
+
+
+def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:
+    """The arguments as they are once the tokenizer is built, as far as its size is given."""
+    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
+    return None if vocabulary is None else argparse.Namespace(**vars(args) | {"padded_vocab_size": vocabulary})
 
 
 def job(args: argparse.Namespace) -> Job:
@@ -98,25 +133,24 @@ def job(args: argparse.Namespace) -> Job:
     Raises:
         PierConfigError: If the vocabulary's size is not known.
     """
-    shard = parameters_of_largest_shard(args)
-    if shard is None:
+    sized, shard = _with_vocabulary(args), parameters_of_largest_shard(args)
+    if sized is None or shard is None:
         raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
-    args.padded_vocab_size = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    flops = versions.require("megatron.training.training", "num_floating_point_operations")(args, args.global_batch_size)
+    flops = versions.require("megatron.training.training", "num_floating_point_operations")(sized, args.global_batch_size)
     replicas = args.data_parallel_size * args.context_parallel_size
     return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups)
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:
-    """What Megatron itself takes on the fullest rank, by its own estimate, in bytes."""
-    module = "megatron.training.theoretical_memory_usage"
+    """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes."""
+    sized = _with_vocabulary(args) or args
     # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
-    sizes = argparse.Namespace(**vars(args) | {"data_parallel_size": args.data_parallel_size // args.pier_groups})
+    sizes = argparse.Namespace(**vars(sized) | {"data_parallel_size": args.data_parallel_size // args.pier_groups})
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return {
-        "weights, gradients, optimizer": versions.require(module, "compute_weight_and_optimizer_memory")(sizes),
-        "activations, without recomputation": versions.require(module, "compute_activation_memory_without_sp")(
-            args, microbatches
+        "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
+        "activations, without recomputation": versions.require(_MEMORY, "compute_activation_memory_without_sp")(
+            sized, microbatches
         ),
     }
 

@@ -1,6 +1,5 @@
 """Megatron's training loop: where the optimizer is built, where an iteration begins, what it logs."""
 
-import argparse
 import datetime
 import inspect
 import os
@@ -30,15 +29,10 @@ def install() -> None:
     versions.require(_TRAINING, "update_train_iters")
 
 
-def _args() -> argparse.Namespace:
-    args: argparse.Namespace = versions.require("megatron.training.global_vars", "get_args")()
-    return args
-
-
 def _building_pier(get_megatron_optimizer: Any) -> Any:
     def build(*args: Any, **kwargs: Any) -> Any:
         optimizer = get_megatron_optimizer(*args, **kwargs)
-        if not uses_pier(_args()):
+        if not uses_pier(versions.megatron_args()):
             current.set_optimizer(None)
             return optimizer
         pier = _build(optimizer)
@@ -51,7 +45,7 @@ def _building_pier(get_megatron_optimizer: Any) -> Any:
 def _build(optimizer: Any) -> Any:
     from pier_megatron.optimizer import PierOptimizer
 
-    args = _args()
+    args = versions.megatron_args()
     # Sample-based runs know their iterations only now.
     versions.require(_TRAINING, "update_train_iters")(args)
     check_arguments(args)
@@ -142,7 +136,7 @@ def _averaging_over_groups(training_log: Any) -> Any:
             return training_log(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         is_first = given.arguments.get("is_first_iteration", False)
-        if is_first or optimizer.iteration % _args().log_interval == 0:
+        if is_first or optimizer.iteration % versions.megatron_args().log_interval == 0:
             _average(given.arguments)
             return training_log(*given.args, **given.kwargs)
         # Some statistics, those of experts among them, are reduced here in every iteration.

@@ -1,8 +1,9 @@
 """Which Megatron releases are supported, and how a seam takes hold of a symbol."""
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 # Tested in CI; CONTRIBUTING.md says how a release gets in here.
@@ -64,6 +65,29 @@ def wrap_method(owner: type, name: str, make_wrapper: Callable[[Callable[..., An
     if original is None:
         raise UnsupportedMegatronError(_missing(f"{owner.__module__}.{owner.__name__}", name, "no such method"))
     setattr(owner, name, functools.update_wrapper(make_wrapper(original), original))
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a module or an object has other attributes; those of its class are only hidden.
+
+    Args:
+        owner: Of the attributes.
+        values: By the attributes' names.
+    """
+    hidden = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(hidden)
+
+
+def megatron_args() -> Any:
+    """Megatron's arguments of the training under way."""
+    return require("megatron.training.global_vars", "get_args")()
 
 
 def _missing(owner: str, name: str, error: object) -> str:

@@ -1,0 +1,57 @@
+"""The files of a checkpoint, before anything is read from them."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from pier_megatron.integration import current, versions
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint is not what was written."""
+
+
+def install() -> None:
+    """Looks at files before Megatron loads them. A run without ``--optimizer pier`` passes through unchanged."""
+    versions.wrap("megatron.core.dist_checkpointing", "load", _with_whole_files)
+
+
+def _with_whole_files(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Looks at a checkpoint's files first: a rank that misses one stops, and the others would wait for it."""
+
+    def checked(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(str(checkpoint_dir))
+        if current.pier_optimizer() is not None and folder.is_dir():
+            finding: list[str | None] = [damage(folder) if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(finding)
+            if finding[0]:
+                whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
+                raise DamagedCheckpointError(
+                    f"--load: {folder} is damaged: {finding[0]}. Choose another iteration with --ckpt-step; whole ones there: "
+                    f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
+                )
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return checked
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, as far as names and sizes tell."""
+    try:
+        stored = FileSystemReader(folder).read_metadata().storage_data
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        return f".metadata cannot be read ({error})"
+    sizes: dict[str, int] = {}
+    for place in stored.values():
+        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size < size:
+            return f"{name} has {path.stat().st_size:,} of {size:,} bytes"
+    return None

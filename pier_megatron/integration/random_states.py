@@ -1,0 +1,37 @@
+"""Random number generators of a rank: Megatron stores those of one group, and each group draws its own dropout."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from pier_megatron.integration import versions
+
+
+def random_states() -> Any:
+    """The states of all generators of this rank, as Megatron stores them."""
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    states = versions.require("megatron.training.checkpointing", "get_rng_state")(
+        "torch_dist",
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return states.data[0]
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Goes on from :func:`random_states`."""
+    tensor_parallel = versions.require("megatron.core", "tensor_parallel")
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    torch.cuda.set_rng_state(states["cuda_rng_state"])
+    tracker.set_states(
+        {
+            name: tensor_parallel.convert_cuda_rng_state(state, to_graphable=graphable)
+            for name, state in states["rng_tracker_states"].items()
+        }
+    )
