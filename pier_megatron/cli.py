@@ -9,7 +9,7 @@ from pier_megatron.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit status."""
-    from pier_megatron import doctor, plan, plot
+    from pier_megatron import doctor, evaluate, export, plan, plot
     from pier_megatron.demo import run as demo
 
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
@@ -27,6 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("plot", help="overlay runs from their TensorBoard logs")
     plot.add_arguments(command)
     command.set_defaults(run=plot.run)
+    command = commands.add_parser("export", help="turn a checkpoint into a Hugging Face GPT-2")
+    export.add_arguments(command)
+    command.set_defaults(run=export.run)
+    command = commands.add_parser("evaluate", help="run the paper's thirteen downstream tasks on a model")
+    evaluate.add_arguments(command)
+    command.set_defaults(run=evaluate.run)
     options = parser.parse_args(argv)
     status: int = options.run(options)
     return status
