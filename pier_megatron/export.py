@@ -86,7 +86,8 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
     if tokenizer is None and arguments.tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = arguments.tokenizer_model
     origin = {"iteration": stored.iteration, "weights": _weights(stored.description)}
-    config = gpt2.configuration(arguments, megatron_checkpoint=origin)
+    config = gpt2.configuration(arguments)
+    config.megatron_checkpoint = origin
     tokens = None
     if tokenizer is not None:
         tokens = _load_tokenizer(tokenizer, config.vocab_size)

@@ -79,12 +79,11 @@ _NAMES_IN_LAYER = {
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 
 
-def configuration(arguments: argparse.Namespace, **further: Any) -> "GPT2Config":
+def configuration(arguments: argparse.Namespace) -> "GPT2Config":
     """Describes a model to Hugging Face.
 
     Args:
         arguments: Megatron's, as stored with the model.
-        further: Entries of the configuration beside those of the architecture, such as the ids of special tokens.
 
     Raises:
         ExportError: If the model is not a GPT-2.
@@ -96,13 +95,14 @@ def configuration(arguments: argparse.Namespace, **further: Any) -> "GPT2Config"
         value = getattr(arguments, name, expected)
         if (value or None) != (expected or None):
             raise ExportError(
-                f"{flag}: the model was trained with {name} = {value}, where GPT-2 has {expected}, so it is not a GPT-2. {_ELSEWHERE}"
+                f"{flag}: the model was trained with {name} = {value}, but GPT-2 computes what Megatron does with {expected}. "
+                f"{_ELSEWHERE}"
             )
     hidden, heads = arguments.hidden_size, arguments.num_attention_heads
     if arguments.kv_channels * heads != hidden:
         raise ExportError(
-            f"--kv-channels {arguments.kv_channels}: x {heads} heads = {heads * arguments.kv_channels}, but the heads of a GPT-2 "
-            f"share --hidden-size {hidden} out. {_ELSEWHERE}"
+            f"--kv-channels {arguments.kv_channels}: {heads} heads have {heads * arguments.kv_channels} channels, but those of "
+            f"a GPT-2 share --hidden-size {hidden} out. {_ELSEWHERE}"
         )
     return GPT2Config(
         # With Megatron's padding, which takes part in its softmax: log-likelihoods stay those that were trained.
@@ -120,7 +120,9 @@ def configuration(arguments: argparse.Namespace, **further: Any) -> "GPT2Config"
         layer_norm_epsilon=arguments.layernorm_epsilon,
         initializer_range=arguments.init_method_std,
         tie_word_embeddings=not arguments.untie_embeddings_and_output_weights,
-        **({"bos_token_id": None, "eos_token_id": None} | further),
+        # Which tokens are special is the tokenizer's business.
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 
