@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.config import PierConfigError
-from pier_megatron.export import ExportError, add_tokenizer_argument, export, require_packages
+from pier_megatron.export import add_tokenizer_argument, export, require_packages
+from pier_megatron.gpt2 import ExportError
 
 PAPER = {
     "boolq": 0.628,

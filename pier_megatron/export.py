@@ -14,6 +14,13 @@ from pier_megatron.gpt2 import ExportError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Whose weights a checkpoint holds, as the exported configuration names them.
+_MEANING = {
+    "stock": "of a stock run",
+    "synchronised": "those that all groups hold",
+    "anchor": "the anchor, from the last outer step before",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
@@ -85,9 +92,9 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
     arguments = stored.arguments
     if tokenizer is None and arguments.tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = arguments.tokenizer_model
-    origin = {"iteration": stored.iteration, "weights": _weights(stored.description)}
     config = gpt2.configuration(arguments)
-    config.megatron_checkpoint = origin
+    weights = _weights(stored.description)
+    config.megatron_checkpoint = {"iteration": stored.iteration, "weights": weights}
     tokens = None
     if tokenizer is not None:
         tokens = _load_tokenizer(tokenizer, config.vocab_size)
@@ -100,7 +107,7 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
         f"{output}: {config.n_layer} layers of {config.n_embd}, {config.n_head} heads, {config.activation_function}, "
         f"{model.num_parameters():,} parameters as {str(model.dtype).removeprefix('torch.')}",
         f"vocabulary: {config.vocab_size} with Megatron's padding, which is part of its softmax",
-        f"weights: {origin['weights']}, iteration {stored.iteration}",
+        f"weights: {_MEANING[weights]}, iteration {stored.iteration}",
         f"tokenizer: {tokenizer}"
         if tokenizer
         else f"tokenizer: none; {arguments.tokenizer_type} is not Hugging Face's, see --tokenizer",
@@ -108,12 +115,9 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
 
 
 def _weights(description: Description | None) -> str:
-    """Whose weights a checkpoint holds."""
     if description is None:
-        return "of a stock run"
-    if description.holds_synchronised_weights:
-        return "synchronised, those of all groups"
-    return "the anchor: what the groups agreed on at their last outer step, saved between two"
+        return "stock"
+    return "synchronised" if description.holds_synchronised_weights else "anchor"
 
 
 def _load_tokenizer(name: str, vocabulary: int) -> "PreTrainedTokenizerBase":

@@ -183,4 +183,5 @@ def _laid_out(name: str, tensor: Tensor, heads: int) -> Tensor:
 
 def _with_heads_inside(qkv: Tensor, heads: int) -> Tensor:
     """Turns rows of ``[head, (query, key, value), channel]`` into rows of ``[(query, key, value), head, channel]``."""
-    return qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    interleaved: Tensor = qkv.unflatten(0, (heads, 3, -1))
+    return interleaved.transpose(0, 1).flatten(0, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -77,5 +77,5 @@ class StoredModel:
             for key, entry in reader.read_metadata().state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and key.startswith(_PARTS)
         }
-        distributed_checkpoint.load(weights, storage_reader=reader, no_dist=True)
+        state_dict_loader.load(weights, storage_reader=reader, no_dist=True)
         return weights

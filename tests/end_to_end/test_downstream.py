@@ -190,10 +190,11 @@ def test_model_says_where_it_comes_from(exported: dict[str, Path]) -> None:
     origins = {
         name: json.loads((folder / "config.json").read_text())["megatron_checkpoint"] for name, folder in exported.items()
     }
-    assert origins["pier"] == {"iteration": 6, "weights": "synchronised, those of all groups"}
-    assert origins["drifted"]["iteration"] == 7
-    assert "anchor" in origins["drifted"]["weights"]
-    assert origins["stock"] == {"iteration": 2, "weights": "of a stock run"}
+    assert origins == {
+        "pier": {"iteration": 6, "weights": "synchronised"},
+        "drifted": {"iteration": 7, "weights": "anchor"},
+        "stock": {"iteration": 2, "weights": "stock"},
+    }
 
 
 def test_weights_between_outer_steps_are_those_of_the_last_one(exported: dict[str, Path]) -> None:
@@ -309,7 +310,7 @@ def test_checkpoint_is_evaluated(runs: dict[str, Recorded], exported: dict[str, 
     offline = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     log = execute(command, tmp_path / "log.txt", **offline)
     assert re.search(r"next_bytes +acc +0\.7500 \+- ", log)
-    assert "weights: synchronised" in log
+    assert "weights: those that all groups hold, iteration 6" in log
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["mean"] == found["tasks"]["next_bytes"]["value"] == 0.75
     assert math.isclose(found["harness"]["results"]["next_bytes"]["acc,none"], 0.75)
