@@ -5,8 +5,10 @@ import copy
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.nn import functional
 from pier_megatron import gpt2
 from pier_megatron.cli import main
 from pier_megatron.evaluate import PAPER, Score, score, table
+from pier_megatron.export import require_packages
 from pier_megatron.gpt2 import ExportError
 
 pytestmark = pytest.mark.processes
@@ -240,15 +243,37 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_bad_input_is_refused(
+def test_bad_input_of_export_is_refused(
     exported: dict[str, Path], runs: dict[str, Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = ["export", "--checkpoint", str(runs["pier"].directory)]
-    nowhere = refused(capsys, "export", "--checkpoint", str(tmp_path), "--output", str(tmp_path / "model"))
-    assert re.search("--checkpoint .*no torch_dist checkpoint there", nowhere)
-    assert "there is a model already" in refused(capsys, *checkpoint, "--output", str(exported["pier"]))
-    no_tokenizer = refused(capsys, *checkpoint, "--output", str(tmp_path / "model"), "--tokenizer", str(tmp_path))
+    output = ["--output", str(tmp_path / "model")]
+    checkpoint = ["--checkpoint", str(folder_of(runs["pier"], 6))]
+    assert "no torch_dist checkpoint there" in refused(capsys, "export", "--checkpoint", str(tmp_path), *output)
+    assert "there is a model already" in refused(capsys, "export", *checkpoint, "--output", str(exported["pier"]))
+    no_tokenizer = refused(capsys, "export", *checkpoint, *output, "--tokenizer", str(tmp_path))
     assert f"--tokenizer {tmp_path} cannot be loaded" in no_tokenizer
+    damaged = shutil.copytree(folder_of(runs["pier"], 6), tmp_path / "damaged")
+    (damaged / "__0_0.distcp").unlink()
+    assert "damaged is damaged: __0_0.distcp is missing" in refused(capsys, "export", "--checkpoint", str(damaged), *output)
+
+
+def test_bad_input_of_evaluate_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    # The harness takes long to look through all of its tasks.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    (tmp_path / "config.json").touch()
+    (tmp_path / "known.yaml").write_text(_TASK.format(data="nowhere"))
+    evaluate = ["evaluate", "--model", str(tmp_path), "--include-path", str(tmp_path), "--tasks"]
+    assert re.search("--tasks misspelt: not among the 1 .*--include-path", refused(capsys, *evaluate, "next_bytes", "misspelt"))
+    assert "has no tokenizer with it: name" in refused(capsys, *evaluate, "next_bytes")
+
+
+def test_missing_packages_are_named() -> None:
+    with pytest.raises(ExportError, match=r"needs not_a_package, not installed: pip install 'pier-megatron\[downstream\]'"):
+        require_packages("torch", "not_a_package")
 
 
 # The tasks.
