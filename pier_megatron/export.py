@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pier_megatron import gpt2
 from pier_megatron.checkpoint import Description
 from pier_megatron.config import PierConfigError
-from pier_megatron.gpt2 import ExportError
+from pier_megatron.gpt2 import DownstreamError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         require_packages("transformers")
         print("\n".join(export(options.checkpoint, options.output, options.tokenizer)))
-    except (ExportError, PierConfigError) as error:
+    except (DownstreamError, PierConfigError) as error:
         print(f"pier-megatron export: {error}", file=sys.stderr)
         return 2
     return 0
@@ -60,11 +60,11 @@ def require_packages(*names: str) -> None:
     """Checks that the packages behind ``export`` and ``evaluate`` are there.
 
     Raises:
-        ExportError: If one is missing.
+        DownstreamError: If one is missing.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise ExportError(f"needs {', '.join(missing)}, not installed: pip install 'pier-megatron[downstream]'")
+        raise DownstreamError(f"needs {', '.join(missing)}, not installed: pip install 'pier-megatron[downstream]'")
 
 
 def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list[str]:
@@ -81,13 +81,13 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
         What was written, line by line.
 
     Raises:
-        ExportError: If the model is not a GPT-2, or cannot be read or written.
+        DownstreamError: If the model is not a GPT-2, or cannot be read or written.
         PierConfigError: If a newer plugin wrote the checkpoint.
     """
     from pier_megatron.integration.stored_model import StoredModel
 
     if (output / "config.json").exists():
-        raise ExportError(f"--output {output}: there is a model already. Choose another folder, or remove this one.")
+        raise DownstreamError(f"--output {output}: there is a model already. Choose another folder, or remove this one.")
     stored = StoredModel.find(checkpoint)
     arguments = stored.arguments
     if tokenizer is None and arguments.tokenizer_type == "HuggingFaceTokenizer":
@@ -126,9 +126,9 @@ def _load_tokenizer(name: str, vocabulary: int) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ExportError(f"--tokenizer {name} cannot be loaded: {error}") from error
+        raise DownstreamError(f"--tokenizer {name} cannot be loaded: {error}") from error
     if len(tokenizer) > vocabulary:
-        raise ExportError(
+        raise DownstreamError(
             f"--tokenizer {name} has {len(tokenizer)} tokens, but the model's vocabulary, with padding, only {vocabulary}: "
             "it is not the tokenizer that the model was trained with."
         )

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pier_megatron.checkpoint import ENTRY, Description
-from pier_megatron.gpt2 import ExportError
+from pier_megatron.gpt2 import DownstreamError
 from pier_megatron.integration import versions
 from pier_megatron.integration.checkpointing import damage
 
@@ -43,7 +43,7 @@ class StoredModel:
             path: Its folder, or the ``--save`` folder of a run, for the last one in it.
 
         Raises:
-            ExportError: If there is none, it is damaged, or it is of a kind that cannot be read.
+            DownstreamError: If there is none, it is damaged, or it is of a kind that cannot be read.
         """
         tracker = path / "latest_checkpointed_iteration.txt"
         folder = path
@@ -51,17 +51,17 @@ class StoredModel:
             last = tracker.read_text().strip()
             folder = path / (f"iter_{int(last):07d}" if last.isdigit() else last)
         if not (folder / ".metadata").exists():
-            raise ExportError(
+            raise DownstreamError(
                 f"--checkpoint {path}: no torch_dist checkpoint there ({folder / '.metadata'} does not exist). Give the --save "
                 "folder of a run or one of its iter_ folders; another format becomes torch_dist with Megatron's "
                 "--ckpt-convert-format torch_dist --ckpt-convert-save DIR."
             )
         found = damage(folder)
         if found:
-            raise ExportError(f"--checkpoint {folder} is damaged: {found}. Choose another iteration's folder.")
+            raise DownstreamError(f"--checkpoint {folder} is damaged: {found}. Choose another iteration's folder.")
         common = versions.require("megatron.core.dist_checkpointing", "load_common_state_dict")(str(folder))
         if "args" not in common:
-            raise ExportError(
+            raise DownstreamError(
                 f"--checkpoint {folder}: it has no arguments of Megatron's, so it was not written by Megatron's training loop, "
                 "and what model it holds is not known."
             )

@@ -22,7 +22,7 @@ from pier_megatron import gpt2
 from pier_megatron.cli import main
 from pier_megatron.evaluate import PAPER, Score, score, table
 from pier_megatron.export import require_packages
-from pier_megatron.gpt2 import ExportError
+from pier_megatron.gpt2 import DownstreamError
 
 pytestmark = pytest.mark.processes
 
@@ -224,17 +224,17 @@ def test_weights_between_outer_steps_are_those_of_the_last_one(exported: dict[st
 def test_what_is_no_gpt2_is_refused(runs: dict[str, Recorded], changes: dict[str, Any], said: str) -> None:
     arguments, _ = stored(runs["pier"])
     vars(arguments).update(changes)
-    with pytest.raises(ExportError, match=f"{said}.*Megatron Bridge"):
+    with pytest.raises(DownstreamError, match=f"{said}.*Megatron Bridge"):
         gpt2.configuration(arguments)
 
 
 def test_weights_without_a_place_are_refused(runs: dict[str, Recorded]) -> None:
     arguments, weights = stored(runs["pier"])
     config = gpt2.configuration(arguments)
-    with pytest.raises(ExportError, match=r"no place: decoder\.layers\.mlp\.router\.weight"):
+    with pytest.raises(DownstreamError, match=r"no place: decoder\.layers\.mlp\.router\.weight"):
         gpt2.build(config, weights | {"decoder.layers.mlp.router.weight": torch.zeros(2, 4, 32)})
     del weights["decoder.final_layernorm.bias"]
-    with pytest.raises(ExportError, match=r"(?s)not those of the model.*ln_f\.bias"):
+    with pytest.raises(DownstreamError, match=r"(?s)not those of the model.*ln_f\.bias"):
         gpt2.build(config, weights)
 
 
@@ -272,7 +272,7 @@ def test_bad_input_of_evaluate_is_refused(
 
 
 def test_missing_packages_are_named() -> None:
-    with pytest.raises(ExportError, match=r"needs not_a_package, not installed: pip install 'pier-megatron\[downstream\]'"):
+    with pytest.raises(DownstreamError, match=r"needs not_a_package, not installed: pip install 'pier-megatron\[downstream\]'"):
         require_packages("torch", "not_a_package")
 
 
