@@ -103,6 +103,13 @@ class Description:
         is_lazy = self.iteration <= self.settings["lazy_start"]
         return bool(is_lazy) or len(self.own_inner_state) >= self.settings["groups"] - 1
 
+    @property
+    def holds_synchronised_weights(self) -> bool:
+        """Whether Megatron's weights are those that all groups went on with, not the anchor from an earlier outer step."""
+        settings = dict(self.settings)
+        config = PierConfig(lazy_start_iters=settings.pop("lazy_start"), **settings)
+        return config.is_synchronised(self.iteration)
+
     def has_layout_of(self, present: "Description") -> bool:
         """Whether the ranks of a group share the model as they did."""
         return self.layout == present.layout

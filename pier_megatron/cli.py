@@ -9,7 +9,7 @@ from pier_megatron.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit status."""
-    from pier_megatron import doctor, plan, plot
+    from pier_megatron import doctor, evaluate, export, plan, plot
     from pier_megatron.demo import run as demo
 
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("doctor", doctor, "check a job before it is queued"),
         ("plan", plan, "predict what a job will cost and win on a cluster"),
         ("plot", plot, "overlay runs from their TensorBoard logs"),
+        ("export", export, "turn a checkpoint into a Hugging Face GPT-2"),
+        ("evaluate", evaluate, "run the paper's thirteen downstream tasks on a model"),
     ):
         command = commands.add_parser(name, help=purpose)
         module.add_arguments(command)

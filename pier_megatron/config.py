@@ -193,6 +193,12 @@ class PierConfig:
         begin, end = ((self.fragments * n) // self.sync_interval for n in (through - 1, through))
         return range(begin, end)
 
+    def is_synchronised(self, iteration: int) -> bool:
+        """Whether all groups hold the same parameters at the end of ``iteration`` (1-based)."""
+        if self.is_lazy(iteration) or iteration == self.train_iters:
+            return True
+        return self.overlap == 0 and self.fragments == 1 and self.is_outer_step(iteration)
+
     def outer_steps(self) -> Iterator[int]:
         """The iterations after which an outer step begins, in order."""
         return (iteration for iteration in range(self.lazy_start + 1, self.train_iters + 1) if self.is_outer_step(iteration))

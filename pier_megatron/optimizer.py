@@ -136,10 +136,7 @@ class PierOptimizer(ChainedOptimizer):
     @property
     def is_synchronised(self) -> bool:
         """Whether all groups hold the same parameters at the end of this iteration."""
-        config = self.pier_config
-        if not self.is_local or self.iteration == config.train_iters:
-            return True
-        return config.overlap == 0 and config.fragments == 1 and config.is_outer_step(self.iteration)
+        return self.pier_config.is_synchronised(self.iteration)
 
     @property
     def groups_meet(self) -> bool:

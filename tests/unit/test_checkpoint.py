@@ -80,3 +80,20 @@ def test_sources_of_the_inner_state(
 ) -> None:
     description = described(groups=saved, own=own)
     assert [description.sources(group, groups, rule) for group in range(groups)] == expected
+
+
+@pytest.mark.parametrize(
+    ("iteration", "changes", "expected"),
+    [
+        (90, {}, True),
+        (400, {}, True),
+        (410, {}, False),
+        (1000, {}, True),
+        (400, {"overlap": 10}, False),
+        (400, {"fragments": 2}, False),
+        (1000, {"overlap": 10, "fragments": 2}, True),
+    ],
+)
+def test_weights_are_synchronised_where_all_groups_have_met(iteration: int, changes: dict[str, object], expected: bool) -> None:
+    saved = dataclasses.replace(described(**changes), iteration=iteration)  # type: ignore[arg-type]
+    assert saved.holds_synchronised_weights is expected

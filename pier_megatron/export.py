@@ -1,0 +1,135 @@
+"""``pier-megatron export``: a checkpoint of Megatron's becomes a Hugging Face GPT-2."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pier_megatron import gpt2
+from pier_megatron.checkpoint import Description
+from pier_megatron.config import PierConfigError
+from pier_megatron.gpt2 import DownstreamError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Whose weights a checkpoint holds, as the exported configuration names them.
+_MEANING = {
+    "stock": "of a stock run",
+    "synchronised": "those that all groups hold",
+    "anchor": "the anchor, from the last outer step before",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own flags."""
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="--save folder of a run, for its last checkpoint, or an iter_ folder in it; of Pier or of stock Megatron-LM",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the model")
+    add_tokenizer_argument(parser)
+
+
+def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--tokenizer``."""
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME_OR_DIR",
+        help="Hugging Face tokenizer of the model, such as gpt2 for Megatron's GPT2BPETokenizer (default: what the run had as "
+        "--tokenizer-model of a HuggingFaceTokenizer, otherwise none)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exports; returns the exit status."""
+    try:
+        require_packages("transformers")
+        print("\n".join(export(options.checkpoint, options.output, options.tokenizer)))
+    except (DownstreamError, PierConfigError) as error:
+        print(f"pier-megatron export: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def require_packages(*names: str) -> None:
+    """Checks that the packages behind ``export`` and ``evaluate`` are there.
+
+    Raises:
+        DownstreamError: If one is missing.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DownstreamError(f"needs {', '.join(missing)}, not installed: pip install 'pier-megatron[downstream]'")
+
+
+def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list[str]:
+    """Writes the model of a checkpoint as ``GPT2LMHeadModel``: weights, configuration, and the tokenizer if it is known.
+
+    Weights keep the type they are stored in, and the vocabulary its padding.
+
+    Args:
+        checkpoint: Folder of a checkpoint or of a run's checkpoints.
+        output: Folder to write to, which must not hold a model yet.
+        tokenizer: Name or folder of a Hugging Face tokenizer; None for the one that the run was trained with, if that is one.
+
+    Returns:
+        What was written, line by line.
+
+    Raises:
+        DownstreamError: If the model is not a GPT-2, or cannot be read or written.
+        PierConfigError: If a newer plugin wrote the checkpoint.
+    """
+    from pier_megatron.integration.stored_model import StoredModel
+
+    if (output / "config.json").exists():
+        raise DownstreamError(f"--output {output}: there is a model already. Choose another folder, or remove this one.")
+    stored = StoredModel.find(checkpoint)
+    arguments = stored.arguments
+    if tokenizer is None and arguments.tokenizer_type == "HuggingFaceTokenizer":
+        tokenizer = arguments.tokenizer_model
+    config = gpt2.configuration(arguments)
+    weights = _weights(stored.description)
+    config.megatron_checkpoint = {"iteration": stored.iteration, "weights": weights}
+    tokens = None
+    if tokenizer is not None:
+        tokens = _load_tokenizer(tokenizer, config.vocab_size)
+        config.bos_token_id, config.eos_token_id = tokens.bos_token_id, tokens.eos_token_id
+    model = gpt2.build(config, stored.weights())
+    model.save_pretrained(output)
+    if tokens:
+        tokens.save_pretrained(output)
+    return [
+        f"{output}: {config.n_layer} layers of {config.n_embd}, {config.n_head} heads, {config.activation_function}, "
+        f"{model.num_parameters():,} parameters as {str(model.dtype).removeprefix('torch.')}",
+        f"vocabulary: {config.vocab_size} with Megatron's padding, which is part of its softmax",
+        f"weights: {_MEANING[weights]}, iteration {stored.iteration}",
+        f"tokenizer: {tokenizer}"
+        if tokenizer
+        else f"tokenizer: none; {arguments.tokenizer_type} is not Hugging Face's, see --tokenizer",
+    ]
+
+
+def _weights(description: Description | None) -> str:
+    if description is None:
+        return "stock"
+    return "synchronised" if description.holds_synchronised_weights else "anchor"
+
+
+def _load_tokenizer(name: str, vocabulary: int) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise DownstreamError(f"--tokenizer {name} cannot be loaded: {error}") from error
+    if len(tokenizer) > vocabulary:
+        raise DownstreamError(
+            f"--tokenizer {name} has {len(tokenizer)} tokens, but the model's vocabulary, with padding, only {vocabulary}: "
+            "it is not the tokenizer that the model was trained with."
+        )
+    return tokenizer

@@ -1,0 +1,348 @@
+"""``pier-megatron export`` and ``evaluate``: what Megatron trained is what Hugging Face loads."""
+
+import argparse
+import copy
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import Recorded, Run, execute, launch
+from torch import Tensor
+from torch.nn import functional
+
+from pier_megatron import gpt2
+from pier_megatron.cli import main
+from pier_megatron.evaluate import PAPER, Score, score, table
+from pier_megatron.export import require_packages
+from pier_megatron.gpt2 import DownstreamError
+
+pytestmark = pytest.mark.processes
+
+# Large weights, so that it shows which GELU is computed.
+_COMMON = "--init-method-std 0.3 --global-batch-size 8 "
+_RUNS = [
+    Run(
+        "pier",
+        _COMMON + "--train-iters 9 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+        "--tensor-model-parallel-size 2 --save {directory}/pier --save-interval 9",
+        ["samples"],
+        saves=[6, 7],
+    ),
+    Run(
+        "stock",
+        _COMMON + "--train-iters 2 --use-distributed-optimizer --pipeline-model-parallel-size 2 "
+        "--untie-embeddings-and-output-weights --save {directory}/stock --save-interval 2",
+    ),
+]
+_FUSED = {"bias_gelu_fusion": True}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(tmp_path_factory.mktemp("downstream"), corpus, _RUNS)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(257, (4, 32), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def megatron(runs: dict[str, Recorded], tokens: Tensor, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """Logits of Megatron's GPTModel, by run."""
+    folder = tmp_path_factory.mktemp("logits")
+    pier, stock = (str(folder_of(runs[name], iteration)) for name, iteration in (("pier", 6), ("stock", 2)))
+    models = {"pier": (pier, {}), "stock": (stock, {}), "pier, fused": (pier, _FUSED)}
+    torch.save({"tokens": tokens, "models": models}, folder / "asked.pt")
+    script = Path(__file__).with_name("megatron_logits.py")
+    execute([sys.executable, str(script), str(folder / "asked.pt"), str(folder / "found.pt")], folder / "log.txt")
+    return torch.load(folder / "found.pt")
+
+
+@pytest.fixture(scope="module")
+def exported(runs: dict[str, Recorded], tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of exported models, by the checkpoint they come from."""
+    folder, found = tmp_path_factory.mktemp("exported"), {}
+    for name, path in {
+        "pier": folder_of(runs["pier"], 6),
+        # The folder of the run: its last checkpoint, taken between two outer steps.
+        "drifted": runs["pier"].directory,
+        "stock": runs["stock"].directory,
+    }.items():
+        found[name] = folder / name
+        flags = ["--checkpoint", str(path), "--output", str(found[name]), "--tokenizer", str(tokenizer)]
+        assert main(["export", *flags]) == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokens of the corpus, which are bytes, as a Hugging Face tokenizer."""
+    from transformers import GPT2Tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()} | {"<|endoftext|>": 256}
+    GPT2Tokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
+    return folder
+
+
+def folder_of(run: Recorded, iteration: int) -> Path:
+    return run.directory / f"iter_{iteration:07d}"
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether logits are equal to FP32 rounding."""
+    assert one.std() > 0.1
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+# The model.
+
+
+@pytest.mark.parametrize("name", ["pier", "stock"])
+def test_logits_are_those_of_megatron(
+    exported: dict[str, Path], megatron: dict[str, Tensor], tokens: Tensor, name: str
+) -> None:
+    assert are_equal(logits(loaded(exported[name]), tokens), megatron[name])
+
+
+def test_loss_is_the_one_that_megatron_logged(exported: dict[str, Path], runs: dict[str, Recorded]) -> None:
+    # After an outer step all groups train their first iteration on the weights that were saved.
+    micro_batches = [batch for group in (0, 1) for batch in runs["pier"].of_group(group)[0]["samples"][7]]
+    inputs, labels = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
+    assert len(inputs) == 8
+    found = functional.cross_entropy(logits(loaded(exported["pier"]), inputs).flatten(0, 1), labels.flatten())
+    assert float(found) == pytest.approx(runs["pier"].losses[7], rel=1e-5)
+
+
+def test_fused_gelu_is_the_tanh_approximation(runs: dict[str, Recorded], megatron: dict[str, Tensor], tokens: Tensor) -> None:
+    assert are_equal(logits(converted(runs["pier"], _FUSED), tokens), megatron["pier, fused"])
+    assert not are_equal(logits(converted(runs["pier"], {}), tokens), megatron["pier, fused"])
+
+
+def converted(run: Recorded, changes: dict[str, Any]) -> Any:
+    """The model of a run, as if it had been trained with other arguments."""
+    arguments, weights = stored(run)
+    vars(arguments).update(changes)
+    return gpt2.build(gpt2.configuration(arguments), weights)
+
+
+def stored(run: Recorded) -> tuple[argparse.Namespace, dict[str, Tensor]]:
+    from pier_megatron.integration.stored_model import StoredModel
+
+    model = StoredModel.find(folder_of(run, 6))
+    return copy.copy(model.arguments), model.weights()
+
+
+@pytest.mark.parametrize(
+    ("function", "bug"),
+    [
+        ("_with_heads_inside", lambda qkv, heads: qkv),
+        # The projection is square: nothing but the numbers tells.
+        ("_laid_out", lambda name, tensor, heads: tensor if name == "attn.c_proj.weight" else _LAID_OUT(name, tensor, heads)),
+    ],
+)
+def test_planted_bugs_are_seen(
+    runs: dict[str, Recorded],
+    megatron: dict[str, Tensor],
+    tokens: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    bug: Callable[..., Tensor],
+) -> None:
+    monkeypatch.setattr(gpt2, function, bug)
+    assert not are_equal(logits(converted(runs["pier"], {}), tokens), megatron["pier"])
+
+
+_LAID_OUT = gpt2._laid_out
+
+
+def test_layers_and_norms_may_be_stored_apart(runs: dict[str, Recorded], tokens: Tensor) -> None:
+    arguments, weights = stored(runs["pier"])
+    expected = logits(gpt2.build(gpt2.configuration(arguments), weights), tokens)
+    apart = {}
+    for key, tensor in weights.items():
+        name = key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        prefix, is_layer, rest = name.partition("decoder.layers.")
+        apart |= {f"{prefix}{is_layer}{n}.{rest}": own for n, own in enumerate(tensor)} if is_layer else {name: tensor}
+    assert torch.equal(logits(gpt2.build(gpt2.configuration(arguments), apart), tokens), expected)
+
+
+def test_model_says_where_it_comes_from(exported: dict[str, Path]) -> None:
+    origins = {
+        name: json.loads((folder / "config.json").read_text())["megatron_checkpoint"] for name, folder in exported.items()
+    }
+    assert origins == {
+        "pier": {"iteration": 6, "weights": "synchronised"},
+        "drifted": {"iteration": 7, "weights": "anchor"},
+        "stock": {"iteration": 2, "weights": "stock"},
+    }
+
+
+def test_weights_between_outer_steps_are_those_of_the_last_one(exported: dict[str, Path]) -> None:
+    drifted, met = loaded(exported["drifted"]).state_dict(), loaded(exported["pier"]).state_dict()
+    assert all(torch.equal(tensor, met[name]) for name, tensor in drifted.items())
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"position_embedding_type": "rope"}, "--position-embedding-type.* = rope, .* learned_absolute"),
+        ({"normalization": "RMSNorm"}, "--normalization.* = RMSNorm, .* LayerNorm"),
+        ({"swiglu": True}, "--swiglu.* = True, .* False"),
+        ({"group_query_attention": True}, "--group-query-attention"),
+        ({"num_experts": 8}, "--num-experts.* = 8, .* None"),
+        ({"add_bias_linear": False}, "--disable-bias-linear"),
+        ({"window_size": (64, 0)}, "--window-size"),
+        ({"kv_channels": 16}, "--kv-channels 16: 4 heads have 64 channels, .* --hidden-size 32"),
+    ],
+)
+def test_what_is_no_gpt2_is_refused(runs: dict[str, Recorded], changes: dict[str, Any], said: str) -> None:
+    arguments, _ = stored(runs["pier"])
+    vars(arguments).update(changes)
+    with pytest.raises(DownstreamError, match=f"{said}.*Megatron Bridge"):
+        gpt2.configuration(arguments)
+
+
+def test_weights_without_a_place_are_refused(runs: dict[str, Recorded]) -> None:
+    arguments, weights = stored(runs["pier"])
+    config = gpt2.configuration(arguments)
+    with pytest.raises(DownstreamError, match=r"no place: decoder\.layers\.mlp\.router\.weight"):
+        gpt2.build(config, weights | {"decoder.layers.mlp.router.weight": torch.zeros(2, 4, 32)})
+    del weights["decoder.final_layernorm.bias"]
+    with pytest.raises(DownstreamError, match=r"(?s)not those of the model.*ln_f\.bias"):
+        gpt2.build(config, weights)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input_of_export_is_refused(
+    exported: dict[str, Path], runs: dict[str, Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["--output", str(tmp_path / "model")]
+    checkpoint = ["--checkpoint", str(folder_of(runs["pier"], 6))]
+    assert "no torch_dist checkpoint there" in refused(capsys, "export", "--checkpoint", str(tmp_path), *output)
+    assert "there is a model already" in refused(capsys, "export", *checkpoint, "--output", str(exported["pier"]))
+    no_tokenizer = refused(capsys, "export", *checkpoint, *output, "--tokenizer", str(tmp_path))
+    assert f"--tokenizer {tmp_path} cannot be loaded" in no_tokenizer
+    damaged = shutil.copytree(folder_of(runs["pier"], 6), tmp_path / "damaged")
+    (damaged / "__0_0.distcp").unlink()
+    assert "damaged is damaged: __0_0.distcp is missing" in refused(capsys, "export", "--checkpoint", str(damaged), *output)
+
+
+def test_bad_input_of_evaluate_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    # The harness takes long to look through all of its tasks.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    (tmp_path / "config.json").touch()
+    (tmp_path / "known.yaml").write_text(_TASK.format(data="nowhere"))
+    evaluate = ["evaluate", "--model", str(tmp_path), "--include-path", str(tmp_path), "--tasks"]
+    assert re.search("--tasks misspelt: not among the 1 .*--include-path", refused(capsys, *evaluate, "next_bytes", "misspelt"))
+    assert "has no tokenizer with it: name" in refused(capsys, *evaluate, "next_bytes")
+
+
+def test_missing_packages_are_named() -> None:
+    with pytest.raises(DownstreamError, match=r"needs not_a_package, not installed: pip install 'pier-megatron\[downstream\]'"):
+        require_packages("torch", "not_a_package")
+
+
+# The tasks.
+
+
+def test_tasks_of_the_paper_are_known_to_the_harness() -> None:
+    from lm_eval import tasks
+
+    folders = ("super_glue", "glue", "lambada", "race", "mathqa", "piqa", "winogrande")
+    manager = tasks.TaskManager(
+        include_path=[Path(tasks.__file__).parent / folder for folder in folders], include_defaults=False
+    )
+    assert len(PAPER) == 13
+    assert set(PAPER) <= set(manager.all_subtasks)
+    for task in PAPER:
+        metrics = {f"{metric['metric']},none": 0.5 for metric in manager.task_index[task].cfg["metric_list"]}
+        assert score(task, metrics).metric == ("f1" if task == "record" else "acc")
+
+
+def test_table_has_the_figures_of_the_paper() -> None:
+    text = "\n".join(table({task: Score("acc", 0.5, 0.01) for task in PAPER}, 0.5))
+    assert re.search(r"boolq +acc +0\.5000 \+- 0\.0100 +0\.628", text)
+    assert re.search(r"mean +0\.5000 +0\.5146", text)
+    assert "0.5146" not in "\n".join(table({"boolq": Score("acc", 0.5, None)}, 0.5))
+
+
+_TASK = """
+task: next_bytes
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{label}}}}"
+target_delimiter: ""
+metric_list:
+  - metric: acc
+"""
+
+
+def test_checkpoint_is_evaluated(runs: dict[str, Recorded], exported: dict[str, Path], tokenizer: Path, tmp_path: Path) -> None:
+    """From the checkpoint to the score, with a task of one's own whose score is known."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    model, questions = loaded(exported["pier"]), []
+    for place in range(1000, 9000, 1000):
+        prompt, choices = text[place : place + 20], [text[other : other + 5] for other in (place + 20, place // 2, place // 3)]
+        likelihoods = [likelihood(model, prompt, choice) for choice in choices]
+        questions.append({"text": prompt, "choices": choices, "label": likelihoods.index(max(likelihoods))})
+    # Two questions of eight the model gets wrong.
+    for question in questions[:2]:
+        question["label"] = (question["label"] + 1) % 3
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "tasks" / "next_bytes.yaml").write_text(_TASK.format(data=tmp_path / "questions.jsonl"))
+    command = [sys.executable, "-m", "pier_megatron.cli", "evaluate", "--model", str(folder_of(runs["pier"], 6))]
+    command += ["--tokenizer", str(tokenizer), "--tasks", "next_bytes", "--include-path", str(tmp_path / "tasks")]
+    command += ["--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
+    offline = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    log = execute(command, tmp_path / "log.txt", **offline)
+    assert re.search(r"next_bytes +acc +0\.7500 \+- ", log)
+    assert "weights: those that all groups hold, iteration 6" in log
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert found["mean"] == found["tasks"]["next_bytes"]["value"] == 0.75
+    assert math.isclose(found["harness"]["results"]["next_bytes"]["acc,none"], 0.75)
+
+
+def likelihood(model: Any, prompt: str, choice: str) -> float:
+    tokens = torch.tensor([list((prompt + choice).encode())])
+    # The logits at a place are of the token after it.
+    scores = logits(model, tokens)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])
+    return float(scores[len(prompt) - 1 :].sum())
