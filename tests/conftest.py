@@ -4,6 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+# The cores belong to the processes that tests start; threads of this one that wait for each other are in their way.
+torch.set_num_threads(1)
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 

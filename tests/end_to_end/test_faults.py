@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from jobs import ITERATIONS, Job, differing, outer_checksums
-from torture import torture
 
 pytestmark = pytest.mark.processes
 
@@ -83,10 +82,3 @@ def test_all_groups_bad_is_a_clear_stop(tmp_path: Path, corpus: tuple[Path, Path
     reason = "no group has a pseudo-gradient that can be used (group 0 not finite, group 1 not finite)"
     assert f"After iteration 12 {reason}" in attempt.log
     assert job.last_saved() == 8
-
-
-def test_short_torture(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    outcome = torture(tmp_path, corpus, ranks=2, kills=2, seed=1)
-    assert outcome.differences == []
-    assert outcome.hangs == outcome.lost == 0
-    assert outcome.kills == 2

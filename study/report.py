@@ -1,0 +1,146 @@
+"""Makes the tables and plots of the study from the runs that there are: ``python study/report.py [--output DIR]``."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rows import LEARNING_RATES, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
+from run import Study
+
+# No study has more.
+_SEEDS = range(1, 100)
+
+# Outer steps after the switch among which the highest loss counts as the rise.
+_RISE_STEPS = 5
+
+
+def main() -> None:
+    """Writes ``study.md``, ``study.json`` and ``study.png``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of the runs (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for what it writes (%(default)s)")
+    options = parser.parse_args()
+    results = Results(Study(options.runs.resolve()))
+    sections = [_sweep(results), *(_section(results, table) for table in TABLES)]
+    heading = f"`make study`, then `python study/report.py`, {date.today().isoformat()}."
+    (options.output / "study-tables.md").write_text("\n\n".join([heading, *sections]) + "\n")
+    (options.output / "study.json").write_text(json.dumps(results.raw(), indent=1, sort_keys=True))
+    _plot(results, options.output / "study.png")
+    print("\n\n".join(sections))
+
+
+class Results:
+    """What came out of the rows that have been trained."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self._curves: dict[Row, dict[int, float]] = {}
+
+    def curve(self, row: Row) -> dict[int, float] | None:
+        """Validation loss by iteration, or None for a row that has not been trained."""
+        if row not in self._curves and self._study.has(row):
+            self._curves[row] = self._study.validation(row)
+        return self._curves.get(row)
+
+    def final(self, row: Row) -> float | None:
+        """Validation loss after the last iteration, in nats per byte."""
+        curve = self.curve(row)
+        return None if curve is None else curve[max(curve)]
+
+    def gap(self, row: Row) -> float | None:
+        """Final loss above that of synchronous AdamW on the same batches."""
+        own, baseline = self.final(row), self.final(row.baseline)
+        return None if own is None or baseline is None else own - baseline
+
+    def rise(self, row: Row) -> float | None:
+        """By how much the loss exceeds that at the switch in the first outer steps after it; negative if it only falls."""
+        curve = self.curve(row)
+        if curve is None or row.method == SYNCHRONOUS:
+            return None
+        switch = round(row.lazy_start * max(curve) / row.interval) * row.interval
+        after = [loss for iteration, loss in curve.items() if switch < iteration <= switch + _RISE_STEPS * row.interval]
+        return max(after) - curve[switch] if switch in curve else None
+
+    def raw(self) -> dict[str, dict[int, float]]:
+        """All curves so far, by the names of their rows."""
+        return {
+            row.name: {iteration: round(loss, 5) for iteration, loss in curve.items()} for row, curve in self._curves.items()
+        }
+
+
+def _sweep(results: Results) -> str:
+    lines = ["### Learning rate of synchronous AdamW\n", "| lr | final loss, nats per byte |", "|---|---|"]
+    for rate in LEARNING_RATES:
+        rows = (row for row in learning_rate_sweep(len(_SEEDS)) if row.learning_rate == rate)
+        lines.append(f"| {rate:g} | {_spread(results.final(row) for row in rows)} |")
+    return "\n".join(lines)
+
+
+def _section(results: Results, table: Table) -> str:
+    parts = [f"### {table.title}"]
+    for what, value in (
+        ("Final loss above synchronous AdamW", results.gap),
+        ("Rise after the switch", results.rise),
+    ):
+        lines = [f"{what}, nats per byte: mean +- standard deviation over paired seeds.\n"]
+        lines += [f"| | {' | '.join(table.methods)} |", "|---" * (len(table.methods) + 1) + "|"]
+        for name, changes in table.variants.items():
+            cells = [_spread(_of_seeds(value, method, changes)) for method in table.methods]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _of_seeds(value: Callable[[Row], float | None], method: str, changes: dict[str, Any]) -> Iterable[float | None]:
+    return (value(Row(method, seed, **changes)) for seed in _SEEDS)
+
+
+def _spread(values: Iterable[float | None]) -> str:
+    there = [value for value in values if value is not None]
+    if not there:
+        return "-"
+    if len(there) == 1:
+        return f"{there[0]:+.4f} (one seed)"
+    return f"{statistics.mean(there):+.4f} +- {statistics.stdev(there):.4f}"
+
+
+def _plot(results: Results, path: Path) -> None:
+    """Gap over groups and over the interval, and the loss of one seed around the switch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    for axis, table, varied in ((axes[0], TABLES[0], "groups"), (axes[1], TABLES[1], "interval")):
+        for color, method in enumerate(table.methods):
+            points = []
+            for changes in table.variants.values():
+                gaps = [gap for gap in _of_seeds(results.gap, method, changes) if gap is not None]
+                if gaps:
+                    points.append((changes[varied], statistics.mean(gaps), statistics.stdev(gaps) if len(gaps) > 1 else 0.0))
+            if points:
+                places, means, spreads = zip(*points, strict=True)
+                axis.errorbar(places, means, spreads, marker="o", capsize=3, color=f"C{color}", label=method)
+        axis.set(xscale="log", xlabel=varied, ylabel="final loss above synchronous AdamW, nats per byte")
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.legend()
+        axis.grid(alpha=0.3)
+    shown = [Row(method, 1) for method in TABLES[0].methods]
+    for color, row in enumerate([*shown, shown[0].baseline]):
+        curve = results.curve(row)
+        if curve:
+            axes[2].plot(*zip(*sorted(curve.items()), strict=True), color=f"C{color}", label=row.method, linewidth=1)
+    axes[2].set(xlabel="iteration", ylabel="validation loss, nats per byte", title="4 groups, H = 20, seed 1")
+    axes[2].legend()
+    axes[2].grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What the study trains: every row of its tables, as data."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from pier_megatron.schedules import PRESETS, Preset, Segment
+
+ITERATIONS = 1000
+BATCH = 64
+"""Sequences in a batch of all groups together."""
+
+LEARNING_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+"""Among which synchronous AdamW chooses before anything is compared with it."""
+
+SYNCHRONOUS = "adamw"
+METHODS = ("diloco", "pier", "pier-cosine", "pier-adaptive", "local-sgd")
+
+# What the paper's schedule owes to each of its parts.
+_PIER = PRESETS["pier"]
+ABLATIONS: dict[str, Preset] = {
+    "pier without momentum warmup": dataclasses.replace(_PIER, warmup_momentum=None),
+    "pier without momentum decay": dataclasses.replace(_PIER, momentum=(Segment(0.99, 0.99, None, lambda fraction: fraction),)),
+    "pier without the ramp": dataclasses.replace(_PIER, learning_rate=_PIER.learning_rate[1:]),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One training.
+
+    Attributes:
+        method: :data:`SYNCHRONOUS`, or a preset of the outer schedule.
+        seed: Of weights and data order.
+        groups: Number of groups; synchronous training has as many ranks.
+        interval: Iterations between outer steps.
+        lazy_start: Share of the run that is synchronous.
+        learning_rate: Of AdamW; None for the one that synchronous AdamW chose.
+        batch_scale: Factor on the batch and on the learning rate; the run is as many times shorter.
+    """
+
+    method: str
+    seed: int
+    groups: int = 4
+    interval: int = 20
+    lazy_start: float = 0.1
+    learning_rate: float | None = None
+    batch_scale: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its folder: everything that makes it differ from others."""
+        parts = [self.method.replace(" ", "-"), f"g{self.groups}"]
+        if self.method != SYNCHRONOUS:
+            parts += [f"h{self.interval}", f"lazy{round(100 * self.lazy_start)}"]
+        if self.batch_scale > 1:
+            parts.append(f"batch{self.batch_scale}")
+        if self.learning_rate is not None:
+            parts.append(f"lr{self.learning_rate:g}")
+        return "-".join([*parts, f"seed{self.seed}"])
+
+    @property
+    def baseline(self) -> "Row":
+        """The synchronous training that it is compared with: the same batches in the same order."""
+        return Row(SYNCHRONOUS, self.seed, groups=2, learning_rate=self.learning_rate, batch_scale=self.batch_scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows that are read together.
+
+    Attributes:
+        title: What is varied.
+        methods: Of its columns.
+        variants: Of its lines: what a line is called, and what it has in place of a :class:`Row`'s defaults.
+    """
+
+    title: str
+    methods: tuple[str, ...]
+    variants: dict[str, dict[str, float]]
+
+    def rows(self, seeds: int) -> Iterator[Row]:
+        """All trainings that the table needs, baselines included."""
+        for seed, changes, method in itertools.product(range(1, seeds + 1), self.variants.values(), self.methods):
+            row = Row(method, seed, **changes)  # type: ignore[arg-type]
+            yield row.baseline
+            yield row
+
+
+TABLES = (
+    Table("Number of groups", METHODS, {f"{groups} groups": {"groups": groups} for groups in (2, 4, 8, 16)}),
+    Table("Sync interval", METHODS, {f"H = {interval}": {"interval": interval} for interval in (10, 20, 50, 100)}),
+    Table("Lazy start", METHODS, {f"{share:.0%}, 8 groups": {"lazy_start": share, "groups": 8} for share in (0.1, 0.3)}),
+    Table("What the paper's schedule owes to its parts", ("pier", *ABLATIONS), {"4 groups": {}}),
+    Table(
+        "Weak scaling: the batch and the learning rate grow with the groups",
+        ("diloco", "pier", "pier-adaptive"),
+        {f"{scale} x, {2 * scale} groups": {"batch_scale": scale, "groups": 2 * scale} for scale in (1, 2, 4)},
+    ),
+)
+
+
+def learning_rate_sweep(seeds: int) -> list[Row]:
+    """The trainings that choose the learning rate."""
+    return [Row(SYNCHRONOUS, seed, groups=2, learning_rate=rate) for rate in LEARNING_RATES for seed in range(1, seeds + 1)]

@@ -1,0 +1,147 @@
+"""Trains the study's rows, and goes on where it was interrupted.
+
+``make study``, or ``python study/run.py [--seeds N] [--only TEXT]``: real Megatron on the CPU and gloo, one process per group.
+A row that is complete is not trained again. ``python study/report.py`` makes the tables and plots of what is there.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rows import BATCH, ITERATIONS, METHODS, SYNCHRONOUS, TABLES, Row, learning_rate_sweep
+
+from pier_megatron.demo import corpus
+from pier_megatron.tensorboard_log import TensorBoardLog
+
+_FOLDER = Path(__file__).resolve().parent
+
+# A byte-level GPT of 0.12 million parameters: small enough for hundreds of trainings, on batches of 4096 bytes, which leave a
+# group of 16 some 256 of them.
+_MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 "
+    "--lr-decay-style cosine --lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10"
+)
+_SEQUENCE = 64
+_VALIDATION_SEQUENCES = 256
+VALIDATION = "lm loss validation"
+
+
+def main() -> None:
+    """Trains what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="paired seeds of every row (%(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only tables whose title begins with this")
+    parser.add_argument("--short", action="store_true", help="a tenth of the iterations, one seed, 4 groups: minutes")
+    parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for the runs (%(default)s)")
+    options = parser.parse_args()
+    study = Study(options.output.resolve(), ITERATIONS // 10 if options.short else ITERATIONS)
+    seeds = 1 if options.short else options.seeds
+    study.train(learning_rate_sweep(seeds))
+    print(f"Synchronous AdamW chooses --lr {study.learning_rate():g}", flush=True)
+    if options.short:
+        study.train([row for method in METHODS for row in (Row(method, 1).baseline, Row(method, 1, interval=5))])
+        return
+    tables = [table for table in TABLES if table.title.startswith(options.only)]
+    study.train([row for table in tables for row in table.rows(seeds)])
+
+
+class Study:
+    """The folder of a study.
+
+    Attributes:
+        folder: Each row has one in it, by its name.
+    """
+
+    def __init__(self, folder: Path, iterations: int = ITERATIONS) -> None:
+        """Opens a study, of runs of so many iterations."""
+        self.folder = folder
+        self._iterations = iterations
+        train, validation = corpus.write(folder / "corpus")
+        self._data = f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
+
+    def train(self, rows: Sequence[Row]) -> None:
+        """Trains those rows that are not there yet, those of equally many processes in one launch."""
+        missing = [row for row in dict.fromkeys(rows) if not self._done(row).exists()]
+        print(f"{len(missing)} of {len(set(rows))} trainings are to be done", flush=True)
+        for processes in sorted({row.groups for row in missing}):
+            specification = []
+            for row in missing:
+                if row.groups == processes:
+                    folder = self.folder / row.name
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir(parents=True)
+                    entry = {"name": row.name, "argv": self._arguments(row), "done": str(self._done(row))}
+                    specification.append(entry | {"log": str(folder / "log.txt")})
+            self._launch(processes, specification)
+
+    def _launch(self, processes: int, specification: list[dict[str, object]]) -> None:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "29700"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(_FOLDER)}
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(specification, file)
+            file.flush()
+            subprocess.run([*launcher, str(_FOLDER / "worker.py"), file.name], env=environment, check=True)
+
+    def _arguments(self, row: Row) -> list[str]:
+        rate = (row.learning_rate or self.learning_rate()) * row.batch_scale
+        iterations, batch = self._iterations // row.batch_scale, BATCH * row.batch_scale
+        arguments = (
+            f"{_MODEL} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
+            f"{batch // row.groups} --seed {row.seed} --lr {rate} --min-lr {rate / 10} --eval-interval {row.interval} "
+            f"--eval-iters {_VALIDATION_SEQUENCES // batch} "
+            f"--tensorboard-dir {self.folder / row.name / 'tensorboard'}"
+        ).split()
+        if row.method == SYNCHRONOUS:
+            return [*arguments, "--use-distributed-optimizer"]
+        return [
+            *arguments,
+            *("--optimizer", "pier", "--pier-preset", row.method, "--pier-groups", str(row.groups)),
+            *("--pier-sync-interval", str(row.interval), "--pier-lazy-start-fraction", str(row.lazy_start)),
+        ]
+
+    def _done(self, row: Row) -> Path:
+        return self.folder / row.name / "done"
+
+    def has(self, row: Row) -> bool:
+        """Whether a row has been trained."""
+        return self._done(row).exists()
+
+    def log(self, row: Row) -> TensorBoardLog:
+        """What Megatron and the plugin wrote of a row."""
+        return TensorBoardLog(self.folder / row.name)
+
+    def validation(self, row: Row) -> dict[int, float]:
+        """Loss on all validation data, in nats per byte, by iteration."""
+        return dict(self.log(row).mean(VALIDATION))
+
+    def learning_rate(self) -> float:
+        """The one at which synchronous AdamW ends best, over the seeds that there are."""
+        ends: dict[float, list[float]] = {}
+        for row in (row for row in learning_rate_sweep(seeds=99) if self.has(row)):
+            ends.setdefault(row.learning_rate or 0.0, []).append(list(self.validation(row).values())[-1])
+        return min(ends, key=lambda rate: statistics.mean(ends[rate]))
+
+
+def _excerpt(prefix: Path) -> Path:
+    """The validation data that every evaluation reads in full, written once."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    excerpt = prefix.with_name("excerpt")
+    text = prefix.with_name("excerpt.txt")
+    if not text.exists():
+        tokens = IndexedDataset(str(prefix))
+        document = max(tokens, key=len)[: _VALIDATION_SEQUENCES * _SEQUENCE]
+        text.write_bytes(bytes(byte for byte in document if byte != corpus.END_OF_DOCUMENT))
+    return corpus.write_documents(excerpt, [text])
+
+
+if __name__ == "__main__":
+    main()
