@@ -103,6 +103,11 @@ def test_plan(tmp_path: Path) -> None:
     assert plan["verdict"].startswith(("Use it", "Do not use it"))
     text = execute([*command, *shlex.split(_JOB)], tmp_path / "plan.txt")
     assert "GPU-hours" in text
+    assert re.search(r"GB together, of 40 GB$", text, re.MULTILINE)
+    assert re.search(
+        r"GB together, of 40 GB: does not fit",
+        execute([*command, *_JOB.replace("batch-size 4", "batch-size 64").split()], tmp_path / "large.txt"),
+    )
 
 
 def test_started_job_shows_what_crosses_the_groups(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
