@@ -47,6 +47,9 @@ _SHARD = 10_000
 _BATCH = 256
 """Documents that a process holds in memory at a time."""
 
+_ENOUGH = 1000
+"""Documents, one in a thousand of which are for the test."""
+
 _LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -108,6 +111,11 @@ def prepare(options: argparse.Namespace) -> None:
             for shard in tqdm(shards, unit="shard", desc="merging"):
                 builder.add_index(str(shard))
     shutil.rmtree(options.output / "shards", ignore_errors=True)
+    if len(texts) < _ENOUGH:
+        print(
+            f"WARNING: {len(texts):,} documents. With fewer than {_ENOUGH:,} the recipes' --split 949,50,1 leaves none for the "
+            "test, and Megatron waits for ever on an empty split. Train with another --split."
+        )
     size = Path(get_bin_path(str(result))).stat().st_size
     print(
         f"{len(texts):,} documents, {_tokens(result):,} tokens, {size / 1e9:,.2f} GB. For train.sh and train.slurm:\n\n"

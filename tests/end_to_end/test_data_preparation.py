@@ -182,5 +182,6 @@ def test_bad_input(said: dict[str, tuple[int, str]], flags: str) -> None:
 
 def test_other_formats(folder: Path, said: dict[str, tuple[int, str]]) -> None:
     assert said["parquet"][0] == said["txt"][0] == 0
+    assert "WARNING: 3 documents" in said["parquet"][1]
     assert list(documents(folder / "three")) == ["one", "", "three"]
     assert list(documents(folder / "library")) == ["first\n\nbook\n", "second"]
