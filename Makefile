@@ -16,7 +16,7 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt tools/find_python.sh Makefile
 	@test -x $(BIN)/python || { python=$$(tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,downstream]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[data,dev,downstream]'
 	@touch $@
 
 $(VENV)/megatron-%: $(VENV)/.ready

@@ -64,12 +64,14 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     planned_job = planned.planned_job(command)
     args, config, job = planned_job.args, planned_job.config, planned.job(planned_job.args)
     prediction = predict(job, cluster, None if tflops is None else tflops * 1e12)
+    outer_state = {} if config.offload else {"outer state, --pier-offload to move it": 8 * job.owned}
     return {
         "groups": config.groups,
         "gpus": job.gpus,
         "parameters per rank": job.shard,
         "calibrated": cluster.is_calibrated,
-        "memory": planned.memory(args) | {"outer state, --pier-offload to move it": 8 * job.owned},
+        "memory": planned.memory(args) | outer_state,
+        "memory of a GPU": cluster.memory,
         "prediction": dataclasses.asdict(prediction),
         "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
         "break-even interval": prediction.break_even_interval(),
@@ -115,9 +117,12 @@ def _verdict(prediction: Prediction, config: PierConfig, job: Job) -> str:
 def _text(plan: dict[str, Any]) -> list[str]:
     prediction, modes = plan["prediction"], plan["modes"]
     reference = modes["synchronous, overlap flags"]
+    needed, there = sum(plan["memory"].values()), plan["memory of a GPU"]
     lines = [
         f"{plan['groups']} groups on {plan['gpus']} GPUs, {plan['parameters per rank'] / 1e9:.2f} G parameters per rank",
         *(f"memory per rank: {name}: {size / 1e9:.2f} GB" for name, size in plan["memory"].items()),
+        f"memory per rank: {needed / 1e9:.2f} GB together, of {there / 1e9:.0f} GB"
+        + ("" if needed <= there else ": does not fit. Lower --micro-batch-size or recompute activations, add --pier-offload"),
         f"an iteration: {prediction['compute'] * 1e3:,.0f} ms of compute, {prediction['inner'] * 1e3:,.0f} ms inside a group",
         f"an outer step: {prediction['exchange']['fp32'] * 1e3:,.0f} ms on the wire in FP32, "
         f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "

@@ -103,6 +103,9 @@ def test_plan(tmp_path: Path) -> None:
     assert plan["verdict"].startswith(("Use it", "Do not use it"))
     text = execute([*command, *shlex.split(_JOB)], tmp_path / "plan.txt")
     assert "GPU-hours" in text
+    assert re.search(r"GB together, of 40 GB$", text, re.MULTILINE)
+    text = execute([*command, *shlex.split(_JOB), "--hidden-size", "6144", "--num-layers", "96"], tmp_path / "large.txt")
+    assert re.search(r"GB together, of 40 GB: does not fit", text)
 
 
 def test_started_job_shows_what_crosses_the_groups(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
