@@ -24,13 +24,13 @@ from pier_megatron.demo import corpus
 
 _FOLDER = Path(__file__).resolve().parent
 
-# Keeps freed memory in the process. By default it depends on the history of a process whether a large tensor is carved from
-# the heap or paged in anew each time, which makes equal trainings differ by half.
+# Keeps freed memory in the process, where the worker has touched it before: see training_worker.touch_memory.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "MALLOC_TOP_PAD_": str(2**26),
+    "MALLOC_ARENA_MAX": "1",
 }
 
 # 3.2 million parameters on few tokens: an exchange that is large against its compute, as between real nodes.
