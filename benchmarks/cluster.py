@@ -81,8 +81,9 @@ class Cluster:
                 with contextlib.suppress(subprocess.CalledProcessError):  # There may be no limit to take off.
                     _run(f"tc -n {namespace} qdisc delete dev {device} root")
                 if megabits is not None:
-                    # Bursts of some 5 ms, and room for a window of TCP in the queue.
-                    burst = max(int(megabits * 1e6 / 8 * 0.005), 16_000)
+                    # Bursts of some 5 ms, but of two packets as TCP hands them over: longer ones the kernel would cut up, at
+                    # the cost of the cores that train. And room for a window of TCP in the queue.
+                    burst = max(int(megabits * 1e6 / 8 * 0.005), 2 * 65_536)
                     limit = max(int(megabits * 1e6 / 8 * 0.4), 1_000_000)
                     _run(f"tc -n {namespace} qdisc add dev {device} root tbf rate {megabits}mbit burst {burst} limit {limit}")
 

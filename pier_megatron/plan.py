@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
+from pathlib import Path
 from typing import Any
 
 from pier_megatron.config import PierConfig, PierConfigError
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", choices=list(CLUSTERS), required=True, help="where the job runs")
     parser.add_argument("--node-bandwidth", type=float, metavar="GB/S", help="what a node sends in an all-reduce, if measured")
     parser.add_argument("--tflops", type=float, help="what a GPU achieves on this model, if measured on one group")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the mean iteration over the number of GPUs, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command: torchrun ... SCRIPT ..."
@@ -34,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
     except PierConfigError as error:
         print(f"pier-megatron plan: {error}", file=sys.stderr)
         return 2
+    if options.plot:
+        draw_scaling(plan["scaling"], options.plot)
     print(json.dumps(plan, indent=2) if options.json else "\n".join(_text(plan)))
     return 0
 
@@ -64,21 +69,83 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     planned_job = planned.planned_job(command)
     args, config, job = planned_job.args, planned_job.config, planned.job(planned_job.args)
     prediction = predict(job, cluster, None if tflops is None else tflops * 1e12)
-    outer_state = {} if config.offload else {"outer state, --pier-offload to move it": 8 * job.owned}
     return {
         "groups": config.groups,
         "gpus": job.gpus,
         "parameters per rank": job.shard,
         "calibrated": cluster.is_calibrated,
-        "memory": planned.memory(args) | outer_state,
+        "memory": planned.memory(args) | _outer_memory(config, job.owned),
         "memory of a GPU": cluster.memory,
         "prediction": dataclasses.asdict(prediction),
         "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
         "break-even interval": prediction.break_even_interval(),
         "modes": _modes(prediction, config),
+        "scaling": _scaling(job, args.global_batch_size, cluster, config, tflops),
         "iterations": args.train_iters,
         "verdict": _verdict(prediction, config, job),
     }
+
+
+def _outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
+    """What Pier takes of a GPU's memory, in bytes, for so many owned parameters."""
+    from pier_megatron.outer import CODECS
+    from pier_megatron.startup import chunks_at_once
+
+    has_residual = not CODECS[config.exchange_dtype].lossless and not config.no_error_feedback
+    flats = 3 if has_residual else 2
+    in_fragment = owned / config.fragments
+    chunk = min(config.chunk_mib * 2**20 / 4, in_fragment)
+    elements = chunks_at_once(config, [math.ceil(in_fragment / chunk)] * config.fragments) * chunk
+    work = {"chunks of an outer step on their way": 4 * (2 + (flats if config.offload else 0)) * elements}
+    return work if config.offload else {"outer state, --pier-offload to move it": 4 * flats * owned} | work
+
+
+def _scaling(
+    job: Job, global_batch: int, cluster: Cluster, config: PierConfig, tflops: float | None
+) -> dict[int, dict[str, float]]:
+    """Mean iterations of other numbers of groups of the same size on the same global batch, in seconds, by number of GPUs."""
+    found = {}
+    for factor in (2.0**power for power in range(-10, 11)):
+        groups = job.groups * factor
+        # More replicas than the batch has sequences would have nothing to train on.
+        if groups != int(groups) or job.replicas * factor > global_batch:
+            continue
+        scaled = dataclasses.replace(job, gpus=int(job.gpus * factor), replicas=int(job.replicas * factor), groups=int(groups))
+        prediction = predict(scaled, cluster, None if tflops is None else tflops * 1e12)
+        interval = config.sync_interval
+        found[scaled.gpus] = {
+            "synchronous": prediction.synchronous,
+            "synchronous, overlap flags": prediction.synchronous_hidden,
+            f"Pier, H = {interval}, blocking": prediction.mean_iteration(interval),
+            f"Pier, H = {interval}, overlapped by H / 2": prediction.mean_iteration(interval, overlap=interval // 2),
+            "compute alone": prediction.compute,
+        }
+    return found
+
+
+def draw_scaling(scaling: dict[int, dict[str, float]], path: Path) -> None:
+    """Draws predicted iteration times over the number of GPUs.
+
+    Args:
+        scaling: Seconds by way of training, by number of GPUs.
+        path: Of the PNG.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for name in next(iter(scaling.values())):
+        style = "--" if name == "compute alone" else "o-"
+        axes.plot(list(scaling), [modes[name] for modes in scaling.values()], style, markersize=4, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="GPUs, global batch unchanged", ylabel="mean iteration, seconds (predicted)")
+    axes.set_xticks(list(scaling), [str(gpus) for gpus in scaling], minor=False)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def _modes(prediction: Prediction, config: PierConfig) -> dict[str, float]:
@@ -89,9 +156,11 @@ def _modes(prediction: Prediction, config: PierConfig) -> dict[str, float]:
         "synchronous, overlap flags": prediction.synchronous_hidden,
     }
     for interval in sorted({*_INTERVALS, config.sync_interval}):
+        modes[f"DiLoCo from the first iteration, H = {interval}"] = prediction.mean_iteration(interval)
         for name, how in (
             ("blocking", {}),
             ("overlapped by H / 2", {"overlap": interval // 2}),
+            ("4 fragments, each overlapped by H / 8", {"overlap": interval // 8, "fragments": 4}),
             ("blocking, int8", {"dtype": "int8"}),
         ):
             local = prediction.mean_iteration(interval, **how)
@@ -129,12 +198,12 @@ def _text(plan: dict[str, Any]) -> list[str]:
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
         "",
-        f"{'mean iteration of the run':42} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}",
+        f"{'mean iteration of the run':58} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}",
     ]
     for name, seconds in modes.items():
         total = seconds * plan["iterations"]
         lines.append(
-            f"{name:42} {seconds * 1e3:9,.0f} {reference / seconds:10.2f} {total / 86400:8.2f} "
+            f"{name:58} {seconds * 1e3:9,.0f} {reference / seconds:10.2f} {total / 86400:8.2f} "
             f"{total / 3600 * plan['gpus']:11,.0f}"
         )
     if not plan["calibrated"]:

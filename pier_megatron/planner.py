@@ -117,15 +117,16 @@ class Prediction:
         """Seconds of a blocking outer step."""
         return self.exchange[dtype] + self.passes
 
-    def mean_iteration(self, interval: int, dtype: str = "fp32", overlap: int = 0) -> float:
+    def mean_iteration(self, interval: int, dtype: str = "fp32", overlap: int = 0, fragments: int = 1) -> float:
         """Mean iteration of the local phase, outer steps included.
 
         Args:
             interval: Iterations between outer steps.
             dtype: On the wire.
             overlap: Iterations behind which the exchange is hidden.
+            fragments: Parts that are exchanged in turn, each hidden for itself.
         """
-        waited = max(self.exchange[dtype] - overlap * self.local, 0.0) + self.passes
+        waited = max(self.exchange[dtype] - fragments * overlap * self.local, 0.0) + self.passes
         return self.local + waited / interval
 
     def break_even_interval(self, hidden: bool = True) -> float:

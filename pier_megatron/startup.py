@@ -100,15 +100,25 @@ def _working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
     """Work memory of a rank: buffers are made when chunks first need them at once, and then kept."""
     total = 0
     for state in states:
-        # Beside those on their way: one in hand, one staged ahead.
-        at_once = min(len(state.chunks), PIPELINE_DEPTH + 2)
-        if config.overlap:
-            underway = min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
-            per_fragment = collections.Counter(chunk.fragment for chunk in state.chunks)
-            at_once = max(at_once, sum(count for _, count in per_fragment.most_common(underway)))
+        in_fragments = collections.Counter(chunk.fragment for chunk in state.chunks)
         longest = max((chunk.numel for chunk in state.chunks), default=0)
-        total += at_once * longest * Staging.bytes_per_element(state)
+        total += chunks_at_once(config, list(in_fragments.values())) * longest * Staging.bytes_per_element(state)
     return total
+
+
+def chunks_at_once(config: PierConfig, in_fragments: Sequence[int]) -> int:
+    """Most chunks that a rank works on at a time.
+
+    Args:
+        config: Of the run.
+        in_fragments: Number of chunks in each fragment.
+    """
+    # Beside those on their way: one in hand, one staged ahead.
+    at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
+    if not config.overlap:
+        return at_once
+    underway = min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
+    return max(at_once, sum(sorted(in_fragments)[-underway:]))
 
 
 def schedule(config: PierConfig) -> list[str]:

@@ -94,12 +94,23 @@ def test_job_that_would_fail(examined: dict[str, tuple[int, str, str]], command:
 
 def test_plan(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pier_megatron.cli", "plan", "--cluster", "perlmutter"]
-    process = subprocess.run([*command, "--json", *shlex.split(_JOB)], cwd=REPOSITORY, capture_output=True, text=True)
+    picture = tmp_path / "pictures" / "scaling.png"
+    process = subprocess.run(
+        [*command, "--plot", str(picture), "--json", *shlex.split(_JOB)], cwd=REPOSITORY, capture_output=True, text=True
+    )
     plan = json.loads(process.stdout)
     assert plan["groups"] == 4
     assert plan["modes"]["Pier, H = 50, blocking"] < plan["modes"]["synchronous"]
     assert plan["modes"]["Pier, H = 50, overlapped by H / 2"] < plan["modes"]["Pier, H = 50, blocking"]
     assert plan["bytes between groups per outer step and rank"] == pytest.approx(8 * 3 / 4 * plan["parameters per rank"] / 2)
+    owned = plan["parameters per rank"] / 2
+    assert plan["memory"]["outer state, --pier-offload to move it"] == pytest.approx(8 * owned)
+    # Of 16 MiB each: four on the wire, one in hand, one staged ahead; the pseudo-gradient and its mean.
+    assert plan["memory"]["chunks of an outer step on their way"] == pytest.approx(2 * 6 * 16 * 2**20)
+    sizes = list(map(int, plan["scaling"]))
+    assert sizes == [plan["gpus"] // 4 * 2**power for power in range(len(sizes))]
+    assert plan["scaling"][str(plan["gpus"])]["synchronous"] == plan["modes"]["synchronous"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert plan["verdict"].startswith(("Use it", "Do not use it"))
     text = execute([*command, *shlex.split(_JOB)], tmp_path / "plan.txt")
     assert "GPU-hours" in text

@@ -42,6 +42,7 @@ def test_arithmetic() -> None:
     assert prediction.mean_iteration(50) == pytest.approx(1 + 16 / 50)
     assert prediction.mean_iteration(50, overlap=10) == pytest.approx(1 + 6 / 50)
     assert prediction.mean_iteration(50, overlap=25) == pytest.approx(1)
+    assert prediction.mean_iteration(50, overlap=5, fragments=2) == pytest.approx(1 + 6 / 50)
     assert prediction.break_even_interval(hidden=False) == pytest.approx(1)
 
 
