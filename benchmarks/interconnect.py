@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Set
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,27 @@ _TOGETHER = {
     "Pier, blocking, int4": (f"{_PIER} --pier-exchange-dtype int4", _LOCAL),
 }
 
+_CONFIGURATIONS = _ALONE | _TOGETHER
+
+# What the others are compared with.
+_LIMIT, _SYNCHRONISED = "one group alone", "stock, 2 instances"
+
 
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 80], help="of the links, in Mbit/s")
     parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="ROW", help="these rows, beside those that others are compared with"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
+    unknown = set(options.only) - _CONFIGURATIONS.keys()
+    if unknown:
+        parser.error(f"--only {', '.join(sorted(unknown))}: not among {', '.join(_CONFIGURATIONS)}")
+    chosen = {_LIMIT, _SYNCHRONISED, *options.only} if options.only else _CONFIGURATIONS.keys()
     with tempfile.TemporaryDirectory() as scratch, Cluster(2) as cluster:
         data = corpus.write(Path(scratch) / "corpus")
         measured: dict[str, list[dict[str, Any]]] = {}
@@ -91,29 +104,31 @@ def main() -> None:
                 print(f"repetition {repetition + 1} of {options.repetitions}, {rate:g} Mbit/s", flush=True)
                 cluster.set_rate(rate)
                 for results in (
-                    _run(cluster, Path(scratch), data, _ALONE, together=False),
-                    _run(cluster, Path(scratch), data, _TOGETHER, together=True),
+                    _run(cluster, Path(scratch), data, chosen & _ALONE.keys(), together=False),
+                    _run(cluster, Path(scratch), data, chosen & _TOGETHER.keys(), together=True),
                 ):
                     for name, result in results.items():
                         measured.setdefault(f"{rate:g} {name}", []).append(result)
     (options.output / "interconnect.json").write_text(json.dumps(measured))
-    rows = {rate: _rows(measured, rate) for rate in options.rates}
+    rows = {rate: _rows(measured, rate, chosen) for rate in options.rates}
     table = "\n\n".join(_table(rate, found) for rate, found in rows.items())
     command = f"python benchmarks/interconnect.py --rates {' '.join(f'{rate:g}' for rate in options.rates)}"
+    if options.only:
+        command += " --only " + " ".join(map(repr, options.only))
     heading = f"`{command} --repetitions {options.repetitions}`, {date.today().isoformat()}\n\n"
     (options.output / "interconnect.md").write_text(heading + table + "\n")
     _plot(options.output / "interconnect.png", rows)
     print(f"\n{table}\n\nWritten to {options.output}")
 
 
-def _run(
-    cluster: Cluster, scratch: Path, data: tuple[Path, Path], configurations: dict[str, Any], together: bool
-) -> dict[str, Any]:
+def _run(cluster: Cluster, scratch: Path, data: tuple[Path, Path], chosen: Set[str], together: bool) -> dict[str, Any]:
     """Runs configurations on all nodes, as one job or as one job per node at the same time."""
     train, validation = data
     paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
     specification = [
-        {"name": name, "argv": f"{_MODEL} {paths} {arguments}".split()} for name, (arguments, _) in configurations.items()
+        {"name": name, "argv": f"{_MODEL} {paths} {arguments}".split()}
+        for name, (arguments, _) in _CONFIGURATIONS.items()
+        if name in chosen
     ]
     (scratch / "specification.json").write_text(json.dumps(specification))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29600"]
@@ -137,10 +152,11 @@ def _run(
     return {name: max((result[name] for result in alone), key=lambda run: sum(run["seconds"].values())) for name in alone[0]}
 
 
-def _rows(measured: dict[str, list[dict[str, Any]]], rate: float) -> list[dict[str, Any]]:
+def _rows(measured: dict[str, list[dict[str, Any]]], rate: float, chosen: Set[str]) -> list[dict[str, Any]]:
     """One row per configuration, over all repetitions."""
     rows = []
-    for name, (_, iterations) in (_ALONE | _TOGETHER).items():
+    for name in (name for name in _CONFIGURATIONS if name in chosen):
+        _, iterations = _CONFIGURATIONS[name]
         runs = measured[f"{rate:g} {name}"]
         seconds = [[run["seconds"][str(i)] for i in iterations] for run in runs]
         steps = [
@@ -164,8 +180,8 @@ def _rows(measured: dict[str, list[dict[str, Any]]], rate: float) -> list[dict[s
 
 
 def _table(rate: float, rows: list[dict[str, Any]]) -> str:
-    limit = next(row for row in rows if row["name"] == "one group alone")
-    stock = next(row for row in rows if row["name"] == "stock, 2 instances")
+    limit = next(row for row in rows if row["name"] == _LIMIT)
+    stock = next(row for row in rows if row["name"] == _SYNCHRONISED)
     lines = [
         f"### {rate:g} Mbit/s",
         "",
