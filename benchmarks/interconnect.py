@@ -109,7 +109,8 @@ def main() -> None:
                 ):
                     for name, result in results.items():
                         measured.setdefault(f"{rate:g} {name}", []).append(result)
-    (options.output / "interconnect.json").write_text(json.dumps(measured))
+                # Not only at the end: hours may have gone into it.
+                (options.output / "interconnect.json").write_text(json.dumps(measured))
     rows = {rate: _rows(measured, rate, chosen) for rate in options.rates}
     table = "\n\n".join(_table(rate, found) for rate, found in rows.items())
     command = f"python benchmarks/interconnect.py --rates {' '.join(f'{rate:g}' for rate in options.rates)}"
