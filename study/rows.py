@@ -14,7 +14,7 @@ LEARNING_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 """Among which synchronous AdamW chooses before anything is compared with it."""
 
 SYNCHRONOUS = "adamw"
-METHODS = ("diloco", "pier", "pier-cosine", "pier-adaptive", "local-sgd")
+METHODS = ("diloco", "pier", "pier-cosine", "local-sgd")
 
 # What the paper's schedule owes to each of its parts.
 _PIER = PRESETS["pier"]
@@ -94,7 +94,7 @@ TABLES = (
     Table("What the paper's schedule owes to its parts", ("pier", *ABLATIONS), {"4 groups": {}}),
     Table(
         "Weak scaling: the batch and the learning rate grow with the groups",
-        ("diloco", "pier", "pier-adaptive"),
+        ("diloco", "pier"),
         {f"{scale} x, {2 * scale} groups": {"batch_scale": scale, "groups": 2 * scale} for scale in (1, 2, 4)},
     ),
 )
