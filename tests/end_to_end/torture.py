@@ -72,9 +72,8 @@ def torture(folder: Path, corpus: tuple[Path, Path], ranks: int, kills: int, see
             attempt.send(signal.SIGKILL, *victims)
             outcome.kills += 1
             outcome.hangs += not _ends(attempt)
-        print(
-            f"{outcome.kills} of {kills} killed, saved up to iteration {job.last_saved() if job.has_saved() else 0}", flush=True
-        )
+        saved = job.last_saved() if job.has_saved() else 0
+        print(f"{outcome.kills} of {kills} killed, saved up to iteration {saved}", flush=True)
         seen |= attempt.losses()
         outcome.lost += bool(attempt.losses()) and min(attempt.losses()) <= begin
     last = job.run(faults=_NAN)
