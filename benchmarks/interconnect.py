@@ -111,7 +111,7 @@ def main() -> None:
                         measured.setdefault(f"{rate:g} {name}", []).append(result)
                 # Not only at the end: hours may have gone into it.
                 (options.output / "interconnect.json").write_text(json.dumps(measured))
-    rows = {rate: _rows(measured, rate, chosen) for rate in options.rates}
+    rows = {rate: _rows(measured, rate) for rate in options.rates}
     table = "\n\n".join(_table(rate, found) for rate, found in rows.items())
     command = f"python benchmarks/interconnect.py --rates {' '.join(f'{rate:g}' for rate in options.rates)}"
     if options.only:
@@ -153,12 +153,13 @@ def _run(cluster: Cluster, scratch: Path, data: tuple[Path, Path], chosen: Set[s
     return {name: max((result[name] for result in alone), key=lambda run: sum(run["seconds"].values())) for name in alone[0]}
 
 
-def _rows(measured: dict[str, list[dict[str, Any]]], rate: float, chosen: Set[str]) -> list[dict[str, Any]]:
+def _rows(measured: dict[str, list[dict[str, Any]]], rate: float) -> list[dict[str, Any]]:
     """One row per configuration, over all repetitions."""
     rows = []
-    for name in (name for name in _CONFIGURATIONS if name in chosen):
-        _, iterations = _CONFIGURATIONS[name]
-        runs = measured[f"{rate:g} {name}"]
+    for name, (_, iterations) in _CONFIGURATIONS.items():
+        runs = measured.get(f"{rate:g} {name}")
+        if runs is None:
+            continue
         seconds = [[run["seconds"][str(i)] for i in iterations] for run in runs]
         steps = [
             [step for step in run["outer steps"] if iterations[0] - 1 < step["iteration"] <= iterations[-1]] for run in runs

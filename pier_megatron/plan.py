@@ -68,7 +68,8 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
 
     planned_job = planned.planned_job(command)
     args, config, job = planned_job.args, planned_job.config, planned.job(planned_job.args)
-    prediction = predict(job, cluster, None if tflops is None else tflops * 1e12)
+    flops = None if tflops is None else tflops * 1e12
+    prediction = predict(job, cluster, flops)
     return {
         "groups": config.groups,
         "gpus": job.gpus,
@@ -80,7 +81,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
         "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
         "break-even interval": prediction.break_even_interval(),
         "modes": _modes(prediction, config),
-        "scaling": _scaling(job, args.global_batch_size, cluster, config, tflops),
+        "scaling": _scaling(job, args.global_batch_size, cluster, config, flops),
         "iterations": args.train_iters,
         "verdict": _verdict(prediction, config, job),
     }
@@ -101,7 +102,7 @@ def _outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
 
 
 def _scaling(
-    job: Job, global_batch: int, cluster: Cluster, config: PierConfig, tflops: float | None
+    job: Job, global_batch: int, cluster: Cluster, config: PierConfig, flops: float | None
 ) -> dict[int, dict[str, float]]:
     """Mean iterations of other numbers of groups of the same size on the same global batch, in seconds, by number of GPUs."""
     found = {}
@@ -111,7 +112,7 @@ def _scaling(
         if groups != int(groups) or job.replicas * factor > global_batch:
             continue
         scaled = dataclasses.replace(job, gpus=int(job.gpus * factor), replicas=int(job.replicas * factor), groups=int(groups))
-        prediction = predict(scaled, cluster, None if tflops is None else tflops * 1e12)
+        prediction = predict(scaled, cluster, flops)
         interval = config.sync_interval
         found[scaled.gpus] = {
             "synchronous": prediction.synchronous,

@@ -5,6 +5,7 @@ A row that is complete is not trained again. ``python study/report.py`` makes th
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -42,10 +43,12 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="a tenth of the iterations, one seed, 4 groups: minutes")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for the runs (%(default)s)")
     options = parser.parse_args()
-    study = Study(options.output.resolve(), ITERATIONS // 10 if options.short else ITERATIONS)
+    # Rows of other lengths have the same names.
+    folder = options.output / "short" if options.short else options.output
+    study = Study(folder.resolve(), ITERATIONS // 10 if options.short else ITERATIONS)
     seeds = 1 if options.short else options.seeds
     study.train(learning_rate_sweep(seeds))
-    print(f"Synchronous AdamW chooses --lr {study.learning_rate():g}", flush=True)
+    print(f"Synchronous AdamW chooses --lr {study.learning_rate:g}", flush=True)
     if options.short:
         study.train([row for method in METHODS for row in (Row(method, 1).baseline, Row(method, 1, interval=5))])
         return
@@ -69,7 +72,7 @@ class Study:
 
     def train(self, rows: Sequence[Row]) -> None:
         """Trains those rows that are not there yet, those of equally many processes in one launch."""
-        missing = [row for row in dict.fromkeys(rows) if not self._done(row).exists()]
+        missing = [row for row in dict.fromkeys(rows) if not self.has(row)]
         print(f"{len(missing)} of {len(set(rows))} trainings are to be done", flush=True)
         for processes in sorted({row.groups for row in missing}):
             specification = []
@@ -91,7 +94,7 @@ class Study:
             subprocess.run([*launcher, str(_FOLDER / "worker.py"), file.name], env=environment, check=True)
 
     def _arguments(self, row: Row) -> list[str]:
-        rate = (row.learning_rate or self.learning_rate()) * row.batch_scale
+        rate = (row.learning_rate or self.learning_rate) * row.batch_scale
         iterations, batch = self._iterations // row.batch_scale, BATCH * row.batch_scale
         arguments = (
             f"{_MODEL} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
@@ -122,6 +125,7 @@ class Study:
         """Loss on all validation data, in nats per byte, by iteration."""
         return dict(self.log(row).mean(VALIDATION))
 
+    @functools.cached_property
     def learning_rate(self) -> float:
         """The one at which synchronous AdamW ends best, over the seeds that there are."""
         ends: dict[float, list[float]] = {}

@@ -1,7 +1,7 @@
 """One rank of the study: trains rows one after the other through Megatron's own loop.
 
-``torchrun worker.py SPECIFICATION``, a JSON list of ``{"name", "argv", "done"}``. Each training runs in a process of its own;
-forking keeps its start short, because everything is imported once.
+``torchrun worker.py SPECIFICATION``, a JSON list of ``{"name", "argv", "log", "done"}``. Each training runs in a process of its
+own; forking keeps its start short, because everything is imported once.
 """
 
 import json

@@ -39,6 +39,15 @@ def _with_whole_files(load: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
+    """The checkpoint in the ``--save`` folder of a run, of one iteration or the last; None if nothing was saved there."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        return None
+    saved = str(iteration) if iteration else tracker.read_text().strip()
+    return folder / (f"iter_{int(saved):07d}" if saved.isdigit() else saved)
+
+
 def damage(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, as far as names and sizes tell."""
     try:

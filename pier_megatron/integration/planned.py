@@ -19,7 +19,7 @@ from pier_megatron.config import PierConfig, PierConfigError
 from pier_megatron.groups import Rank, Topology
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import config_from_args, uses_pier
-from pier_megatron.integration.checkpoint_files import damage
+from pier_megatron.integration.checkpoint_files import damage, stored_checkpoint
 from pier_megatron.integration.checkpointing import layout_of
 from pier_megatron.launch_command import LaunchCommand
 from pier_megatron.planner import Job
@@ -169,10 +169,9 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     Raises:
         PierConfigError: If the job would refuse it, or files of it are damaged.
     """
-    if args.load is None or not (Path(args.load) / "latest_checkpointed_iteration.txt").exists():
+    folder = None if args.load is None else stored_checkpoint(Path(args.load), args.ckpt_step)
+    if folder is None:
         return None
-    iteration = args.ckpt_step or (Path(args.load) / "latest_checkpointed_iteration.txt").read_text().strip()
-    folder = Path(args.load) / (f"iter_{int(iteration):07d}" if str(iteration).isdigit() else str(iteration))
     found = damage(folder)
     if found:
         raise PierConfigError(f"--load: {folder} is damaged: {found}. Choose another iteration with --ckpt-step.")

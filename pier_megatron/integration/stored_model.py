@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from pier_megatron.checkpoint import ENTRY, Description
 from pier_megatron.gpt2 import DownstreamError
 from pier_megatron.integration import versions
-from pier_megatron.integration.checkpoint_files import damage
+from pier_megatron.integration.checkpoint_files import damage, stored_checkpoint
 
 # Where a GPT keeps its weights; all else is of the optimizer and the run.
 _PARTS = ("embedding.", "decoder.", "output_layer.")
@@ -45,11 +45,7 @@ class StoredModel:
         Raises:
             DownstreamError: If there is none, it is damaged, or it is of a kind that cannot be read.
         """
-        tracker = path / "latest_checkpointed_iteration.txt"
-        folder = path
-        if tracker.exists():
-            last = tracker.read_text().strip()
-            folder = path / (f"iter_{int(last):07d}" if last.isdigit() else last)
+        folder = stored_checkpoint(path) or path
         if not (folder / ".metadata").exists():
             raise DownstreamError(
                 f"--checkpoint {path}: no torch_dist checkpoint there ({folder / '.metadata'} does not exist). Give the --save "
