@@ -21,9 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+
+# What makes tensors and takes a device, as functions of torch or methods of its tensors.
+_CONSTRUCTORS = frozenset(
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace new_empty "
+    "new_empty_strided new_full new_ones new_tensor new_zeros ones ones_like rand rand_like randint randint_like randn "
+    "randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros zeros_like".split()
+)
 
 # What the local (non-Transformer-Engine) path on gloo needs, each with the values it takes. A flag that the command line
 # already names is left as the user wrote it.
@@ -55,23 +61,41 @@ def missing_cpu_flags(argv: Sequence[str]) -> list[str]:
     return [word for flag in _CPU_FLAGS if flag[0] not in given for word in flag]
 
 
-class _CpuInPlaceOfCuda(TorchFunctionMode):
-    """Sends every tensor that asks for a CUDA device to the CPU."""
+def _send_tensors_to_cpu() -> None:
+    """Sends every tensor that asks for a CUDA device to the CPU.
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron tells dtypes apart by strings such as "torch.cuda.HalfTensor".
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+    By patches, because a ``TorchFunctionMode`` would slow down every operation of the whole training.
+    """
+    for owner in (torch, torch.Tensor):
+        for name in dir(owner):
+            if name in _CONSTRUCTORS:
+                setattr(owner, name, _with_device_on_cpu(getattr(owner, name)))
+    to, type_of = torch.Tensor.to, torch.Tensor.type
+
+    @functools.wraps(to)
+    def to_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return to(tensor, *map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
+
+    @functools.wraps(type_of)
+    def cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(tensor, *args, **kwargs)
+        # Megatron tells dtypes apart by strings such as "torch.cuda.HalfTensor".
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.to = to_cpu  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = cuda_type  # type: ignore[method-assign,assignment]
+    for name in ("cuda", "pin_memory"):
+        setattr(torch.Tensor, name, lambda tensor, *args, **kwargs: tensor)
+
+
+def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
-        if func is torch.Tensor.to:
-            args = (args[0], *(_on_cpu(argument) for argument in args[1:]))
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return on_cpu
 
 
 def _on_cpu(device: Any) -> Any:
@@ -118,7 +142,7 @@ def install() -> None:
 
     The change is global and permanent for the process, hence for programs that own theirs (the launcher, the tests).
     """
-    # Dynamo would trace through the mode below and compile for a device that is not there.
+    # Dynamo would trace through the patches below and compile for a device that is not there.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
     stream = _Stream()
@@ -175,8 +199,7 @@ def install() -> None:
     data_loader_iterator.__init__ = _keeping_random_state(data_loader_iterator.__init__)  # type: ignore[method-assign]
     # Megatron leaves its process groups to the interpreter's exit, which may tear gloo's threads down while they run.
     atexit.register(_destroy_process_groups)
-    # Entered for good: Megatron creates tensors at import time, at run time and while it shuts down.
-    _CpuInPlaceOfCuda().__enter__()  # type: ignore[no-untyped-call]
+    _send_tensors_to_cpu()
 
 
 def _keeping_random_state(function: Callable[..., None]) -> Callable[..., None]:

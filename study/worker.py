@@ -4,6 +4,7 @@
 own; forking keeps its start short, because everything is imported once.
 """
 
+import importlib
 import json
 import math
 import os
@@ -27,11 +28,21 @@ from pier_megatron.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import datasets  # noqa: E402
 from pier_megatron.schedules import PRESETS  # noqa: E402
 
+# What is otherwise imported when a training begins, by each of them anew.
+_IMPORTED_ONCE = (
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.libraries",
+    "pier_megatron.optimizer",
+    "tensorboard",
+)
+
 
 def main() -> None:
     """Trains what the command line says; rank 0 marks each row that is done with its seconds."""
     specification = json.loads(Path(sys.argv[1]).read_text())
     PRESETS.update(ABLATIONS)
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
     datasets.install()
     register()
     for index, row in enumerate(specification):
