@@ -3,7 +3,8 @@
 Presets are data. Every length in them is a fraction of the run counted from the end of the lazy start, so a longer or
 shorter lazy start shifts all break points with it.
 
-Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``).
+Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``),
+docs/study.md (``pier-rising``).
 """
 
 import dataclasses
@@ -77,6 +78,12 @@ PRESETS: dict[str, Preset] = {
             Segment(0.0, 1.1, 0.10, _linear),
             Segment(1.1, 0.9, None, _cosine),
         ),
+    ),
+    # Amplifies the mean pseudo-gradient, by eta / (1 - mu), as the inner learning rate falls.
+    "pier-rising": Preset(
+        warmup_momentum=0.3,
+        momentum=(Segment(0.3, 0.9, None, _linear),),
+        learning_rate=(Segment(1.0, 0.8, None, _linear),),
     ),
     "diloco": Preset(
         warmup_momentum=None,
