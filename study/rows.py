@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pier_megatron.schedules import PRESETS, Preset
 
-ITERATIONS = 600
+ITERATIONS = 500
 BATCH = 64
 """Sequences in a batch of all groups together."""
 
@@ -14,7 +14,7 @@ LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 """Among which synchronous AdamW chooses before anything is compared with it."""
 
 SYNCHRONOUS = "adamw"
-METHODS = ("local-sgd", "diloco", "pier", "pier-cosine", "pier-rising")
+METHODS = ("local-sgd", "diloco", "pier", "pier-rising")
 
 # What a schedule owes to each of its parts.
 _PIER, _RISING = PRESETS["pier"], PRESETS["pier-rising"]
@@ -22,7 +22,6 @@ ABLATIONS: dict[str, Preset] = {
     "pier without momentum warmup": dataclasses.replace(_PIER, warmup_momentum=None),
     "pier without momentum decay": dataclasses.replace(_PIER, momentum=_PIER.momentum[:1]),
     "pier without the ramp": dataclasses.replace(_PIER, learning_rate=_PIER.learning_rate[1:]),
-    "pier-rising without momentum warmup": dataclasses.replace(_RISING, warmup_momentum=None),
     "pier-rising reversed": dataclasses.replace(
         _RISING, momentum=tuple(dataclasses.replace(part, start=part.end, end=part.start) for part in _RISING.momentum)
     ),
@@ -95,15 +94,15 @@ _CONTENDERS = ("diloco", "pier", "pier-rising")
 
 TABLES = (
     Table("Number of groups", METHODS, {f"{groups} groups": {"groups": groups} for groups in (2, 4, 8)}),
-    # The share makes 200 iterations of it at the longest interval.
+    # With 10 %, the longest interval would have no lazy start.
     Table(
         "Sync interval, 4 groups, lazy start 30 %",
         _CONTENDERS,
-        {f"H = {interval}": {"interval": interval, "lazy_start": 0.3} for interval in (10, 20, 50, 100, 200)},
+        {f"H = {interval}": {"interval": interval, "lazy_start": 0.3} for interval in (10, 50, 200)},
     ),
     Table("Lazy start, 8 groups", _CONTENDERS, {f"{share:.0%}": {"lazy_start": share, "groups": 8} for share in (0.1, 0.3)}),
-    Table("What a schedule owes to its parts, 4 groups", ("pier", "pier-rising", *ABLATIONS), {"H = 20": {}}),
-    Table("Many groups", _CONTENDERS, {"16 groups": {"groups": 16}}),
+    Table("What a schedule owes to its parts, 4 groups", ("pier", "pier-cosine", "pier-rising", *ABLATIONS), {"H = 20": {}}),
+    Table("Many groups", ("diloco", "pier-rising"), {"16 groups": {"groups": 16}}),
     Table(
         "Weak scaling: the batch and the learning rate grow with the groups",
         _CONTENDERS,
