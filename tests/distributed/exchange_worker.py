@@ -1,8 +1,9 @@
-"""One process of the test of the exchange: ``torchrun exchange_worker.py DIRECTORY``. No Megatron, gloo."""
+"""The processes of the test of the exchange: ``python exchange_worker.py DIRECTORY WORLD_SIZE``. No Megatron, gloo."""
 
 import sys
 from pathlib import Path
 
+import forked_ranks
 import torch
 import torch.distributed as dist
 
@@ -89,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    forked_ranks.run(int(sys.argv[2]), main)

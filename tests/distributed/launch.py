@@ -106,7 +106,7 @@ def launch(
             ]
         )
     )
-    command = [*torchrun(world_size), str(Path(__file__).parent / "worker.py"), str(specification), str(directory)]
+    command = [sys.executable, str(Path(__file__).parent / "worker.py"), str(specification), str(directory), str(world_size)]
     execute(command, directory / "log.txt", megatron)
     return {run.name: Recorded(directory, run, world_size) for run in runs}
 
@@ -125,7 +125,7 @@ def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **e
     Raises:
         AssertionError: If it failed, with the end of what it printed.
     """
-    path = [str(folder) for folder in (megatron, REPOSITORY) if folder is not None]
+    path = [str(folder) for folder in (megatron, REPOSITORY, REPOSITORY / "tools") if folder is not None]
     variables = {
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",

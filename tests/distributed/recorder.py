@@ -1,11 +1,12 @@
 """What a process of a test launch does: it runs several trainings one after the other and records what they did.
 
-``torchrun worker.py SPECIFICATION DIRECTORY``. The specification is a JSON list of ``{"name", "argv", "probes", "sabotage"}``;
-each run leaves ``DIRECTORY/NAME-rankR.pt``. Everything that trains is Megatron's and the plugin's; this file only looks on,
+``python worker.py SPECIFICATION DIRECTORY WORLD_SIZE``. The specification is a JSON list of the fields of ``launch.Run``; each
+run leaves ``DIRECTORY/NAME-rankR.pt``. Everything that trains is Megatron's and the plugin's; this file only looks on,
 except where a run asks for a planted bug, by its name in ``sabotage.py``.
 """
 
 import functools
+import importlib
 import json
 import os
 import sys
@@ -37,6 +38,9 @@ from pier_megatron.census import CollectiveCensus  # noqa: E402
 from pier_megatron.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import datasets  # noqa: E402
 from pier_megatron.integration.shards import commit_main_parameters  # noqa: E402
+
+# Megatron imports it when it trains, which takes seconds; here all ranks share it.
+importlib.import_module("megatron.core.tokenizers.text.libraries")
 
 
 class Recorder:

@@ -1,11 +1,12 @@
 """The exchange between four groups, in real processes on gloo, against plain arithmetic in one."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from exchange_worker import NUMEL, vector
-from launch import execute, torchrun
+from launch import execute
 
 from pier_megatron.outer import CODECS
 from pier_megatron.outer.codecs import BLOCK
@@ -20,7 +21,7 @@ _LOSSY = ["bf16", "int8", "int4"]
 def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict]]:
     folder = tmp_path_factory.mktemp("exchange")
     worker = Path(__file__).with_name("exchange_worker.py")
-    execute([*torchrun(_GROUPS), str(worker), str(folder)], folder / "log.txt")
+    execute([sys.executable, str(worker), str(folder), str(_GROUPS)], folder / "log.txt")
     return [torch.load(folder / f"exchange-{rank}.pt", weights_only=False) for rank in range(_GROUPS)]
 
 

@@ -14,6 +14,7 @@ _CHANGED = "--pier-override-checkpoint "
 _FROM_FOUR = "--load {directory}/four --ckpt-step "
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable "
 _TP2, _PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+_AT_THE_END = " --save-interval 12"
 _FROM_TP2 = "--load {directory}/tp --ckpt-step "
 # As far as two tensor-parallel ranks pad the vocabulary: what is padded takes part in the loss.
 _PADDED = "--make-vocab-size-divisible-by 32 "
@@ -25,10 +26,15 @@ _LAUNCHES = (
     (
         4,
         [
-            Run("four", _PIER + "--pier-groups 4 --save {directory}/four --save-interval 1", ["main", "moments", "outer"]),
+            Run(
+                "four",
+                _PIER + "--pier-groups 4 --save {directory}/four" + _AT_THE_END,
+                ["main", "moments", "outer"],
+                saves=[8, 9],
+            ),
             Run("four again", _PIER + "--pier-groups 4 " + _FROM_FOUR + "8", ["start", *_OUTER]),
             Run("inner DP", _PIER + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "8", _OUTER),
-            Run("two by TP", _PIER + _TP2 + _RESHARDABLE + "--pier-groups 2 --save {directory}/tp --save-interval 1"),
+            Run("two by TP", _PIER + _TP2 + _RESHARDABLE + "--pier-groups 2 --save {directory}/tp" + _AT_THE_END, saves=[8, 9]),
             Run("TP 2 at 8", _PIER + _TP2 + "--pier-groups 2 " + _FROM_TP2 + "8", _OUTER),
             Run("TP 2 at 9", _PIER + _TP2 + "--pier-groups 2 " + _FROM_TP2 + "9", _OUTER),
             Run("TP 2 to PP 2 at 8", _PIER + _PP2 + _PADDED + "--pier-groups 2 " + _CHANGED + _FROM_TP2 + "8", _OUTER),

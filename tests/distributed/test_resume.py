@@ -65,7 +65,7 @@ _CONTROLS = [
     Run("never saved", _LAYOUTS["TP 2"] + "--bf16 " + _PIER, _PROBES),
     Run(
         "one group for all",
-        _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--save {directory}/first --save-interval 3 --pier-save-inner-state first",
+        _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--save {directory}/first --save-interval 9 --pier-save-inner-state first",
         _PROBES,
     ),
     Run("one group for all, resumed", _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--load {directory}/first --ckpt-step 9", _PROBES),

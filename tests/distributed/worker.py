@@ -1,9 +1,12 @@
-"""One process of a test launch: ``torchrun worker.py SPECIFICATION DIRECTORY``; see ``recorder.py``.
+"""The processes of a test launch: ``python worker.py SPECIFICATION DIRECTORY WORLD_SIZE``; see ``recorder.py``.
 
 Megatron's checkpoint writers import the main module once more, in a new process for each save: it had better be short.
 """
 
 if __name__ == "__main__":
+    import sys
+
+    import forked_ranks
     from recorder import main
 
-    main()
+    forked_ranks.run(int(sys.argv[3]), main)
