@@ -15,7 +15,8 @@ def run(world_size: int, rank_main: Callable[[], None]) -> None:
         rank_main: What each of them does before its process ends.
 
     Raises:
-        SystemExit: In a rank at its end; in the calling process if a rank failed, after the others were killed.
+        SystemExit: In a rank, at its end.
+        RuntimeError: In the calling process if a rank failed, after the others were killed.
     """
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
@@ -35,4 +36,4 @@ def run(world_size: int, rank_main: Callable[[], None]) -> None:
         if status:
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
-            sys.exit(f"rank {rank} failed with status {os.waitstatus_to_exitcode(status)}")
+            raise RuntimeError(f"Rank {rank} failed with status {os.waitstatus_to_exitcode(status)}.")

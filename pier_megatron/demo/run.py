@@ -34,13 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for what it writes (%(default)s)")
     parser.add_argument("--iterations", type=int, default=400, help="length of the run (%(default)s)")
     parser.add_argument("--sync-interval", type=int, default=5, help="iterations between outer steps (%(default)s)")
-    parser.add_argument("--preset", default="pier", help="outer schedule, as --pier-preset (%(default)s)")
-    parser.add_argument(
-        "--outer-momentum",
-        type=float,
-        default=0.5,
-        help="as --pier-outer-momentum (%(default)s: 0.9 and more are made for thousands of outer steps); -1 for the preset's",
-    )
+    parser.add_argument("--preset", default="pier-rising", help="outer schedule, as --pier-preset (%(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and data order (%(default)s)")
     parser.add_argument(
         "arguments", nargs="*", metavar="-- ARGUMENTS", help="further arguments for Megatron, such as -- --lr 1e-3"
@@ -107,11 +101,9 @@ def _resources() -> tuple[int, int, str]:
 def _optimizer(options: argparse.Namespace) -> list[str]:
     if options.synchronous:
         return "--optimizer adam --use-distributed-optimizer --num-distributed-optimizer-instances 2".split()
-    momentum = [] if options.outer_momentum < 0 else ["--pier-outer-momentum", str(options.outer_momentum)]
     return [
         *("--optimizer", "pier", "--pier-groups", "2", "--pier-preset", options.preset),
         *("--pier-sync-interval", str(options.sync_interval)),
-        *momentum,
     ]
 
 

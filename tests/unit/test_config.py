@@ -82,5 +82,8 @@ def test_warnings() -> None:
     assert PierConfig(train_iters=100_000, groups=2).warnings() == []
     [horizon] = PierConfig(train_iters=2000, groups=2).warnings()
     assert "500 iterations, 25%" in horizon
+    assert PierConfig(train_iters=2000, groups=2, preset="pier-rising").warnings() == []
+    [horizon] = PierConfig(train_iters=2000, groups=2, preset="pier-rising", outer_momentum=0.9).warnings()
+    assert "500 iterations, 25%" in horizon
     [single] = PierConfig(train_iters=100_000, groups=1).warnings()
     assert "one group" in single

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from pier_megatron import PierConfig
+from pier_megatron.schedules import PRESETS
 
 
 def config(preset: str, **kwargs: object) -> PierConfig:
@@ -27,7 +28,7 @@ def test_pier_learning_rate_follows_the_paper(iteration: int, eta: float) -> Non
 
 
 def test_parameters_do_not_change_in_the_lazy_start() -> None:
-    assert {config(preset).learning_rate_at(100) for preset in ("pier", "pier-cosine", "diloco", "local-sgd")} == {0.0}
+    assert {config(preset).learning_rate_at(100) for preset in PRESETS} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,13 @@ def test_pier_cosine_ends_where_it_should(iteration: int, mu: float | None, eta:
     schedule = config("pier-cosine")
     if mu is not None:
         assert schedule.momentum_at(iteration) == pytest.approx(mu)
+    assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
+
+
+@pytest.mark.parametrize(("iteration", "mu", "eta"), [(100, 0.3, 0.0), (550, 0.6, 0.9), (1000, 0.9, 0.8)])
+def test_rising_momentum_goes_on_from_its_warmup(iteration: int, mu: float, eta: float) -> None:
+    schedule = config("pier-rising")
+    assert schedule.momentum_at(iteration) == pytest.approx(mu)
     assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
 
 
