@@ -1,0 +1,158 @@
+"""Settings of Megatron with which Pier cannot work, or not as the user would expect: each with its reason and a remedy."""
+
+import argparse
+from typing import Any
+
+from pier_megatron.config import PierConfig, PierConfigError
+
+# What cannot work, with the reason: (attribute of Megatron's arguments, why). An attribute that a release does not have
+# is not set; every other value that is neither None, False nor 0 is refused.
+_REFUSED = (
+    (
+        "use_megatron_fsdp",
+        "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards",
+    ),
+    (
+        "use_torch_fsdp2",
+        "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards",
+    ),
+    ("use_layer_wise_distributed_optimizer", "the layer-wise optimizer has no instances that could become groups"),
+    (
+        "use_precision_aware_optimizer",
+        "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer step cannot reach them",
+    ),
+    ("optimizer_cpu_offload", "it keeps the FP32 main parameters in an optimizer of its own on the host"),
+    ("optimizer_cuda_graph", "the outer step would be captured into the graph and replayed at every iteration"),
+    (
+        "fp8_param_gather",
+        "FP8 parameters are quantised from the main parameters by a step that outer steps do not repeat",
+    ),
+    (
+        "fp4_param_gather",
+        "FP4 parameters are quantised from the main parameters by a step that outer steps do not repeat",
+    ),
+    (
+        "hybrid_context_parallel",
+        "it moves data between all data-parallel ranks in every iteration, hence across groups",
+    ),
+    ("moe_router_enable_expert_bias", "it counts tokens over all groups in every iteration"),
+    ("moe_expert_rank_capacity_factor", "it asks all ranks for overflows in every iteration"),
+    ("dsa_indexer_loss_coeff", "its loss is averaged over all groups in every iteration"),
+    (
+        "ckpt_assume_constant_structure",
+        "what a checkpoint holds depends on the phase and on whether the groups have just met",
+    ),
+    ("perform_rl_step", "reinforcement learning swaps the parameters outside the optimizer"),
+    ("data_parallel_random_init", "groups must start from identical weights"),
+    (
+        "save_wgrads_interval",
+        "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
+    ),
+)
+
+
+# What all ranks do together every so many iterations, hence only where the groups meet.
+_MEETINGS = {
+    "check_weight_hash_across_dp_replicas_interval": "the comparison of weights",
+    "gpu_sniff_test_interval": "the test of GPUs, a meeting of all ranks,",
+}
+
+# Where the supported releases keep what a CUDA graph captures.
+_CUDA_GRAPH_SCOPES = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
+
+
+def refuse_what_cannot_work(args: argparse.Namespace) -> None:
+    """Refuses what no value of another flag could mend.
+
+    Raises:
+        PierConfigError: With the flag and the reason.
+    """
+    for name, reason in _REFUSED:
+        if getattr(args, name, None):
+            raise PierConfigError(f"{flag(name)} cannot be used with --optimizer pier: {reason}.")
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        raise PierConfigError(
+            "--non-persistent-ckpt-type local cannot be used with --optimizer pier: local checkpoints do not say what run they "
+            "are of. Use global."
+        )
+    if any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES):
+        raise PierConfigError(
+            "CUDA graphs of the full iteration cannot be used with --optimizer pier: they capture the gradient "
+            "collectives, which change when the lazy start ends. Capture layers instead."
+        )
+
+
+def _refuse_reductions_over_all_groups(args: argparse.Namespace) -> None:
+    """Refuses values of flags that make the model itself talk to all groups in every iteration."""
+    for balancing in _strings(args.moe_router_load_balancing_type):
+        if balancing in ("global_aux_loss", "quantile_balancing"):
+            raise PierConfigError(
+                f"--moe-router-load-balancing-type {balancing} counts tokens over all groups in every iteration. Use aux_loss "
+                "or seq_aux_loss."
+            )
+    if args.fp8 and args.fp8_recipe == "delayed" and not args.tp_only_amax_red:
+        raise PierConfigError(
+            "--fp8-recipe delayed reduces the scales of FP8 over all data-parallel ranks in every iteration, hence across "
+            "groups. Add --tp-only-amax-red, or use another recipe."
+        )
+
+
+def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> None:
+    """Checks that need what Megatron's validation has filled in.
+
+    Raises:
+        PierConfigError: With the flag, the values, the arithmetic and a remedy.
+    """
+    _refuse_reductions_over_all_groups(args)
+    config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
+    if args.num_experts is not None:
+        _check_expert_data_parallel_size(args, config.groups)
+    if args.eval_interval and args.eval_iters and not config.allow_drifted_eval:
+        config.check_interval(
+            "--eval-interval", args.eval_interval, "evaluation", ", or accept it with --pier-allow-drifted-eval"
+        )
+    if args.save is not None:
+        if args.ckpt_format != "torch_dist":
+            raise PierConfigError(
+                f"--ckpt-format {args.ckpt_format} cannot be used with --optimizer pier: it stores the model of one group "
+                "with the optimizer state of another. Use --ckpt-format torch_dist."
+            )
+        if config.save_inner_state == "first":
+            for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
+                if getattr(args, name, None):
+                    config.check_interval(
+                        flag(name), getattr(args, name), "saving the first group only", ", or use --pier-save-inner-state all"
+                    )
+    for name, purpose in _MEETINGS.items():
+        if getattr(args, name, None):
+            config.check_interval(flag(name), getattr(args, name), purpose)
+    if args.timing_log_level > 0 and args.barrier_with_L1_time:
+        raise PierConfigError(
+            f"--timing-log-level {args.timing_log_level} puts about ten barriers of all ranks into every iteration, so that "
+            "every group would wait for the slowest. Add --no-barrier-with-level-1-timing."
+        )
+
+
+def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> None:
+    tensor, expert, pipeline = (
+        args.expert_tensor_parallel_size,
+        args.expert_model_parallel_size,
+        args.pipeline_model_parallel_size,
+    )
+    replicas = args.world_size // (tensor * expert * pipeline)
+    if replicas % groups:
+        raise PierConfigError(
+            f"--pier-groups {groups} does not divide the expert-data-parallel size {replicas} (world size "
+            f"{args.world_size} / (ETP {tensor} x EP {expert} x PP {pipeline})): every group needs whole replicas of the "
+            "experts. Lower --pier-groups or --expert-model-parallel-size."
+        )
+
+
+def flag(name: str) -> str:
+    """The flag that sets an attribute of Megatron's arguments."""
+    return "--" + name.replace("_", "-")
+
+
+def _strings(value: Any) -> list[str]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [str(getattr(item, "name", item)) for item in values]
