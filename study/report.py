@@ -76,7 +76,7 @@ def _sweep(results: Results) -> str:
     lines = ["### Learning rate of synchronous AdamW\n", "| lr | final loss, nats per byte |", "|---|---|"]
     for rate in LEARNING_RATES:
         rows = (row for row in learning_rate_sweep(len(_SEEDS)) if row.learning_rate == rate)
-        lines.append(f"| {rate:g} | {_spread(results.final(row) for row in rows)} |")
+        lines.append(f"| {rate:g} | {_spread((results.final(row) for row in rows), sign='')} |")
     return "\n".join(lines)
 
 
@@ -99,13 +99,13 @@ def _of_seeds(value: Callable[[Row], float | None], method: str, changes: dict[s
     return (value(Row(method, seed, **changes)) for seed in _SEEDS)
 
 
-def _spread(values: Iterable[float | None]) -> str:
+def _spread(values: Iterable[float | None], sign: str = "+") -> str:
     there = [value for value in values if value is not None]
     if not there:
         return "-"
     if len(there) == 1:
-        return f"{there[0]:+.4f} (one seed)"
-    return f"{statistics.mean(there):+.4f} +- {statistics.stdev(there):.4f}"
+        return f"{there[0]:{sign}.4f} (one seed)"
+    return f"{statistics.mean(there):{sign}.4f} +- {statistics.stdev(there):.4f}"
 
 
 def _plot(results: Results, path: Path) -> None:
