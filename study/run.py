@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).resolve().parent
 _MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 "
-    "--lr-decay-style cosine --lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10"
+    "--lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10"
 )
 _SEQUENCE = 64
 _VALIDATION_SEQUENCES = 256
@@ -71,27 +71,26 @@ class Study:
         self._data = f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
 
     def train(self, rows: Sequence[Row]) -> None:
-        """Trains those rows that are not there yet, those of equally many processes in one launch."""
+        """Trains those rows that are not there yet.
+
+        Raises:
+            subprocess.CalledProcessError: If one failed; what it printed is in its folder.
+        """
         missing = [row for row in dict.fromkeys(rows) if not self.has(row)]
         print(f"{len(missing)} of {len(set(rows))} trainings are to be done", flush=True)
-        for processes in sorted({row.groups for row in missing}):
-            specification = []
-            for row in missing:
-                if row.groups == processes:
-                    folder = self.folder / row.name
-                    shutil.rmtree(folder, ignore_errors=True)
-                    folder.mkdir(parents=True)
-                    entry = {"name": row.name, "argv": self._arguments(row), "done": str(self._done(row))}
-                    specification.append(entry | {"log": str(folder / "log.txt")})
-            self._launch(processes, specification)
-
-    def _launch(self, processes: int, specification: list[dict[str, object]]) -> None:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "29700"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(_FOLDER)}
+        specification = []
+        for row in missing:
+            folder = self.folder / row.name
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            entry = {"name": row.name, "groups": row.groups, "argv": self._arguments(row)}
+            specification.append(entry | {"done": str(self._done(row)), "log": str(folder / "log.txt")})
+        path = [str(_FOLDER), str(_FOLDER.parent / "tools")]
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(specification, file)
             file.flush()
-            subprocess.run([*launcher, str(_FOLDER / "worker.py"), file.name], env=environment, check=True)
+            subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
 
     def _arguments(self, row: Row) -> list[str]:
         rate = (row.learning_rate or self.learning_rate) * row.batch_scale

@@ -1,9 +1,9 @@
-"""One rank of the study: trains rows one after the other through Megatron's own loop.
+"""Trains rows of the study one after the other through Megatron's own loop, each in processes of its own.
 
-``torchrun worker.py SPECIFICATION``, a JSON list of ``{"name", "argv", "log", "done"}``. Each training runs in a process of its
-own; forking keeps its start short, because everything is imported once.
+``python worker.py SPECIFICATION``, a JSON list of ``{"name", "groups", "argv", "log", "done"}``.
 """
 
+import functools
 import importlib
 import json
 import math
@@ -18,8 +18,8 @@ from pier_megatron import emulation
 
 emulation.install()
 
+import forked_ranks  # noqa: E402
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from megatron.training import get_args  # noqa: E402
 from rows import ABLATIONS  # noqa: E402
 
@@ -28,7 +28,7 @@ from pier_megatron.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import datasets  # noqa: E402
 from pier_megatron.schedules import PRESETS  # noqa: E402
 
-# What is otherwise imported when a training begins, by each of them anew.
+# What Megatron imports when it trains, which takes each process seconds; here all share it.
 _IMPORTED_ONCE = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.libraries",
@@ -38,27 +38,19 @@ _IMPORTED_ONCE = (
 
 
 def main() -> None:
-    """Trains what the command line says; rank 0 marks each row that is done with its seconds."""
+    """Trains what the command line says and marks each row that is done with its seconds."""
     specification = json.loads(Path(sys.argv[1]).read_text())
     PRESETS.update(ABLATIONS)
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
     datasets.install()
     register()
-    for index, row in enumerate(specification):
+    for row in specification:
         begin = time.perf_counter()
-        child = os.fork()
-        if child == 0:
-            # Each training meets at a store of its own.
-            port = int(os.environ["MASTER_PORT"]) + 1 + index
-            os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-            _train(row["argv"], Path(row["log"]))
-        if os.waitpid(child, 0)[1]:
-            sys.exit(f"{row['name']} failed: see {row['log']}")
-        if os.environ["RANK"] == "0":
-            seconds = time.perf_counter() - begin
-            Path(row["done"]).write_text(f"{seconds}\n")
-            print(f"{row['name']}: {seconds:.0f} s", flush=True)
+        forked_ranks.run(row["groups"], functools.partial(_train, row["argv"], Path(row["log"])))
+        seconds = time.perf_counter() - begin
+        Path(row["done"]).write_text(f"{seconds}\n")
+        print(f"{row['name']}: {seconds:.0f} s", flush=True)
 
 
 def _with_equal_validations(build_datasets: Callable[[list[int | None]], Any]) -> Callable[..., Any]:
@@ -75,18 +67,14 @@ def _with_equal_validations(build_datasets: Callable[[list[int | None]], Any]) -
 
 
 def _train(argv: list[str], log: Path) -> None:
-    """Runs one training and ends the process."""
+    """Runs one rank of a training."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     torch.set_num_threads(1)
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
-        pretrain_bytes.build_datasets = _with_equal_validations(pretrain_bytes.build_datasets)
-        pretrain_bytes.main()
-        dist.barrier()
-        sys.stdout.flush()
-    # Not through the parent's exit handlers.
-    os._exit(0)
+    sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
+    pretrain_bytes.build_datasets = _with_equal_validations(pretrain_bytes.build_datasets)
+    pretrain_bytes.main()
 
 
 if __name__ == "__main__":
