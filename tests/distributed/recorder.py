@@ -6,6 +6,7 @@ except where a run asks for a planted bug, by its name in ``sabotage.py``.
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -275,6 +276,11 @@ def look_on_from_above() -> None:
 
 def forget_run() -> None:
     """Returns Megatron to the state after import."""
+    for chunk in recorder.model or ():
+        # Its hooks and its parameters hold each other where Python's garbage collector does not look. Nothing else shall go
+        # with them, least of all the communicators, whose threads would make every run slower than the one before.
+        chunk.__dict__.clear()
+    recorder.model = recorder.optimizer = None
     parallel_state.destroy_model_parallel()
     global_vars.destroy_global_vars()
     num_microbatches_calculator.destroy_num_microbatches_calculator()
@@ -283,6 +289,7 @@ def forget_run() -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()
 
 
 def main() -> None:
