@@ -34,8 +34,8 @@ _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
 }
 
-# 3.2 million parameters on few tokens: an exchange that is large against its compute, as between real nodes. At 200 Mbit/s
-# synchronous training takes some five times as long as one node alone; published: 2.0 to 3.7 (arXiv 2511.17849).
+# 3.2 million parameters on few tokens: an exchange that is large against its compute, as between real nodes. At 1000 Mbit/s
+# synchronous training takes about as many times as long as one node alone as published (2.0 to 3.7, arXiv 2511.17849).
 _MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 6 --hidden-dropout 0 --attention-dropout 0 --bf16 --tokenizer-type NullTokenizer --vocab-size 257 "
