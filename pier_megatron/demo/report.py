@@ -8,13 +8,14 @@ from pier_megatron.tensorboard_log import TensorBoardLog
 Points = list[tuple[int, float]]
 
 
-def summarise(output: Path, processes: int, lazy_start: int | None) -> str:
+def summarise(output: Path, processes: int, lazy_start: int | None, is_plain: bool = True) -> str:
     """Reads a finished run and plots it.
 
     Args:
         output: Its folder, with ``tensorboard`` in it; ``loss.png`` is written beside it.
         processes: How many took part.
         lazy_start: Iterations of its lazy start, or None if it trained without Pier.
+        is_plain: Whether outer steps exchanged all parameters in FP32, and so as many bytes as a gradient has.
 
     Returns:
         A few lines for people.
@@ -30,13 +31,17 @@ def summarise(output: Path, processes: int, lazy_start: int | None) -> str:
         "nats per byte",
     ]
     if lazy_start is not None and sent:
-        # An FP32 gradient of the same parameters costs what an FP32 pseudo-gradient costs.
-        synchronous = sent[0][1] * iterations * processes
-        pier = (sent[0][1] * lazy_start + sum(nbytes for _, nbytes in sent)) * processes
-        lines.append(
-            f"Crossed the groups, all ranks together: {pier / 1e6:,.0f} MB ({lazy_start} synchronous iterations, {len(sent)} "
-            f"outer steps); synchronous training: {synchronous / 1e6:,.0f} MB, {synchronous / pier:.1f} x as much"
-        )
+        outer = sum(nbytes for _, nbytes in sent) * processes
+        if is_plain:
+            synchronous = sent[0][1] * iterations * processes
+            pier = sent[0][1] * lazy_start * processes + outer
+            lines.append(
+                f"Crossed the groups, all ranks together: {pier / 1e6:,.0f} MB ({lazy_start} synchronous iterations, "
+                f"{len(sent)} outer steps); synchronous training: {synchronous / 1e6:,.0f} MB, "
+                f"{synchronous / pier:.1f} x as much"
+            )
+        else:
+            lines.append(f"Crossed the groups in {len(sent)} outer steps, all ranks together: {outer / 1e6:,.0f} MB")
     lines += [
         f"Loss curves: {output / 'loss.png'}",
         f"TensorBoard: tensorboard --logdir {output / 'tensorboard'}",

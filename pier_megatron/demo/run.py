@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(log.read_text().splitlines()[-40:]), file=sys.stderr)
         return status
     config = PierConfig(options.iterations, groups=2, sync_interval=options.sync_interval, preset=options.preset)
-    print(report.summarise(output, processes, None if options.synchronous else config.lazy_start))
+    lazy_start = None if options.synchronous else config.lazy_start
+    print(report.summarise(output, processes, lazy_start, is_plain=not options.arguments))
     return 0
 
 
