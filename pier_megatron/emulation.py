@@ -67,9 +67,8 @@ def _send_tensors_to_cpu() -> None:
     By patches, because a ``TorchFunctionMode`` would slow down every operation of the whole training.
     """
     for owner in (torch, torch.Tensor):
-        for name in dir(owner):
-            if name in _CONSTRUCTORS:
-                setattr(owner, name, _with_device_on_cpu(getattr(owner, name)))
+        for name in _CONSTRUCTORS.intersection(dir(owner)):
+            setattr(owner, name, _with_device_on_cpu(getattr(owner, name)))
     to, type_of = torch.Tensor.to, torch.Tensor.type
 
     @functools.wraps(to)

@@ -42,6 +42,7 @@ class Results:
 
     def curve(self, row: Row) -> dict[int, float] | None:
         """Validation loss by iteration, or None for a row that has not been trained."""
+        row = self._study.with_rate(row)
         if row not in self._curves and self._study.has(row):
             self._curves[row] = self._study.validation(row)
         return self._curves.get(row)

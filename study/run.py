@@ -5,6 +5,7 @@ A row that is complete is not trained again. ``python study/report.py`` makes th
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -76,8 +77,9 @@ class Study:
         Raises:
             subprocess.CalledProcessError: If one failed; what it printed is in its folder.
         """
-        missing = [row for row in dict.fromkeys(rows) if not self.has(row)]
-        print(f"{len(missing)} of {len(set(rows))} trainings are to be done", flush=True)
+        needed = dict.fromkeys(map(self.with_rate, rows))
+        missing = [row for row in needed if not self.has(row)]
+        print(f"{len(missing)} of {len(needed)} trainings are to be done", flush=True)
         specification = []
         for row in missing:
             folder = self.folder / row.name
@@ -93,7 +95,8 @@ class Study:
             subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
 
     def _arguments(self, row: Row) -> list[str]:
-        rate = (row.learning_rate or self.learning_rate) * row.batch_scale
+        assert row.learning_rate is not None, "with_rate comes first"
+        rate = row.learning_rate * row.batch_scale
         iterations, batch = self._iterations // row.batch_scale, BATCH * row.batch_scale
         arguments = (
             f"{_MODEL} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
@@ -124,12 +127,18 @@ class Study:
         """Loss on all validation data, in nats per byte, by iteration."""
         return dict(self.log(row).mean(VALIDATION))
 
+    def with_rate(self, row: Row) -> Row:
+        """A row as it is trained: its folder says at which rate, so that another choice does not find runs of this one."""
+        return row if row.learning_rate else dataclasses.replace(row, learning_rate=self.learning_rate)
+
     @functools.cached_property
     def learning_rate(self) -> float:
         """The one at which synchronous AdamW ends best, over the seeds that there are."""
         ends: dict[float, list[float]] = {}
         for row in (row for row in learning_rate_sweep(seeds=99) if self.has(row)):
             ends.setdefault(row.learning_rate or 0.0, []).append(list(self.validation(row).values())[-1])
+        if not ends:
+            sys.exit(f"No rate has been tried yet in {self.folder}: python study/run.py")
         return min(ends, key=lambda rate: statistics.mean(ends[rate]))
 
 

@@ -8,7 +8,7 @@ from pier_megatron.tensorboard_log import TensorBoardLog
 Points = list[tuple[int, float]]
 
 
-def summarise(output: Path, processes: int, lazy_start: int | None, is_plain: bool = True) -> str:
+def summarise(output: Path, processes: int, lazy_start: int | None, is_plain: bool) -> str:
     """Reads a finished run and plots it.
 
     Args:

@@ -81,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
         return status
     config = PierConfig(options.iterations, groups=2, sync_interval=options.sync_interval, preset=options.preset)
     lazy_start = None if options.synchronous else config.lazy_start
-    print(report.summarise(output, processes, lazy_start, is_plain=not options.arguments))
+    given = {argument.split("=", 1)[0] for argument in options.arguments}
+    is_plain = given.isdisjoint({"--pier-exchange-dtype", "--pier-fragments"})
+    print(report.summarise(output, processes, lazy_start, is_plain))
     return 0
 
 
