@@ -66,6 +66,20 @@ def _with_equal_validations(build_datasets: Callable[[list[int | None]], Any]) -
     return build
 
 
+def _with_equal_weights(build_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes runs of one seed begin alike with any number of groups.
+
+    Megatron warms its fused functions up with random inputs as large as a micro-batch. Emulated, they come from the generator
+    that the position embeddings are drawn from.
+    """
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(get_args().seed)
+        return build_model(*args, **kwargs)
+
+    return build
+
+
 def _train(argv: list[str], log: Path) -> None:
     """Runs one rank of a training."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -74,6 +88,7 @@ def _train(argv: list[str], log: Path) -> None:
     torch.set_num_threads(1)
     sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
     pretrain_bytes.build_datasets = _with_equal_validations(pretrain_bytes.build_datasets)
+    pretrain_bytes.build_model = _with_equal_weights(pretrain_bytes.build_model)
     pretrain_bytes.main()
 
 
