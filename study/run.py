@@ -88,7 +88,9 @@ class Study:
             entry = {"name": row.name, "groups": row.groups, "argv": self._arguments(row)}
             specification.append(entry | {"done": str(self._done(row)), "log": str(folder / "log.txt")})
         path = [str(_FOLDER), str(_FOLDER.parent / "tools")]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
+        # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
+        malloc = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
+        environment = malloc | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(specification, file)
             file.flush()
