@@ -38,7 +38,7 @@ def mark_iterations() -> None:
         marks.append((kwargs["iteration"], time.perf_counter(), sent_bytes()))
         optimizer = current.pier_optimizer()
         if optimizer is not None and kwargs["iteration"] == 0:
-            optimizer._report = lambda report: reports.append(
+            optimizer.reports.write = lambda report: reports.append(
                 # Where it was applied, which with --pier-overlap is later than where it began.
                 {"iteration": optimizer.iteration, "seconds": report.seconds, "bytes": report.bytes_sent}
             )

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pier_megatron.config import PierConfig
+from pier_megatron.outer import GOOD, NOT_FINITE, OUTLIER, Gathered
+
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
 SCALAR_PREFIX = "pier/"
 
@@ -78,6 +81,65 @@ class OuterStepReport:
                 tensorboard.add_scalar(name, value, self.iteration)
         if wandb is not None:
             wandb.log(self.scalars(), self.iteration)
+
+
+@dataclasses.dataclass
+class _Unreported:
+    """An outer step whose numbers are still on their way between the groups."""
+
+    iteration: int
+    sums: Gathered
+    verdicts: Tensor
+    seconds: float
+    bytes_sent: int
+
+
+class OuterStepReports:
+    """Reports outer steps once their numbers have arrived, so that no group waits for another for the sake of a log line.
+
+    Attributes:
+        write: Called for each outer step, in their order, on every rank.
+    """
+
+    def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None]) -> None:
+        """Begins with none under way."""
+        self.write = write
+        self._config = config
+        self._unreported: list[_Unreported] = []
+
+    def add(self, iteration: int, sums: Gathered, verdicts: Tensor, seconds: float, bytes_sent: int) -> None:
+        """Takes note of an outer step.
+
+        Args:
+            iteration: After which it began.
+            sums: As for :func:`norms_and_cosines`, under way.
+            verdicts: On each group's pseudo-gradient; shape ``[groups]``.
+            seconds: Wall-clock time.
+            bytes_sent: By this rank to other groups.
+        """
+        self._unreported.append(_Unreported(iteration, sums, verdicts, seconds, bytes_sent))
+
+    def write_arrived(self, waits: bool) -> None:
+        """Reports what has arrived, or everything if the caller ``waits``."""
+        while self._unreported and (waits or self._unreported[0].sums.is_complete()):
+            self.write(self._report(self._unreported.pop(0)))
+
+    def _report(self, found: _Unreported) -> OuterStepReport:
+        contributes = found.verdicts == GOOD
+        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(found.sums.result().cpu(), contributes)
+        return OuterStepReport(
+            iteration=found.iteration,
+            pseudo_gradient_norm=pseudo_gradient,
+            momentum_norm=momentum,
+            cosine_min=cosine_min,
+            cosine_mean=cosine_mean,
+            mu=self._config.momentum_at(found.iteration),
+            eta=self._config.learning_rate_at(found.iteration),
+            bytes_sent=found.bytes_sent,
+            seconds=found.seconds,
+            not_finite=tuple((found.verdicts == NOT_FINITE).nonzero().flatten().tolist()),
+            outliers=tuple((found.verdicts == OUTLIER).nonzero().flatten().tolist()),
+        )
 
 
 def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, float, float]:

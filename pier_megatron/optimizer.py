@@ -15,15 +15,14 @@ from torch.profiler import record_function
 from pier_megatron.checkpoint import ENTRY
 from pier_megatron.config import PierConfig
 from pier_megatron.examination import Examination
-from pier_megatron.integration.checkpointing import CheckpointContent
+from pier_megatron.integration.checkpoint_content import CheckpointContent
 from pier_megatron.integration.gradients import GradientAveraging
 from pier_megatron.integration.shards import commit_main_parameters, inner_state, main_parameters
-from pier_megatron.metrics import OuterStepReport, norms_and_cosines
+from pier_megatron.metrics import OuterStepReport, OuterStepReports
 from pier_megatron.outer import (
     GOOD,
     NOT_FINITE,
     OUTLIER,
-    Gathered,
     GroupExchange,
     OuterRound,
     OuterState,
@@ -55,17 +54,6 @@ class Underway:
     seconds: float
 
 
-@dataclasses.dataclass
-class _Unreported:
-    """A finished round whose numbers are still on their way between the groups."""
-
-    begun: int
-    sums: Gathered
-    verdicts: Tensor
-    seconds: float
-    bytes_sent: int
-
-
 class PierOptimizer(ChainedOptimizer):
     """Pier (arXiv 2511.17849) over the distributed optimizers that Megatron built.
 
@@ -81,6 +69,7 @@ class PierOptimizer(ChainedOptimizer):
         outliers: Judges this group's pseudo-gradients, if the user wants that.
         iteration: The iteration under way, 1-based; between iterations, the last one completed.
         stash: Inside :meth:`anchor_in_model`, the main parameters of each member; float32, shape ``[numel]`` each.
+        reports: On outer steps, to the log.
         checkpoint: What is saved of this run.
         examination: Of ``pier-megatron doctor``, in a job that it has started.
     """
@@ -123,9 +112,8 @@ class PierOptimizer(ChainedOptimizer):
         self.outliers = OutlierDetector(config.outlier_zscore) if config.outlier_zscore is not None else None
         self.stash: list[Tensor] | None = None
         self.checkpoint = CheckpointContent(self)
-        self._report = report
+        self.reports = OuterStepReports(config, report)
         self._gradients = GradientAveraging(self.model_chunks, config.groups)
-        self._unreported: list[_Unreported] = []
         self._outer_state_is_known = False
 
     @property
@@ -182,7 +170,8 @@ class PierOptimizer(ChainedOptimizer):
         if self.is_local:
             self._land_rounds()
             self._begin_rounds()
-            self._report_what_has_arrived()
+            # Where all groups hold the same parameters they have just met: nobody waits.
+            self.reports.write_arrived(waits=self.is_synchronised)
         elif self.pier_config.is_momentum_warmup(self.iteration):
             with self._phase("momentum_warmup"):
                 momentum_warmup(self._stagings, self.pier_config.momentum_at(self.iteration))
@@ -209,7 +198,7 @@ class PierOptimizer(ChainedOptimizer):
         """Waits for everything that is on its way between the groups, and applies nothing before its time."""
         for underway in self.underway:
             underway.round.settle()
-        self._report_what_has_arrived(waits=True)
+        self.reports.write_arrived(waits=True)
 
     def resume_round(self, begun: int, verdicts: Sequence[int]) -> OuterRound:
         """Brings a round back that was under way when the run was saved; see :meth:`OuterRound.resume`."""
@@ -326,37 +315,8 @@ class PierOptimizer(ChainedOptimizer):
             self._replace_inner_state_of_left_out(round_.contributors())
             commit_main_parameters(self.members)
         dist.all_reduce(round_.sums, group=self.get_grad_stats_parallel_group())
-        self._unreported.append(
-            _Unreported(
-                begun=begun,
-                sums=self.exchange.gather(round_.sums),
-                verdicts=round_.verdicts(),
-                seconds=time.perf_counter() - begin,
-                bytes_sent=bytes_sent,
-            )
-        )
-
-    def _report_what_has_arrived(self, waits: bool = False) -> None:
-        """Reports finished rounds without ever waiting for another group, except where the groups are together anyway."""
-        while self._unreported and (waits or self.is_synchronised or self._unreported[0].sums.is_complete()):
-            found = self._unreported.pop(0)
-            contributes = found.verdicts == GOOD
-            pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(found.sums.result().cpu(), contributes)
-            self._report(
-                OuterStepReport(
-                    iteration=found.begun,
-                    pseudo_gradient_norm=pseudo_gradient,
-                    momentum_norm=momentum,
-                    cosine_min=cosine_min,
-                    cosine_mean=cosine_mean,
-                    mu=self.pier_config.momentum_at(found.begun),
-                    eta=self.pier_config.learning_rate_at(found.begun),
-                    bytes_sent=found.bytes_sent,
-                    seconds=found.seconds,
-                    not_finite=tuple((found.verdicts == NOT_FINITE).nonzero().flatten().tolist()),
-                    outliers=tuple((found.verdicts == OUTLIER).nonzero().flatten().tolist()),
-                )
-            )
+        seconds = time.perf_counter() - begin
+        self.reports.add(begun, self.exchange.gather(round_.sums), round_.verdicts(), seconds, bytes_sent)
 
     def _check_contributors(self, round_: OuterRound) -> None:
         if round_.contributors().any():

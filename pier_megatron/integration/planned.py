@@ -19,8 +19,8 @@ from pier_megatron.config import PierConfig, PierConfigError
 from pier_megatron.groups import Rank, Topology
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import config_from_args, uses_pier
+from pier_megatron.integration.checkpoint_content import layout_of
 from pier_megatron.integration.checkpoint_files import damage, stored_checkpoint
-from pier_megatron.integration.checkpointing import layout_of
 from pier_megatron.launch_command import LaunchCommand
 from pier_megatron.planner import Job
 from pier_megatron.registration import register
