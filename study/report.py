@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rows import LEARNING_RATES, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
+from rows import ITERATIONS, LEARNING_RATES, SCHEDULES, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
 from run import Study
 
 # No study has more.
@@ -26,7 +26,11 @@ def main() -> None:
     options = parser.parse_args()
     results = Results(Study(options.runs.resolve()))
     sections = [_sweep(results), *(_section(results, table) for table in TABLES)]
-    heading = f"`make study`, then `python study/report.py`, {date.today().isoformat()}."
+    heading = (
+        "Nats per byte on synchronised parameters, mean ± standard deviation over paired seeds; the rise is over "
+        f"{_RISE_STEPS} outer steps, the gap is to synchronous AdamW of the same seed. `--only pier-rising-g8` repeats a row, "
+        f"`--only 'Many groups'` a table, of `python study/run.py`; `study/report.py` reads them, {date.today().isoformat()}."
+    )
     (options.output / "study-tables.md").write_text("\n\n".join([heading, *sections]) + "\n")
     (options.output / "study.json").write_text(json.dumps(results.raw(), indent=1, sort_keys=True))
     _plot(results, options.output / "study.png")
@@ -57,14 +61,19 @@ class Results:
         own, baseline = self.final(row), self.final(row.baseline)
         return None if own is None or baseline is None else own - baseline
 
+    def at_switch(self, row: Row) -> float | None:
+        """Validation loss at the end of the lazy start."""
+        curve = self.curve(row)
+        return None if curve is None else curve[_switch(row, curve)]
+
     def rise(self, row: Row) -> float | None:
         """By how much the loss exceeds that at the switch in the first outer steps after it; negative if it only falls."""
         curve = self.curve(row)
-        if curve is None or row.method == SYNCHRONOUS:
+        if curve is None:
             return None
-        switch = round(row.lazy_start * max(curve) / row.interval) * row.interval
+        switch = _switch(row, curve)
         after = [loss for iteration, loss in curve.items() if switch < iteration <= switch + _RISE_STEPS * row.interval]
-        return max(after) - curve[switch] if switch in curve else None
+        return max(after) - curve[switch]
 
     def raw(self) -> dict[str, dict[int, float]]:
         """All curves so far, by the names of their rows."""
@@ -73,40 +82,53 @@ class Results:
         }
 
 
+def _switch(row: Row, curve: dict[int, float]) -> int:
+    return round(row.lazy_start * max(curve) / row.interval) * row.interval
+
+
 def _sweep(results: Results) -> str:
     lines = ["### Learning rate of synchronous AdamW\n", "| lr | final loss, nats per byte |", "|---|---|"]
     for rate in LEARNING_RATES:
         rows = (row for row in learning_rate_sweep(len(_SEEDS)) if row.learning_rate == rate)
-        lines.append(f"| {rate:g} | {_spread((results.final(row) for row in rows), sign='')} |")
+        lines.append(f"| {rate:g} | {_spread(results.final(row) for row in rows)} |")
     return "\n".join(lines)
 
 
 def _section(results: Results, table: Table) -> str:
-    parts = [f"### {table.title}"]
-    for what, value in (
-        ("Final loss above synchronous AdamW", results.gap),
-        ("Rise after the switch", results.rise),
-    ):
-        lines = [f"{what}, nats per byte: mean +- standard deviation over paired seeds.\n"]
-        lines += [f"| | {' | '.join(table.methods)} |", "|---" * (len(table.methods) + 1) + "|"]
-        for name, changes in table.variants.items():
-            cells = [_spread(_of_seeds(value, method, changes)) for method in table.methods]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    columns = ("", "outer schedule", "H / (1 - mu) / T", "loss at the switch", "rise after it", "final loss", "gap")
+    lines = [f"### {table.title}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, changes in table.variants.items():
+        baselines = [Row(SYNCHRONOUS, seed, **changes).baseline for seed in _SEEDS]
+        lines.append(f"| {name} | synchronous AdamW | | | | {_spread(map(results.final, baselines))} | |")
+        for method in table.methods:
+            rows = [Row(method, seed, **changes) for seed in _SEEDS]
+            cells = (
+                f"{_horizon(rows[0]):.1%}",
+                _spread(map(results.at_switch, rows)),
+                _spread(map(results.rise, rows), sign="+"),
+                _spread(map(results.final, rows)),
+                _spread(map(results.gap, rows), sign="+"),
+            )
+            lines.append(f"| {name} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _horizon(row: Row) -> float:
+    """How long the momentum remembers at the end, as a share of the run."""
+    return row.interval / (1 - SCHEDULES[row.method].momentum[-1].end) / (ITERATIONS // row.batch_scale)
 
 
 def _of_seeds(value: Callable[[Row], float | None], method: str, changes: dict[str, Any]) -> Iterable[float | None]:
     return (value(Row(method, seed, **changes)) for seed in _SEEDS)
 
 
-def _spread(values: Iterable[float | None], sign: str = "+") -> str:
+def _spread(values: Iterable[float | None], sign: str = "") -> str:
     there = [value for value in values if value is not None]
     if not there:
         return "-"
     if len(there) == 1:
-        return f"{there[0]:{sign}.4f} (one seed)"
-    return f"{statistics.mean(there):{sign}.4f} +- {statistics.stdev(there):.4f}"
+        return f"{there[0]:{sign}.3f} (one seed)"
+    return f"{statistics.mean(there):{sign}.3f} ± {statistics.stdev(there):.3f}"
 
 
 def _plot(results: Results, path: Path) -> None:

@@ -26,6 +26,7 @@ ABLATIONS: dict[str, Preset] = {
         _RISING, momentum=tuple(dataclasses.replace(part, start=part.end, end=part.start) for part in _RISING.momentum)
     ),
 }
+SCHEDULES = PRESETS | ABLATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +84,9 @@ class Table:
     variants: dict[str, dict[str, float]]
 
     def rows(self, seeds: int) -> Iterator[Row]:
-        """All trainings that the table needs, baselines included."""
+        """All trainings of the table but for the synchronous ones."""
         for seed, changes, method in itertools.product(range(1, seeds + 1), self.variants.values(), self.methods):
-            row = Row(method, seed, **changes)  # type: ignore[arg-type]
-            yield row.baseline
-            yield row
+            yield Row(method, seed, **changes)  # type: ignore[arg-type]
 
 
 _BOTH = ("diloco", "pier-rising")

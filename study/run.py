@@ -40,7 +40,9 @@ def main() -> None:
     """Trains what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="paired seeds of every row (%(default)s)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only tables whose title begins with this")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only what begins with this: a table's title or a row's folder"
+    )
     parser.add_argument("--short", action="store_true", help="a tenth of the iterations, one seed, 4 groups: minutes")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for the runs (%(default)s)")
     options = parser.parse_args()
@@ -53,8 +55,13 @@ def main() -> None:
     if options.short:
         study.train([row for method in METHODS for row in (Row(method, 1).baseline, Row(method, 1, interval=5))])
         return
-    tables = [table for table in TABLES if table.title.startswith(options.only)]
-    study.train([row for table in tables for row in table.rows(seeds)])
+    rows = [
+        row
+        for table in TABLES
+        for row in table.rows(seeds)
+        if table.title.startswith(options.only) or row.name.startswith(options.only)
+    ]
+    study.train([each for row in rows for each in (row.baseline, row)])
 
 
 class Study:
