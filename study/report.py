@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import operator
 import statistics
 from collections.abc import Callable, Iterable
 from datetime import date
@@ -10,6 +11,8 @@ from typing import Any
 
 from rows import ITERATIONS, LEARNING_RATES, SCHEDULES, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
 from run import Study
+
+from pier_megatron.metrics import SCALAR_PREFIX
 
 # No study has more.
 _SEEDS = range(1, 100)
@@ -26,11 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     results = Results(Study(options.runs.resolve()))
     sections = [_sweep(results), *(_section(results, table) for table in TABLES)]
-    heading = (
-        "Nats per byte on synchronised parameters, mean ± standard deviation over paired seeds; the rise is over "
-        f"{_RISE_STEPS} outer steps, the gap is to synchronous AdamW of the same seed. `--only pier-rising-g8` repeats a row, "
-        f"`--only 'Many groups'` a table, of `python study/run.py`; `study/report.py` reads them, {date.today().isoformat()}."
-    )
+    heading = f"`make study` or `python study/report.py`, {date.today().isoformat()}."
     (options.output / "study-tables.md").write_text("\n\n".join([heading, *sections]) + "\n")
     (options.output / "study.json").write_text(json.dumps(results.raw(), indent=1, sort_keys=True))
     _plot(results, options.output / "study.png")
@@ -75,6 +74,20 @@ class Results:
         after = [loss for iteration, loss in curve.items() if switch < iteration <= switch + _RISE_STEPS * row.interval]
         return max(after) - curve[switch]
 
+    def cosine(self, row: Row) -> float | None:
+        """Cosine of the groups' pseudo-gradients to their mean, averaged over groups and outer steps."""
+        cosines = self._of_outer_steps(row, "cosine-mean")
+        return statistics.mean(cosines) if cosines else None
+
+    def momentum_ratio(self, row: Row) -> float | None:
+        """How many times longer the momentum is than the mean pseudo-gradient, averaged over outer steps."""
+        momentum, delta = (self._of_outer_steps(row, f"{name}-norm") for name in ("momentum", "pseudo-gradient"))
+        return statistics.mean(map(operator.truediv, momentum, delta)) if momentum else None
+
+    def _of_outer_steps(self, row: Row, scalar: str) -> list[float]:
+        row = self._study.with_rate(row)
+        return [value for _, value in self._study.log(row).mean(SCALAR_PREFIX + scalar)] if self._study.has(row) else []
+
     def raw(self) -> dict[str, dict[int, float]]:
         """All curves so far, by the names of their rows."""
         return {
@@ -95,11 +108,14 @@ def _sweep(results: Results) -> str:
 
 
 def _section(results: Results, table: Table) -> str:
-    columns = ("", "outer schedule", "H / (1 - mu) / T", "loss at the switch", "rise after it", "final loss", "gap")
+    columns = (
+        *("", "outer schedule", "H / (1 - mu) / T", "loss at the switch", "rise after it", "final loss", "gap"),
+        *("cosine", "momentum length"),
+    )
     lines = [f"### {table.title}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, changes in table.variants.items():
         baselines = [Row(SYNCHRONOUS, seed, **changes).baseline for seed in _SEEDS]
-        lines.append(f"| {name} | synchronous AdamW | | | | {_spread(map(results.final, baselines))} | |")
+        lines.append(f"| {name} | synchronous AdamW | | | | {_spread(map(results.final, baselines))} | | | |")
         for method in table.methods:
             rows = [Row(method, seed, **changes) for seed in _SEEDS]
             cells = (
@@ -108,6 +124,8 @@ def _section(results: Results, table: Table) -> str:
                 _spread(map(results.rise, rows), sign="+"),
                 _spread(map(results.final, rows)),
                 _spread(map(results.gap, rows), sign="+"),
+                _spread(map(results.cosine, rows), digits=2),
+                _spread(map(results.momentum_ratio, rows), digits=1),
             )
             lines.append(f"| {name} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -122,13 +140,13 @@ def _of_seeds(value: Callable[[Row], float | None], method: str, changes: dict[s
     return (value(Row(method, seed, **changes)) for seed in _SEEDS)
 
 
-def _spread(values: Iterable[float | None], sign: str = "") -> str:
+def _spread(values: Iterable[float | None], sign: str = "", digits: int = 3) -> str:
     there = [value for value in values if value is not None]
     if not there:
         return "-"
     if len(there) == 1:
-        return f"{there[0]:{sign}.3f} (one seed)"
-    return f"{statistics.mean(there):{sign}.3f} ± {statistics.stdev(there):.3f}"
+        return f"{there[0]:{sign}.{digits}f} (one seed)"
+    return f"{statistics.mean(there):{sign}.{digits}f} ± {statistics.stdev(there):.{digits}f}"
 
 
 def _plot(results: Results, path: Path) -> None:
