@@ -209,7 +209,12 @@ class PierConfig:
             return self.outer_momentum
         if self.is_lazy(iteration):
             return self._preset.warmup_momentum or 0.0
-        return value_at(self._preset.momentum, *self._local_progress(iteration))
+        mu = value_at(self._preset.momentum, *self._local_progress(iteration))
+        if self._preset.longest_horizon is None:
+            return mu
+        outer_steps = (self.train_iters - self.lazy_start) / self.sync_interval
+        limit = 1 - 1 / (self._preset.longest_horizon * outer_steps)
+        return min(mu, max(limit, self._preset.warmup_momentum or 0.0))
 
     def learning_rate_at(self, iteration: int) -> float:
         """``eta(t)``, the outer learning rate; 0 during the lazy start, where parameters do not change."""
@@ -272,9 +277,8 @@ class PierConfig:
         """What is allowed but likely to disappoint, one sentence each."""
         found = []
         horizon = self.momentum_horizon()
-        # One that grows to this length along with the run has not been seen to overshoot: docs/study.md.
-        rises = self.momentum_at(self.lazy_start + 1) < self.momentum_at(self.train_iters)
-        if horizon > _LONG_HORIZON and not rises:
+        is_limited = self.outer_momentum is None and self._preset.longest_horizon is not None
+        if horizon > _LONG_HORIZON and not is_limited:
             found.append(
                 f"the outer momentum remembers H / (1 - mu) = {horizon * self.train_iters:.0f} iterations, "
                 f"{horizon:.0%} of this run (the paper's runs: about 0.5 %). Expect it to overshoot; --pier-preset pier-rising "

@@ -54,11 +54,14 @@ class Preset:
             momentum of zero.
         momentum: ``mu`` over the local phase.
         learning_rate: ``eta`` over the local phase.
+        longest_horizon: ``mu`` does not rise above ``warmup_momentum`` to where ``1 / (1 - mu)`` exceeds this share of the
+            local phase's outer steps; None for no such limit.
     """
 
     warmup_momentum: float | None
     momentum: tuple[Segment, ...]
     learning_rate: tuple[Segment, ...]
+    longest_horizon: float | None = None
 
 
 PRESETS: dict[str, Preset] = {
@@ -84,6 +87,7 @@ PRESETS: dict[str, Preset] = {
         warmup_momentum=0.3,
         momentum=(Segment(0.3, 0.9, None, _linear),),
         learning_rate=(Segment(1.0, 0.8, None, _linear),),
+        longest_horizon=0.4,
     ),
     "diloco": Preset(
         warmup_momentum=None,

@@ -54,6 +54,14 @@ def test_rising_momentum_goes_on_from_its_warmup(iteration: int, mu: float, eta:
     assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
 
 
+@pytest.mark.parametrize(("train_iters", "mu"), [(600, 0.9), (270, 0.8), (80, 0.3), (60, 0.3)])
+def test_rising_momentum_remembers_two_fifths_of_the_outer_steps_at_most(train_iters: int, mu: float) -> None:
+    schedule = PierConfig(train_iters, groups=4, sync_interval=20, preset="pier-rising", lazy_start_iters=20)
+    assert schedule.momentum_at(train_iters) == pytest.approx(mu)
+    assert schedule.momentum_at(20) == 0.3
+    assert not schedule.warnings()
+
+
 def test_constant_presets() -> None:
     assert (config("diloco").momentum_at(500), config("diloco").learning_rate_at(500)) == (0.9, 0.7)
     assert (config("local-sgd").momentum_at(500), config("local-sgd").learning_rate_at(500)) == (0.0, 1.0)
