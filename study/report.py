@@ -9,10 +9,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rows import ITERATIONS, LEARNING_RATES, SCHEDULES, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
+from rows import ABLATIONS, ITERATIONS, LEARNING_RATES, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
 from run import Study
 
+from pier_megatron import PierConfig
 from pier_megatron.metrics import SCALAR_PREFIX
+from pier_megatron.schedules import PRESETS
 
 # No study has more.
 _SEEDS = range(1, 100)
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of the runs (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for what it writes (%(default)s)")
     options = parser.parse_args()
+    PRESETS.update(ABLATIONS)
     results = Results(Study(options.runs.resolve()))
     sections = [_sweep(results), *(_section(results, table) for table in TABLES)]
     heading = f"`make study` or `python study/report.py`, {date.today().isoformat()}."
@@ -133,7 +136,13 @@ def _section(results: Results, table: Table) -> str:
 
 def _horizon(row: Row) -> float:
     """How long the momentum remembers at the end, as a share of the run."""
-    return row.interval / (1 - SCHEDULES[row.method].momentum[-1].end) / (ITERATIONS // row.batch_scale)
+    return PierConfig(
+        train_iters=ITERATIONS // row.batch_scale,
+        groups=row.groups,
+        sync_interval=row.interval,
+        preset=row.method,
+        lazy_start_fraction=row.lazy_start,
+    ).momentum_horizon()
 
 
 def _of_seeds(value: Callable[[Row], float | None], method: str, changes: dict[str, Any]) -> Iterable[float | None]:

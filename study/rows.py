@@ -27,7 +27,6 @@ ABLATIONS: dict[str, Preset] = {
         _RISING, momentum=tuple(dataclasses.replace(part, start=part.end, end=part.start) for part in _RISING.momentum)
     ),
 }
-SCHEDULES = PRESETS | ABLATIONS
 
 
 @dataclasses.dataclass(frozen=True)
