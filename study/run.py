@@ -75,6 +75,7 @@ class Study:
         """Opens a study, of runs of so many iterations."""
         self.folder = folder
         self._iterations = iterations
+        self._logs: dict[Row, TensorBoardLog] = {}
         train, validation = corpus.write(folder / "corpus")
         self._data = f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
 
@@ -129,8 +130,10 @@ class Study:
         return self._done(row).exists()
 
     def log(self, row: Row) -> TensorBoardLog:
-        """What Megatron and the plugin wrote of a row."""
-        return TensorBoardLog(self.folder / row.name)
+        """What Megatron and the plugin wrote of a row that has been trained."""
+        if row not in self._logs:
+            self._logs[row] = TensorBoardLog(self.folder / row.name)
+        return self._logs[row]
 
     def validation(self, row: Row) -> dict[int, float]:
         """Loss on all validation data, in nats per byte, by iteration."""
