@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rows import ABLATIONS, ITERATIONS, LEARNING_RATES, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
+from rows import ABLATIONS, ITERATIONS, LEARNING_RATES, METHODS, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
 from run import Study
 
 from pier_megatron import PierConfig
@@ -165,9 +165,10 @@ def _plot(results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    colors = {method: f"C{index}" for index, method in enumerate((*METHODS, SYNCHRONOUS))}
     figure, axes = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
     for axis, table, varied in ((axes[0], TABLES[0], "groups"), (axes[1], TABLES[1], "interval")):
-        for color, method in enumerate(table.methods):
+        for method in table.methods:
             points = []
             for changes in table.variants.values():
                 gaps = [gap for gap in _of_seeds(results.gap, method, changes) if gap is not None]
@@ -175,16 +176,19 @@ def _plot(results: Results, path: Path) -> None:
                     points.append((changes[varied], statistics.mean(gaps), statistics.stdev(gaps) if len(gaps) > 1 else 0.0))
             if points:
                 places, means, spreads = zip(*points, strict=True)
-                axis.errorbar(places, means, spreads, marker="o", capsize=3, color=f"C{color}", label=method)
+                axis.errorbar(places, means, spreads, marker="o", capsize=3, color=colors[method], label=method)
+        values = [changes[varied] for changes in table.variants.values()]
         axis.set(xscale="log", xlabel=varied, ylabel="final loss above synchronous AdamW, nats per byte")
+        axis.set_xticks(values, labels=[str(value) for value in values])
+        axis.minorticks_off()
         axis.axhline(0, color="black", linewidth=0.8)
         axis.legend()
         axis.grid(alpha=0.3)
-    shown = [Row(method, 1) for method in TABLES[0].methods]
-    for color, row in enumerate([*shown, shown[0].baseline]):
+    shown = [Row(method, 1) for method in METHODS]
+    for row in (*shown, shown[0].baseline):
         curve = results.curve(row)
         if curve:
-            axes[2].plot(*zip(*sorted(curve.items()), strict=True), color=f"C{color}", label=row.method, linewidth=1)
+            axes[2].plot(*zip(*sorted(curve.items()), strict=True), color=colors[row.method], label=row.method, linewidth=1)
     axes[2].set(xlabel="iteration", ylabel="validation loss, nats per byte", title="4 groups, H = 20, seed 1")
     axes[2].legend()
     axes[2].grid(alpha=0.3)
