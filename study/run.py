@@ -137,7 +137,12 @@ class Study:
 
     def validation(self, row: Row) -> dict[int, float]:
         """Loss on all validation data, in nats per byte, by iteration."""
-        return dict(self.log(row).mean(VALIDATION))
+        series = self.log(row).scalars[VALIDATION]
+        curve: dict[int, float] = {}
+        for iteration, loss in zip(series.steps, series.values, strict=True):
+            # What Megatron writes once more under that name, at the end, is of the test data.
+            curve.setdefault(iteration, loss)
+        return curve
 
     def with_rate(self, row: Row) -> Row:
         """A row as it is trained: its folder says at which rate, so that another choice does not find runs of this one."""
