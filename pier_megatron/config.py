@@ -277,6 +277,7 @@ class PierConfig:
         """What is allowed but likely to disappoint, one sentence each."""
         found = []
         horizon = self.momentum_horizon()
+        # A preset that keeps to a horizon of its own has not been seen to overshoot: docs/study.md.
         is_limited = self.outer_momentum is None and self._preset.longest_horizon is not None
         if horizon > _LONG_HORIZON and not is_limited:
             found.append(

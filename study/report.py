@@ -4,7 +4,7 @@ import argparse
 import json
 import operator
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,14 @@ class Results:
     def at_switch(self, row: Row) -> float | None:
         """Validation loss at the end of the lazy start."""
         curve = self.curve(row)
-        return None if curve is None else curve[_switch(row, curve)]
+        return None if curve is None else curve[_config(row).lazy_start]
 
     def rise(self, row: Row) -> float | None:
         """By how much the loss exceeds that at the switch in the first outer steps after it; negative if it only falls."""
         curve = self.curve(row)
         if curve is None:
             return None
-        switch = _switch(row, curve)
+        switch = _config(row).lazy_start
         after = [loss for iteration, loss in curve.items() if switch < iteration <= switch + _RISE_STEPS * row.interval]
         return max(after) - curve[switch]
 
@@ -98,10 +98,6 @@ class Results:
         }
 
 
-def _switch(row: Row, curve: dict[int, float]) -> int:
-    return round(row.lazy_start * max(curve) / row.interval) * row.interval
-
-
 def _sweep(results: Results) -> str:
     lines = ["### Learning rate of synchronous AdamW\n", "| lr | final loss, nats per byte |", "|---|---|"]
     for rate in LEARNING_RATES:
@@ -117,12 +113,12 @@ def _section(results: Results, table: Table) -> str:
     )
     lines = [f"### {table.title}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, changes in table.variants.items():
-        baselines = [Row(SYNCHRONOUS, seed, **changes).baseline for seed in _SEEDS]
+        baselines = [row.baseline for row in _of_all_seeds(SYNCHRONOUS, changes)]
         lines.append(f"| {name} | synchronous AdamW | | | | {_spread(map(results.final, baselines))} | | | |")
         for method in table.methods:
-            rows = [Row(method, seed, **changes) for seed in _SEEDS]
+            rows = _of_all_seeds(method, changes)
             cells = (
-                f"{_horizon(rows[0]):.1%}",
+                f"{_config(rows[0]).momentum_horizon():.1%}",
                 _spread(map(results.at_switch, rows)),
                 _spread(map(results.rise, rows), sign="+"),
                 _spread(map(results.final, rows)),
@@ -134,19 +130,18 @@ def _section(results: Results, table: Table) -> str:
     return "\n".join(lines)
 
 
-def _horizon(row: Row) -> float:
-    """How long the momentum remembers at the end, as a share of the run."""
+def _config(row: Row) -> PierConfig:
     return PierConfig(
         train_iters=ITERATIONS // row.batch_scale,
         groups=row.groups,
         sync_interval=row.interval,
         preset=row.method,
         lazy_start_fraction=row.lazy_start,
-    ).momentum_horizon()
+    )
 
 
-def _of_seeds(value: Callable[[Row], float | None], method: str, changes: dict[str, Any]) -> Iterable[float | None]:
-    return (value(Row(method, seed, **changes)) for seed in _SEEDS)
+def _of_all_seeds(method: str, changes: dict[str, Any]) -> list[Row]:
+    return [Row(method, seed, **changes) for seed in _SEEDS]
 
 
 def _spread(values: Iterable[float | None], sign: str = "", digits: int = 3) -> str:
@@ -171,7 +166,7 @@ def _plot(results: Results, path: Path) -> None:
         for method in table.methods:
             points = []
             for changes in table.variants.values():
-                gaps = [gap for gap in _of_seeds(results.gap, method, changes) if gap is not None]
+                gaps = [gap for gap in map(results.gap, _of_all_seeds(method, changes)) if gap is not None]
                 if gaps:
                     points.append((changes[varied], statistics.mean(gaps), statistics.stdev(gaps) if len(gaps) > 1 else 0.0))
             if points:

@@ -18,11 +18,12 @@ METHODS = ("diloco", "pier", "pier-rising")
 
 # What a schedule owes to each of its parts.
 _PIER, _RISING = PRESETS["pier"], PRESETS["pier-rising"]
+_UNLIMITED = "pier-rising without the limit"
 ABLATIONS: dict[str, Preset] = {
     "pier without momentum warmup": dataclasses.replace(_PIER, warmup_momentum=None),
     "pier without momentum decay": dataclasses.replace(_PIER, momentum=_PIER.momentum[:1]),
     "pier without the ramp": dataclasses.replace(_PIER, learning_rate=_PIER.learning_rate[1:]),
-    "pier-rising without the limit": dataclasses.replace(_RISING, longest_horizon=None),
+    _UNLIMITED: dataclasses.replace(_RISING, longest_horizon=None),
     "pier-rising reversed": dataclasses.replace(
         _RISING, momentum=tuple(dataclasses.replace(part, start=part.end, end=part.start) for part in _RISING.momentum)
     ),
@@ -90,24 +91,21 @@ class Table:
 
 
 _BOTH = ("diloco", "pier-rising")
-_INTERVALS: dict[str, dict[str, float]] = {
-    **{f"H = {interval}": {"interval": interval} for interval in (10, 20, 50)},
-    # A lazy start lasts at least an interval.
-    "H = 200, lazy start 33 %": {"interval": 200, "lazy_start": 1 / 3},
-}
+# A lazy start lasts at least an interval.
+_LONG_INTERVALS = {"H = 50": {"interval": 50}, "H = 200, lazy start 33 %": {"interval": 200, "lazy_start": 1 / 3}}
 
 TABLES = (
     Table("Number of groups", METHODS, {f"{groups} groups": {"groups": groups} for groups in (2, 4, 8)}),
-    Table("Sync interval, 4 groups", _BOTH, _INTERVALS),
+    Table("Sync interval, 4 groups", _BOTH, {"H = 10": {"interval": 10}, "H = 20": {"interval": 20}} | _LONG_INTERVALS),
     Table(
         "The limit of the momentum horizon, 4 groups",
-        ("pier-rising", "pier-rising without the limit"),
-        dict(itertools.islice(_INTERVALS.items(), 2, None)),
+        ("pier-rising", _UNLIMITED),
+        _LONG_INTERVALS,
     ),
     Table("Lazy start, 8 groups", _BOTH, {f"{share:.0%}": {"lazy_start": share, "groups": 8} for share in (0.1, 0.3)}),
     Table(
         "What a schedule owes to its parts, 4 groups",
-        ("local-sgd", "pier", "pier-cosine", "pier-rising", *(name for name in ABLATIONS if not name.endswith("limit"))),
+        ("local-sgd", "pier", "pier-cosine", "pier-rising", *(name for name in ABLATIONS if name != _UNLIMITED)),
         {"H = 20": {}},
     ),
     Table("Many groups", _BOTH, {"16 groups": {"groups": 16}}),

@@ -58,7 +58,7 @@ def main() -> None:
     rows = [
         row
         for table in TABLES
-        for row in table.rows(seeds)
+        for row in map(study.with_rate, table.rows(seeds))
         if table.title.startswith(options.only) or row.name.startswith(options.only)
     ]
     study.train([each for row in rows for each in (row.baseline, row)])
