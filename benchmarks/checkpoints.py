@@ -13,7 +13,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-from pier_megatron.demo import corpus, pretrain_bytes
+from pier_megatron.commands.demo import corpus, pretrain_bytes
 
 # 13 million parameters: large enough for the files to matter beside what every checkpoint costs.
 _MODEL = (

@@ -21,7 +21,7 @@ from typing import Any
 
 from cluster import Cluster
 
-from pier_megatron.demo import corpus
+from pier_megatron.commands.demo import corpus
 
 _FOLDER = Path(__file__).resolve().parent
 

@@ -13,7 +13,7 @@ import math
 import statistics
 from pathlib import Path
 
-from pier_megatron.planner import CLUSTERS, Cluster, Job, predict
+from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, predict
 
 _DATA = Path(__file__).with_name("published_timings.csv")
 

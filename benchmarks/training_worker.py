@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pier_megatron import emulation
+from pier_megatron.cpu import emulation
 
 emulation.install()
 
@@ -22,7 +22,7 @@ from cluster import sent_bytes  # noqa: E402
 from megatron.training import training as megatron_training  # noqa: E402
 
 from pier_megatron import register  # noqa: E402
-from pier_megatron.demo import pretrain_bytes  # noqa: E402
+from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import current, datasets  # noqa: E402
 
 marks: list[tuple[int, float, int]] = []

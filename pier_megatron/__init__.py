@@ -5,12 +5,13 @@ Reference: Fan & Zhang, "Pier: Efficient Large Language Model pretraining with R
 
 from typing import TYPE_CHECKING, Any
 
-from pier_megatron.config import PierConfig, PierConfigError
-from pier_megatron.registration import register
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.registration import register
 from pier_megatron.version import __version__
 
 if TYPE_CHECKING:
-    from pier_megatron.optimizer import PierOptimizer
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 __all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "register"]
 
@@ -18,7 +19,7 @@ __all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "reg
 def __getattr__(name: str) -> Any:
     # PierOptimizer extends a class of Megatron, whose import must not happen before the launcher has prepared it.
     if name == "PierOptimizer":
-        from pier_megatron.optimizer import PierOptimizer
+        from pier_megatron.integration.optimizer import PierOptimizer
 
         return PierOptimizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from functools import cached_property
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.schedules import PRESETS, Preset, value_at
 
 DEFAULT_SYNC_INTERVAL = 50
@@ -19,10 +20,6 @@ LOADED_INNER_STATES = ("mean", "first")
 
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
 _LONG_HORIZON = 0.03
-
-
-class PierConfigError(ValueError):
-    """A setting with which Pier cannot work as the user would expect."""
 
 
 @dataclasses.dataclass(frozen=True)

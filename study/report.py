@@ -13,7 +13,7 @@ from rows import ABLATIONS, ITERATIONS, LEARNING_RATES, METHODS, SYNCHRONOUS, TA
 from run import Study
 
 from pier_megatron import PierConfig
-from pier_megatron.metrics import SCALAR_PREFIX
+from pier_megatron.outer.report import SCALAR_PREFIX
 from pier_megatron.schedules import PRESETS
 
 # No study has more.

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rows import BATCH, ITERATIONS, METHODS, SYNCHRONOUS, TABLES, Row, learning_rate_sweep
 
-from pier_megatron.demo import corpus
-from pier_megatron.tensorboard_log import TensorBoardLog
+from pier_megatron.commands.demo import corpus
+from pier_megatron.commands.tensorboard_log import TensorBoardLog
 
 _FOLDER = Path(__file__).resolve().parent
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pier_megatron import emulation
+from pier_megatron.cpu import emulation
 
 emulation.install()
 
@@ -24,7 +24,7 @@ from megatron.training import get_args  # noqa: E402
 from rows import ABLATIONS  # noqa: E402
 
 from pier_megatron import register  # noqa: E402
-from pier_megatron.demo import pretrain_bytes  # noqa: E402
+from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import datasets  # noqa: E402
 from pier_megatron.schedules import PRESETS  # noqa: E402
 
@@ -32,7 +32,7 @@ from pier_megatron.schedules import PRESETS  # noqa: E402
 _IMPORTED_ONCE = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.libraries",
-    "pier_megatron.optimizer",
+    "pier_megatron.integration.optimizer",
     "tensorboard",
 )
 

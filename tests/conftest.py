@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parent / "distributed"), str(Path(__file__).p
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A text that is the same on every machine, in Megatron's indexed format: train and validation dataset."""
-    from pier_megatron.demo.corpus import write_documents
+    from pier_megatron.commands.demo.corpus import write_documents
 
     folder, text = tmp_path_factory.mktemp("corpus"), Path(__file__).parents[1] / "LICENSE"
     return write_documents(folder / "train", [text]), write_documents(folder / "validation", [text])

@@ -19,8 +19,8 @@ from pier_megatron.config import (
     LOADED_INNER_STATES,
     SAVED_INNER_STATES,
     PierConfig,
-    PierConfigError,
 )
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import refusals, versions
 from pier_megatron.schedules import PRESETS
 

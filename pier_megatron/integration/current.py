@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pier_megatron.optimizer import PierOptimizer
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 _optimizer: "PierOptimizer | None" = None
 

@@ -3,7 +3,8 @@
 import argparse
 from typing import Any
 
-from pier_megatron.config import PierConfig, PierConfigError
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 
 # What cannot work, with the reason: (attribute of Megatron's arguments, why). An attribute that a release does not have
 # is not set; every other value that is neither None, False nor 0 is refused.

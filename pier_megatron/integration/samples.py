@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pier_megatron.config import PierConfigError
+from pier_megatron.errors import PierConfigError
 from pier_megatron.outer import GroupExchange
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pier_megatron import examination, startup
 from pier_megatron.config import PierConfig
-from pier_megatron.groups import Rank, Topology, node_name
-from pier_megatron.integration import current, versions
+from pier_megatron.exchange.topology import Rank, Topology, node_name
+from pier_megatron.integration import current, examination, startup, versions
 from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
 from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.samples import check_groups_read_different_samples
@@ -43,7 +42,7 @@ def _building_pier(get_megatron_optimizer: Any) -> Any:
 
 
 def _build(optimizer: Any) -> Any:
-    from pier_megatron.optimizer import PierOptimizer
+    from pier_megatron.integration.optimizer import PierOptimizer
 
     args = versions.megatron_args()
     # Sample-based runs know their iterations only now.

@@ -3,12 +3,12 @@
 Nothing in here knows Megatron.
 """
 
-from pier_megatron.outer.codecs import CODECS
-from pier_megatron.outer.exchange import Gathered, GroupExchange
+from pier_megatron.exchange.codecs import CODECS
+from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.outer.outliers import OutlierDetector
+from pier_megatron.outer.rounds import GOOD, NOT_FINITE, OUTLIER, PIPELINE_DEPTH, OuterRound, momentum_warmup, squared_norm
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Part
-from pier_megatron.outer.step import GOOD, NOT_FINITE, OUTLIER, PIPELINE_DEPTH, OuterRound, momentum_warmup, squared_norm
 
 __all__ = [
     "CODECS",

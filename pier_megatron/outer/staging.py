@@ -5,7 +5,7 @@ import collections
 import torch
 from torch import Tensor
 
-from pier_megatron.outer.exchange import Residual
+from pier_megatron.exchange.collectives import Residual
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterState
 
 

@@ -7,9 +7,9 @@ import forked_ranks
 import torch
 import torch.distributed as dist
 
-from pier_megatron.census import CollectiveCensus
+from pier_megatron.exchange.collectives import Residual
+from pier_megatron.integration.census import CollectiveCensus
 from pier_megatron.outer import CODECS, GOOD, NOT_FINITE, GroupExchange, OuterRound, OuterState, Part, Staging
-from pier_megatron.outer.exchange import Residual
 
 NUMEL = 5000
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pier_megatron import emulation
+from pier_megatron.cpu import emulation
 
 emulation.install()
 
@@ -35,10 +35,10 @@ from megatron.training import training as megatron_training  # noqa: E402
 from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
-from pier_megatron.census import CollectiveCensus  # noqa: E402
-from pier_megatron.demo import pretrain_bytes  # noqa: E402
+from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import datasets  # noqa: E402
-from pier_megatron.integration.shards import commit_main_parameters  # noqa: E402
+from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
+from pier_megatron.integration.inner.adam import commit_main_parameters  # noqa: E402
 
 # Megatron imports it when it trains, which takes seconds; here all ranks share it.
 importlib.import_module("megatron.core.tokenizers.text.libraries")

@@ -15,8 +15,9 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 
-from pier_megatron import checkpoint, outer
+from pier_megatron import outer
 from pier_megatron.integration import gradients
+from pier_megatron.outer import description as checkpoint
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -32,7 +33,7 @@ def planted(names: list[str], directory: Path) -> Iterator[None]:
 
 def _no_commit(directory: Path) -> Patch:
     """The published code's: the forward after an outer step still uses the old weights."""
-    return mock.patch("pier_megatron.optimizer.commit_main_parameters")
+    return mock.patch("pier_megatron.integration.optimizer.commit_main_parameters")
 
 
 def _no_rescaling(directory: Path) -> Patch:

@@ -8,8 +8,8 @@ import torch
 from exchange_worker import NUMEL, vector
 from launch import execute
 
+from pier_megatron.exchange.codecs import BLOCK
 from pier_megatron.outer import CODECS
-from pier_megatron.outer.codecs import BLOCK
 
 pytestmark = pytest.mark.processes
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launch import Recorded, Run, launch
 
-from pier_megatron.census import Collective
+from pier_megatron.integration.census import Collective
 
 pytestmark = pytest.mark.processes
 

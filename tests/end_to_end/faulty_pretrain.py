@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing import serialization
 from megatron.training import training
 
-from pier_megatron.demo import pretrain_bytes
+from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.integration import current
 from pier_megatron.outer import OuterRound
 

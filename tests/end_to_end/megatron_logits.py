@@ -8,7 +8,7 @@ import os
 import sys
 from unittest import mock
 
-from pier_megatron import emulation
+from pier_megatron.cpu import emulation
 
 emulation.install()
 
@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
-from pier_megatron.demo import pretrain_bytes  # noqa: E402
+from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 
 _ALONE = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1}
 

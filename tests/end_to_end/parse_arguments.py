@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from pier_megatron import emulation
+from pier_megatron.cpu import emulation
 
 emulation.install()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launch import REPOSITORY, execute, torchrun
 
-from pier_megatron.emulation import missing_cpu_flags
+from pier_megatron.cpu.emulation import missing_cpu_flags
 
 _CHECKOUTS = [Path(path) for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 

@@ -13,7 +13,7 @@ from launch import REPOSITORY, execute, torchrun
 
 pytestmark = pytest.mark.processes
 
-_DOCTOR = [sys.executable, "-m", "pier_megatron.cli", "doctor"]
+_DOCTOR = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor"]
 _JOB = (
     "torchrun --nnodes 4 --nproc-per-node 4 -m pier_megatron pretrain_gpt.py --num-layers 12 --hidden-size 768 "
     "--num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 512 "
@@ -24,7 +24,7 @@ _JOB = (
 # Examines many jobs in one process: a start of Megatron takes longer than an examination.
 _SCRIPT = """
 import contextlib, io, json, shlex, sys
-from pier_megatron import cli
+from pier_megatron.commands import cli
 
 said = []
 for command in json.load(sys.stdin):
@@ -93,7 +93,7 @@ def test_job_that_would_fail(examined: dict[str, tuple[int, str, str]], command:
 
 
 def test_plan(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pier_megatron.cli", "plan", "--cluster", "perlmutter"]
+    command = [sys.executable, "-m", "pier_megatron.commands.cli", "plan", "--cluster", "perlmutter"]
     picture = tmp_path / "pictures" / "scaling.png"
     process = subprocess.run(
         [*command, "--plot", str(picture), "--json", *shlex.split(_JOB)], cwd=REPOSITORY, capture_output=True, text=True
@@ -128,7 +128,7 @@ def test_started_job_shows_what_crosses_the_groups(tmp_path: Path, corpus: tuple
         "--eval-interval 1000 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier --pier-groups 2 "
         "--pier-sync-interval 2 --pier-lazy-start-iters 2"
     )
-    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
     assert "Pier: 2 groups of 2 ranks" in log

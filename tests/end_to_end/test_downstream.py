@@ -18,11 +18,11 @@ from launch import Recorded, Run, execute, launch
 from torch import Tensor
 from torch.nn import functional
 
-from pier_megatron import gpt2
-from pier_megatron.cli import main
-from pier_megatron.evaluate import PAPER, Score, score, table
-from pier_megatron.export import require_packages
-from pier_megatron.gpt2 import DownstreamError
+from pier_megatron.commands import gpt2
+from pier_megatron.commands.cli import main
+from pier_megatron.commands.evaluate import PAPER, Score, score, table
+from pier_megatron.commands.export import require_packages
+from pier_megatron.errors import PierConfigError
 
 pytestmark = pytest.mark.processes
 
@@ -148,7 +148,7 @@ def converted(run: Recorded, changes: dict[str, Any]) -> Any:
 
 
 def stored(run: Recorded) -> tuple[argparse.Namespace, dict[str, Tensor]]:
-    from pier_megatron.integration.stored_model import StoredModel
+    from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
     model = StoredModel.find(folder_of(run, 6))
     return copy.copy(model.arguments), model.weights()
@@ -224,17 +224,17 @@ def test_weights_between_outer_steps_are_those_of_the_last_one(exported: dict[st
 def test_what_is_no_gpt2_is_refused(runs: dict[str, Recorded], changes: dict[str, Any], said: str) -> None:
     arguments, _ = stored(runs["pier"])
     vars(arguments).update(changes)
-    with pytest.raises(DownstreamError, match=f"{said}.*Megatron Bridge"):
+    with pytest.raises(PierConfigError, match=f"{said}.*Megatron Bridge"):
         gpt2.configuration(arguments)
 
 
 def test_weights_without_a_place_are_refused(runs: dict[str, Recorded]) -> None:
     arguments, weights = stored(runs["pier"])
     config = gpt2.configuration(arguments)
-    with pytest.raises(DownstreamError, match=r"no place: decoder\.layers\.mlp\.router\.weight"):
+    with pytest.raises(PierConfigError, match=r"no place: decoder\.layers\.mlp\.router\.weight"):
         gpt2.build(config, weights | {"decoder.layers.mlp.router.weight": torch.zeros(2, 4, 32)})
     del weights["decoder.final_layernorm.bias"]
-    with pytest.raises(DownstreamError, match=r"(?s)not those of the model.*ln_f\.bias"):
+    with pytest.raises(PierConfigError, match=r"(?s)not those of the model.*ln_f\.bias"):
         gpt2.build(config, weights)
 
 
@@ -272,7 +272,7 @@ def test_bad_input_of_evaluate_is_refused(
 
 
 def test_missing_packages_are_named() -> None:
-    with pytest.raises(DownstreamError, match=r"needs not_a_package, not installed: pip install 'pier-megatron\[downstream\]'"):
+    with pytest.raises(PierConfigError, match=r"needs not_a_package, not installed: pip install 'pier-megatron\[downstream\]'"):
         require_packages("torch", "not_a_package")
 
 
@@ -329,7 +329,7 @@ def test_checkpoint_is_evaluated(runs: dict[str, Recorded], exported: dict[str, 
     (tmp_path / "tasks").mkdir()
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
     (tmp_path / "tasks" / "next_bytes.yaml").write_text(_TASK.format(data=tmp_path / "questions.jsonl"))
-    command = [sys.executable, "-m", "pier_megatron.cli", "evaluate", "--model", str(folder_of(runs["pier"], 6))]
+    command = [sys.executable, "-m", "pier_megatron.commands.cli", "evaluate", "--model", str(folder_of(runs["pier"], 6))]
     command += ["--tokenizer", str(tokenizer), "--tasks", "next_bytes", "--include-path", str(tmp_path / "tasks")]
     command += ["--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
     offline = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}

@@ -24,7 +24,7 @@ _PUBLISHED = {"small": (8, 124e6), "medium": (32, 354e6), "xl": (64, 1558e6), "7
 # Examines and plans many jobs in one process: a start of Megatron takes longer than both.
 _SCRIPT = """
 import contextlib, io, json, sys
-from pier_megatron import cli
+from pier_megatron.commands import cli
 
 said = []
 for command in json.load(sys.stdin):

@@ -81,7 +81,7 @@ def test_spawned_processes_know_the_main_module(tmp_path: Path) -> None:
 
 
 def test_help_lists_the_flags_with_their_defaults(tmp_path: Path) -> None:
-    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     help_text = execute([*_LAUNCHER, "--device", "cpu", str(script), "--help"], tmp_path / "help.txt")
     group = " ".join(help_text[help_text.index("\npier:") :].split())
     for flag, default in {
@@ -121,7 +121,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path
         "--tensorboard-dir",
         str(folder / "tensorboard"),
     ]
-    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *_TRAINING, *data, *saving]
     return on_two_nodes(2, folder, arguments), folder
 
@@ -167,7 +167,7 @@ def test_checkpoint_is_written_by_spawned_processes(two_nodes: tuple[str, Path])
 
 
 def test_tensor_parallel_group_across_nodes_is_refused(tmp_path: Path) -> None:
-    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     arguments = ["-m", "pier_megatron", "--device", "cpu", str(script), *_TRAINING, "--mock-data", "--pier-groups", "1"]
     with pytest.raises(AssertionError, match=r"--tensor-model-parallel-size 2.*rank 0 on node 0, rank 1 on node 1"):
         on_two_nodes(1, tmp_path, arguments)
@@ -177,7 +177,7 @@ def test_demo(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "pier_megatron.cli",
+        "pier_megatron.commands.cli",
         "demo",
         "--iterations",
         "40",
@@ -198,7 +198,7 @@ def test_stock_run_through_the_launcher_is_the_stock_run(tmp_path: Path, corpus:
     train, validation = map(str, corpus)
     data = ["--train-data-path", train, "--valid-data-path", validation, "--test-data-path", validation]
     training = [*_TRAINING[: _TRAINING.index("--optimizer")], "--use-distributed-optimizer", *data]
-    script = REPOSITORY / "pier_megatron" / "demo" / "pretrain_bytes.py"
+    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     through = execute(
         [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training], tmp_path / "through.txt"
     )

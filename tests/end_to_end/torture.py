@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from jobs import ITERATIONS, Job, differing, outer_checksums
 
-from pier_megatron.demo import corpus as demo_corpus
+from pier_megatron.commands.demo import corpus as demo_corpus
 
 _FLAGS = "--save-interval 6 --no-check-for-nan-in-loss-and-grad --rerun-mode disabled"
 # Part of the run that is compared: strikes at every attempt that trains this iteration.

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from pier_megatron import PierConfig
-from pier_megatron.checkpoint import Description
-from pier_megatron.config import PierConfigError
+from pier_megatron.errors import PierConfigError
+from pier_megatron.outer.description import Description
 
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from pier_megatron.exchange.codecs import BLOCK
 from pier_megatron.outer import CODECS
-from pier_megatron.outer.codecs import BLOCK
 
 LOSSY = ["bf16", "int8", "int4"]
 

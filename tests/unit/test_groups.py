@@ -3,7 +3,7 @@
 import pytest
 
 from pier_megatron import PierConfigError
-from pier_megatron.groups import Rank, Topology
+from pier_megatron.exchange.topology import Rank, Topology
 
 
 def topology(world: int, per_node: int, tensor_parallel: int, members: list[list[int]]) -> Topology:

@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
-from pier_megatron.config import PierConfigError
-from pier_megatron.launch_command import LaunchCommand
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.errors import PierConfigError
 
 
 @pytest.mark.parametrize(

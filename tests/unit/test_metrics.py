@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pier_megatron.metrics import OuterStepReport, norms_and_cosines
+from pier_megatron.outer.report import OuterStepReport, norms_and_cosines
 
 
 def test_norms_and_cosines_of_two_groups() -> None:

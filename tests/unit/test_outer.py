@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pier_megatron import PierConfig, startup
+from pier_megatron import PierConfig
+from pier_megatron.integration import startup
 from pier_megatron.outer import CODECS, GOOD, NOT_FINITE, GroupExchange, OuterRound, OuterState, Part, Staging, momentum_warmup
 
 EXCHANGE = GroupExchange()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.planner import CLUSTERS, Cluster, Job, predict
+from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

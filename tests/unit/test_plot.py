@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.plot import draw
-from pier_megatron.tensorboard_log import TensorBoardLog, means
+from pier_megatron.commands.plot import draw
+from pier_megatron.commands.tensorboard_log import TensorBoardLog, means
 
 
 def written(folder: Path, offset: float, outer: bool) -> TensorBoardLog:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.outer.codecs import BLOCK, CODECS, Codec
+from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 
 
 class GroupExchange:

@@ -3,9 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pier_megatron.config import PierConfigError
-from pier_megatron.emulation import missing_cpu_flags
+from pier_megatron.cpu import emulation
+from pier_megatron.errors import PierConfigError
+
+if TYPE_CHECKING:
+    from pier_megatron.integration.planned_job import PlannedJob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +62,27 @@ class LaunchCommand:
                 raise PierConfigError("-m pier_megatron: no training script behind it.")
             script, *arguments = words
             if device == ["cpu"]:
-                arguments += missing_cpu_flags(arguments)
+                arguments += emulation.missing_cpu_flags(arguments)
         if not options.nproc_per_node.isdigit():
             raise PierConfigError(
                 f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."
             )
         nodes = int(options.nnodes.split(":")[-1])
         return cls(nodes, int(options.nproc_per_node), script, tuple(arguments), int(options.max_restarts))
+
+    def planned_job(self) -> "PlannedJob":
+        """The job as Megatron will see it; needs no GPU.
+
+        Raises:
+            PierConfigError: If Megatron or the plugin refuses it, or it does not use Pier.
+        """
+        import torch
+
+        if not torch.cuda.is_available():
+            emulation.install()
+        from pier_megatron.integration import planned_job
+
+        return planned_job.planned_job(self.ranks, self.ranks_per_node, [self.script, *self.arguments])
 
 
 def _is_launcher(word: str) -> bool:

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.metrics import SCALAR_PREFIX
-from pier_megatron.tensorboard_log import TensorBoardLog
+from pier_megatron.commands.tensorboard_log import TensorBoardLog
+from pier_megatron.outer.report import SCALAR_PREFIX
 
 # What is drawn of the outer loop, with its axis.
 _OUTER = {

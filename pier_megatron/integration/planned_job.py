@@ -6,24 +6,20 @@ import dataclasses
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
-from pier_megatron import emulation
-from pier_megatron.checkpoint import ENTRY, Description
-from pier_megatron.config import PierConfig, PierConfigError
-from pier_megatron.groups import Rank, Topology
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.topology import Rank, Topology
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import config_from_args, uses_pier
-from pier_megatron.integration.checkpoint_content import layout_of
-from pier_megatron.integration.checkpoint_files import damage, stored_checkpoint
-from pier_megatron.launch_command import LaunchCommand
-from pier_megatron.planner import Job
-from pier_megatron.registration import register
+from pier_megatron.integration.checkpoint.content import layout_of
+from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
+from pier_megatron.integration.registration import register
+from pier_megatron.outer.description import ENTRY, Description
 
 _ARGUMENTS = "megatron.training.arguments"
 _MEMORY = "megatron.training.theoretical_memory_usage"
@@ -44,31 +40,34 @@ class PlannedJob:
     unknown: list[str]
 
 
-def planned_job(command: LaunchCommand) -> PlannedJob:
-    """Parses and validates a job's arguments as rank 0 of it would; needs no GPU.
+def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> PlannedJob:
+    """Parses and validates a job's arguments as rank 0 of it would; needs no GPU, but what stands in for one.
+
+    Args:
+        ranks: Processes in all.
+        ranks_per_node: Processes on each node.
+        argv: The training script and its arguments.
 
     Raises:
         PierConfigError: If Megatron or the plugin refuses them, or the job does not use Pier.
     """
-    if not torch.cuda.is_available():
-        emulation.install()
     register()
-    args, unknown = _parsed_arguments(command)
+    args, unknown = _parsed_arguments(ranks, ranks_per_node, argv)
     if not uses_pier(args):
         raise PierConfigError("the job does not use Pier: it has no --optimizer pier.")
     return PlannedJob(args, config_from_args(args), unknown)
 
 
-def _parsed_arguments(command: LaunchCommand) -> tuple[argparse.Namespace, list[str]]:
+def _parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     environment = {
         "RANK": "0",
-        "WORLD_SIZE": str(command.ranks),
+        "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": str(command.ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
         "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
     }
     output = io.StringIO()
-    with _in_the_job(environment, [command.script, *command.arguments]):
+    with _in_the_job(environment, list(argv)):
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 args, unknown = _parse()
@@ -127,18 +126,13 @@ def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:
     return None if vocabulary is None else argparse.Namespace(**vars(args) | {"padded_vocab_size": vocabulary})
 
 
-def job(args: argparse.Namespace) -> Job:
-    """Sizes of a job.
-
-    Raises:
-        PierConfigError: If the vocabulary's size is not known.
-    """
-    sized, shard = _with_vocabulary(args), parameters_of_largest_shard(args)
-    if sized is None or shard is None:
-        raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
-    flops = versions.require("megatron.training.training", "num_floating_point_operations")(sized, args.global_batch_size)
-    replicas = args.data_parallel_size * args.context_parallel_size
-    return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups)
+def operations(args: argparse.Namespace) -> float | None:
+    """Floating-point operations of one iteration, all ranks together, by Megatron's own count; None as above."""
+    sized = _with_vocabulary(args)
+    if sized is None:
+        return None
+    count = versions.require("megatron.training.training", "num_floating_point_operations")
+    return float(count(sized, args.global_batch_size))
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:

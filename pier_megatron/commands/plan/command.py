@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.config import PierConfig, PierConfigError
-from pier_megatron.launch_command import LaunchCommand
-from pier_megatron.planner import CLUSTERS, Cluster, Job, Prediction, predict
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, Prediction, predict
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 
 _INTERVALS = (10, 50, 200, 500)
 
@@ -64,10 +65,10 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     Raises:
         PierConfigError: If the job would not start or its size cannot be seen.
     """
-    from pier_megatron.integration import planned
+    from pier_megatron.integration import planned_job
 
-    planned_job = planned.planned_job(command)
-    args, config, job = planned_job.args, planned_job.config, planned.job(planned_job.args)
+    found = command.planned_job()
+    args, config, job = found.args, found.config, _job(found.args)
     flops = None if tflops is None else tflops * 1e12
     prediction = predict(job, cluster, flops)
     return {
@@ -75,7 +76,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
         "gpus": job.gpus,
         "parameters per rank": job.shard,
         "calibrated": cluster.is_calibrated,
-        "memory": planned.memory(args) | _outer_memory(config, job.owned),
+        "memory": planned_job.memory(args) | _outer_memory(config, job.owned),
         "memory of a GPU": cluster.memory,
         "prediction": dataclasses.asdict(prediction),
         "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
@@ -87,10 +88,21 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     }
 
 
+def _job(args: argparse.Namespace) -> Job:
+    """Sizes of a job, from Megatron's arguments."""
+    from pier_megatron.integration import planned_job
+
+    flops, shard = planned_job.operations(args), planned_job.parameters_of_largest_shard(args)
+    if flops is None or shard is None:
+        raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
+    replicas = args.data_parallel_size * args.context_parallel_size
+    return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups)
+
+
 def _outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
     """What Pier takes of a GPU's memory, in bytes, for so many owned parameters."""
+    from pier_megatron.integration.startup import chunks_at_once
     from pier_megatron.outer import CODECS
-    from pier_megatron.startup import chunks_at_once
 
     has_residual = not CODECS[config.exchange_dtype].lossless and not config.no_error_feedback
     flats = 3 if has_residual else 2

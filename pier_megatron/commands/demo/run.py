@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pier_megatron.commands.demo import corpus, report
 from pier_megatron.config import PierConfig
-from pier_megatron.demo import corpus, report
-from pier_megatron.emulation import missing_cpu_flags
+from pier_megatron.cpu.emulation import missing_cpu_flags
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
 _MODEL = (

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pier_megatron.metrics import SCALAR_PREFIX
-from pier_megatron.tensorboard_log import TensorBoardLog
+from pier_megatron.commands.tensorboard_log import TensorBoardLog
+from pier_megatron.outer.report import SCALAR_PREFIX
 
 Points = list[tuple[int, float]]
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.config import PierConfigError
-from pier_megatron.export import add_tokenizer_argument, export, require_packages
-from pier_megatron.gpt2 import DownstreamError
+from pier_megatron.commands.export import add_tokenizer_argument, export, require_packages
+from pier_megatron.errors import PierConfigError
 
 PAPER = {
     "boolq": 0.628,
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         require_packages("transformers", "lm_eval", "accelerate")
         results = evaluate(options)
-    except (DownstreamError, PierConfigError) as error:
+    except PierConfigError as error:
         print(f"pier-megatron evaluate: {error}", file=sys.stderr)
         return 2
     scores = {task: score(task, measured) for task, measured in results["results"].items()}
@@ -99,8 +98,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         What the harness returns.
 
     Raises:
-        DownstreamError: If a task is not known, or the model is a checkpoint that cannot be exported.
-        PierConfigError: See :func:`pier_megatron.export.export`.
+        PierConfigError: If a task is not known, or the model is a checkpoint that cannot be exported.
+        PierConfigError: See :func:`pier_megatron.commands.export.export`.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -108,7 +107,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     manager = TaskManager(include_path=options.include_path)
     unknown = sorted(set(options.tasks) - set(manager.all_subtasks))
     if unknown:
-        raise DownstreamError(
+        raise PierConfigError(
             f"--tasks {' '.join(unknown)}: not among the {len(manager.all_subtasks):,} single tasks of the harness, which "
             "`lm-eval ls subtasks` lists. Tasks of your own are found with --include-path."
         )
@@ -118,7 +117,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             model = str(Path(folder) / "model")
             print("\n".join(export(Path(options.model), Path(model), options.tokenizer)), flush=True)
         if Path(model).is_dir() and not (options.tokenizer or (Path(model) / "tokenizer_config.json").exists()):
-            raise DownstreamError(
+            raise PierConfigError(
                 f"--model {options.model} has no tokenizer with it: name the one it was trained with by --tokenizer."
             )
         arguments = {"pretrained": model} | ({"tokenizer": options.tokenizer} if options.tokenizer else {})

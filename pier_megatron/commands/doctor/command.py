@@ -9,9 +9,10 @@ import sys
 
 import psutil
 
-from pier_megatron.config import PierConfig, PierConfigError
-from pier_megatron.examination import VARIABLE
-from pier_megatron.launch_command import LaunchCommand
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.examination import VARIABLE
 
 # What decides between nodes whether NCCL finds the fast network, and what happens when it does not.
 _NETWORK = {
@@ -55,20 +56,20 @@ def examine(command: LaunchCommand) -> list[str]:
     Raises:
         PierConfigError: If it would not start.
     """
-    from pier_megatron.integration import planned
-    from pier_megatron.startup import schedule
+    from pier_megatron.integration import planned_job
+    from pier_megatron.integration.startup import schedule
 
     lines = [f"{command.nodes} nodes of {command.ranks_per_node} ranks, Python {platform.python_version()}, " + _versions()]
-    job = planned.planned_job(command)
+    job = command.planned_job()
     args, config = job.args, job.config
     if job.unknown:
         lines.append(f"WARNING: not Megatron's: {' '.join(job.unknown)}; right if {command.script} knows them, else misspelt")
-    topology = planned.planned_topology(args, command.ranks_per_node)
+    topology = planned_job.planned_topology(args, command.ranks_per_node)
     topology.check()
     lines += [f"{config.groups} groups of {len(topology.members(0))} ranks, preset {config.preset}", *topology.describe()]
     lines += [line.removeprefix("  ") for line in schedule(config)]
-    lines.append(_outer_state(args, config, command, planned.parameters_of_largest_shard(args)))
-    checkpoint = planned.check_checkpoint(args, config, len(topology.members(0)))
+    lines.append(_outer_state(args, config, command, planned_job.parameters_of_largest_shard(args)))
+    checkpoint = planned_job.check_checkpoint(args, config, len(topology.members(0)))
     lines += [f"--load {checkpoint}"] if checkpoint else []
     lines += [f"WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]]
     if command.nodes > 1:

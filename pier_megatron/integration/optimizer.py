@@ -12,13 +12,11 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 from torch.profiler import record_function
 
-from pier_megatron.checkpoint import ENTRY
 from pier_megatron.config import PierConfig
-from pier_megatron.examination import Examination
-from pier_megatron.integration.checkpoint_content import CheckpointContent
+from pier_megatron.integration.checkpoint.content import CheckpointContent
+from pier_megatron.integration.examination import Examination
 from pier_megatron.integration.gradients import GradientAveraging
-from pier_megatron.integration.shards import commit_main_parameters, inner_state, main_parameters
-from pier_megatron.metrics import OuterStepReport, OuterStepReports
+from pier_megatron.integration.inner.adam import commit_main_parameters, inner_state, main_parameters
 from pier_megatron.outer import (
     GOOD,
     NOT_FINITE,
@@ -31,6 +29,8 @@ from pier_megatron.outer import (
     momentum_warmup,
     squared_norm,
 )
+from pier_megatron.outer.description import ENTRY
+from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 
 
 class DivergedError(RuntimeError):

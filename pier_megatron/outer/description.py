@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pier_megatron.config import PierConfig, PierConfigError
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.version import __version__
 
 FORMAT = 1

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pier_megatron.outer.exchange import Gathered, GroupExchange, Sum
+from pier_megatron.exchange.collectives import Gathered, GroupExchange, Sum
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import Chunk
 

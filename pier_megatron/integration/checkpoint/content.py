@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron import startup
-from pier_megatron.checkpoint import ENTRY, OUTER, Description, group_prefix
-from pier_megatron.integration import versions
-from pier_megatron.integration.checkpoint_files import DamagedCheckpointError
-from pier_megatron.integration.layers import Layer
-from pier_megatron.integration.random_states import random_states, restore_random_states
-from pier_megatron.integration.shards import inner_state
+from pier_megatron.integration import startup, versions
+from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
+from pier_megatron.integration.checkpoint.formats import Layer
+from pier_megatron.integration.checkpoint.random_states import random_states, restore_random_states
+from pier_megatron.integration.inner.adam import inner_state
+from pier_megatron.outer.description import ENTRY, OUTER, Description, group_prefix
 
 if TYPE_CHECKING:
-    from pier_megatron.optimizer import PierOptimizer
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 # Sizes that decide how a group's ranks share the model, by their names among Megatron's arguments.
 _LAYOUT = (

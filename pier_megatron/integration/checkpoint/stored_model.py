@@ -10,10 +10,10 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pier_megatron.checkpoint import ENTRY, Description
-from pier_megatron.gpt2 import DownstreamError
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import versions
-from pier_megatron.integration.checkpoint_files import damage, stored_checkpoint
+from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
+from pier_megatron.outer.description import ENTRY, Description
 
 # Where a GPT keeps its weights; all else is of the optimizer and the run.
 _PARTS = ("embedding.", "decoder.", "output_layer.")
@@ -43,21 +43,21 @@ class StoredModel:
             path: Its folder, or the ``--save`` folder of a run, for the last one in it.
 
         Raises:
-            DownstreamError: If there is none, it is damaged, or it is of a kind that cannot be read.
+            PierConfigError: If there is none, it is damaged, or it is of a kind that cannot be read.
         """
         folder = stored_checkpoint(path) or path
         if not (folder / ".metadata").exists():
-            raise DownstreamError(
+            raise PierConfigError(
                 f"--checkpoint {path}: no torch_dist checkpoint there ({folder / '.metadata'} does not exist). Give the --save "
                 "folder of a run or one of its iter_ folders; another format becomes torch_dist with Megatron's "
                 "--ckpt-convert-format torch_dist --ckpt-convert-save DIR."
             )
         found = damage(folder)
         if found:
-            raise DownstreamError(f"--checkpoint {folder} is damaged: {found}. Choose another iteration's folder.")
+            raise PierConfigError(f"--checkpoint {folder} is damaged: {found}. Choose another iteration's folder.")
         common = versions.require("megatron.core.dist_checkpointing", "load_common_state_dict")(str(folder))
         if "args" not in common:
-            raise DownstreamError(
+            raise PierConfigError(
                 f"--checkpoint {folder}: it has no arguments of Megatron's, so it was not written by Megatron's training loop, "
                 "and what model it holds is not known."
             )

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
     sys.argv = [options.script, *options.arguments]
     if options.device == "cpu":
-        from pier_megatron.emulation import missing_cpu_flags
+        from pier_megatron.cpu.emulation import missing_cpu_flags
 
         added = missing_cpu_flags(options.arguments)
         if added and os.environ.get("RANK", "0") == "0":
@@ -63,11 +63,11 @@ def _prepare(script: Path) -> None:
     """Sets up this process as ``python SCRIPT`` would, and makes Pier known to the Megatron that it would import."""
     sys.path[0] = str(script.resolve().parent)
     if os.environ.get(_DEVICE_VARIABLE) == "cpu":
-        from pier_megatron import emulation
+        from pier_megatron.cpu import emulation
 
         emulation.install()
     from pier_megatron.integration import datasets
-    from pier_megatron.registration import register
+    from pier_megatron.integration.registration import register
 
     datasets.install()
     register()

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pier_megatron.errors import PierConfigError
+
 if TYPE_CHECKING:
     from transformers import GPT2Config, GPT2LMHeadModel
-
-
-class DownstreamError(ValueError):
-    """What ``pier-megatron export`` or ``evaluate`` cannot work with."""
 
 
 _ELSEWHERE = "Models of other architectures are what NVIDIA's Megatron Bridge converts."
@@ -86,7 +84,7 @@ def configuration(arguments: argparse.Namespace) -> "GPT2Config":
         arguments: Megatron's, as stored with the model.
 
     Raises:
-        DownstreamError: If the model is not a GPT-2.
+        PierConfigError: If the model is not a GPT-2.
     """
     from transformers import GPT2Config
 
@@ -94,13 +92,13 @@ def configuration(arguments: argparse.Namespace) -> "GPT2Config":
         # Releases before a flag computed what it computes by default; False and None both mean that it was not given.
         value = getattr(arguments, name, expected)
         if (value or None) != (expected or None):
-            raise DownstreamError(
+            raise PierConfigError(
                 f"{flag}: the model was trained with {name} = {value}, but GPT-2 computes what Megatron does with {expected}. "
                 f"{_ELSEWHERE}"
             )
     hidden, heads = arguments.hidden_size, arguments.num_attention_heads
     if arguments.kv_channels * heads != hidden:
-        raise DownstreamError(
+        raise PierConfigError(
             f"--kv-channels {arguments.kv_channels}: {heads} heads have {heads * arguments.kv_channels} channels, but those of "
             f"a GPT-2 share --hidden-size {hidden} out. {_ELSEWHERE}"
         )
@@ -134,7 +132,7 @@ def build(config: "GPT2Config", weights: Mapping[str, Tensor]) -> "GPT2LMHeadMod
         weights: Whole tensors by their names in a ``torch_dist`` checkpoint.
 
     Raises:
-        DownstreamError: If these are not the weights of such a model.
+        PierConfigError: If these are not the weights of such a model.
     """
     import torch
     from transformers import GPT2LMHeadModel
@@ -147,7 +145,7 @@ def build(config: "GPT2Config", weights: Mapping[str, Tensor]) -> "GPT2LMHeadMod
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        raise DownstreamError(
+        raise PierConfigError(
             f"the checkpoint's weights are not those of the model that its arguments describe: {error}"
         ) from error
     model.tie_weights()
@@ -168,7 +166,7 @@ def _renamed(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
         else:
             unknown.append(key)
     if unknown:
-        raise DownstreamError(
+        raise PierConfigError(
             f"the checkpoint holds weights for which GPT-2 has no place: {', '.join(sorted(unknown))}. {_ELSEWHERE}"
         )
     return state

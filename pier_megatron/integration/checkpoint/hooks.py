@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from pier_megatron.checkpoint import ENTRY
 from pier_megatron.integration import current, versions
+from pier_megatron.outer.description import ENTRY
 
 _CHECKPOINTING = "megatron.training.checkpointing"
 _TRAINING = "megatron.training.training"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from pier_megatron.census import CollectiveCensus, table
 from pier_megatron.config import PierConfig
+from pier_megatron.integration.census import CollectiveCensus, table
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job that they are looked at."""

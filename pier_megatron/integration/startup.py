@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from pier_megatron.config import PierConfig, PierConfigError
-from pier_megatron.groups import Topology
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.topology import Topology
 from pier_megatron.outer import PIPELINE_DEPTH, GroupExchange, OuterState, Staging
 
 # Longer schedules are shown by their first, last and evenly spaced outer steps.

@@ -14,7 +14,10 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, checkpoint_files, checkpointing, communication, torch_adam, training
+    from pier_megatron.integration import arguments, communication, training
+    from pier_megatron.integration.checkpoint import files as checkpoint_files
+    from pier_megatron.integration.checkpoint import hooks as checkpointing
+    from pier_megatron.integration.inner import torch_adam
 
     arguments.install()
     communication.install()

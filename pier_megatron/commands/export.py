@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier_megatron import gpt2
-from pier_megatron.checkpoint import Description
-from pier_megatron.config import PierConfigError
-from pier_megatron.gpt2 import DownstreamError
+from pier_megatron.commands import gpt2
+from pier_megatron.errors import PierConfigError
+from pier_megatron.outer.description import Description
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         require_packages("transformers")
         print("\n".join(export(options.checkpoint, options.output, options.tokenizer)))
-    except (DownstreamError, PierConfigError) as error:
+    except PierConfigError as error:
         print(f"pier-megatron export: {error}", file=sys.stderr)
         return 2
     return 0
@@ -60,11 +59,11 @@ def require_packages(*names: str) -> None:
     """Checks that the packages behind ``export`` and ``evaluate`` are there.
 
     Raises:
-        DownstreamError: If one is missing.
+        PierConfigError: If one is missing.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise DownstreamError(f"needs {', '.join(missing)}, not installed: pip install 'pier-megatron[downstream]'")
+        raise PierConfigError(f"needs {', '.join(missing)}, not installed: pip install 'pier-megatron[downstream]'")
 
 
 def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list[str]:
@@ -81,13 +80,13 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
         What was written, line by line.
 
     Raises:
-        DownstreamError: If the model is not a GPT-2, or cannot be read or written.
+        PierConfigError: If the model is not a GPT-2, or cannot be read or written.
         PierConfigError: If a newer plugin wrote the checkpoint.
     """
-    from pier_megatron.integration.stored_model import StoredModel
+    from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
     if (output / "config.json").exists():
-        raise DownstreamError(f"--output {output}: there is a model already. Choose another folder, or remove this one.")
+        raise PierConfigError(f"--output {output}: there is a model already. Choose another folder, or remove this one.")
     stored = StoredModel.find(checkpoint)
     arguments = stored.arguments
     if tokenizer is None and arguments.tokenizer_type == "HuggingFaceTokenizer":
@@ -126,9 +125,9 @@ def _load_tokenizer(name: str, vocabulary: int) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise DownstreamError(f"--tokenizer {name} cannot be loaded: {error}") from error
+        raise PierConfigError(f"--tokenizer {name} cannot be loaded: {error}") from error
     if len(tokenizer) > vocabulary:
-        raise DownstreamError(
+        raise PierConfigError(
             f"--tokenizer {name} has {len(tokenizer)} tokens, but the model's vocabulary, with padding, only {vocabulary}: "
             "it is not the tokenizer that the model was trained with."
         )

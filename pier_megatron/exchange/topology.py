@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from pier_megatron.config import PierConfigError
+from pier_megatron.errors import PierConfigError
 
 
 @dataclasses.dataclass(frozen=True)

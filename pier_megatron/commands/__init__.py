@@ -1,0 +1,1 @@
+"""What the console command `pier-megatron` offers, one module or folder a subcommand."""

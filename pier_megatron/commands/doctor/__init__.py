@@ -1,0 +1,1 @@
+"""`pier-megatron doctor`."""

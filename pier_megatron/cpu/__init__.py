@@ -1,0 +1,1 @@
+"""Megatron-LM on a machine without a GPU: what stands in for CUDA, and the launcher that puts it in place."""

@@ -1,0 +1,1 @@
+"""What the plugin adds to Megatron's checkpoints."""

@@ -1,0 +1,1 @@
+"""The inner optimizers: where they keep FP32 main parameters and moments."""
