@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from pier_megatron.outer import GOOD, GroupExchange, OuterRound, OuterState, Part, Staging, momentum_warmup
+from pier_megatron import PierConfig
+from pier_megatron.outer import GroupExchange, OuterLoop, Shards
 
 # What no implementation can avoid: read parameters, anchor and momentum, write all three.
 _UNAVOIDABLE_PASSES = 6
@@ -28,15 +29,23 @@ def main() -> None:
     options = parser.parse_args()
 
     size = options.parameters // options.shards
-    parts = [Part([torch.randn(size, device=options.device) for _ in range(options.shards)])]
-    state = OuterState(parts, chunk_numel=options.chunk_mib * 2**20 // 4, offload=options.offload)
-    stagings = [Staging(state)]
+    shards = Shards([torch.randn(size, device=options.device) for _ in range(options.shards)])
+    config = PierConfig(
+        train_iters=10**9,
+        groups=1,
+        sync_interval=1,
+        lazy_start_iters=10**6,
+        chunk_mib=options.chunk_mib,
+        offload=options.offload,
+    )
+    lazy, local = (OuterLoop([[shards]], config, GroupExchange()) for _ in range(2))
+    local.reset(iteration=config.lazy_start)
+    state = local.states[0]
     source, target = (torch.ones(state.numel, device=options.device) for _ in range(2))
-    exchange = GroupExchange()
     measured: dict[str, Callable[[], object]] = {
         "memory copy (read and write)": lambda: target.copy_(source),
-        "momentum warmup": lambda: momentum_warmup(stagings, mu=0.9),
-        "outer step without its exchange": lambda: OuterRound(stagings, exchange, (0,), 0.9, 0.7, GOOD).run(),
+        "momentum warmup": lazy.skip_iteration,
+        "outer step without its exchange": local.skip_iteration,
     }
     seconds: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(options.repetitions):

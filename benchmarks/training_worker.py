@@ -38,9 +38,9 @@ def mark_iterations() -> None:
         marks.append((kwargs["iteration"], time.perf_counter(), sent_bytes()))
         optimizer = current.pier_optimizer()
         if optimizer is not None and kwargs["iteration"] == 0:
-            optimizer.reports.write = lambda report: reports.append(
+            optimizer.loop.reports.write = lambda report: reports.append(
                 # Where it was applied, which with --pier-overlap is later than where it began.
-                {"iteration": optimizer.iteration, "seconds": report.seconds, "bytes": report.bytes_sent}
+                {"iteration": optimizer.loop.iteration, "seconds": report.seconds, "bytes": report.bytes_sent}
             )
         return train_step(*args, **kwargs)
 
@@ -97,7 +97,7 @@ def train(argv: list[str], output: Path) -> None:
             "seconds": {i + 1: after - before for (i, before, _), (_, after, _) in itertools.pairwise(marks)},
             "bytes": {i + 1: after - before for (i, _, before), (_, _, after) in itertools.pairwise(marks)},
             "outer steps": list(reports),
-            "parameters": sum(state.numel for state in optimizer.outer_states) if optimizer else None,
+            "parameters": sum(state.numel for state in optimizer.loop.states) if optimizer else None,
         }
         output.write_text(json.dumps(result))
     dist.barrier()

@@ -8,18 +8,28 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.schedules import PRESETS, Preset, value_at
 
 DEFAULT_SYNC_INTERVAL = 50
 DEFAULT_PRESET = "pier"
 DEFAULT_LAZY_START_FRACTION = 0.1
 DEFAULT_CHUNK_MIB = 16
-EXCHANGE_DTYPES = ("fp32", "bf16", "int8", "int4")
+EXCHANGE_DTYPES = tuple(CODECS)
 SAVED_INNER_STATES = ("all", "first")
 LOADED_INNER_STATES = ("mean", "first")
 
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
 _LONG_HORIZON = 0.03
+
+
+# Settings whose flags are not called after them.
+_FLAGS = {"train_iters": "--train-iters", "lazy_start": "--pier-lazy-start-iters"}
+
+
+def flag_of(setting: str) -> str:
+    """The flag that sets an attribute of :class:`PierConfig`."""
+    return _FLAGS.get(setting, "--pier-" + setting.replace("_", "-"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,22 +84,17 @@ class PierConfig:
     override_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        for flag, name, choices in (
-            ("--pier-preset", self.preset, PRESETS),
-            ("--pier-exchange-dtype", self.exchange_dtype, EXCHANGE_DTYPES),
-            ("--pier-save-inner-state", self.save_inner_state, SAVED_INNER_STATES),
-            ("--pier-load-inner-state", self.load_inner_state, LOADED_INNER_STATES),
+        for name, choices in (
+            ("preset", PRESETS),
+            ("exchange_dtype", EXCHANGE_DTYPES),
+            ("save_inner_state", SAVED_INNER_STATES),
+            ("load_inner_state", LOADED_INNER_STATES),
         ):
-            if name not in choices:
-                raise PierConfigError(f"{flag} {name}: not one of {', '.join(choices)}.")
-        for flag, value in (
-            ("--pier-groups", self.groups),
-            ("--pier-sync-interval", self.sync_interval),
-            ("--pier-fragments", self.fragments),
-            ("--pier-chunk-mib", self.chunk_mib),
-        ):
-            if value < 1:
-                raise PierConfigError(f"{flag} {value}: must be at least 1.")
+            if getattr(self, name) not in choices:
+                raise PierConfigError(f"{flag_of(name)} {getattr(self, name)}: not one of {', '.join(choices)}.")
+        for name in ("groups", "sync_interval", "fragments", "chunk_mib"):
+            if getattr(self, name) < 1:
+                raise PierConfigError(f"{flag_of(name)} {getattr(self, name)}: must be at least 1.")
         if self.fragments > self.sync_interval:
             raise PierConfigError(
                 f"--pier-fragments {self.fragments} exceeds --pier-sync-interval {self.sync_interval}: fragments take their "
@@ -150,6 +155,21 @@ class PierConfig:
     @property
     def _preset(self) -> Preset:
         return PRESETS[self.preset]
+
+    @property
+    def codec(self) -> Codec:
+        """What pseudo-gradients look like on the wire."""
+        return CODECS[self.exchange_dtype]
+
+    @property
+    def has_error_feedback(self) -> bool:
+        """Whether what a low-bit exchange rounds away is kept for the next one."""
+        return not (self.codec.lossless or self.no_error_feedback)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Largest number of elements of a piece in which buffers are exchanged."""
+        return self.chunk_mib * 2**20 // 4
 
     @cached_property
     def lazy_start(self) -> int:
@@ -248,6 +268,26 @@ class PierConfig:
             f"--pier-groups {self.groups} does not divide the data-parallel size {data_parallel_size} "
             f"({_division(data_parallel_size, self.groups)}): every group needs the same number of whole model "
             f"replicas{cut}. Use one of {', '.join(map(str, divisors))}."
+        )
+
+    def check_resumable(self, iteration: int, is_local: bool) -> None:
+        """Refuses to fall back into the lazy start: it averages gradients, which groups that have drifted apart do not share.
+
+        Args:
+            iteration: At which the run goes on.
+            is_local: Whether it was in its local phase there.
+
+        Raises:
+            PierConfigError: With the lazy start that fits.
+        """
+        if not is_local or not self.is_lazy(iteration + 1):
+            return
+        fitting = iteration // self.sync_interval * self.sync_interval
+        raise PierConfigError(
+            f"--train-iters {self.train_iters}: the lazy start would last to iteration {self.lazy_start}, but at iteration "
+            f"{iteration}, where the run goes on, it is over: the groups hold different parameters, and averaging their "
+            "gradients would never bring them together. Add --pier-lazy-start-iters with the value that the run began with, "
+            f"or {fitting}."
         )
 
     def check_interval(self, flag: str, interval: int, purpose: str, remedy: str = "") -> None:

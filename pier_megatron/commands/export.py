@@ -116,7 +116,7 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
 def _weights(description: Description | None) -> str:
     if description is None:
         return "stock"
-    return "synchronised" if description.holds_synchronised_weights else "anchor"
+    return "synchronised" if description.is_synchronised else "anchor"
 
 
 def _load_tokenizer(name: str, vocabulary: int) -> "PreTrainedTokenizerBase":

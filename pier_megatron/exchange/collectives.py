@@ -1,10 +1,54 @@
 """How pseudo-gradients cross the groups: a communicator that carries nothing else."""
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """What a sum over groups costs, without any of them.
+
+    Attributes:
+        codec: What sums look like on the wire.
+        groups: Number of groups.
+    """
+
+    codec: Codec
+    groups: int
+
+    def bytes_of_sum(self, numel: int, exactly: bool = False) -> int:
+        """Bytes that each rank sends to sum ``numel`` elements, by the cost model of a ring: reduce-scatter and all-gather.
+
+        Args:
+            numel: Number of elements.
+            exactly: Whether they travel in FP32, whatever the codec.
+        """
+        if self.groups == 1:
+            return 0
+        encoded = not (exactly or self.codec.lossless)
+        sent = self.codec.nbytes(self.segment_numel(numel)) if encoded else numel * 4 / self.groups
+        return round(2 * (self.groups - 1) * sent)
+
+    def segment_numel(self, numel: int) -> int:
+        """Elements of which each group computes the sum, of ``numel`` in all: whole blocks."""
+        return -(-numel // (self.groups * BLOCK)) * BLOCK
+
+    def payload_bytes(self, numel: int) -> int:
+        """Memory of the encoded payloads of a sum of ``numel`` elements while it is under way: sent and received."""
+        return 0 if self._is_plain else 2 * self.groups * self.codec.nbytes(self.segment_numel(numel))
+
+    def coding_bytes(self, numel: int) -> int:
+        """Memory that encoding or decoding ``numel`` elements takes for a moment: a padded copy, and what is made of it."""
+        return 0 if self._is_plain else 3 * 4 * self.groups * self.segment_numel(numel)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.groups == 1 or self.codec.lossless
 
 
 class GroupExchange:
@@ -17,7 +61,7 @@ class GroupExchange:
         size: Number of groups.
         rank: Index of this rank's group.
         codec: What sums look like on the wire.
-        bytes_sent: Bytes that this rank has sent to other groups, by the cost model of a ring.
+        wire: What they cost.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, codec: Codec = CODECS["fp32"]) -> None:
@@ -32,7 +76,7 @@ class GroupExchange:
         self.codec = codec
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.bytes_sent = 0
+        self.wire = Wire(codec, self.size)
 
     def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":
         """Begins to sum ``vector`` over the groups.
@@ -47,7 +91,6 @@ class GroupExchange:
         """
         if self.process_group is None:
             return Sum()
-        self.bytes_sent += self.bytes_of_sum(len(vector), exactly)
         if exactly or self.codec.lossless:
             return _AllReduce(dist.all_reduce(vector, group=self.process_group, async_op=True))
         return _EncodedSum(self, vector, residual)
@@ -55,18 +98,6 @@ class GroupExchange:
     def gather(self, vector: Tensor) -> "Gathered":
         """Begins to collect a short vector of each group, shape ``[n]``."""
         return Gathered(self, vector)
-
-    def bytes_of_sum(self, numel: int, exactly: bool = False) -> int:
-        """Bytes that each rank sends to sum ``numel`` elements: a reduce-scatter and an all-gather."""
-        if self.size == 1:
-            return 0
-        encoded = not (exactly or self.codec.lossless)
-        sent = self.codec.nbytes(self.segment_numel(numel)) if encoded else numel * 4 / self.size
-        return round(2 * (self.size - 1) * sent)
-
-    def segment_numel(self, numel: int) -> int:
-        """Elements of which each group computes the sum, of ``numel`` in all: whole blocks."""
-        return -(-numel // (self.size * BLOCK)) * BLOCK
 
 
 class Sum:
@@ -111,7 +142,7 @@ class _EncodedSum(Sum):
 
     def __init__(self, exchange: GroupExchange, vector: Tensor, residual: Residual | None) -> None:
         self._exchange, self._vector, self._residual = exchange, vector, residual
-        self._segment = exchange.segment_numel(len(vector))
+        self._segment = exchange.wire.segment_numel(len(vector))
         self._payload = exchange.codec.nbytes(self._segment)
         padded = vector.new_zeros(exchange.size * self._segment)
         padded[: len(vector)] = vector

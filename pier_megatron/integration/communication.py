@@ -90,7 +90,7 @@ def _asking_to_exit_when_together(checkpoint_and_decide_exit: Callable[..., Any]
 
     def decide(*args: Any, **kwargs: Any) -> Any:
         optimizer = current.local_optimizer()
-        if optimizer is None or optimizer.groups_meet:
+        if optimizer is None or optimizer.loop.groups_meet:
             return checkpoint_and_decide_exit(*args, **kwargs)
         with versions.replaced(versions.megatron_args(), {"exit_signal_handler": False, "exit_duration_in_mins": None}):
             return checkpoint_and_decide_exit(*args, **kwargs)
@@ -104,7 +104,7 @@ def _asking_for_saves_when_together(maybe_finalize_async_save: Callable[..., Any
     def finalize(*args: Any, **kwargs: Any) -> Any:
         optimizer = current.local_optimizer()
         blocking = kwargs.get("blocking", args[0] if args else False)
-        if optimizer is None or optimizer.groups_meet or blocking:
+        if optimizer is None or optimizer.loop.groups_meet or blocking:
             return maybe_finalize_async_save(*args, **kwargs)
         return None
 

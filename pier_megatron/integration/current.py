@@ -16,7 +16,7 @@ def set_optimizer(optimizer: "PierOptimizer | None") -> None:
 
 def local_optimizer() -> "PierOptimizer | None":
     """The optimizer, if this iteration belongs to its local phase; None in the lazy start and in runs without Pier."""
-    return _optimizer if _optimizer is not None and _optimizer.is_local else None
+    return _optimizer if _optimizer is not None and _optimizer.loop.is_local else None
 
 
 def pier_optimizer() -> "PierOptimizer | None":

@@ -8,65 +8,74 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.topology import Topology
-from pier_megatron.outer import PIPELINE_DEPTH, GroupExchange, OuterState, Staging
+from pier_megatron.outer import GroupExchange, OuterLoop
+from pier_megatron.outer.rounds import PIPELINE_DEPTH
+from pier_megatron.outer.staging import work_bytes_per_parameter
+from pier_megatron.outer.state import ANCHOR, OuterState, host_bytes
 
 # Longer schedules are shown by their first, last and evenly spaced outer steps.
 _SCHEDULE_ROWS = 8
 
 
-def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange) -> None:
+def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange, device: torch.device) -> None:
     """Refuses groups whose shards or weights differ; called by all ranks.
 
     Args:
         states: The outer states of this rank, at the parameters the run starts from.
         exchange: Collectives between the groups.
+        device: For these collectives.
 
     Raises:
         PierConfigError: If the shards do not match or do not hold the same values.
     """
-    sums = [torch.stack([state.anchor.double().sum(), state.anchor.double().abs().sum()]).tolist() for state in states]
-    own = [[state.numel, _counted(state), *sums] for state, sums in zip(states, sums, strict=True)]
-    device = states[0].device if states else torch.device("cpu")
-    vector = torch.tensor([value for row in own for value in row], dtype=torch.float64, device=device)
-    sizes = exchange.gather(torch.tensor([float(len(vector))], dtype=torch.float64, device=device)).result()
-    if (sizes != sizes[0]).any():
+    own = [(state.numel, state.counted, int(state.checksum(ANCHOR))) for state in states]
+    numbers = exchange.gather(torch.tensor([len(own)], device=device)).result()
+    if (numbers != numbers[0]).any():
         raise PierConfigError("The groups hold different numbers of parameter buffers: their parallel layouts differ.")
-    everyone = exchange.gather(vector).result()
+    if not own:
+        return
+    everyone = exchange.gather(torch.tensor(own, dtype=torch.int64, device=device).flatten()).result()
     differing = [group for group in range(exchange.size) if not torch.equal(everyone[group], everyone[0])]
     if differing:
         raise PierConfigError(
-            f"Group {differing[0]} does not start from the same weights as group 0: of (parameters, counted ones, sum, sum of "
-            f"magnitudes) per buffer it has {everyone[differing[0]].tolist()}, group 0 {everyone[0].tolist()}. All groups need "
+            f"Group {differing[0]} does not start from the same weights as group 0: of (parameters, counted ones, sum of their "
+            f"bits) per buffer it has {everyone[differing[0]].tolist()}, group 0 {everyone[0].tolist()}. All groups need "
             "the same --seed, no --data-parallel-random-init, and the same checkpoint if one is loaded."
         )
 
 
-def check_host_memory(config: PierConfig, states: Sequence[OuterState], ranks_on_node: int) -> None:
-    """Refuses to keep more in host memory than a node has.
+def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: int, is_pinned: bool) -> None:
+    """Refuses to keep more in host memory than a node has; before any of its ranks takes its share.
+
+    Args:
+        config: Of the run.
+        numels: Parameters that this rank owns, for each optimizer that owns some of them.
+        ranks_on_node: Processes on this node, each of which needs as much.
+        is_pinned: Whether the memory will be pinned, for a device to copy to.
 
     Raises:
         PierConfigError: With the arithmetic.
     """
     if not config.offload:
         return
-    needed = ranks_on_node * sum(state.nbytes for state in states)
-    # What this rank has pinned already is no longer available.
-    available = psutil.virtual_memory().available + sum(state.nbytes for state in states)
+    needed = ranks_on_node * sum(host_bytes(config, numel, is_pinned) for numel in numels)
+    available = psutil.virtual_memory().available
     if needed > available:
+        rounded = ", buffers rounded up to powers of two as PyTorch pins them," if is_pinned else ""
         raise PierConfigError(
             f"--pier-offload: the outer state of the {ranks_on_node} ranks on this node takes {needed / 1e9:,.1f} GB of host "
-            f"memory, of which {available / 1e9:,.1f} GB are available. Use fewer ranks per node, more ranks per group, or "
-            "keep the outer state on the device."
+            f"memory{rounded} of which {available / 1e9:,.1f} GB are available. Use fewer ranks per node, more ranks per "
+            "group, or keep the outer state on the device."
         )
 
 
-def describe(
-    config: PierConfig, topology: Topology, states: Sequence[OuterState], exchange: GroupExchange, log_interval: int
-) -> str:
+def describe(topology: Topology, loop: OuterLoop, log_interval: int) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory."""
+    config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
-    sent = sum(exchange.bytes_of_sum(chunk.numel, chunk.part.is_tied) for state in states for chunk in state.chunks)
+    sent = sum(exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for state in states for chunk in state.chunks)
     synchronous = round(8 * parameters * (exchange.size - 1) / exchange.size)
     place = "host" if config.offload else "device"
     options = [
@@ -84,7 +93,7 @@ def describe(
         f"  per rank: {parameters:,} FP32 parameters; sends {sent / 1e6:,.2f} MB to other groups in {config.sync_interval} "
         f"iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 gradients)",
         f"  outer state per rank: {sum(state.nbytes for state in states) / 1e6:,.2f} MB of {place} memory, and up to "
-        f"{_working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way",
+        f"{working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way",
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *(f"  WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]),
@@ -92,19 +101,23 @@ def describe(
     return "\n".join(lines)
 
 
-def _counted(state: OuterState) -> int:
-    """Parameters that a norm over the model counts on this rank."""
-    return sum(chunk.numel for chunk in state.chunks if chunk.part.is_counted)
+def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
+    """Work memory of a rank: buffers are made when chunks first need them at once, and then kept.
 
-
-def _working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
-    """Work memory of a rank: buffers are made when chunks first need them at once, and then kept."""
-    total = 0
+    With a low-bit exchange also what is on the wire, and what one chunk takes while it is encoded.
+    """
+    total = coding = 0
     for state in states:
         in_fragments = collections.Counter(chunk.fragment for chunk in state.chunks)
         longest = max((chunk.numel for chunk in state.chunks), default=0)
-        total += chunks_at_once(config, list(in_fragments.values())) * longest * Staging.bytes_per_element(state)
-    return total
+        total += chunks_at_once(config, list(in_fragments.values())) * bytes_of_chunk(config, longest)
+        coding = max(coding, Wire(config.codec, config.groups).coding_bytes(longest))
+    return total + coding
+
+
+def bytes_of_chunk(config: PierConfig, numel: int) -> int:
+    """Work memory of a chunk of ``numel`` elements on its way."""
+    return numel * work_bytes_per_parameter(config) + Wire(config.codec, config.groups).payload_bytes(numel)
 
 
 def chunks_at_once(config: PierConfig, in_fragments: Sequence[int]) -> int:

@@ -13,8 +13,9 @@ from pier_megatron.exchange.topology import Rank, Topology, node_name
 from pier_megatron.integration import current, examination, startup, versions
 from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
 from pier_megatron.integration.communication import confined_to_group
+from pier_megatron.integration.inner.adam import commit_main_parameters, inner_state, main_parameters, owners
 from pier_megatron.integration.samples import check_groups_read_different_samples
-from pier_megatron.outer import CODECS, GroupExchange
+from pier_megatron.outer import GroupExchange, OuterLoop
 
 _TRAINING = "megatron.training.training"
 
@@ -23,6 +24,7 @@ def install() -> None:
     """Hooks Pier into the loop. A run without ``--optimizer pier`` passes through unchanged."""
     versions.wrap(_TRAINING, "get_megatron_optimizer", _building_pier)
     versions.wrap(_TRAINING, "train_step", _beginning_iterations)
+    versions.wrap(_TRAINING, "dummy_train_step", _counting_skipped_iterations)
     versions.wrap(_TRAINING, "training_log", _averaging_over_groups)
     versions.wrap(_TRAINING, "evaluate_and_print_results", _looking_at_what_groups_agree_on)
     versions.require(_TRAINING, "update_train_iters")
@@ -49,16 +51,37 @@ def _build(optimizer: Any) -> Any:
     versions.require(_TRAINING, "update_train_iters")(args)
     check_arguments(args)
     config = config_from_args(args)
+    members = owners(optimizer.chained_optimizers)
+    shards = [main_parameters(member) for member in members]
+    numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]
+    device = optimizer.get_loss_scale().device
+    ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
+    # All ranks meet here, so that none takes its host memory before the others have looked.
     topology = Topology.gather(_own_rank(config))
     topology.check()
     communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
-    exchange = GroupExchange(communicator, CODECS[config.exchange_dtype])
-    pier = PierOptimizer(optimizer, config, exchange, _report)
-    startup.check_groups_agree(pier.outer_states, exchange)
-    startup.check_host_memory(config, pier.outer_states, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    owner_of = {
+        id(main): member
+        for member, of_member in zip(members, shards, strict=True)
+        for alike in of_member
+        for main in alike.tensors
+    }
+    loop = OuterLoop(
+        shards,
+        config,
+        GroupExchange(communicator, config.codec),
+        group=optimizer.get_grad_stats_parallel_group(),
+        device=device,
+        inner_state=lambda main: inner_state(owner_of[id(main)], main),
+        on_change=lambda: commit_main_parameters(members),
+        report=_report,
+    )
+    startup.check_groups_agree(loop.states, loop.exchange, loop.device)
+    pier = PierOptimizer(optimizer, loop)
     pier.examination = examination.examination(config, {rank.rank: rank.group for rank in topology.ranks})
     if dist.get_rank() == 0:
-        print(startup.describe(config, topology, pier.outer_states, exchange, args.log_interval), flush=True)
+        print(startup.describe(topology, loop, args.log_interval), flush=True)
     return pier
 
 
@@ -90,20 +113,20 @@ def _beginning_iterations(train_step: Any) -> Any:
             return train_step(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         iteration = given["iteration"] + 1
-        if not optimizer.iteration:
+        if not optimizer.loop.iteration:
             device = torch.device(torch.cuda.current_device())
-            check_groups_read_different_samples(given["data_iterator"], optimizer.exchange, device)
+            check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
         if optimizer.examination is not None:
             optimizer.examination.iteration_begins(iteration)
         optimizer.begin_iteration(iteration)
-        if not optimizer.is_local:
+        if not optimizer.loop.is_local:
             return train_step(*args, **kwargs)
         with confined_to_group(optimizer.model_chunks[0]):
             result = train_step(*args, **kwargs)
         _, _, _, should_exit, exit_code, *_ = result
         if should_exit:
             raise RuntimeError(
-                f"Megatron's rerun state machine ends the run at iteration {optimizer.iteration} with exit code {exit_code}, "
+                f"Megatron's rerun state machine ends the run at iteration {iteration} with exit code {exit_code}, "
                 "but only in this group: the others train on other parameters and did not see what it saw. They stop at the "
                 "next outer step. Restart from the last checkpoint; --rerun-mode disabled does without the check."
             )
@@ -112,14 +135,29 @@ def _beginning_iterations(train_step: Any) -> Any:
     return step
 
 
+def _counting_skipped_iterations(dummy_train_step: Any) -> Any:
+    """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
+
+    def skip(*args: Any, **kwargs: Any) -> Any:
+        optimizer = current.pier_optimizer()
+        if optimizer is None:
+            return dummy_train_step(*args, **kwargs)
+        optimizer.begin_iteration(optimizer.loop.iteration + 1)
+        result = dummy_train_step(*args, **kwargs)
+        optimizer.loop.end_iteration()
+        return result
+
+    return skip
+
+
 def _looking_at_what_groups_agree_on(function: Any) -> Any:
     """Shows the anchor to evaluation where the groups hold different parameters by design."""
 
     def look(*args: Any, **kwargs: Any) -> Any:
         optimizer = current.pier_optimizer()
-        if optimizer is None or not optimizer.shows_anchor:
+        if optimizer is None or optimizer.loop.is_synchronised:
             return function(*args, **kwargs)
-        with optimizer.anchor_in_model():
+        with optimizer.loop.anchor_in_model():
             return function(*args, **kwargs)
 
     return look
@@ -135,7 +173,7 @@ def _averaging_over_groups(training_log: Any) -> Any:
             return training_log(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         is_first = given.arguments.get("is_first_iteration", False)
-        if is_first or optimizer.iteration % versions.megatron_args().log_interval == 0:
+        if is_first or optimizer.loop.iteration % versions.megatron_args().log_interval == 0:
             _average(given.arguments)
             return training_log(*given.args, **given.kwargs)
         # Some statistics, those of experts among them, are reduced here in every iteration.

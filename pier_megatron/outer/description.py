@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pier_megatron.config import PierConfig
+from pier_megatron.config import PierConfig, flag_of
 from pier_megatron.errors import PierConfigError
 from pier_megatron.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 """Raised when an older plugin could not read what a newer one writes."""
 
 ENTRY = "pier"
@@ -22,20 +22,20 @@ ENTRY = "pier"
 OUTER = "pier.outer"
 """Prefix of the outer state: the anchor where Megatron has ``param``, the outer momentum where it has ``exp_avg``."""
 
-# Settings of a run that make it another run, by their flags.
-_SETTINGS = {
-    "train_iters": "--train-iters",
-    "groups": "--pier-groups",
-    "sync_interval": "--pier-sync-interval",
-    "preset": "--pier-preset",
-    "lazy_start": "--pier-lazy-start-iters",
-    "outer_lr": "--pier-outer-lr",
-    "outer_momentum": "--pier-outer-momentum",
-    "overlap": "--pier-overlap",
-    "fragments": "--pier-fragments",
-    "exchange_dtype": "--pier-exchange-dtype",
-    "no_error_feedback": "--pier-no-error-feedback",
-}
+# Settings that make a run another run.
+_SETTINGS = (
+    "train_iters",
+    "groups",
+    "sync_interval",
+    "preset",
+    "lazy_start",
+    "outer_lr",
+    "outer_momentum",
+    "overlap",
+    "fragments",
+    "exchange_dtype",
+    "no_error_feedback",
+)
 
 
 def group_prefix(group: int) -> str:
@@ -55,6 +55,9 @@ class Description:
         own_inner_state: Groups whose main parameters and inner optimizer state are stored apart; all others have what
             Megatron's own keys hold.
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
+        restarted: When groups were last restarted, by group.
+        is_local: Whether the groups were training apart; format 1 does not say, and the iteration decides.
+        is_synchronised: Whether all groups held the same parameters; likewise.
         checksums: Of the outer state, over all ranks of a group, by name.
         format: See :data:`FORMAT`.
         version: Of the plugin.
@@ -66,6 +69,9 @@ class Description:
     chunk_mib: int
     own_inner_state: tuple[int, ...] = ()
     rounds: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    is_local: bool | None = None
+    is_synchronised: bool | None = None
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     version: str = __version__
@@ -88,7 +94,19 @@ class Description:
                 f"--load: the checkpoint was written by pier_megatron {found['version']} in format {found['format']}; this is "
                 f"{__version__}, which reads formats up to {FORMAT}. Upgrade pier_megatron."
             )
-        return cls(**found)
+        return cls(**found)._complete()
+
+    def _complete(self) -> "Description":
+        """With what format 1 leaves to the iteration."""
+        if self.is_local is not None:
+            return self
+        config = self._config()
+        is_local, is_synchronised = not config.is_lazy(self.iteration), config.is_synchronised(self.iteration)
+        return dataclasses.replace(self, is_local=is_local, is_synchronised=is_synchronised)
+
+    def _config(self) -> PierConfig:
+        settings = dict(self.settings)
+        return PierConfig(lazy_start_iters=settings.pop("lazy_start"), **settings)
 
     def to_metadata(self) -> dict[str, Any]:
         """The plain values to store."""
@@ -101,15 +119,7 @@ class Description:
     @property
     def holds_all_groups(self) -> bool:
         """Whether nothing of any group is missing: in the lazy start they are all the same."""
-        is_lazy = self.iteration <= self.settings["lazy_start"]
-        return bool(is_lazy) or len(self.own_inner_state) >= self.settings["groups"] - 1
-
-    @property
-    def holds_synchronised_weights(self) -> bool:
-        """Whether Megatron's weights are those that all groups went on with, not the anchor from an earlier outer step."""
-        settings = dict(self.settings)
-        config = PierConfig(lazy_start_iters=settings.pop("lazy_start"), **settings)
-        return config.is_synchronised(self.iteration)
+        return not self.is_local or len(self.own_inner_state) >= self.settings["groups"] - 1
 
     def has_layout_of(self, present: "Description") -> bool:
         """Whether the ranks of a group share the model as they did."""
@@ -126,7 +136,7 @@ class Description:
             What has changed, one phrase each.
 
         Raises:
-            PierConfigError: If something has changed that the user has not accepted.
+            PierConfigError: If something has changed that the user has not accepted, or that cannot be.
         """
         changes = self._changes(present)
         if changes and not accepts_changes:
@@ -135,10 +145,11 @@ class Description:
                 "Going on would be another run than the one that was saved. Restore the settings, or accept the new ones with "
                 "--pier-override-checkpoint."
             )
+        present._config().check_resumable(self.iteration, bool(self.is_local))
         return changes
 
     def _changes(self, present: "Description") -> list[str]:
-        pairs = [(flag, self.settings.get(name), present.settings[name]) for name, flag in _SETTINGS.items()]
+        pairs = [(flag_of(name), self.settings.get(name), present.settings[name]) for name in _SETTINGS]
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
 

@@ -1,14 +1,16 @@
 """What an operator sees of an outer step: one line in the log, scalars in TensorBoard and Weights & Biases."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.outer import GOOD, NOT_FINITE, OUTLIER, Gathered
+from pier_megatron.exchange.collectives import Gathered
+from pier_megatron.outer.rounds import OuterRound
+from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
 
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
 SCALAR_PREFIX = "pier/"
@@ -31,6 +33,7 @@ class OuterStepReport:
         seconds: Wall-clock time, the wait for the slowest group included.
         not_finite: Groups that were left out because their parameters were not finite.
         outliers: Groups that were left out because their pseudo-gradients were too long.
+        restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
     """
 
     iteration: int
@@ -44,13 +47,14 @@ class OuterStepReport:
     seconds: float
     not_finite: tuple[int, ...] = ()
     outliers: tuple[int, ...] = ()
+    restarted: tuple[int, ...] = ()
 
     def line(self) -> str:
         """The line for the log, in the manner of Megatron's own."""
         left_out = "".join(
-            f" {why}, LEFT OUT AND RESTARTED: group {', '.join(map(str, groups))} |"
+            f" {why}, LEFT OUT{' AND RESTARTED' if group in self.restarted else ''}: group {group} |"
             for why, groups in (("NOT FINITE", self.not_finite), ("OUTLIER", self.outliers))
-            if groups
+            for group in groups
         )
         return (
             f" outer step after iteration {self.iteration:8d} | mu: {self.mu:.3f} | eta: {self.eta:.3f} | "
@@ -64,7 +68,7 @@ class OuterStepReport:
         return {
             SCALAR_PREFIX + field.name.replace("_", "-"): float(getattr(self, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("iteration", "not_finite", "outliers")
+            if field.name not in ("iteration", "not_finite", "outliers", "restarted")
         } | {SCALAR_PREFIX + "groups-left-out": float(len(self.not_finite) + len(self.outliers))}
 
     def write(self, print_line: Callable[[str], None], tensorboard: Any, wandb: Any) -> None:
@@ -87,11 +91,9 @@ class OuterStepReport:
 class _Unreported:
     """An outer step whose numbers are still on their way between the groups."""
 
-    iteration: int
+    round: OuterRound
     sums: Gathered
-    verdicts: Tensor
-    seconds: float
-    bytes_sent: int
+    restarted: tuple[int, ...]
 
 
 class OuterStepReports:
@@ -107,17 +109,15 @@ class OuterStepReports:
         self._config = config
         self._unreported: list[_Unreported] = []
 
-    def add(self, iteration: int, sums: Gathered, verdicts: Tensor, seconds: float, bytes_sent: int) -> None:
+    def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
         """Takes note of an outer step.
 
         Args:
-            iteration: After which it began.
+            round_: That has finished.
             sums: As for :func:`norms_and_cosines`, under way.
-            verdicts: On each group's pseudo-gradient; shape ``[groups]``.
-            seconds: Wall-clock time.
-            bytes_sent: By this rank to other groups.
+            restarted: Groups that were restarted at its end.
         """
-        self._unreported.append(_Unreported(iteration, sums, verdicts, seconds, bytes_sent))
+        self._unreported.append(_Unreported(round_, sums, tuple(restarted)))
 
     def write_arrived(self, waits: bool) -> None:
         """Reports what has arrived, or everything if the caller ``waits``."""
@@ -125,20 +125,23 @@ class OuterStepReports:
             self.write(self._report(self._unreported.pop(0)))
 
     def _report(self, found: _Unreported) -> OuterStepReport:
-        contributes = found.verdicts == GOOD
-        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(found.sums.result().cpu(), contributes)
+        round_, verdicts, counted = found.round, found.round.verdicts.all(), found.round.verdicts.counted()
+        sums = found.sums.result().cpu()
+        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, torch.tensor(counted))
+        left_out = [group for group, counts in enumerate(counted) if not counts]
         return OuterStepReport(
-            iteration=found.iteration,
+            iteration=round_.begun,
             pseudo_gradient_norm=pseudo_gradient,
             momentum_norm=momentum,
             cosine_min=cosine_min,
             cosine_mean=cosine_mean,
-            mu=self._config.momentum_at(found.iteration),
-            eta=self._config.learning_rate_at(found.iteration),
-            bytes_sent=found.bytes_sent,
-            seconds=found.seconds,
-            not_finite=tuple((found.verdicts == NOT_FINITE).nonzero().flatten().tolist()),
-            outliers=tuple((found.verdicts == OUTLIER).nonzero().flatten().tolist()),
+            mu=self._config.momentum_at(round_.begun),
+            eta=self._config.learning_rate_at(round_.begun),
+            bytes_sent=round_.bytes_sent,
+            seconds=round_.seconds,
+            not_finite=tuple(group for group in left_out if verdicts[group] == NOT_FINITE),
+            outliers=tuple(group for group in left_out if verdicts[group] == OUTLIER),
+            restarted=found.restarted,
         )
 
 

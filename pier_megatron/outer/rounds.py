@@ -1,4 +1,4 @@
-"""The updates of the outer optimizer, chunk by chunk, so that subtracting, sending and updating overlap."""
+"""The passes of the outer optimizer over the parameters, chunk by chunk, so that subtracting, sending and updating overlap."""
 
 import collections
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,15 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import Gathered, GroupExchange, Sum
+from pier_megatron.exchange.collectives import GroupExchange, Sum
+from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import Chunk
+from pier_megatron.outer.verdicts import Verdicts
 
 PIPELINE_DEPTH = 4
 """Chunks on their way at once in a blocking outer step: one is subtracted, two are on the wire, one is updated."""
-
-GOOD, NOT_FINITE, OUTLIER = 1, 0, -1
-"""Verdicts on a group's pseudo-gradient."""
 
 PRODUCTS = 4
 """Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
@@ -34,32 +33,41 @@ def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
         staged.subtract_parameters()
         torch.add(staged.own, staged.momentum, alpha=mu, out=staged.momentum)
         staged.chunk.copy_parameters_to(staged.anchor)
-        staged.staging.give(staged)
+        staged.staging.give_back(staged)
 
 
-def squared_norm(stagings: Sequence[Staging], fragments: Sequence[int]) -> Tensor:
-    """Squared norm of the own pseudo-gradient over the elements that this rank counts; a float64 scalar."""
-    device = stagings[0].state.device if stagings else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    chunks = ((staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments)
-    for staged in _staged_ahead(chunks):
+def squared_norms(stagings: Sequence[Staging], fragments: Sequence[int], device: torch.device) -> Tensor:
+    """Squared norms of the own pseudo-gradient over the elements that this rank counts.
+
+    Args:
+        stagings: Of the outer states.
+        fragments: Which fragments to look at.
+        device: Of the result.
+
+    Returns:
+        One number a fragment; float64, shape ``[len(fragments)]``.
+    """
+    totals = torch.zeros(len(fragments), dtype=torch.float64, device=device)
+    for staged in _staged_ahead(_chunks_of(stagings, fragments)):
         staged.subtract_parameters()
-        if staged.chunk.part.is_counted:
-            total += torch.dot(staged.own, staged.own).double()
-        staged.staging.give(staged)
-    return total
+        if staged.chunk.shards.is_counted:
+            totals[fragments.index(staged.chunk.fragment)] += torch.dot(staged.own, staged.own).double()
+        staged.staging.give_back(staged)
+    return totals
 
 
 class OuterRound:
     """One outer step of some fragments, in the three moves that an exchange takes: begin, advance, finish.
 
-    Each group's pseudo-gradient is what its parameters were when the round began. Computes
-    ``delta = mean(anchor - parameters)`` over the contributing groups, ``momentum = mu * momentum + delta`` and
-    ``anchor = anchor - eta * (delta + mu * momentum)``; Nesterov in PyTorch's form, arXiv 2311.08105, section 2.
+    A group sends what its rule makes of its parameters as they were when the round began. What arrives is averaged over the
+    groups that count, and the rule makes the new anchor of it.
 
     Attributes:
-        fragments: Which fragments take part.
+        begun: Iteration after which it began.
+        verdicts: On the pseudo-gradients of all groups.
         sums: Sums of the products of :data:`PRODUCTS` over the chunks that this rank counts; float64, shape ``[4]``.
+        bytes_sent: By this rank to other groups.
+        seconds: Wall-clock time spent on it so far.
     """
 
     def __init__(
@@ -67,10 +75,10 @@ class OuterRound:
         stagings: Sequence[Staging],
         exchange: GroupExchange,
         fragments: Sequence[int],
-        mu: float,
-        eta: float,
-        verdict: int,
-        verdicts: Tensor | None = None,
+        rule: OuterRule,
+        verdicts: Verdicts,
+        begun: int,
+        device: torch.device,
     ) -> None:
         """Prepares a round; :meth:`run` it, or call the three moves in different iterations.
 
@@ -78,62 +86,50 @@ class OuterRound:
             stagings: Of the outer states, which are changed in place.
             exchange: Collectives between the groups.
             fragments: Which fragments take part.
-            mu: Outer momentum coefficient.
-            eta: Outer learning rate.
-            verdict: On this group's pseudo-gradient. Only one that is :data:`GOOD` counts; a group whose own does not is
-                moved to the common point all the same.
-            verdicts: On those of all groups, of a round that they have agreed on before; see :meth:`resume`.
+            rule: What is sent, and what is made of what arrives.
+            verdicts: On the pseudo-gradients of all groups. One that does not count is not sent; its group is moved to the
+                common point all the same.
+            begun: Iterations completed.
+            device: Of the sums.
         """
-        self._exchange, self._mu, self._eta = exchange, mu, eta
-        self._contributes = verdict == GOOD
-        self.fragments = fragments
-        self._chunks = [
-            (staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments
-        ]
-        self._flights: list[_Flight] = []
+        self._exchange, self._rule = exchange, rule
+        self._chunks = list(_chunks_of(stagings, fragments))
+        self._in_flight: list[_ChunkInFlight] = []
         self._is_advanced = False
-        device = stagings[0].state.device if stagings else torch.device("cpu")
+        self.begun, self.verdicts = begun, verdicts
         self.sums = torch.zeros(PRODUCTS, dtype=torch.float64, device=device)
-        self._verdicts = verdicts
-        if verdicts is None:
-            # Known before the first sum is finished, and not waited for earlier.
-            self._verdicts_under_way: Gathered = exchange.gather(torch.tensor([float(verdict)], device=device))
-
-    def verdicts(self) -> Tensor:
-        """On the pseudo-gradients of all groups; int64 on the CPU, shape ``[groups]``. Waits for all of them."""
-        if self._verdicts is None:
-            self._verdicts = self._verdicts_under_way.result().flatten().cpu().long()
-        return self._verdicts
-
-    def contributors(self) -> Tensor:
-        """Which groups count; boolean on the CPU, shape ``[groups]``. Waits for all of them."""
-        return self.verdicts() == GOOD
+        self.bytes_sent = sum(exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for _, chunk in self._chunks)
+        self.seconds = 0.0
 
     def begin(self) -> None:
         """Takes the pseudo-gradients and sends them off."""
-        self._flights = [self._send(staged) for staged in _staged_ahead(self._chunks)]
+        counts = self.verdicts.own_counts()
+        self._in_flight = [self._send(staged, counts) for staged in _staged_ahead(self._chunks)]
 
     def advance(self) -> None:
         """Sends on what has arrived; does nothing when called again."""
         if not self._is_advanced:
-            for flight in self._flights:
-                flight.sum.advance()
+            for in_flight in self._in_flight:
+                in_flight.sum.advance()
             self._is_advanced = True
 
     def settle(self) -> tuple[Tensor, Tensor]:
         """Waits for everything that is on the wire, so that only :meth:`finish` is left to do.
 
         Returns:
-            The own pseudo-gradients and their sums over the groups, both float32 and as long as the round's chunks together.
+            The own pseudo-gradients and what has arrived, summed over the groups; both float32 and as long as the round's
+            chunks together.
         """
         self.advance()
-        for flight in self._flights:
-            flight.sum.finish()
-            flight.sum = Sum()
-        if not self._flights:
+        for in_flight in self._in_flight:
+            in_flight.sum.finish()
+            in_flight.sum = Sum()
+            # What the codec dropped on the way is known now, and part of the state wherever that lives.
+            in_flight.staged.staging.write_back(in_flight.staged)
+        if not self._in_flight:
             return torch.empty(0), torch.empty(0)
-        staged = [flight.staged for flight in self._flights]
-        return torch.cat([chunk.own for chunk in staged]), torch.cat([chunk.mean for chunk in staged])
+        staged = [in_flight.staged for in_flight in self._in_flight]
+        return torch.cat([chunk.own for chunk in staged]), torch.cat([chunk.shared for chunk in staged])
 
     def numel(self) -> int:
         """Number of elements that this round moves on this rank."""
@@ -144,9 +140,14 @@ class OuterRound:
         sizes = [chunk.numel for _, chunk in self._chunks]
         for staged, own_part, total_part in zip(_staged_ahead(self._chunks), own.split(sizes), total.split(sizes), strict=True):
             staged.own.copy_(own_part)
-            staged.mean.copy_(total_part)
-            self._flights.append(_Flight(staged, Sum()))
+            staged.shared.copy_(total_part)
+            self._in_flight.append(_ChunkInFlight(staged, Sum()))
         self._is_advanced = True
+
+    def forget_progress(self) -> None:
+        """Says that this group's parameters have been set to the anchor since :meth:`begin`: what it moved by is undone."""
+        for in_flight in self._in_flight:
+            in_flight.staged.own.zero_()
 
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.
@@ -154,69 +155,69 @@ class OuterRound:
         The parameters become the new common point plus the way they have gone meanwhile, as in the delayed outer step of
         "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
-        contributors = int(self.contributors().sum())
-        for flight in self._flights:
-            self._apply(flight, contributors, keep_progress=self._contributes)
-        self._flights = []
+        counted = sum(self.verdicts.counted())
+        for in_flight in self._in_flight:
+            self._apply(in_flight, counted, keep_progress=True)
+        self._in_flight = []
 
     def run(self) -> None:
         """Does all three moves at once, pipelined over the chunks; all groups hold the same parameters afterwards."""
-        flights: collections.deque[_Flight] = collections.deque()
+        counts = self.verdicts.own_counts()
+        in_flight: collections.deque[_ChunkInFlight] = collections.deque()
 
         def land() -> None:
-            self._apply(flights.popleft(), int(self.contributors().sum()), keep_progress=False)
+            self._apply(in_flight.popleft(), sum(self.verdicts.counted()), keep_progress=False)
 
         for staged in _staged_ahead(self._chunks):
-            if len(flights) == PIPELINE_DEPTH:
+            if len(in_flight) == PIPELINE_DEPTH:
                 land()
-            if flights:
-                flights[-1].sum.advance()
-            flights.append(self._send(staged))
-        if flights:
-            flights[-1].sum.advance()
-        while flights:
+            if in_flight:
+                in_flight[-1].sum.advance()
+            in_flight.append(self._send(staged, counts))
+        if in_flight:
+            in_flight[-1].sum.advance()
+        while in_flight:
             land()
 
-    def _send(self, staged: Staged) -> "_Flight":
+    def _send(self, staged: Staged, counts: bool) -> "_ChunkInFlight":
         staged.subtract_parameters()
-        if not self._contributes:
+        if not counts:
             staged.own.zero_()  # Not a product with zero, which would keep every nan.
-        staged.mean.copy_(staged.own)
-        return _Flight(staged, self._exchange.sum(staged.mean, staged.residual, exactly=staged.chunk.part.is_tied))
+        self._rule.send(staged)
+        return _ChunkInFlight(staged, self._exchange.sum(staged.shared, staged.residual, exactly=staged.chunk.shards.is_tied))
 
-    def _apply(self, flight: "_Flight", contributors: int, keep_progress: bool) -> None:
-        staged, mu, eta = flight.staged, self._mu, self._eta
-        chunk, own, mean, anchor, momentum = staged.chunk, staged.own, staged.mean, staged.anchor, staged.momentum
-        flight.sum.finish()
-        mean.div_(contributors)
-        torch.add(mean, momentum, alpha=mu, out=momentum)
-        if chunk.part.is_counted:
-            pairs = ((own, own), (own, mean), (mean, mean), (momentum, momentum))
-            self.sums += torch.stack([torch.dot(left, right) for left, right in pairs]).double()
+    def _apply(self, in_flight: "_ChunkInFlight", counted: int, keep_progress: bool) -> None:
+        staged = in_flight.staged
+        own, shared, anchor = staged.own, staged.shared, staged.anchor
+        in_flight.sum.finish()
+        shared.div_(counted)
+        counts_here = staged.chunk.shards.is_counted
+        # Before the update, which may overwrite what it was computed from.
+        products = [torch.dot(*pair) for pair in ((own, own), (own, shared), (shared, shared))] if counts_here else []
         if keep_progress:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
             own.sub_(anchor)
-        if self._exchange.size == 1 and self._contributes and not keep_progress:
-            # A single group knows the mean of the parameters exactly. anchor - (anchor - parameters) loses its last bits,
-            # and eta = 1, mu = 0 must be the identity.
-            chunk.copy_parameters_to(anchor)
-            anchor.add_(mean, alpha=1 - eta)
-        else:
-            anchor.add_(mean, alpha=-eta)
-        anchor.add_(momentum, alpha=-eta * mu)
+        is_alone = self._exchange.size == 1 and not keep_progress and self.verdicts.own_counts()
+        self._rule.receive(staged, is_alone)
+        if counts_here:
+            self.sums += torch.stack([*products, torch.dot(staged.momentum, staged.momentum)]).double()
         if keep_progress:
-            chunk.move_parameters(own.add_(anchor))
+            staged.chunk.move_parameters(own.add_(anchor))
         else:
-            chunk.set_parameters(anchor)
-        staged.staging.give(staged)
+            staged.chunk.set_parameters(anchor)
+        staged.staging.give_back(staged)
 
 
-class _Flight:
-    """A chunk on its way."""
+class _ChunkInFlight:
+    """A chunk on its way, and the sum that it waits for."""
 
     def __init__(self, staged: Staged, sum_under_way: Sum) -> None:
         self.staged = staged
         self.sum = sum_under_way
+
+
+def _chunks_of(stagings: Sequence[Staging], fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
+    return ((staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments)
 
 
 def _staged_ahead(chunks: Iterable[tuple[Staging, Chunk]]) -> Iterator[Staged]:
@@ -226,7 +227,7 @@ def _staged_ahead(chunks: Iterable[tuple[Staging, Chunk]]) -> Iterator[Staged]:
         staged = ahead
         if staged is not None:
             staged.staging.wait_for_copies()
-        ahead = staging.take(chunk)
+        ahead = staging.lend(chunk)
         if staged is not None:
             yield staged
     if ahead is not None:

@@ -5,8 +5,12 @@ import collections
 import torch
 from torch import Tensor
 
+from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Residual
-from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterState
+from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterState, bytes_per_parameter
+
+# The own pseudo-gradient, and what is exchanged.
+_WORK_BUFFERS = 2
 
 
 class Staged:
@@ -14,9 +18,9 @@ class Staged:
 
     Attributes:
         staging: That lent the buffers.
-        chunk: Itself.
+        chunk: The stretch of the flat buffers that it is.
         own: This group's pseudo-gradient; float32, shape ``[numel]``.
-        mean: The mean one; the same shape.
+        shared: What the group sends, then what arrives; the same shape.
         flats: The chunk's part of the state by name: views of it, or copies of what is offloaded.
         residual: What the codec has dropped here, if it drops anything.
     """
@@ -26,9 +30,9 @@ class Staged:
         self.staging, self.chunk, self.buffers = staging, chunk, buffers
         state = staging.state
         views = [buffer[: chunk.numel] for buffer in buffers]
-        self.own, self.mean = views[:2]
+        self.own, self.shared = views[:_WORK_BUFFERS]
         parts = {name: chunk.of(flat) for name, flat in state.flats.items()}
-        self.flats = dict(zip(parts, views[2:], strict=True)) if state.offload else parts
+        self.flats = dict(zip(parts, views[_WORK_BUFFERS:], strict=True)) if state.offload else parts
         self.anchor, self.momentum = self.flats[ANCHOR], self.flats[MOMENTUM]
         reduced = state.reduced_residual_of(chunk)
         self.residual = None if reduced is None else Residual(self.flats[RESIDUAL], reduced)
@@ -37,6 +41,11 @@ class Staged:
         """Computes ``own = anchor - parameters``."""
         self.chunk.copy_parameters_to(self.own)
         torch.sub(self.anchor, self.own, out=self.own)
+
+
+def work_bytes_per_parameter(config: PierConfig) -> int:
+    """Work memory of a chunk on its way, for each of its parameters."""
+    return 4 * _WORK_BUFFERS + (bytes_per_parameter(config) if config.offload else 0)
 
 
 class Staging:
@@ -58,12 +67,7 @@ class Staging:
         if self._copies_on_streams:
             self._inward, self._outward = torch.cuda.Stream(state.device), torch.cuda.Stream(state.device)
 
-    @staticmethod
-    def bytes_per_element(state: OuterState) -> int:
-        """Work memory of a chunk on its way."""
-        return 4 * _number_of_buffers(state)
-
-    def take(self, chunk: Chunk) -> Staged:
+    def lend(self, chunk: Chunk) -> Staged:
         """Lends buffers to a chunk and begins to copy its part of the state into them."""
         # The buffers that were given back longest ago: their copies back are done soonest.
         staged = Staged(self, chunk, self._free.popleft() if self._free else self._new_buffers())
@@ -81,15 +85,19 @@ class Staging:
         if self._copies_on_streams:
             torch.cuda.current_stream().wait_stream(self._inward)
 
-    def give(self, staged: Staged) -> None:
+    def give_back(self, staged: Staged) -> None:
         """Takes buffers back and begins to copy their part of the state to where it lives."""
+        self.write_back(staged)
+        self._free.append(staged.buffers)
+
+    def write_back(self, staged: Staged) -> None:
+        """Begins to copy a chunk's part of the state to where it lives; the chunk goes on to use its buffers."""
         if self._copies_on_streams:
             self._outward.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._outward):
                 self._copy_out(staged)
         elif self.state.offload:
             self._copy_out(staged)
-        self._free.append(staged.buffers)
 
     def synchronize(self) -> None:
         """Waits until the state is whole where it lives."""
@@ -105,9 +113,5 @@ class Staging:
             staged.chunk.of(self.state.flats[name]).copy_(copy, non_blocking=True)
 
     def _new_buffers(self) -> list[Tensor]:
-        number, device = _number_of_buffers(self.state), self.state.device
-        return [torch.empty(self._longest, dtype=torch.float32, device=device) for _ in range(number)]
-
-
-def _number_of_buffers(state: OuterState) -> int:
-    return 2 + (len(state.flats) if state.offload else 0)
+        number = _WORK_BUFFERS + (len(self.state.flats) if self.state.offload else 0)
+        return [torch.empty(self._longest, dtype=torch.float32, device=self.state.device) for _ in range(number)]

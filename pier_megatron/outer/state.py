@@ -7,22 +7,45 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pier_megatron.config import PierConfig
+
 ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
 """Names of the flat buffers."""
 
+COMMON = (ANCHOR, MOMENTUM)
+"""Those that all groups agree on."""
+
+
+def bytes_per_parameter(config: PierConfig) -> int:
+    """What the outer state takes for each parameter that a rank owns: FP32 in each flat buffer."""
+    return 4 * len(_names(config.has_error_feedback))
+
+
+def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
+    """Host memory that the offloaded state of ``numel`` parameters takes.
+
+    PyTorch's allocator rounds pinned buffers up to a power of two, which may double them.
+    """
+    names, nbytes = _names(config.has_error_feedback), 4 * numel
+    return len(names) * (1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes)
+
+
+def _names(has_residual: bool) -> tuple[str, ...]:
+    return (*COMMON, RESIDUAL) if has_residual else COMMON
+
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Shards:
     """Main parameters that are treated alike.
 
     Attributes:
-        shards: FP32, one-dimensional. They are read and written in place.
+        tensors: FP32, contiguous, of any shape. They are read and written in place.
         is_counted: Whether a norm over the model counts them on this rank; another rank of the group does if not.
         is_tied: Whether another pipeline stage holds the same parameters, laid out differently. They are exchanged at the
             same time, in the last fragment, and exactly, so that both copies see the same.
     """
 
-    shards: Sequence[Tensor]
+    tensors: Sequence[Tensor]
     is_counted: bool = True
     is_tied: bool = False
 
@@ -34,14 +57,14 @@ class Chunk:
         start: Of its first element.
         numel: Number of elements.
         fragment: Index of the fragment that it belongs to.
-        part: What it is a stretch of.
+        shards: What it is a stretch of.
     """
 
-    def __init__(self, start: int, fragment: int, part: Part, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, start: int, fragment: int, shards: Shards, parameters: Sequence[Tensor]) -> None:
         """Lays a chunk over consecutive pieces of the main parameters."""
         self.start = start
         self.fragment = fragment
-        self.part = part
+        self.shards = shards
         self._parameters = list(parameters)
         self._sizes = [piece.numel() for piece in parameters]
         self.numel = sum(self._sizes)
@@ -76,12 +99,12 @@ class OuterState:
         flats: The flat buffers by name; float32, shape ``[numel]`` each. The anchor: parameters that all groups agreed on
             last. The momentum: sum of past pseudo-gradients, before the outer learning rate. With error feedback, the
             residual: what this group's own pseudo-gradients lost on the wire.
-        chunks: What the buffers are cut into. A chunk lies in one fragment and one part.
+        chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        shards: Sequence[Shards],
         chunk_numel: int = 4 * 2**20,
         fragments: int = 1,
         offload: bool = False,
@@ -90,29 +113,32 @@ class OuterState:
         """Starts with the anchor at the present parameters and no momentum.
 
         Args:
-            parts: This rank's main parameters, those that are tied last. The cuts hang on their sizes only: ranks that
-                hold copies of a part cut it alike if what comes before it has the same size.
+            shards: This rank's main parameters, those that are tied last. The cuts hang on their sizes only: ranks that
+                hold copies of some cut them alike if what comes before them has the same size.
             chunk_numel: Largest number of elements in a chunk.
-            fragments: Number of parts, of about equal size, that are exchanged at different times.
+            fragments: Number of fragments, of about equal size, that are exchanged at different times.
             offload: Keep the flat buffers in host memory, pinned where there is a device to copy to.
             segment_numel: With error feedback, the number of elements of a chunk that this group sums for all, by the
                 chunk's length.
 
         Raises:
-            TypeError: If a shard is not float32.
+            TypeError: If a tensor is not float32.
+            ValueError: If a tensor is not contiguous.
         """
-        self._given = [shard for part in parts for shard in part.shards]
-        self._shards = [shard.detach() for shard in self._given]
-        for shard in self._shards:
-            if shard.dtype != torch.float32:
-                raise TypeError(f"The outer optimizer works on FP32 main parameters, but a shard is {shard.dtype}.")
-        self.numel = sum(shard.numel() for shard in self._shards)
-        self.device = self._shards[0].device if self._shards else torch.device("cpu")
+        self._given = [tensor for alike in shards for tensor in alike.tensors]
+        for tensor in self._given:
+            if tensor.dtype != torch.float32:
+                raise TypeError(f"The outer optimizer works on FP32 main parameters, but one is {tensor.dtype}.")
+            if not tensor.is_contiguous():
+                raise ValueError(f"The outer optimizer works on contiguous main parameters, but one has {tensor.stride()=}.")
+        self._flattened = [tensor.detach().view(-1) for tensor in self._given]
+        self.numel = sum(tensor.numel() for tensor in self._given)
+        self.device = self._given[0].device if self._given else torch.device("cpu")
         self.offload = offload
-        names = (ANCHOR, MOMENTUM, RESIDUAL) if segment_numel else (ANCHOR, MOMENTUM)
         place = {"device": "cpu", "pin_memory": self.device.type == "cuda"} if offload else {"device": self.device}
+        names = _names(segment_numel is not None)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **place) for name in names}
-        self.chunks = self._cut(parts, chunk_numel, fragments)
+        self.chunks = _cut(shards, chunk_numel, fragments)
         self.reduced_residuals: dict[int, Tensor] = {}
         if segment_numel:
             self.reduced_residuals = {
@@ -120,26 +146,6 @@ class OuterState:
                 for chunk in self.chunks
             }
         self.reset_anchor()
-
-    def _cut(self, parts: Sequence[Part], chunk_numel: int, fragments: int) -> list[Chunk]:
-        untied = sum(shard.numel() for part in parts if not part.is_tied for shard in part.shards)
-        fragment_ends = [untied * (fragment + 1) // fragments for fragment in range(fragments - 1)]
-        chunks: list[Chunk] = []
-        begin = 0
-        for part in parts:
-            starts = list(itertools.accumulate((shard.numel() for shard in part.shards), initial=begin))
-            end = starts[-1]
-            cuts = {begin, end, *range(begin, end, chunk_numel), *(cut for cut in fragment_ends if begin < cut < end)}
-            for start, stop in itertools.pairwise(sorted(cuts)):
-                pieces = [
-                    shard.detach()[max(start - low, 0) : stop - low]
-                    for shard, (low, high) in zip(part.shards, itertools.pairwise(starts), strict=True)
-                    if low < stop and start < high
-                ]
-                fragment = fragments - 1 if part.is_tied else sum(start >= cut for cut in fragment_ends)
-                chunks.append(Chunk(start, fragment, part, pieces))
-            begin = end
-        return chunks
 
     @property
     def anchor(self) -> Tensor:
@@ -156,14 +162,19 @@ class OuterState:
         """Memory that the state takes between outer steps, in bytes."""
         return sum(buffer.nbytes for buffer in (*self.flats.values(), *self.reduced_residuals.values()))
 
+    @property
+    def counted(self) -> int:
+        """Parameters that a norm over the model counts on this rank."""
+        return sum(chunk.numel for chunk in self.chunks if chunk.shards.is_counted)
+
+    def slices(self) -> Iterator[tuple[Tensor, slice]]:
+        """The main parameters as they were given, each with its stretch of the flat buffers."""
+        bounds = itertools.accumulate((tensor.numel() for tensor in self._given), initial=0)
+        return ((tensor, slice(*ends)) for tensor, ends in zip(self._given, itertools.pairwise(bounds), strict=True))
+
     def reduced_residual_of(self, chunk: Chunk) -> Tensor | None:
         """With error feedback, what the sums that this group computed of a chunk lost on the wire."""
         return self.reduced_residuals.get(chunk.start)
-
-    def places(self) -> Iterator[tuple[Tensor, slice]]:
-        """The main parameters as they were given, each with its place in the flat buffers."""
-        bounds = itertools.accumulate((shard.numel() for shard in self._given), initial=0)
-        return ((shard, slice(*ends)) for shard, ends in zip(self._given, itertools.pairwise(bounds), strict=True))
 
     def residuals(self) -> dict[str, Tensor]:
         """With error feedback, all that the codec has dropped, by name; float32."""
@@ -175,9 +186,59 @@ class OuterState:
         for chunk in self.chunks:
             chunk.copy_parameters_to(chunk.of(self.anchor))
 
+    def restart(self) -> None:
+        """Sets the parameters to the anchor, in all fragments."""
+        for chunk in self.chunks:
+            chunk.set_parameters(chunk.of(self.anchor))
+
+    def parameters(self) -> Tensor:
+        """A copy of the main parameters in host memory, laid out as the flat buffers; float32, shape ``[numel]``."""
+        flat = torch.empty(self.numel, dtype=torch.float32)
+        for chunk in self.chunks:
+            chunk.copy_parameters_to(chunk.of(flat))
+        return flat
+
+    def set_parameters(self, flat: Tensor) -> None:
+        """Writes the main parameters; the inverse of :meth:`parameters`."""
+        for chunk in self.chunks:
+            chunk.set_parameters(chunk.of(flat))
+
+    def checksum(self, name: str) -> Tensor:
+        """Sum of the bits of a flat buffer, over the chunks that this rank counts; an int64 scalar on the shards' device.
+
+        The same however the ranks of a group share the model. Chunk by chunk, because a sum in int64 may copy its input.
+        """
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for chunk in self.chunks:
+            if chunk.shards.is_counted:
+                total += chunk.of(self.flats[name]).view(torch.int32).sum(dtype=torch.int64).to(self.device)
+        return total
+
     def parameters_are_finite(self) -> Tensor:
         """Returns a boolean scalar on the shards' device: no inf and no nan in any main parameter."""
-        if not self._shards:
+        if not self._flattened:
             return torch.ones((), dtype=torch.bool)
         # A norm carries every inf and nan to one number per shard without a mask as long as the shard.
-        return torch.stack(torch._foreach_norm(self._shards)).isfinite().all()
+        return torch.stack(torch._foreach_norm(self._flattened)).isfinite().all()
+
+
+def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chunk]:
+    untied = sum(tensor.numel() for alike in shards if not alike.is_tied for tensor in alike.tensors)
+    fragment_ends = [untied * (fragment + 1) // fragments for fragment in range(fragments - 1)]
+    chunks: list[Chunk] = []
+    begin = 0
+    for alike in shards:
+        flattened = [tensor.detach().view(-1) for tensor in alike.tensors]
+        starts = list(itertools.accumulate((tensor.numel() for tensor in flattened), initial=begin))
+        end = starts[-1]
+        cuts = {begin, end, *range(begin, end, chunk_numel), *(cut for cut in fragment_ends if begin < cut < end)}
+        for start, stop in itertools.pairwise(sorted(cuts)):
+            pieces = [
+                tensor[max(start - low, 0) : stop - low]
+                for tensor, (low, high) in zip(flattened, itertools.pairwise(starts), strict=True)
+                if low < stop and start < high
+            ]
+            fragment = fragments - 1 if alike.is_tied else sum(start >= cut for cut in fragment_ends)
+            chunks.append(Chunk(start, fragment, alike, pieces))
+        begin = end
+    return chunks

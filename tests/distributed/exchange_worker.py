@@ -7,9 +7,14 @@ import forked_ranks
 import torch
 import torch.distributed as dist
 
-from pier_megatron.exchange.collectives import Residual
+from pier_megatron.exchange.codecs import CODECS
+from pier_megatron.exchange.collectives import GroupExchange, Residual
 from pier_megatron.integration.census import CollectiveCensus
-from pier_megatron.outer import CODECS, GOOD, NOT_FINITE, GroupExchange, OuterRound, OuterState, Part, Staging
+from pier_megatron.outer.rounds import OuterRound
+from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.staging import Staging
+from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 NUMEL = 5000
 
@@ -31,7 +36,7 @@ def sums(codec: str) -> dict[str, object]:
         under_way = exchange.sum(result)
         under_way.advance()
         under_way.finish()
-    return {"sum": result, "sent": exchange.bytes_sent, "collectives": census.collectives}
+    return {"sum": result, "sent": exchange.wire.bytes_of_sum(NUMEL), "collectives": census.collectives}
 
 
 def drift(codec: str, feedback: bool, steps: int = 50) -> torch.Tensor:
@@ -39,7 +44,7 @@ def drift(codec: str, feedback: bool, steps: int = 50) -> torch.Tensor:
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     residual = None
     if feedback:
-        residual = Residual(torch.zeros(NUMEL), torch.zeros(exchange.segment_numel(NUMEL)))
+        residual = Residual(torch.zeros(NUMEL), torch.zeros(exchange.wire.segment_numel(NUMEL)))
     total, exact = torch.zeros(NUMEL), torch.zeros(NUMEL)
     for step in range(steps):
         result = vector(exchange.rank, step)
@@ -55,15 +60,15 @@ def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, to
     """Two outer steps on real parameters."""
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     parameters = [torch.zeros(3000), torch.zeros(2000)]
-    feedback = None if exchange.codec.lossless else exchange.segment_numel
-    state = OuterState([Part(parameters)], chunk_numel=chunk_numel, segment_numel=feedback)
+    feedback = None if exchange.codec.lossless else exchange.wire.segment_numel
+    state = OuterState([Shards(parameters)], chunk_numel=chunk_numel, segment_numel=feedback)
     stagings = [Staging(state)]
     for step in range(2):
         for parameter, part in zip(parameters, vector(exchange.rank, step).split([3000, 2000]), strict=True):
             parameter.sub_(part)
-        round_ = OuterRound(
-            stagings, exchange, (0,), mu=0.9, eta=0.7, verdict=NOT_FINITE if exchange.rank == 3 and step else GOOD
-        )
+        device = torch.device("cpu")
+        verdicts = Verdicts(exchange, NOT_FINITE if exchange.rank == 3 and step else GOOD, device)
+        round_ = OuterRound(stagings, exchange, (0,), Nesterov(mu=0.9, eta=0.7), verdicts, step, device)
         if spans_iterations:
             round_.begin()
             round_.advance()

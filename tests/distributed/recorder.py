@@ -38,7 +38,7 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import datasets  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
-from pier_megatron.integration.inner.adam import commit_main_parameters  # noqa: E402
+from pier_megatron.integration.inner.adam import commit_main_parameters, owners  # noqa: E402
 
 # Megatron imports it when it trains, which takes seconds; here all ranks share it.
 importlib.import_module("megatron.core.tokenizers.text.libraries")
@@ -75,7 +75,7 @@ class Recorder:
             self.record["start"] = {"main": self.flat_main_parameters(), "moments": self.flat_moments()}
         if "outer weights" in self.probes:
             for name in ("anchor", "momentum"):
-                self.save_shown(name, [state.flats[name] for state in self.optimizer.outer_states])
+                self.save_shown(name, [state.flats[name] for state in self.optimizer.loop.states])
 
     def take_census(self) -> None:
         """Records the collectives of a whole iteration, from one beginning to the next."""
@@ -87,8 +87,8 @@ class Recorder:
 
     def save_fragments(self) -> None:
         """Saves weights that say which fragment they belong to."""
-        flats = [torch.empty(state.numel) for state in self.optimizer.outer_states]
-        for state, flat in zip(self.optimizer.outer_states, flats, strict=True):
+        flats = [torch.empty(state.numel) for state in self.optimizer.loop.states]
+        for state, flat in zip(self.optimizer.loop.states, flats, strict=True):
             for chunk in state.chunks:
                 chunk.of(flat).fill_(chunk.fragment)
         self.save_shown("fragments", flats)
@@ -97,10 +97,10 @@ class Recorder:
         """Saves what the model would be with other main parameters."""
         kept = self.flat_outer_parameters()
         for shown in (flats, kept):
-            for state, flat in zip(self.optimizer.outer_states, shown, strict=True):
+            for state, flat in zip(self.optimizer.loop.states, shown, strict=True):
                 for chunk in state.chunks:
                     chunk.set_parameters(chunk.of(flat))
-            commit_main_parameters(self.optimizer.members)
+            commit_main_parameters(owners(self.optimizer.chained_optimizers))
             if shown is flats:
                 self.save_weights(name)
 
@@ -120,8 +120,8 @@ class Recorder:
         if "moments" in self.probes:
             keep("moments", {})[self.iteration] = self.flat_moments()
         if "outer" in self.probes:
-            keep("anchor", {})[self.iteration] = [state.anchor.clone() for state in self.optimizer.outer_states]
-            keep("momentum", {})[self.iteration] = [state.momentum.clone() for state in self.optimizer.outer_states]
+            keep("anchor", {})[self.iteration] = [state.anchor.clone() for state in self.optimizer.loop.states]
+            keep("momentum", {})[self.iteration] = [state.momentum.clone() for state in self.optimizer.loop.states]
         if "stale" in self.probes:
             keep("stale", {})[self.iteration] = self.stale_parameters()
 
@@ -131,8 +131,8 @@ class Recorder:
 
     def flat_outer_parameters(self) -> list[torch.Tensor]:
         """The main parameters in the order of the outer state."""
-        flats = [torch.empty(state.numel) for state in self.optimizer.outer_states]
-        for state, flat in zip(self.optimizer.outer_states, flats, strict=True):
+        flats = [torch.empty(state.numel) for state in self.optimizer.loop.states]
+        for state, flat in zip(self.optimizer.loop.states, flats, strict=True):
             for chunk in state.chunks:
                 chunk.copy_parameters_to(chunk.of(flat))
         return flats

@@ -15,9 +15,11 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 
-from pier_megatron import outer
 from pier_megatron.integration import gradients
+from pier_megatron.integration.inner.adam import owners
 from pier_megatron.outer import description as checkpoint
+from pier_megatron.outer import rounds
+from pier_megatron.outer import state as outer_state
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -33,7 +35,7 @@ def planted(names: list[str], directory: Path) -> Iterator[None]:
 
 def _no_commit(directory: Path) -> Patch:
     """The published code's: the forward after an outer step still uses the old weights."""
-    return mock.patch("pier_megatron.integration.optimizer.commit_main_parameters")
+    return mock.patch("pier_megatron.integration.training.commit_main_parameters")
 
 
 def _no_rescaling(directory: Path) -> Patch:
@@ -44,14 +46,14 @@ def _no_rescaling(directory: Path) -> Patch:
 
 def _unaware_of_nan(directory: Path) -> Patch:
     """A pseudo-gradient that is not finite goes into the mean like any other."""
-    return mock.patch.object(outer.OuterState, "parameters_are_finite", return_value=torch.tensor(True))
+    return mock.patch.object(outer_state.OuterState, "parameters_are_finite", return_value=torch.tensor(True))
 
 
 def _no_progress_kept(directory: Path) -> Patch:
     """What a group has learned while an exchange was under way is thrown away."""
-    apply = outer.OuterRound._apply
+    apply = rounds.OuterRound._apply
     forgetful = functools.partialmethod(lambda self, flight, n, keep_progress: apply(self, flight, n, keep_progress=False))
-    return mock.patch.object(outer.OuterRound, "_apply", forgetful)
+    return mock.patch.object(rounds.OuterRound, "_apply", forgetful)
 
 
 def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: Any = None) -> Patch:
@@ -59,7 +61,7 @@ def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: A
     step = ChainedOptimizer.step
 
     def faulty_step(optimizer: Any) -> Any:
-        strikes = optimizer.exchange.rank == group and optimizer.iteration in iterations
+        strikes = optimizer.loop.exchange.rank == group and optimizer.loop.iteration in iterations
         if strikes and before:
             before(optimizer)
         result = step(optimizer)
@@ -77,7 +79,7 @@ def _group_1_waits_for_group_0(directory: Path) -> Patch:
 
     def waiting_step(optimizer: Any) -> Any:
         result = step(optimizer)
-        group, iteration = optimizer.exchange.rank, optimizer.iteration
+        group, iteration = optimizer.loop.exchange.rank, optimizer.loop.iteration
         if (group, iteration) == (0, 8):
             mark.touch()
         if (group, iteration) == (1, 7):
@@ -157,19 +159,19 @@ def _overflow(optimizer: Any) -> None:
 
 
 def _nan(optimizer: Any) -> None:
-    optimizer.outer_states[0]._shards[0][0] = float("nan")
+    next(optimizer.loop.states[0].slices())[0].detach()[0] = float("nan")
 
 
 def _nan_moments(optimizer: Any) -> None:
-    for member in optimizer.members:
+    for member in owners(optimizer.chained_optimizers):
         for state in member.optimizer.state.values():
             state["exp_avg"].fill_(float("nan"))
 
 
 def _jump(optimizer: Any) -> None:
-    for state in optimizer.outer_states:
-        for shard in state._shards:
-            shard.add_(1.0)
+    for state in optimizer.loop.states:
+        for shard, _ in state.slices():
+            shard.detach().add_(1.0)
 
 
 _ALL = {

@@ -8,8 +8,7 @@ import torch
 from exchange_worker import NUMEL, vector
 from launch import execute
 
-from pier_megatron.exchange.codecs import BLOCK
-from pier_megatron.outer import CODECS
+from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 pytestmark = pytest.mark.processes
 

@@ -19,7 +19,7 @@ from megatron.training import training
 
 from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.integration import current
-from pier_megatron.outer import OuterRound
+from pier_megatron.outer.rounds import OuterRound
 
 _RANK = int(os.environ["RANK"])
 
@@ -60,7 +60,7 @@ def _nan(iteration: int) -> None:
     def poison() -> None:
         optimizer = current.pier_optimizer()
         assert optimizer is not None
-        next(iter(optimizer.outer_states[0].places()))[0].detach()[0] = float("nan")
+        next(iter(optimizer.loop.states[0].slices()))[0].detach()[0] = float("nan")
 
     _before(iteration, poison)
 
@@ -101,7 +101,7 @@ def _note_losses(path: Path) -> None:
 
 def _iteration() -> int:
     optimizer = current.pier_optimizer()
-    return 0 if optimizer is None else optimizer.iteration
+    return 0 if optimizer is None else optimizer.loop.iteration
 
 
 _FAULTS = {

@@ -10,8 +10,8 @@ from pier_megatron.outer.description import Description
 
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:
-    config = PierConfig(1000, groups=groups, **changes)  # type: ignore[arg-type]
-    return Description.of_run(config, 400, {"ranks in a group": 2}, own_inner_state=own)
+    config = PierConfig(**({"train_iters": 1000, "groups": groups} | changes))  # type: ignore[arg-type]
+    return Description.of_run(config, 400, {"ranks in a group": 2}, own_inner_state=own, is_local=True, is_synchronised=True)
 
 
 def test_metadata_is_plain_and_comes_back() -> None:
@@ -45,7 +45,7 @@ def test_another_run_is_named(changes: dict[str, object], said: str) -> None:
 def test_checkpoint_of_the_first_group_is_not_all() -> None:
     assert described(own=(1,)).holds_all_groups
     assert not described().holds_all_groups
-    assert dataclasses.replace(described(), iteration=100).holds_all_groups  # The last of the lazy start.
+    assert dataclasses.replace(described(), iteration=100, is_local=False).holds_all_groups  # The last of the lazy start.
 
 
 def test_layout_counts() -> None:
@@ -55,8 +55,8 @@ def test_layout_counts() -> None:
 
 
 def test_newer_format_is_refused() -> None:
-    future = described().to_metadata() | {"format": 2, "version": "9.0"}
-    with pytest.raises(PierConfigError, match=r"pier_megatron 9\.0 in format 2.*Upgrade"):
+    future = described().to_metadata() | {"format": 3, "version": "9.0"}
+    with pytest.raises(PierConfigError, match=r"pier_megatron 9\.0 in format 3.*Upgrade"):
         Description.from_metadata(future)
 
 
@@ -96,4 +96,23 @@ def test_sources_of_the_inner_state(
 )
 def test_weights_are_synchronised_where_all_groups_have_met(iteration: int, changes: dict[str, object], expected: bool) -> None:
     saved = dataclasses.replace(described(**changes), iteration=iteration)  # type: ignore[arg-type]
-    assert saved.holds_synchronised_weights is expected
+    assert of_format_1(saved).is_synchronised is expected
+    assert of_format_1(saved).is_local is (iteration > 100)
+
+
+def of_format_1(description: Description) -> Description:
+    """What is read of a checkpoint that says less of itself."""
+    metadata = description.to_metadata() | {"format": 1, "version": "0.1.0"}
+    return Description.from_metadata(
+        {name: value for name, value in metadata.items() if name not in ("restarted", "is_local", "is_synchronised")}
+    )
+
+
+def test_run_that_would_fall_back_into_the_lazy_start_is_refused() -> None:
+    saved = described()
+    longer = described(train_iters=10_000)
+    with pytest.raises(PierConfigError, match=r"--train-iters 10000.*to iteration 1000.*at iteration 400.*lazy-start-iters"):
+        saved.check(longer, accepts_changes=True)
+    assert saved.check(described(train_iters=10_000, lazy_start_iters=100), accepts_changes=True)
+    # From within the lazy start it may be made as long as one likes.
+    assert dataclasses.replace(saved, iteration=50, is_local=False).check(longer, accepts_changes=True)

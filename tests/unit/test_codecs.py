@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pier_megatron.exchange.codecs import BLOCK
-from pier_megatron.outer import CODECS
+from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 LOSSY = ["bf16", "int8", "int4"]
 

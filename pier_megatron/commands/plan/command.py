@@ -101,16 +101,15 @@ def _job(args: argparse.Namespace) -> Job:
 
 def _outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
     """What Pier takes of a GPU's memory, in bytes, for so many owned parameters."""
-    from pier_megatron.integration.startup import chunks_at_once
-    from pier_megatron.outer import CODECS
+    from pier_megatron.integration.startup import bytes_of_chunk, chunks_at_once
+    from pier_megatron.outer.state import bytes_per_parameter
 
-    has_residual = not CODECS[config.exchange_dtype].lossless and not config.no_error_feedback
-    flats = 3 if has_residual else 2
     in_fragment = owned / config.fragments
-    chunk = min(config.chunk_mib * 2**20 / 4, in_fragment)
-    elements = chunks_at_once(config, [math.ceil(in_fragment / chunk)] * config.fragments) * chunk
-    work = {"chunks of an outer step on their way": 4 * (2 + (flats if config.offload else 0)) * elements}
-    return work if config.offload else {"outer state, --pier-offload to move it": 4 * flats * owned} | work
+    chunk = math.ceil(min(config.chunk_numel, in_fragment))
+    at_once = chunks_at_once(config, [math.ceil(in_fragment / chunk)] * config.fragments)
+    work = {"chunks of an outer step on their way": float(at_once * bytes_of_chunk(config, chunk))}
+    state = {} if config.offload else {"outer state, --pier-offload to move it": bytes_per_parameter(config) * owned}
+    return state | work
 
 
 def _scaling(

@@ -1,7 +1,7 @@
-"""Tensors laid over the main parameters of a distributed optimizer, saved and loaded in Megatron's own formats.
+"""Tensors of the main parameters of a distributed optimizer, saved and loaded in Megatron's own formats.
 
 The formats know how parameters are sharded and, some of them, how to shard them anew. They ask the optimizer for a main
-parameter and its state, one model parameter at a time; a layer answers in its place.
+parameter and its state, one model parameter at a time; a :class:`ParameterState` answers in its place.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def format_of(metadata: Mapping[str, Any]) -> str:
     return found
 
 
-class Layer:
+class ParameterState:
     """Named tensors for every main parameter of one distributed optimizer.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layer:
     """
 
     def __init__(self, optimizer: Any, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Lays tensors over the main parameters of a ``DistributedOptimizer``."""
+        """Takes tensors for the main parameters of a ``DistributedOptimizer``."""
         self._optimizer = optimizer
         self.tensors = tensors
 
@@ -56,7 +56,7 @@ class Layer:
             metadata: Of the checkpoint.
             prefix: Of all keys.
             is_loading: Whether the tensors are to be read.
-            copy: Number of this copy among the groups that hold or want the same layer, 0 for the first; None if that is
+            copy: Number of this copy among the groups that hold or want the same state, 0 for the first; None if that is
                 every group.
         """
         write, _ = _FORMATS[format_of(metadata)]
@@ -80,8 +80,8 @@ class Layer:
         with self._in_place_of_the_state(format_of(metadata)):
             getattr(self._optimizer, read)(state)
 
-    def add(self, other: "Layer") -> None:
-        """Adds another layer over the same parameters."""
+    def add(self, other: "ParameterState") -> None:
+        """Adds another state of the same parameters."""
         for main, tensors in self.tensors.items():
             for name, tensor in tensors.items():
                 tensor += other.tensors[main][name].to(tensor.device)
@@ -92,9 +92,9 @@ class Layer:
             for tensor in tensors.values():
                 tensor /= number
 
-    def empty_on_host(self) -> "Layer":
-        """A layer of the same shape, in host memory, with nothing in it yet."""
-        return Layer(
+    def empty_on_host(self) -> "ParameterState":
+        """A state of the same shape, in host memory, with nothing in it yet."""
+        return ParameterState(
             self._optimizer,
             {
                 main: {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()}

@@ -1,10 +1,20 @@
 """Hooks the plugin into how Megatron saves and loads checkpoints."""
 
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pier_megatron.integration import current, versions
+import torch.distributed as dist
+
+from pier_megatron.integration import current, startup, versions
+from pier_megatron.integration.checkpoint.content import Place
+from pier_megatron.integration.checkpoint.loading import Loading
+from pier_megatron.integration.checkpoint.saving import Saving
+from pier_megatron.integration.inner.adam import owners
 from pier_megatron.outer.description import ENTRY
+
+if TYPE_CHECKING:
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 _CHECKPOINTING = "megatron.training.checkpointing"
 _TRAINING = "megatron.training.training"
@@ -17,12 +27,24 @@ def install() -> None:
     versions.wrap(_TRAINING, "load_checkpoint", _loading)
 
 
+def _place(optimizer: "PierOptimizer") -> Place:
+    loop = optimizer.loop
+    return Place(
+        config=loop.config,
+        group=loop.exchange.rank,
+        ranks=optimizer.get_grad_stats_parallel_group(),
+        chained=optimizer.chained_optimizers,
+        owners=owners(optimizer.chained_optimizers),
+        slices=[list(state.slices()) for state in loop.states],
+    )
+
+
 def _describing_the_run(build_metadata: Callable[..., Any]) -> Callable[..., Any]:
     def describing(*args: Any, **kwargs: Any) -> Any:
         metadata = build_metadata(*args, **kwargs)
         optimizer = current.pier_optimizer()
-        if optimizer is not None and optimizer.checkpoint.description is not None:
-            metadata[ENTRY] = optimizer.checkpoint.description.to_metadata()
+        if optimizer is not None and isinstance(optimizer.saving, Saving):
+            metadata[ENTRY] = optimizer.saving.description.to_metadata()
         return metadata
 
     return describing
@@ -33,7 +55,14 @@ def _saving(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         pier = current.pier_optimizer()
         if pier is None:
             return save_checkpoint(iteration, model, optimizer, opt_param_scheduler, *args, **kwargs)
-        with pier.checkpoint.saving(opt_param_scheduler):
+        loop = pier.loop
+        snapshot, checksums = loop.snapshot(), loop.checksums()
+        with contextlib.ExitStack() as stack:
+            trained = None if loop.is_synchronised else stack.enter_context(loop.anchor_in_model())
+            saving = Saving(_place(pier), snapshot, checksums, trained, opt_param_scheduler)
+            if dist.get_rank() == 0:
+                print(saving.announcement(), flush=True)
+            stack.enter_context(versions.replaced(pier, {"saving": saving}))
             return save_checkpoint(iteration, model, optimizer, opt_param_scheduler, *args, **kwargs)
 
     return save
@@ -44,15 +73,21 @@ def _loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         pier = current.pier_optimizer()
         if pier is None:
             return load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+        loop = pier.loop
+        loading = Loading(_place(pier), loop)
         try:
-            result = load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+            with versions.replaced(pier, {"loading": loading}):
+                result = load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
         except Exception as error:
             error.add_note(
                 f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
                 "folder may be whole: choose one with --ckpt-step."
             )
             raise
-        pier.checkpoint.finish_loading(result[0], opt_param_scheduler)
+        found = loading.finish(result[0], opt_param_scheduler)
+        startup.check_groups_agree(loop.states, loop.exchange, loop.device)
+        if found and dist.get_rank() == 0:
+            print(found, flush=True)
         return result
 
     return load

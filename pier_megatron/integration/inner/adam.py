@@ -7,10 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from pier_megatron.integration import versions
-from pier_megatron.outer import Part
+from pier_megatron.outer import Shards
 
 
-def main_parameters(optimizer: Any) -> list[Part]:
+def owners(optimizers: Sequence[Any]) -> list[Any]:
+    """Those of Megatron's optimizers that own parameters on this rank."""
+    return [optimizer for optimizer in optimizers if not optimizer.is_stub_optimizer]
+
+
+def main_parameters(optimizer: Any) -> list[Shards]:
     """Finds the FP32 main parameters that this rank owns.
 
     Args:
@@ -41,9 +46,9 @@ def main_parameters(optimizer: Any) -> list[Part]:
     # Experts may be split over other tensor-parallel ranks than the rest of the model.
     group = optimizer.expert_tp_group if is_expert and hasattr(optimizer, "expert_tp_group") else optimizer.tp_group
     return [
-        Part(split),
-        Part(copied, is_counted=group.rank() == 0),
-        Part(tied, is_counted=is_counted_when_tied, is_tied=True),
+        Shards(split),
+        Shards(copied, is_counted=group.rank() == 0),
+        Shards(tied, is_counted=is_counted_when_tied, is_tied=True),
     ]
 
 

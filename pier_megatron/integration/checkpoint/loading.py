@@ -1,0 +1,204 @@
+"""How a run goes on from what was stored of another one."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from pier_megatron.integration import versions
+from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
+from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
+from pier_megatron.integration.checkpoint.random_states import restore_random_states
+from pier_megatron.outer import OuterLoop, Snapshot
+from pier_megatron.outer.description import ENTRY, OUTER, Description, group_prefix
+
+
+@dataclasses.dataclass
+class _Request:
+    """What has been asked of a checkpoint.
+
+    Attributes:
+        saved: What the checkpoint says of itself.
+        is_exact: Whether this run goes on as if it had never stopped.
+        same_layout: Whether the ranks of a group share the model as they did.
+        changes: What is different, one phrase each.
+        metadata: Of the checkpoint.
+        sources: Saved groups whose inner state this group goes on with, as their mean.
+        snapshot: The outer loop's; its tensors are what is read into.
+        objects: What the first source has beside its tensors, once it was read.
+    """
+
+    saved: Description
+    is_exact: bool
+    same_layout: bool
+    changes: list[str]
+    metadata: Any
+    sources: list[int]
+    snapshot: Snapshot
+    objects: dict[str, Any] | None = None
+
+
+class Loading:
+    """One load of a checkpoint, of Pier or of stock Megatron."""
+
+    def __init__(self, place: Place, loop: OuterLoop) -> None:
+        """Prepares a load into the parameters of ``place`` and into ``loop``."""
+        self._place, self._loop = place, loop
+        self._request: _Request | None = None
+
+    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
+        """Asks for what this rank wants; see :class:`pier_megatron.integration.optimizer.Completion`.
+
+        Raises:
+            PierConfigError: If the checkpoint is of another run than this one and the user has not accepted that.
+        """
+        if ENTRY not in (metadata or {}):
+            return stock
+        request = self._asked_of(Description.from_metadata(metadata[ENTRY]), metadata)
+        self._request, place, saved = request, self._place, request.saved
+        copies = {source: self._readers(source).index(place.group) for source in request.sources}
+        entry: dict[str, Any] = {}
+        for index, outer in enumerate(place.outer_states(request.snapshot)):
+            entry[f"outer{index}"] = outer.sharded(model_state, metadata, f"{OUTER}.{index}", is_loading=True)
+        for index, inner in enumerate(place.inner_states()):
+            for source in (source for source in request.sources if source in saved.own_inner_state):
+                prefix = f"{group_prefix(source)}.{index}"
+                # Not into the parameters themselves: in FP32 they are the model's, and its weights are yet to be loaded.
+                target = inner.empty_on_host()
+                entry[f"inner{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copies[source])
+        first = request.sources[0]
+        rank, copy = (place.ranks.rank(), 0) if request.same_layout else (0, place.ranks.rank())
+        entry["objects"] = sharded_object(first, rank, None, copy=(copies[first], copy))
+        if request.is_exact:
+            entry["tensors"] = place.sharded_tensors(place.exact_tensors(request.snapshot))
+        if all(source in saved.own_inner_state for source in request.sources):
+            stock = without_sharded(stock)
+        return {**stock, ENTRY: entry}
+
+    def _asked_of(self, saved: Description, metadata: Any) -> _Request:
+        place, loop = self._place, self._loop
+        config, present = place.config, place.describe(saved.iteration)
+        changes, is_exact = saved.check(present, config.override_checkpoint), saved.is_exact_for(present)
+        rounds = []
+        for begun, verdicts in saved.rounds.items() if is_exact else ():
+            numel = loop.numel_of_round(begun)
+            rounds.append({"begun": begun, "verdicts": verdicts, "own": torch.empty(numel), "sum": torch.empty(numel)})
+        snapshot = loop.snapshot() | {
+            "iteration": saved.iteration,
+            "is_local": saved.is_local,
+            "is_synchronised": saved.is_synchronised,
+            "rounds": rounds,
+            "restarted": saved.restarted if is_exact else {},
+        }
+        sources = saved.sources(place.group, config.groups, config.load_inner_state)
+        return _Request(saved, is_exact, saved.has_layout_of(present), changes, metadata, sources, snapshot)
+
+    def _readers(self, source: int) -> list[int]:
+        """The groups that go on with the inner state of a saved one."""
+        assert self._request is not None
+        groups, rule = self._place.config.groups, self._place.config.load_inner_state
+        return [group for group in range(groups) if source in self._request.saved.sources(group, groups, rule)]
+
+    def restore(self, state: dict[Any, Any]) -> bool:
+        """Takes over what was read; see :class:`pier_megatron.integration.optimizer.Restoration`."""
+        request, place = self._request, self._place
+        if request is None:
+            return False
+        entry = state[ENTRY]
+        request.objects = entry["objects"]
+        for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
+            owner.load_state_dict(settings)
+        # Only now: loading may have put other tensors in the place of those that were there.
+        for index, mean in enumerate(place.inner_states()):
+            for source in request.sources:
+                is_apart = source in request.saved.own_inner_state
+                target = mean if source == request.sources[0] else mean.empty_on_host()
+                read = entry[f"inner{index}.{source}"] if is_apart else self._stock_of(state, index)["param_state"]
+                target.load(read, request.metadata)
+                if target is not mean:
+                    mean.add(target)
+            if len(request.sources) > 1:
+                mean.divide(len(request.sources))
+        for index, outer in enumerate(place.outer_states(request.snapshot)):
+            outer.load(entry[f"outer{index}"], request.metadata)
+        if request.is_exact:
+            self._take_exact_tensors(request.snapshot, entry["tensors"])
+        request.snapshot["outliers"] = request.objects["outliers"]
+        self._loop.restore(request.snapshot)
+        return True
+
+    def _inner_settings(self, request: _Request) -> list[dict[Any, Any]]:
+        """What each inner optimizer has beside its tensors."""
+        assert request.objects is not None
+        saved: list[dict[Any, Any]] = request.objects["inner"]
+        if request.same_layout:
+            return saved
+        # The saved rank may have owned other kinds of parameters, experts or not. All its optimizers have stepped together, and
+        # the rest of the settings is this run's own.
+        step = next((group["step"] for of in saved for group in of["optimizer"]["param_groups"] if "step" in group), None)
+        settings = []
+        for owner in self._place.owners:
+            own = owner.state_dict()
+            for group in own["optimizer"]["param_groups"]:
+                group |= {} if step is None else {"step": step}
+            settings.append({**own, **{name: saved[0][name] for name in saved[0] if name != "optimizer"}} if saved else own)
+        return settings
+
+    def _stock_of(self, state: dict[Any, Any], index: int) -> Any:
+        """An owner's part of Megatron's own state, which numbers optimizers only where there are several."""
+        chained = self._place.chained
+        return state[chained.index(self._place.owners[index])] if len(chained) > 1 else state
+
+    def _take_exact_tensors(self, snapshot: Snapshot, read: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self._place.exact_tensors(snapshot).items():
+            if tensor.numel():
+                tensor.copy_(read[name])
+
+    def finish(self, iteration: int, opt_param_scheduler: Any) -> str | None:
+        """Restores what Megatron keeps outside of the optimizer, and checks the result.
+
+        Args:
+            iteration: At which the run goes on; 0 if nothing was loaded.
+            opt_param_scheduler: Megatron's.
+
+        Returns:
+            What the run goes on from, or None if it begins.
+
+        Raises:
+            DamagedCheckpointError: If the outer state is not what was saved.
+        """
+        request = self._request
+        if request is None or request.objects is None:
+            self._loop.reset(iteration)
+            return f" Pier begins at iteration {iteration}, from weights without outer momentum" if iteration else None
+        if request.same_layout:
+            self._verify(request.saved)
+            restore_random_states(request.objects["rng"])
+        steps = request.objects["scheduler steps"]
+        if opt_param_scheduler is not None and steps is not None and steps != opt_param_scheduler.num_steps:
+            # Megatron has restored the scheduler of group 0, which may have skipped other steps than this one.
+            opt_param_scheduler.num_steps = steps
+            opt_param_scheduler.step(0)
+        return _resumption(request)
+
+    def _verify(self, saved: Description) -> None:
+        found = self._loop.checksums()
+        wrong = [name for name, checksum in saved.checksums.items() if found[name] != checksum]
+        if wrong:
+            raise DamagedCheckpointError(
+                f"--load {versions.megatron_args().load}: the {' and the '.join(wrong)} of iteration {saved.iteration} are not "
+                "what was saved: their checksums differ. The files are damaged. Choose another iteration with --ckpt-step."
+            )
+
+
+def _resumption(request: _Request) -> str:
+    saved = request.saved
+    if request.is_exact and saved.holds_all_groups:
+        return f" Pier goes on exactly from iteration {saved.iteration}"
+    lines = [f" Pier goes on from iteration {saved.iteration}"]
+    if request.changes:
+        lines.append(f"with changes: {', '.join(request.changes)}")
+    lines.append(f"group 0 with the inner state of saved group {' and '.join(map(str, request.sources))}")
+    if saved.rounds and not request.is_exact:
+        lines.append("exchanges under way are dropped: what they carried goes into the next outer step")
+    return "; ".join(lines)

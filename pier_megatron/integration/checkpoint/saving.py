@@ -1,0 +1,91 @@
+"""What the plugin adds to Megatron's checkpoints when they are saved."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
+from pier_megatron.integration.checkpoint.random_states import random_states
+from pier_megatron.outer import Snapshot
+from pier_megatron.outer.description import ENTRY, OUTER, group_prefix
+from pier_megatron.outer.state import COMMON
+
+_FP32 = 4
+
+
+class Saving:
+    """One checkpoint of a run that is at rest, while its model holds what all groups agree on.
+
+    Attributes:
+        description: What the checkpoint says about itself.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        snapshot: Snapshot,
+        checksums: dict[str, int],
+        trained: Sequence[Tensor] | None,
+        opt_param_scheduler: Any,
+    ) -> None:
+        """Prepares a checkpoint.
+
+        Args:
+            place: Of this rank.
+            snapshot: Of the outer loop.
+            checksums: Of the outer state, over all ranks of the group.
+            trained: The main parameters as they are trained, if the model shows others; see :meth:`Place.inner_states`.
+            opt_param_scheduler: Megatron's.
+        """
+        self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
+        self.description = place.describe(
+            snapshot["iteration"],
+            own_inner_state=self._groups_with_own_inner_state(),
+            rounds={round_["begun"]: tuple(round_["verdicts"]) for round_ in snapshot["rounds"]},
+            restarted=snapshot["restarted"],
+            is_local=snapshot["is_local"],
+            is_synchronised=snapshot["is_synchronised"],
+            checksums=checksums,
+        )
+
+    def _groups_with_own_inner_state(self) -> tuple[int, ...]:
+        if not self._snapshot["is_local"] or self._place.config.save_inner_state == "first":
+            return ()
+        return tuple(range(1 if self._snapshot["is_synchronised"] else 0, self._place.config.groups))
+
+    def announcement(self) -> str:
+        """What rank 0 says of the checkpoint."""
+        ranks, parameters = self._place.ranks.size(), sum(len(state[COMMON[0]]) for state in self._snapshot["states"])
+        own = len(self.description.own_inner_state)
+        stored = len(next(iter(self._place.inner_states()[0].tensors.values()), ())) if self._place.owners else 0
+        weights = "those that all groups hold" if self.description.is_synchronised else "the anchor, from the last outer step"
+        inner = f"{own} groups apart" if own else "group 0, for all"
+        return (
+            f" checkpoint of iteration {self.description.iteration}: model weights are {weights}; outer state "
+            f"{len(COMMON) * _FP32 * parameters * ranks / 1e6:,.1f} MB; inner state of {inner}: "
+            f"{stored * _FP32 * parameters * ranks * own / 1e6:,.1f} MB beside Megatron's own"
+        )
+
+    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
+        """Completes the optimizer's sharded state; see :class:`pier_megatron.integration.optimizer.Completion`."""
+        place, snapshot = self._place, self._snapshot
+        entry: dict[str, Any] = {}
+        prefix = group_prefix(place.group)
+        has_own = place.group in self.description.own_inner_state
+        for index, outer in enumerate(place.outer_states(snapshot)):
+            entry[f"outer{index}"] = outer.sharded(model_state, metadata, f"{OUTER}.{index}", is_loading=False)
+        for index, inner in enumerate(place.inner_states(self._trained) if has_own else ()):
+            entry[f"inner{index}"] = inner.sharded(model_state, metadata, f"{prefix}.{index}", is_loading=False, copy=0)
+        objects = {
+            "inner": [owner.state_dict() for owner in place.owners],
+            "scheduler steps": None if self._scheduler is None else self._scheduler.num_steps,
+            "rng": random_states(),
+            "outliers": snapshot["outliers"],
+        }
+        entry["objects"] = sharded_object(place.group, place.ranks.rank(), objects, copy=(0, 0))
+        entry["tensors"] = place.sharded_tensors(place.exact_tensors(snapshot))
+        if snapshot["is_local"] and place.group > 0:
+            # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
+            stock = without_sharded(stock)
+        return {**stock, ENTRY: entry}

@@ -1,0 +1,349 @@
+"""The outer loop of one rank: when groups meet, and what they do then. Plain PyTorch; Megatron is one of its users."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pier_megatron.config import PierConfig
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer.judge import Judge
+from pier_megatron.outer.members import Members, hand_over
+from pier_megatron.outer.phase import phase
+from pier_megatron.outer.report import OuterStepReport, OuterStepReports
+from pier_megatron.outer.rounds import OuterRound, momentum_warmup
+from pier_megatron.outer.rules import rule_at
+from pier_megatron.outer.staging import Staging
+from pier_megatron.outer.state import ANCHOR, COMMON, MOMENTUM, OuterState, Shards
+from pier_megatron.outer.verdicts import KnownVerdicts, Verdicts
+
+Snapshot = dict[str, Any]
+"""An outer loop as plain data, see :meth:`OuterLoop.snapshot`."""
+
+
+class OuterLoop:
+    """Pier (arXiv 2511.17849) around any training loop: one call before an iteration, one after its inner step.
+
+    Between them the caller averages gradients over all groups in the lazy start, and over its own group once
+    :attr:`is_local`. All ranks of all groups call the same methods in the same iterations, also when a group skips its inner
+    step; see ``examples/plain_pytorch.py``.
+
+    Attributes:
+        config: The configuration.
+        exchange: Collectives between the groups.
+        states: Anchor and momentum over the parameters of this rank.
+        iteration: The iteration under way, 1-based; between iterations, the last one completed.
+        is_local: Whether it belongs to the local phase, in which groups train apart.
+        is_synchronised: Whether all groups hold the same parameters now.
+        rounds: Outer steps whose exchange is hidden behind the present iterations.
+        members: Which groups were restarted.
+        reports: On outer steps, to the log.
+        device: Of the tensors in collectives.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Sequence[Shards]],
+        config: PierConfig,
+        exchange: GroupExchange,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        inner_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {},
+        on_change: Callable[[], None] = lambda: None,
+        report: Callable[[OuterStepReport], None] = lambda report: None,
+    ) -> None:
+        """Takes over parameters that are the same in all groups.
+
+        Args:
+            shards: The FP32 parameters that this rank owns; a list for each optimizer that owns some of them.
+            config: Schedules and sizes.
+            exchange: Collectives between the ranks that own the same parameters, one rank of each group.
+            group: Ranks that share the parameters of this group; None if this rank owns all of them.
+            device: Of the tensors in collectives; by default, of the parameters.
+            inner_state: The inner optimizer's tensors for one of these parameters, of its shape, by name: what a group that
+                is restarted takes over from another one.
+            on_change: Called after the parameters have changed, on all ranks of the group.
+            report: Called for each outer step once its numbers are there, on every rank.
+
+        Raises:
+            TypeError: If a parameter is not float32.
+        """
+        self.config, self.exchange = config, exchange
+        self.states = [
+            OuterState(
+                of_optimizer,
+                chunk_numel=config.chunk_numel,
+                fragments=config.fragments,
+                offload=config.offload,
+                segment_numel=exchange.wire.segment_numel if config.has_error_feedback else None,
+            )
+            for of_optimizer in shards
+        ]
+        self._stagings = [Staging(state) for state in self.states]
+        self._group = group
+        self.device = device or next((state.device for state in self.states), torch.device("cpu"))
+        self._inner_state, self._on_change = inner_state, on_change
+        self.rounds: list[OuterRound] = []
+        self.members = Members()
+        self._judge = Judge(config, self._stagings, exchange, self._over_group, self.device)
+        self.reports = OuterStepReports(config, report)
+        self.iteration = 0
+        self.is_local, self.is_synchronised = False, True
+        self._is_fresh, self._is_committed = True, True
+
+    @property
+    def groups_meet(self) -> bool:
+        """Whether all groups are together at the end of this iteration, whatever else they do."""
+        return self.iteration % self.config.sync_interval == 0 or self.iteration == self.config.train_iters
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Sets the clock, before the first micro-batch.
+
+        The clock counts iterations that were skipped too, so all groups agree on it without talking.
+
+        Args:
+            iteration: The iteration that begins, 1-based.
+
+        Raises:
+            RuntimeError: If it is not the one after the last.
+        """
+        if iteration != self.iteration + 1:
+            raise RuntimeError(
+                f"Iteration {iteration} begins, but the last one that Pier knows of is {self.iteration}: what is due in "
+                "between would be lost. Every iteration has to pass through begin_iteration() and end_iteration(), skipped "
+                "ones too."
+            )
+        if self._is_fresh:
+            # Weights that came from elsewhere came after this was built.
+            self.reset()
+        if not self._is_committed:
+            self._commit()
+        if not self.is_local and not self.config.is_lazy(iteration):
+            # Wherever the lazy start ends, and whether or not its last iteration was skipped.
+            self._reset_anchor()
+            self.is_local = True
+        self.iteration = iteration
+        self.is_synchronised = not self.is_local
+
+    @torch.no_grad()
+    def end_iteration(self) -> None:
+        """Does what is due after the inner step, whether or not this group has taken it: the others wait for it.
+
+        Raises:
+            DivergedError: If an outer step is due and no group has finite parameters.
+        """
+        if self.is_local:
+            self._land_rounds()
+            self._begin_rounds()
+            # Where all groups hold the same parameters they have just met: nobody waits.
+            self.reports.write_arrived(waits=self.is_synchronised)
+        elif self.config.is_momentum_warmup(self.iteration):
+            with self._phase("momentum_warmup"):
+                momentum_warmup(self._stagings, self.config.momentum_at(self.iteration))
+
+    def skip_iteration(self) -> None:
+        """An iteration in which nobody trains: the clock goes on, and what is due is done."""
+        self.begin_iteration(self.iteration + 1)
+        self.end_iteration()
+
+    def reset(self, iteration: int | None = None) -> None:
+        """Takes the present parameters, which all groups share, for the anchor, without any momentum.
+
+        Args:
+            iteration: Iterations completed, if they are not those that were counted.
+        """
+        self._reset_anchor()
+        for state in self.states:
+            state.momentum.zero_()
+        self.iteration = self.iteration if iteration is None else iteration
+        self._is_fresh = False
+
+    def settle(self) -> None:
+        """Waits for everything that is on its way between the groups, and applies nothing before its time."""
+        for round_ in self.rounds:
+            round_.settle()
+        self.reports.write_arrived(waits=True)
+
+    def snapshot(self) -> Snapshot:
+        """The loop as plain data; :meth:`restore` goes on from it exactly, given the same parameters and inner state.
+
+        Returns:
+            Numbers and tensors by name; the flat buffers are views of the loop's own.
+        """
+        self.settle()
+        for staging in self._stagings:
+            staging.synchronize()
+        rounds = []
+        for round_ in self.rounds:
+            own, total = round_.settle()
+            rounds.append({"begun": round_.begun, "verdicts": list(round_.verdicts.all()), "own": own, "sum": total})
+        return {
+            "iteration": self.iteration,
+            "is_local": self.is_local,
+            "is_synchronised": self.is_synchronised,
+            "states": [
+                {ANCHOR: state.anchor, MOMENTUM: state.momentum, "residuals": state.residuals()} for state in self.states
+            ],
+            "rounds": rounds,
+            "restarted": dict(self.members.restarted),
+            "outliers": self._judge.outliers.state_dict() if self._judge.outliers else {},
+        }
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Goes on from a snapshot; of an equally configured run over the same shards, or without rounds and residuals.
+
+        Raises:
+            PierConfigError: If this run would fall back into the lazy start.
+        """
+        self.config.check_resumable(snapshot["iteration"], snapshot["is_local"])
+        self.iteration = snapshot["iteration"]
+        self.is_local, self.is_synchronised = snapshot["is_local"], snapshot["is_synchronised"]
+        for state, saved in zip(self.states, snapshot["states"], strict=True):
+            for name in COMMON:
+                state.flats[name].copy_(saved[name])
+            for name, residual in state.residuals().items():
+                if name in saved["residuals"]:
+                    residual.copy_(saved["residuals"][name])
+        self.rounds = []
+        for saved in snapshot["rounds"]:
+            round_ = self._round(saved["begun"], KnownVerdicts(self.exchange, saved["verdicts"]))
+            round_.resume(saved["own"], saved["sum"])
+            self.rounds.append(round_)
+        self.members = Members(snapshot["restarted"])
+        if self._judge.outliers:
+            self._judge.outliers.load_state_dict(snapshot["outliers"])
+        self._is_fresh = False
+
+    def numel_of_round(self, begun: int) -> int:
+        """Elements that this rank moves in the round that begins after iteration ``begun``."""
+        fragments = self.config.fragments_due(begun)
+        return sum(chunk.numel for state in self.states for chunk in state.chunks if chunk.fragment in fragments)
+
+    def checksums(self) -> dict[str, int]:
+        """Sums of the bits of anchor and momentum over all ranks of the group, however they share the model."""
+        for staging in self._stagings:
+            staging.synchronize()
+        sums = torch.zeros(len(COMMON), dtype=torch.int64, device=self.device)
+        for state in self.states:
+            sums += torch.stack([state.checksum(name) for name in COMMON])
+        self._over_group(sums)
+        return dict(zip(COMMON, sums.tolist(), strict=True))
+
+    @contextlib.contextmanager
+    def anchor_in_model(self) -> Iterator[list[Tensor]]:
+        """Inside, the parameters are what all groups agreed on last.
+
+        For evaluation and saving while the groups have drifted apart or an exchange is under way: the anchor is the same
+        everywhere, and training goes on as if nobody had looked.
+
+        Yields:
+            The parameters as they are trained, laid out as the flat buffers of each state.
+        """
+        with torch.no_grad():
+            trained = [state.parameters() for state in self.states]
+            for staging in self._stagings:
+                staging.synchronize()
+                staging.state.restart()
+        try:
+            self._commit()
+            yield trained
+        finally:
+            with torch.no_grad():
+                for state, parameters in zip(self.states, trained, strict=True):
+                    state.set_parameters(parameters)
+            # Not here: after an error on one rank the others would not take part.
+            self._is_committed = False
+        self._commit()
+
+    def _commit(self) -> None:
+        self._on_change()
+        self._is_committed = True
+
+    def _reset_anchor(self) -> None:
+        for state in self.states:
+            state.reset_anchor()
+
+    def _round(self, begun: int, verdicts: Verdicts) -> OuterRound:
+        fragments, rule = self.config.fragments_due(begun), rule_at(self.config, begun)
+        return OuterRound(self._stagings, self.exchange, fragments, rule, verdicts, begun, self.device)
+
+    def _begin_rounds(self) -> None:
+        fragments = self.config.fragments_due(self.iteration)
+        if not fragments:
+            return
+        begin = time.perf_counter()
+        with self._phase("verdict"):
+            round_ = self._round(self.iteration, self._judge.verdicts(fragments))
+        if self.config.overlap and self.iteration < self.config.train_iters:
+            with self._phase("begin"):
+                round_.begin()
+            self.rounds.append(round_)
+            round_.seconds += time.perf_counter() - begin
+            return
+        with self._phase("outer_step"):
+            round_.verdicts.check(self.iteration)
+            round_.run()
+        self.is_synchronised = len(fragments) == self.config.fragments
+        self._end(round_, begin)
+
+    def _land_rounds(self) -> None:
+        """Moves on the rounds that span iterations, at the same iterations on every rank."""
+        overlap = self.config.overlap
+        for round_ in list(self.rounds):
+            begin = time.perf_counter()
+            age = self.iteration - round_.begun
+            is_due = age == overlap or self.iteration == self.config.train_iters
+            if is_due or age >= overlap // 2:
+                with self._phase("advance"):
+                    round_.advance()
+            if is_due:
+                with self._phase("finish"):
+                    round_.verdicts.check(self.iteration)
+                    round_.finish()
+                self.rounds.remove(round_)
+                self._end(round_, begin)
+            else:
+                round_.seconds += time.perf_counter() - begin
+
+    def _end(self, round_: OuterRound, begin: float) -> None:
+        with self._phase("commit"):
+            counted = round_.verdicts.counted()
+            restarted = self.members.to_restart(counted, round_.begun)
+            if restarted:
+                self._restart(restarted, source=counted.index(True))
+            self._commit()
+        self._over_group(round_.sums)
+        round_.seconds += time.perf_counter() - begin
+        self.reports.add(round_, self.exchange.gather(round_.sums), restarted)
+
+    def _restart(self, groups: Sequence[int], source: int) -> None:
+        """Restarts groups from the anchor, with the moments of one that counted.
+
+        What made the parameters of a group useless is in its moments too, and would make the next ones useless.
+        """
+        if self.exchange.rank in groups:
+            for staging in self._stagings:
+                staging.synchronize()
+                staging.state.restart()
+            for round_ in self.rounds:
+                round_.forget_progress()
+        self.members.restart(groups, self.iteration)
+        moments = [
+            moment
+            for state in self.states
+            for parameter, _ in state.slices()
+            for _, moment in sorted(self._inner_state(parameter).items())
+        ]
+        hand_over(moments, self.exchange, groups, source, self.device)
+
+    def _over_group(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        if self._group is not None:
+            dist.all_reduce(tensor, op=op, group=self._group)
+
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return phase(name, self.exchange, self.iteration)

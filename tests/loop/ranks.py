@@ -1,0 +1,300 @@
+"""Ranks that run the outer loop on a small problem, without Megatron: real processes on gloo, kept for many programs.
+
+The problem: each group is drawn to targets of its own, so groups drift apart; AdamW inside. Everything is a function of
+group and iteration, so ``pier_megatron.reference`` can train on the same.
+"""
+
+import contextlib
+import dataclasses
+import io
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pier_megatron import PierConfig
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
+
+WORLD = 4
+
+# What each rank of a group owns for itself, then what all of them hold copies of.
+SPLIT, COPIED = [(7,), (3, 5), (11, 2)], [(5,), (4, 2)]
+
+# Chunks far shorter than a user's, so that there are many and they cut tensors.
+CHUNK_NUMEL = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A run.
+
+    Attributes:
+        groups: Number of groups.
+        ranks_in_group: That share the parameters of each.
+        config: Of Pier, beside the groups.
+    """
+
+    groups: int
+    ranks_in_group: int
+    config: dict[str, Any]
+
+    def pier(self) -> PierConfig:
+        return PierConfig(groups=self.groups, **self.config)
+
+
+def initial(part: int) -> list[Tensor]:
+    """Parameters of the ``part``-th rank of a group, then those that all ranks hold."""
+    own, common = torch.Generator().manual_seed(part), torch.Generator().manual_seed(99)
+    return [torch.randn(s, generator=own) for s in SPLIT] + [torch.randn(s, generator=common) for s in COPIED]
+
+
+def gradient(parameters: list[Tensor], part: int, group: int, iteration: int, bad: bool = False) -> list[Tensor]:
+    """Draws the parameters of a group to its targets in an iteration; nan where it is ``bad``."""
+    targets = zip(_targets(part, group, iteration, SPLIT), _targets(99, group, iteration, COPIED), strict=False)
+    del targets
+    wanted = [*_targets(part, group, iteration, SPLIT), *_targets(99, group, iteration, COPIED)]
+    grads = [parameter - target.to(parameter.dtype) for parameter, target in zip(parameters, wanted, strict=True)]
+    if bad:
+        grads[1].view(-1)[3] = float("nan")
+    return grads
+
+
+def _targets(part: int, group: int, iteration: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    always = torch.Generator().manual_seed(1000 + 10 * part + group)
+    now = torch.Generator().manual_seed(100_000 + 1000 * part + 100 * group + iteration)
+    return [2 + 0.5 * torch.randn(shape, generator=always) + 0.3 * torch.randn(shape, generator=now) for shape in shapes]
+
+
+def inner_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    # A large eps: where gradients are near zero, Adam would magnify the difference between float32 and float64.
+    return torch.optim.AdamW(parameters, lr=0.05, eps=0.05, weight_decay=0.01)
+
+
+class Rank:
+    """One rank of a run, which does in each iteration what it is told."""
+
+    def __init__(self, settings: Settings, communicators: "Communicators") -> None:
+        self._settings, self._communicators = settings, communicators
+        rank = dist.get_rank()
+        self.group, self._part = divmod(rank, settings.ranks_in_group)
+        self.reports: list[OuterStepReport] = []
+        self.history: list[dict[str, Any]] = []
+        self._build()
+
+    def _build(self) -> None:
+        settings = self._settings
+        self.parameters = initial(self._part)
+        self._optimizer = inner_optimizer(self.parameters)
+        split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
+        between, inside = self._communicators.of(settings)
+        config = settings.pier()
+        self.commits = 0
+
+        def commit() -> None:
+            self.commits += 1
+
+        self.loop = OuterLoop(
+            [[Shards(split), Shards(copied, is_counted=self._part == 0)]],
+            config,
+            GroupExchange(between, config.codec),
+            group=inside,
+            inner_state=self._moments,
+            on_change=commit,
+            report=self.reports.append,
+        )
+
+    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self._optimizer.state.get(parameter, {})
+        return {name: value for name, value in state.items() if value.shape == parameter.shape}
+
+    def iterate(self, skip: bool = False, overflow: tuple[int, ...] = (), bad: tuple[int, ...] = ()) -> None:
+        """One iteration: ``skip`` it as a whole; ``overflow`` lists groups that skip their step; ``bad`` those that diverge."""
+        iteration = self.loop.iteration + 1
+        if skip:
+            self.loop.skip_iteration()
+        else:
+            self.loop.begin_iteration(iteration)
+            self._step(iteration, overflow, bad)
+            self.loop.end_iteration()
+        self.history.append(
+            {
+                "parameters": [parameter.clone() for parameter in self.parameters],
+                "anchor": self.loop.states[0].anchor.clone(),
+                "momentum": self.loop.states[0].momentum.clone(),
+                "is_synchronised": self.loop.is_synchronised,
+            }
+        )
+
+    def _step(self, iteration: int, overflow: tuple[int, ...], bad: tuple[int, ...]) -> None:
+        def of(group: int) -> list[Tensor]:
+            # On one rank of the group only: the others must learn of it.
+            return gradient(self.parameters, self._part, group, iteration, group in bad and self._part == 0)
+
+        if self.loop.is_local:
+            if self.group in overflow:
+                return
+            grads = of(self.group)
+        else:
+            if overflow:
+                return
+            grads = [torch.stack(same).mean(0) for same in zip(*map(of, range(self._settings.groups)), strict=True)]
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            parameter.grad = grad
+        self._optimizer.step()
+
+    def stop_and_resume(self, changes: dict[str, Any] | None = None) -> None:
+        """Stores everything as a file would, forgets it, and goes on from there; perhaps with other settings."""
+        file = io.BytesIO()
+        stored = {
+            "loop": self.loop.snapshot(),
+            "parameters": self.parameters,
+            "optimizer": self._optimizer.state_dict(),
+        }
+        torch.save(stored, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=True)
+        if changes:
+            self._settings = dataclasses.replace(self._settings, config=self._settings.config | changes)
+            found["loop"]["rounds"] = []
+        self._build()
+        for parameter, kept in zip(self.parameters, found["parameters"], strict=True):
+            parameter.copy_(kept)
+        self._optimizer.load_state_dict(found["optimizer"])
+        self.loop.restore(found["loop"])
+
+    def evaluate(self, fails: bool = False) -> dict[str, Any]:
+        """What evaluation sees; with an error in its middle on demand."""
+        before = [parameter.clone() for parameter in self.parameters]
+        seen: list[Tensor] = []
+        with contextlib.suppress(KeyboardInterrupt):
+            view = contextlib.nullcontext() if self.loop.is_synchronised else self.loop.anchor_in_model()
+            with view:
+                seen = [parameter.clone() for parameter in self.parameters]
+                if fails:
+                    raise KeyboardInterrupt
+        untouched = all(map(torch.equal, before, self.parameters)) or any(not tensor.isfinite().all() for tensor in before)
+        return {"seen": seen, "untouched": untouched}
+
+    def fragments(self) -> list[Tensor]:
+        """Of every element of every parameter, the fragment that it belongs to."""
+        state = self.loop.states[0]
+        flat = torch.empty(state.numel)
+        for chunk in state.chunks:
+            chunk.of(flat).fill_(chunk.fragment)
+        return [flat[place].view(parameter.shape).clone() for parameter, place in state.slices()]
+
+    def result(self) -> dict[str, Any]:
+        """What has happened so far."""
+        return {"history": self.history, "reports": self.reports, "group": self.group, "part": self._part}
+
+
+class Communicators:
+    """Those of every layout, made once: making them anew for every run would leave thousands behind."""
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[int, int], tuple[Any, Any]] = {}
+        for groups, ranks_in_group in ((2, 1), (3, 1), (4, 1), (2, 2)):
+            world = range(groups * ranks_in_group)
+            between = [[part + ranks_in_group * g for g in range(groups)] for part in range(ranks_in_group)]
+            inside = [list(world[g * ranks_in_group :][:ranks_in_group]) for g in range(groups)]
+            mine = []
+            for enumeration in (between, inside):
+                made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in enumeration]
+                here = [group for group, ranks in zip(made, enumeration, strict=True) if dist.get_rank() in ranks]
+                mine.append(here[0] if here else None)
+            self._own[groups, ranks_in_group] = (mine[0], mine[1])
+
+    def of(self, settings: Settings) -> tuple[Any, Any]:
+        return self._own[settings.groups, settings.ranks_in_group]
+
+
+def _serve(rank: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    communicators = Communicators()
+    present: Rank | None = None
+    with mock.patch.object(PierConfig, "chunk_numel", CHUNK_NUMEL):
+        while True:
+            name, arguments = pipe.recv()
+            try:
+                if name == "end":
+                    break
+                if name == "start":
+                    settings = arguments["settings"]
+                    is_needed = rank < settings.groups * settings.ranks_in_group
+                    present = Rank(settings, communicators) if is_needed else None
+                    answer: Any = None
+                else:
+                    answer = getattr(present, name)(**arguments) if present is not None else None
+                pipe.send(("done", answer))
+            except Exception as error:
+                pipe.send(("failed", (f"{type(error).__name__}: {error}", traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class FailedError(RuntimeError):
+    """Ranks failed; the text is what each of them said."""
+
+
+class Ranks:
+    """Processes that do the same at the same time."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["ranks"])
+        store = tempfile.mktemp()
+        self._pipes, self._processes = [], []
+        for rank in range(WORLD):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, store, there), daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._active = WORLD
+
+    def start(self, settings: Settings) -> None:
+        """Begins a run."""
+        self._tell("start", settings=settings)
+        self._active = settings.groups * settings.ranks_in_group
+
+    def do(self, name: str, **arguments: Any) -> list[Any]:
+        """Calls a method of each :class:`Rank` of the run; returns what they answer."""
+        return self._tell(name, **arguments)[: self._active]
+
+    def _tell(self, name: str, **arguments: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((name, arguments))
+        answers = []
+        for pipe in self._pipes:
+            assert pipe.poll(60), "a rank hangs"
+            answers.append(pipe.recv())
+        failed = [answer for status, answer in answers if status == "failed"]
+        if failed:
+            raise FailedError("\n".join(said for said, _ in failed) + "\n" + failed[0][1])
+        return [answer for _, answer in answers]
+
+    def end(self) -> None:
+        """Ends the processes."""
+        for pipe in self._pipes:
+            pipe.send(("end", {}))
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Ranks]:
+    """Ranks while the ``with`` block lasts."""
+    ranks = Ranks()
+    try:
+        yield ranks
+    finally:
+        ranks.end()
