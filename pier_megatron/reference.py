@@ -82,8 +82,8 @@ def train(
             anchor[i] = torch.where(mask, new_anchor, anchor[i])
         # A group that was left out is restarted as a whole, once for all exchanges that saw it in trouble.
         for group in (group for group, counts in enumerate(good) if not counts and restarted[group] <= exchange.begun):
-            for theta, common in zip(groups[group], anchor, strict=True):
-                theta.copy_(common)
+            for parameter, common in zip(groups[group], anchor, strict=True):
+                parameter.copy_(common)
             _hand_over(optimizers[good.index(True)], optimizers[group])
             restarted[group] = t
             for other in underway:
@@ -127,9 +127,10 @@ def train(
 
 
 def _mean(groups: Sequence[Sequence[Tensor] | None]) -> list[Tensor] | None:
-    if any(tensors is None for tensors in groups):
+    known = [tensors for tensors in groups if tensors is not None]
+    if len(known) < len(groups):
         return None
-    return [torch.stack([tensor.double() for tensor in tensors]).mean(0) for tensors in zip(*groups, strict=True)]  # type: ignore[arg-type]
+    return [torch.stack([tensor.double() for tensor in tensors]).mean(0) for tensors in zip(*known, strict=True)]
 
 
 def _hand_over(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:

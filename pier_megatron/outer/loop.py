@@ -197,6 +197,8 @@ class OuterLoop:
     def restore(self, snapshot: Snapshot) -> None:
         """Goes on from a snapshot; of an equally configured run over the same shards, or without rounds and residuals.
 
+        The parameters have been restored before.
+
         Raises:
             PierConfigError: If this run would fall back into the lazy start.
         """
@@ -218,6 +220,7 @@ class OuterLoop:
         if self._judge.outliers:
             self._judge.outliers.load_state_dict(snapshot["outliers"])
         self._is_fresh = False
+        self._commit()
 
     def numel_of_round(self, begun: int) -> int:
         """Elements that this rank moves in the round that begins after iteration ``begun``."""

@@ -10,7 +10,7 @@ import io
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -21,7 +21,12 @@ from torch import Tensor
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.integration import startup
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
+from pier_megatron.outer.members import Members
+from pier_megatron.outer.rounds import OuterRound
+from pier_megatron.outer.staging import Staging
+from pier_megatron.outer.state import OuterState
 
 WORLD = 4
 
@@ -29,7 +34,7 @@ WORLD = 4
 SPLIT, COPIED = [(7,), (3, 5), (11, 2)], [(5,), (4, 2)]
 
 # Chunks far shorter than a user's, so that there are many and they cut tensors.
-CHUNK_NUMEL = 9
+CHUNK_NUMEL = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +45,35 @@ class Settings:
         groups: Number of groups.
         ranks_in_group: That share the parameters of each.
         config: Of Pier, beside the groups.
+        sabotage: Name of a bug planted in it, see :data:`BUGS`.
     """
 
     groups: int
     ranks_in_group: int
     config: dict[str, Any]
+    sabotage: str | None = None
 
     def pier(self) -> PierConfig:
         return PierConfig(groups=self.groups, **self.config)
+
+
+def _only_the_due_fragment(state: OuterState) -> None:
+    """What is not in the first fragment stays as it is."""
+    for chunk in state.chunks:
+        if chunk.fragment == 0:
+            chunk.set_parameters(chunk.of(state.anchor))
+
+
+# By name: what is replaced, and by what.
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "residuals are not written back": (Staging, "write_back", lambda staging, staged: None),
+    "a group keeps its progress over a restart": (OuterRound, "forget_progress", lambda round_: None),
+    "one fragment is restarted": (OuterState, "restart", _only_the_due_fragment),
+    "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
+    "the anchor stays in the model": (OuterState, "set_parameters", lambda state, flat: None),
+    "the anchor stays where the run began": (OuterLoop, "_reset_anchor", lambda loop: None),
+    "nobody is restarted": (Members, "to_restart", lambda members, counted, begun: []),
+}
 
 
 def initial(part: int) -> list[Tensor]:
@@ -58,8 +84,6 @@ def initial(part: int) -> list[Tensor]:
 
 def gradient(parameters: list[Tensor], part: int, group: int, iteration: int, bad: bool = False) -> list[Tensor]:
     """Draws the parameters of a group to its targets in an iteration; nan where it is ``bad``."""
-    targets = zip(_targets(part, group, iteration, SPLIT), _targets(99, group, iteration, COPIED), strict=False)
-    del targets
     wanted = [*_targets(part, group, iteration, SPLIT), *_targets(99, group, iteration, COPIED)]
     grads = [parameter - target.to(parameter.dtype) for parameter, target in zip(parameters, wanted, strict=True)]
     if bad:
@@ -115,14 +139,29 @@ class Rank:
         state = self._optimizer.state.get(parameter, {})
         return {name: value for name, value in state.items() if value.shape == parameter.shape}
 
-    def iterate(self, skip: bool = False, overflow: tuple[int, ...] = (), bad: tuple[int, ...] = ()) -> None:
-        """One iteration: ``skip`` it as a whole; ``overflow`` lists groups that skip their step; ``bad`` those that diverge."""
+    def iterate(
+        self,
+        skip: bool = False,
+        overflow: Sequence[int] = (),
+        bad: Sequence[int] = (),
+        jump: Sequence[int] = (),
+    ) -> None:
+        """One iteration.
+
+        Args:
+            skip: Nobody trains.
+            overflow: Groups that skip their step.
+            bad: Groups that diverge.
+            jump: Groups whose first parameters are torn far away.
+        """
         iteration = self.loop.iteration + 1
         if skip:
             self.loop.skip_iteration()
         else:
             self.loop.begin_iteration(iteration)
             self._step(iteration, overflow, bad)
+            for parameter in self.parameters[:1] if self.group in jump else ():
+                parameter += 100.0
             self.loop.end_iteration()
         self.history.append(
             {
@@ -133,7 +172,7 @@ class Rank:
             }
         )
 
-    def _step(self, iteration: int, overflow: tuple[int, ...], bad: tuple[int, ...]) -> None:
+    def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int]) -> None:
         def of(group: int) -> list[Tensor]:
             # On one rank of the group only: the others must learn of it.
             return gradient(self.parameters, self._part, group, iteration, group in bad and self._part == 0)
@@ -191,6 +230,22 @@ class Rank:
             chunk.of(flat).fill_(chunk.fragment)
         return [flat[place].view(parameter.shape).clone() for parameter, place in state.slices()]
 
+    def jump_in_time(self) -> None:
+        """Begins an iteration too late."""
+        self.loop.begin_iteration(self.loop.iteration + 2)
+
+    def memory(self) -> tuple[int, int]:
+        """Work memory that is in use now, and what the start-up block says of it, in bytes."""
+        [staging] = self.loop._stagings
+        chunks = [in_flight for round_ in self.loop.rounds for in_flight in round_._in_flight]
+        buffers = [*staging._free, *(in_flight.staged.buffers for in_flight in chunks)]
+        payloads = [payload for in_flight in chunks for payload in (in_flight.sum._sent, in_flight.sum._received)]
+        used = sum(tensor.nbytes for buffer in buffers for tensor in buffer) + sum(payload.nbytes for payload in payloads)
+        # What one chunk takes while it is encoded is gone by now.
+        longest = max(chunk.numel for chunk in staging.state.chunks)
+        said = startup.working_bytes(self.loop.config, self.loop.states) - self.loop.exchange.wire.coding_bytes(longest)
+        return used, said
+
     def result(self) -> dict[str, Any]:
         """What has happened so far."""
         return {"history": self.history, "reports": self.reports, "group": self.group, "part": self._part}
@@ -221,6 +276,7 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     communicators = Communicators()
     present: Rank | None = None
+    planted = contextlib.ExitStack()
     with mock.patch.object(PierConfig, "chunk_numel", CHUNK_NUMEL):
         while True:
             name, arguments = pipe.recv()
@@ -229,6 +285,9 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
                     break
                 if name == "start":
                     settings = arguments["settings"]
+                    planted.close()
+                    if settings.sabotage:
+                        planted.enter_context(mock.patch.object(*BUGS[settings.sabotage]))
                     is_needed = rank < settings.groups * settings.ranks_in_group
                     present = Rank(settings, communicators) if is_needed else None
                     answer: Any = None
@@ -249,7 +308,7 @@ class Ranks:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ranks"])
+        context.set_forkserver_preload(["warm"])
         store = tempfile.mktemp()
         self._pipes, self._processes = [], []
         for rank in range(WORLD):

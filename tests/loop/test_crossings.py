@@ -1,0 +1,117 @@
+"""All options and all misfortunes at once, in random order, against the reference and against the undisturbed run."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from programs import Program, are_the_same, check
+from ranks import Ranks, Settings
+
+pytestmark = pytest.mark.processes
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Settings:
+    """Any run: sizes, lengths, and everything about the exchange."""
+    groups, ranks_in_group = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2)]))
+    interval = draw(st.integers(1, 5))
+    lazy_start = interval * draw(st.integers(0, 2))
+    config: dict[str, Any] = {
+        "sync_interval": interval,
+        "lazy_start_iters": lazy_start,
+        "train_iters": lazy_start + draw(st.integers(1, 13)),
+        "fragments": draw(st.integers(1, min(interval, 3))),
+        "overlap": draw(st.integers(0, interval - 1)),
+        "exchange_dtype": draw(st.sampled_from(["fp32", "bf16", "int8", "int4"])),
+        "offload": draw(st.booleans()),
+        "preset": draw(st.sampled_from(["pier-rising", "diloco", "local-sgd"])),
+        "no_error_feedback": draw(st.booleans()),
+    }
+    return Settings(groups, ranks_in_group, config)
+
+
+class Life(RuleBasedStateMachine):
+    """A run to which things happen."""
+
+    ranks: Ranks
+
+    @initialize(run=runs())
+    def begin(self, run: Settings) -> None:
+        self.program = Program(run)
+        self.config = run.pier()
+        self.iteration = 0
+        self.ranks.start(run)
+        self.fragments = self.ranks.do("fragments")
+
+    def do(self, name: str, **arguments: Any) -> list[Any]:
+        self.program.commands.append((name, arguments))
+        self.iteration += name == "iterate"
+        return self.ranks.do(name, **arguments)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.iteration < self.config.train_iters
+
+    @property
+    def is_next_local(self) -> bool:
+        return self.goes_on and not self.config.is_lazy(self.iteration + 1)
+
+    @precondition(lambda self: self.goes_on)
+    @rule(iterations=st.integers(1, 3))
+    def train(self, iterations: int) -> None:
+        for _ in range(min(iterations, self.config.train_iters - self.iteration)):
+            self.do("iterate")
+
+    @precondition(lambda self: self.goes_on)
+    @rule()
+    def skip(self) -> None:
+        self.do("iterate", skip=True)
+
+    @precondition(lambda self: self.goes_on)
+    @rule(group=st.integers(0, 3))
+    def overflow(self, group: int) -> None:
+        assume(group < self.config.groups)
+        self.do("iterate", overflow=[group])
+
+    @precondition(lambda self: self.is_next_local)
+    @rule(bad=st.sets(st.integers(1, 3), min_size=1))
+    def diverge(self, bad: set[int]) -> None:
+        # The first group stays good: without any, the run ends.
+        assume(max(bad) < self.config.groups)
+        self.do("iterate", bad=sorted(bad))
+
+    @rule()
+    def stop_and_resume(self) -> None:
+        self.do("stop_and_resume")
+
+    @rule(fails=st.booleans())
+    def evaluate(self, fails: bool) -> None:
+        seen = self.do("evaluate", fails=fails)
+        parts = self.program.settings.ranks_in_group
+        for part in range(parts):
+            first, *others = seen[part::parts]
+            assert all(torch.equal(a, b) for other in others for a, b in zip(first["seen"], other["seen"], strict=True))
+        assert all(view["untouched"] for view in seen)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "program"):
+            return
+        while self.goes_on:
+            self.do("iterate")
+        results = self.ranks.do("result")
+        check(self.program, self.ranks, results, self.fragments)
+        if len(self.program.iterations) < len(self.program.commands):
+            assert are_the_same(results, self.program.run(self.ranks, only_iterations=True))
+
+
+def test_anything_goes(ranks: Ranks) -> None:
+    class Here(Life):
+        pass
+
+    Here.ranks = ranks
+    health = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    how = settings(max_examples=60, stateful_step_count=12, deadline=None, suppress_health_check=health, derandomize=True)
+    run_state_machine_as_test(Here, settings=how)

@@ -1,0 +1,216 @@
+"""One thing at a time in the outer loop: what went wrong once, each with the bug that the check must see."""
+
+from typing import Any
+
+import pytest
+import torch
+from programs import Program, are_the_same, check
+from ranks import FailedError, Ranks, Settings
+from torch.overrides import TorchFunctionMode
+
+from pier_megatron import PierConfig
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer import OuterLoop
+
+pytestmark = pytest.mark.processes
+
+_BASE: dict[str, Any] = {"train_iters": 12, "sync_interval": 3, "lazy_start_iters": 3}
+
+
+Command = tuple[int | str, dict[str, Any]]
+
+
+def program(*commands: Command, groups: int = 2, sabotage: str | None = None, **config: Any) -> Program:
+    """A run: a number of iterations with what happens in each of them, or the name of another command."""
+    planned = Program(Settings(groups, 1, _BASE | config, sabotage))
+    for what, arguments in commands:
+        planned.commands += [("iterate", arguments)] * what if isinstance(what, int) else [(what, arguments)]
+    return planned
+
+
+def is_right(ranks: Ranks, planned: Program) -> bool:
+    """Whether a run is what the reference makes of it, and what it would have been undisturbed."""
+    results = planned.run(ranks)
+    fragments = ranks.do("fragments")
+    try:
+        check(planned, ranks, results, fragments)
+    except AssertionError:
+        return False
+    return are_the_same(results, planned.run(ranks, only_iterations=True))
+
+
+QUIET: dict[str, Any] = {}
+_BAD = {"bad": [1]}
+
+# What happens, with which settings, and the bug under which the run must be seen to go wrong.
+_CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
+    "stopped with an offloaded low-bit exchange in flight": (
+        [(7, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
+        {"offload": True, "overlap": 2, "exchange_dtype": "int8"},
+        "residuals are not written back",
+    ),
+    "a group diverges in one of several fragments": (
+        [(4, QUIET), (1, _BAD), (7, QUIET)],
+        {"fragments": 3},
+        "one fragment is restarted",
+    ),
+    "a group diverges while exchanges are under way": (
+        [(4, QUIET), (1, _BAD), (7, QUIET)],
+        {"fragments": 3, "overlap": 2},
+        "one fragment is restarted",
+    ),
+    "a group diverges without an exchange": ([(4, QUIET), (1, _BAD), (7, QUIET)], {}, "nobody is restarted"),
+    "the last iteration of the lazy start is skipped": (
+        [(2, QUIET), (1, {"skip": True}), (9, QUIET)],
+        {"preset": "diloco"},
+        "the anchor stays where the run began",
+    ),
+    "an outer step falls on a skipped iteration": (
+        [(5, QUIET), (1, {"skip": True}), (6, QUIET)],
+        {},
+        "skipped iterations only count",
+    ),
+    "the last iteration is skipped": ([(11, QUIET), (1, {"skip": True})], {"overlap": 1}, "skipped iterations only count"),
+    "evaluation fails between outer steps": (
+        [(5, QUIET), ("evaluate", {"fails": True}), (7, QUIET)],
+        {},
+        "the anchor stays in the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_run_is_right_and_the_bug_is_seen(ranks: Ranks, name: str) -> None:
+    commands, config, bug = _CASES[name]
+    assert is_right(ranks, program(*commands, **config))
+    assert not is_right(ranks, program(*commands, **config, sabotage=bug))
+
+
+def test_group_is_restarted_once_and_said_so(ranks: Ranks) -> None:
+    results = program((4, QUIET), (1, _BAD), (10, QUIET), train_iters=15, fragments=3).run(ranks)
+    for result in results:
+        assert [report.not_finite for report in result["reports"] if report.not_finite] == [(1,)]
+        assert [report.restarted for report in result["reports"] if report.restarted] == [(1,)]
+        assert all(tensor.isfinite().all() for tensor in result["history"][5]["parameters"])
+    # With an overlap, rounds that began before the restart leave the group out too, but do not restart it again.
+    results = program((4, QUIET), (1, _BAD), (10, QUIET), train_iters=15, fragments=3, overlap=2).run(ranks)
+    reports = results[0]["reports"]
+    assert len([report for report in reports if report.not_finite]) > 1
+    assert [report.restarted for report in reports if report.restarted] == [(1,)]
+
+
+def test_moments_are_not_taken_from_a_group_that_has_none(ranks: Ranks) -> None:
+    # Group 0 has skipped all its steps when group 1 is left out: it has nothing to hand over, and nobody waits for it.
+    commands = [(2, {"overflow": [0]}), (1, {"overflow": [0], "bad": [1]}), (9, QUIET)]
+    assert is_right(ranks, program(*commands, lazy_start_iters=0))
+
+
+def test_all_groups_bad_is_a_clear_stop(ranks: Ranks) -> None:
+    with pytest.raises(FailedError, match=r"DivergedError.*group 0 not finite, group 1 not finite"):
+        program((4, QUIET), (1, {"bad": [0, 1]}), (1, QUIET)).run(ranks)
+
+
+# Outliers.
+
+_STEADY: dict[str, Any] = {
+    "train_iters": 40,
+    "sync_interval": 1,
+    "lazy_start_iters": 1,
+    "preset": "local-sgd",
+    "outlier_zscore": 6.0,
+}
+
+
+def test_outlier_is_left_out(ranks: Ranks) -> None:
+    results = program((29, QUIET), (1, {"jump": [1]}), (10, QUIET), **_STEADY).run(ranks)
+    reports = [report for report in results[0]["reports"] if report.outliers or report.restarted]
+    assert [(report.iteration, report.outliers, report.restarted) for report in reports] == [(30, (1,), (1,))]
+    moved = results[0]["history"][29]["anchor"] - results[0]["history"][28]["anchor"]
+    assert moved.abs().max() < 1
+
+
+@pytest.mark.parametrize("bug", [None, "a group keeps its progress over a restart"])
+def test_exchange_that_was_under_way_does_not_undo_a_restart(ranks: Ranks, bug: str | None) -> None:
+    # Fragment 0 of group 1 is an outlier after iteration 62, and the group restarted after 65; fragment 1 was sent off after
+    # 64, in good order, and lands after 67. The group has not moved since, so it must find itself at the anchor.
+    config = _STEADY | {"sync_interval": 4, "lazy_start_iters": 4, "fragments": 2, "overlap": 3, "train_iters": 80}
+    commands = [(61, QUIET), (1, {"jump": [1]}), (3, QUIET), (2, {"overflow": [1]})]
+    results = program(*commands, **config, sabotage=bug).run(ranks)
+    assert [report.iteration for report in results[1]["reports"] if report.restarted] == [62]
+    parameters = torch.cat([tensor.flatten() for tensor in results[1]["history"][66]["parameters"]])
+    is_second = torch.cat([tensor.flatten() for tensor in ranks.do("fragments")[1]]) == 1
+    away = (parameters - results[1]["history"][66]["anchor"])[is_second].abs().max()
+    assert bool(away < 1e-5) is (bug is None)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_what_hits_all_groups_alike_is_no_outlier(ranks: Ranks, overlap: int) -> None:
+    config = _STEADY | {"sync_interval": 2, "lazy_start_iters": 2, "overlap": overlap}
+    results = program((29, QUIET), (1, {"jump": [0, 1]}), (10, QUIET), **config).run(ranks)
+    assert not any(report.outliers or report.restarted for report in results[0]["reports"])
+    assert results[0]["history"][39]["anchor"].max() > 50
+    assert torch.equal(results[0]["history"][39]["anchor"], results[1]["history"][39]["anchor"])
+
+
+def test_fragments_are_judged_by_their_own_history_at_the_end_too(ranks: Ranks) -> None:
+    # Fragments of very different size: by the history of the first, the others would be outliers when all are due at once.
+    results = program((40, QUIET), **(_STEADY | {"sync_interval": 2, "lazy_start_iters": 2, "fragments": 2})).run(ranks)
+    assert not any(report.outliers for report in results[0]["reports"])
+    assert results[0]["reports"][-1].iteration == 40
+
+
+# Other lengths at a resume.
+
+
+def test_run_does_not_fall_back_into_the_lazy_start(ranks: Ranks) -> None:
+    longer = {"train_iters": 40, "lazy_start_iters": 9}
+    with pytest.raises(FailedError, match=r"PierConfigError: --train-iters 40.*iteration 9.*at iteration 5.*or 3\."):
+        program((5, QUIET), ("stop_and_resume", {"changes": longer})).run(ranks)
+
+
+def test_lazy_start_that_is_cut_short_is_not_undone(ranks: Ranks) -> None:
+    commands = [(6, QUIET), ("stop_and_resume", {"changes": {"lazy_start_iters": 4}}), (2, QUIET)]
+    results = program(*commands, sync_interval=4, lazy_start_iters=8, preset="diloco").run(ranks)
+    for result in results:
+        switched = torch.cat([tensor.flatten() for tensor in result["history"][5]["parameters"]])
+        assert torch.equal(result["history"][6]["anchor"], switched)
+
+
+def test_shortened_run_is_not_synchronised_because_of_its_length(ranks: Ranks) -> None:
+    commands = [(5, QUIET), ("stop_and_resume", {"changes": {"train_iters": 5}}), ("evaluate", QUIET)]
+    planned = program(*commands)
+    planned.run(ranks)
+    one, other = ranks.do("evaluate")
+    assert all(map(torch.equal, one["seen"], other["seen"]))
+
+
+def test_clock_that_jumps_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(FailedError, match="Iteration 5 begins, but the last one that Pier knows of is 3"):
+        program((3, QUIET), ("jump_in_time", QUIET)).run(ranks)
+
+
+# Memory and devices.
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_work_memory_is_what_the_start_says(ranks: Ranks, dtype: str, offload: bool) -> None:
+    program((6, QUIET), overlap=2, exchange_dtype=dtype, offload=offload).run(ranks)
+    assert all(used == said for used, said in ranks.do("memory"))
+
+
+def test_rank_without_parameters_takes_part_on_its_device() -> None:
+    devices = []
+
+    class Watched(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "device" in (kwargs or {}):
+                devices.append(kwargs["device"])
+            return function(*args, **(kwargs or {}))
+
+    config = PierConfig(train_iters=2, groups=1, sync_interval=1, lazy_start_iters=0, outlier_zscore=3)
+    loop = OuterLoop([], config, GroupExchange(), device=torch.device("cpu:0"))
+    with Watched():
+        loop.skip_iteration()
+        assert loop.checksums() == {"anchor": 0, "momentum": 0}
+    assert set(devices) == {torch.device("cpu:0")}
