@@ -14,7 +14,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, communication, training
+    from pier_megatron.integration import arguments, communication, logged_means, training
     from pier_megatron.integration.checkpoint import files as checkpoint_files
     from pier_megatron.integration.checkpoint import hooks as checkpointing
     from pier_megatron.integration.inner import torch_adam
@@ -25,4 +25,5 @@ def register() -> None:
     checkpoint_files.install()
     checkpointing.install()
     training.install()
+    logged_means.install()
     _registered = True

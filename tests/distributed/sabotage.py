@@ -176,6 +176,7 @@ _ALL = {
     "no commit": _no_commit,
     "no rescaling": _no_rescaling,
     "unaware of nan": _unaware_of_nan,
+    "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
     "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),

@@ -26,6 +26,8 @@ _ONE_GROUP = (
 _FOUR_GROUPS = "--global-batch-size 8 --train-iters 8 --clip-grad 0 "
 _FOUR_PIER = "--optimizer pier --pier-groups 4 --pier-sync-interval 4 --pier-lazy-start-iters 4"
 _FOUR_STOCK = "--use-distributed-optimizer --num-distributed-optimizer-instances 4"
+_PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+_NO_LAZY_START = "--train-iters 6 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 0 "
 _FP16 = "--global-batch-size 16 --fp16 --initial-loss-scale 1024 "
 _UNCHECKED = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
 
@@ -42,6 +44,12 @@ _RUNS = [
     Run("four stock", _FOUR_GROUPS + _FOUR_STOCK, ["gradients"]),
     Run("four wrong mean", _FOUR_GROUPS + _FOUR_PIER, ["gradients"], ["no rescaling"]),
     Run("overflow", _FP16 + _PIER, ["main", "skipped", "stale"], ["overflow in group 1 at 8 and 9"]),
+    Run(
+        "logged",
+        _PP2 + "--fp16 --initial-loss-scale 1024 --log-interval 2 " + _NO_LAZY_START,
+        ["skipped"],
+        ["overflow in group 1 at 1 and 2"],
+    ),
     Run("not finite", _DP2 + _UNCHECKED + _PIER, ["main", "inner", "outer", "stale"], ["nan in group 1 at 9"]),
     Run("poisoned", _DP2 + _UNCHECKED + _PIER, ["outer"], ["nan in group 1 at 9", "unaware of nan"]),
 ]
@@ -151,6 +159,24 @@ def test_groups_meet_though_one_skipped_its_step(runs: dict[str, Recorded]) -> N
     for iteration in (9, 12):
         groups_are_equal(run, iteration)
     assert all(one.isfinite().all() for one, _ in pairs(run, "main", 12))
+
+
+def test_logged_loss_is_the_mean_over_what_the_groups_did_not_skip(runs: dict[str, Recorded]) -> None:
+    run = runs["logged"]
+    # The group that prints is the one that skips.
+    last_stages = [run.of_group(group)[-1] for group in (0, 1)]
+    assert last_stages[1] is run.ranks[-1]
+    assert [t for t, skip in last_stages[1]["skipped"].items() if skip] == [1, 2]
+    done = [{t: rank["own losses"][t]["lm loss"] for t, skip in rank["skipped"].items() if not skip} for rank in last_stages]
+    # Megatron prints the first iteration too, without beginning anew.
+    for iteration, since in ((1, (1,)), (2, (1, 2)), (4, (3, 4)), (6, (5, 6))):
+        counted = [group[t] for group in done for t in since if t in group]
+        assert run.printed_losses[iteration] == pytest.approx(sum(counted) / len(counted), rel=1e-6)
+        counted = [group[iteration] for group in done if iteration in group]
+        assert run.losses[iteration] == pytest.approx(sum(counted) / len(counted), rel=1e-6)
+        assert run.grad_norms[iteration] > 0
+    everything = [rank["own losses"][t]["lm loss"] for rank in last_stages for t in (1, 2)]
+    assert run.printed_losses[2] != pytest.approx(sum(everything) / len(everything), rel=1e-4)
 
 
 def nothing_is_poisoned(run: Recorded) -> None:
