@@ -73,10 +73,13 @@ def _own_rank(config: PierConfig) -> Rank:
 
 def _report(report: Any) -> None:
     global_vars = "megatron.training.global_vars"
+    optimizer = current.pier_optimizer()
+    assert optimizer is not None
     report.write(
         versions.require("megatron.training.utils", "print_rank_last"),
         versions.require(global_vars, "get_tensorboard_writer")(),
         versions.require(global_vars, "get_wandb_writer")(),
+        optimizer.iteration,
     )
 
 
