@@ -1,5 +1,6 @@
 """Megatron's training loop: where the optimizer is built, where an iteration begins, what evaluation looks at."""
 
+import copy
 import datetime
 import inspect
 import os
@@ -43,8 +44,9 @@ def _building_pier(get_megatron_optimizer: Any) -> Any:
 def _build(optimizer: Any) -> Any:
     from pier_megatron.integration.optimizer import PierOptimizer
 
-    args = versions.megatron_args()
-    # Sample-based runs know their iterations only now.
+    # Sample-based runs know their iterations only now. Megatron's own arguments must not know them yet: it would build the
+    # learning-rate scheduler by iterations, without the warmup and the decay that are given in samples.
+    args = copy.copy(versions.megatron_args())
     versions.require(_TRAINING, "update_train_iters")(args)
     check_arguments(args)
     config = config_from_args(args)
