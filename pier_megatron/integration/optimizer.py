@@ -135,7 +135,7 @@ class PierOptimizer(ChainedOptimizer):
     @property
     def shows_anchor(self) -> bool:
         """Whether evaluation at the end of this iteration looks at the anchor, see :meth:`anchor_in_model`."""
-        return (self.pier_config.overlap > 0 or self.pier_config.fragments > 1) and not self.is_synchronised
+        return not self.is_synchronised
 
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock and the averaging domain of the gradients, before the first micro-batch.

@@ -42,6 +42,17 @@ def _no_rescaling(directory: Path) -> Patch:
     return mock.patch.object(averaging, "over_own_group", lambda self: self._set(instances=1, scale=1))
 
 
+def _never_synchronous(directory: Path) -> Patch:
+    """The lazy start averages gradients over one group, like the local phase."""
+    averaging = gradients.GradientAveraging
+    return mock.patch.object(averaging, "over_all_groups", averaging.over_own_group)
+
+
+def _no_anchor_for_evaluation(directory: Path) -> Patch:
+    """Evaluation between outer steps sees what each group has made of the parameters."""
+    return mock.patch("pier_megatron.integration.optimizer.PierOptimizer.shows_anchor", new=False)
+
+
 def _unaware_of_nan(directory: Path) -> Patch:
     """A pseudo-gradient that is not finite goes into the mean like any other."""
     return mock.patch.object(outer.OuterState, "parameters_are_finite", return_value=torch.tensor(True))
@@ -175,6 +186,8 @@ def _jump(optimizer: Any) -> None:
 _ALL = {
     "no commit": _no_commit,
     "no rescaling": _no_rescaling,
+    "never synchronous": _never_synchronous,
+    "no anchor for evaluation": _no_anchor_for_evaluation,
     "unaware of nan": _unaware_of_nan,
     "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),

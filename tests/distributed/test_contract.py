@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 
 _STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
 _PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6"
+_PIER_BY_SAMPLES = _PIER.replace("--train-iters 12", "--train-samples 96")
 _TP2 = "--tensor-model-parallel-size 2 --global-batch-size 8 "
 _DP2 = "--global-batch-size 16 "
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
@@ -37,7 +38,11 @@ _RUNS = [
     Run("pier stale", _TP2 + "--bf16 " + _PIER, ["stale"], ["no commit"]),
     Run("overlap", _DP2 + "--bf16 " + _OVERLAP + _PIER, ["main", "stale"]),
     Run("overlap stock", _DP2 + "--bf16 " + _OVERLAP + _STOCK),
-    Run("drifted", _TP2 + "--bf16 --eval-interval 5 --pier-allow-drifted-eval " + _PIER, ["main"]),
+    Run("pier never synchronous", _TP2 + "--bf16 " + _PIER, [], ["never synchronous"]),
+    Run("between", _TP2 + "--bf16 --eval-interval 5 " + _PIER, ["main"]),
+    Run("between without anchor", _TP2 + "--bf16 --eval-interval 5 " + _PIER, ["main"], ["no anchor for evaluation"]),
+    Run("iterations", _TP2 + _PIER + " --lr-decay-style linear --lr-decay-iters 12 --lr-warmup-iters 3", ["main"]),
+    Run("samples", _TP2 + _PIER_BY_SAMPLES + " --lr-decay-style linear --lr-decay-samples 96 --lr-warmup-samples 24", ["main"]),
     Run("one stock", _TP2 + "--bf16 --train-iters 8 --use-distributed-optimizer", ["main"]),
     Run("one", _TP2 + "--bf16 " + _ONE_GROUP, ["main"]),
     Run("four", _FOUR_GROUPS + _FOUR_PIER, ["gradients"]),
@@ -101,7 +106,20 @@ def lazy_start_is_stock(pier: Recorded, stock: Recorded) -> None:
 def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded], pier: str, stock: str) -> None:
     lazy_start_is_stock(runs[pier], runs[stock])
     assert runs[pier].losses[9] != runs[stock].losses[9]
-    assert fails(lazy_start_is_stock, runs["drifted"], runs["overlap stock"])
+
+
+def test_lazy_start_that_is_none_is_seen(runs: dict[str, Recorded]) -> None:
+    assert fails(lazy_start_is_stock, runs["pier never synchronous"], runs["stock"])
+    # From the first gradient on.
+    assert runs["pier never synchronous"].losses[1] == runs["stock"].losses[1]
+    assert runs["pier never synchronous"].grad_norms[1] != runs["stock"].grad_norms[1]
+
+
+def test_training_by_samples_is_training_by_iterations(runs: dict[str, Recorded]) -> None:
+    assert runs["samples"].losses == runs["iterations"].losses
+    for one, other in zip(runs["samples"].ranks, runs["iterations"].ranks, strict=True):
+        assert one["main"].keys() == other["main"].keys() == set(range(1, 13))
+        assert all(torch.equal(one["main"][t], other["main"][t]) for t in range(1, 13))
 
 
 # 3. The gradient is the mean over the samples of the averaging domain.
@@ -228,7 +246,21 @@ def validation_is_synchronised(run: Recorded) -> None:
 
 def test_evaluation_sees_synchronised_parameters(runs: dict[str, Recorded]) -> None:
     validation_is_synchronised(runs["pier"])
-    assert fails(validation_is_synchronised, runs["drifted"])
+    validation_is_synchronised(runs["between"])
+    assert fails(validation_is_synchronised, runs["between without anchor"])
+
+
+def evaluation_at_10_sees_the_outer_step_after_9(run: Recorded) -> None:
+    for rank in run.ranks:
+        assert torch.equal(rank["validation"]["iteration 10"], rank["main"][9])
+
+
+def test_evaluation_between_outer_steps_sees_the_anchor(runs: dict[str, Recorded]) -> None:
+    evaluation_at_10_sees_the_outer_step_after_9(runs["between"])
+    assert fails(evaluation_at_10_sees_the_outer_step_after_9, runs["between without anchor"])
+    # Training goes on as if nobody had looked.
+    for one, other in zip(runs["between"].ranks, runs["pier"].ranks, strict=True):
+        assert all(torch.equal(one["main"][t], other["main"][t]) for t in range(1, 13))
 
 
 def test_groups_drift_in_between(runs: dict[str, Recorded]) -> None:
