@@ -6,7 +6,8 @@ _registered = False
 def register() -> None:
     """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
 
-    A run without ``--optimizer pier`` is not changed. Calling it again does nothing.
+    A run without ``--optimizer pier`` trains as before; with PyTorch's own Adam it can also load its checkpoints, see
+    :mod:`pier_megatron.integration.inner.torch_adam`. Calling it again does nothing.
 
     Raises:
         UnsupportedMegatronError: If this Megatron is not one of the supported releases.
