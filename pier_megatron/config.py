@@ -45,7 +45,6 @@ class PierConfig:
         lazy_start_iters: ``W`` itself, a multiple of ``H``; overrides the fraction.
         outer_lr: Constant ``eta`` in place of the preset's.
         outer_momentum: Constant ``mu`` in place of the preset's, momentum warmup included.
-        allow_drifted_eval: Accept evaluation while the groups hold different parameters.
         overlap: Iterations over which an exchange is hidden: its result is applied that much later. 0 waits for it.
         fragments: ``P``, number of parts that take their outer steps in turn, spread over the sync interval.
         exchange_dtype: What pseudo-gradients look like on the wire, one of :data:`EXCHANGE_DTYPES`.
@@ -71,7 +70,6 @@ class PierConfig:
     lazy_start_iters: int | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
-    allow_drifted_eval: bool = False
     overlap: int = 0
     fragments: int = 1
     exchange_dtype: str = EXCHANGE_DTYPES[0]

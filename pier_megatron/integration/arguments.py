@@ -100,13 +100,6 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         help="Constant outer momentum coefficient, in [0, 1), in place of the preset's schedule. Default: the preset's.",
     )
     group.add_argument(
-        "--pier-allow-drifted-eval",
-        action="store_true",
-        default=None,
-        help="Accept an evaluation interval that is no multiple of the sync interval. The loss is then averaged over "
-        "groups with different parameters. Default: refuse.",
-    )
-    group.add_argument(
         "--pier-overlap",
         type=int,
         metavar="ITERS",

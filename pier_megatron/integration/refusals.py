@@ -108,10 +108,6 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
     if args.num_experts is not None:
         _check_expert_data_parallel_size(args, config.groups)
-    if args.eval_interval and args.eval_iters and not config.allow_drifted_eval:
-        config.check_interval(
-            "--eval-interval", args.eval_interval, "evaluation", ", or accept it with --pier-allow-drifted-eval"
-        )
     if args.save is not None:
         if args.ckpt_format != "torch_dist":
             raise PierConfigError(

@@ -6,7 +6,8 @@ _registered = False
 def register() -> None:
     """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
 
-    A run without ``--optimizer pier`` is not changed. Calling it again does nothing.
+    A run without ``--optimizer pier`` trains as before; with PyTorch's own Adam it can also load its checkpoints, see
+    :mod:`pier_megatron.integration.inner.torch_adam`. Calling it again does nothing.
 
     Raises:
         UnsupportedMegatronError: If this Megatron is not one of the supported releases.
@@ -14,7 +15,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, communication, training
+    from pier_megatron.integration import arguments, communication, logged_means, training
     from pier_megatron.integration.checkpoint import files as checkpoint_files
     from pier_megatron.integration.checkpoint import hooks as checkpointing
     from pier_megatron.integration.inner import torch_adam
@@ -25,4 +26,5 @@ def register() -> None:
     checkpoint_files.install()
     checkpointing.install()
     training.install()
+    logged_means.install()
     _registered = True

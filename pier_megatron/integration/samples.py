@@ -2,6 +2,7 @@
 
 import itertools
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,11 +38,34 @@ def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExcha
             )
 
 
+class _ReadAhead:
+    """In place of the iterable of a ``RerunDataIterator``, until the batch that was read ahead has been handed out."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._iterable = iterator.iterable
+        self.batch = next(self._iterable)
+        self._is_handed_out = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_handed_out:
+            return next(self._iterable)
+        self._is_handed_out = True
+        self._iterator.iterable = self._iterable
+        return self.batch
+
+    def __getattr__(self, name: str) -> Any:
+        # Megatron saves the state of loaders that have one.
+        return getattr(self._iterable, name)
+
+
 def _peek(iterator: Any) -> Any:
     """Reads ahead in one of Megatron's ``RerunDataIterator``."""
-    batch = next(iterator.iterable)
-    iterator.iterable = itertools.chain([batch], iterator.iterable)
-    return batch
+    iterator.iterable = _ReadAhead(iterator)
+    return iterator.iterable.batch
 
 
 def _fingerprint(batch: Any) -> int | None:

@@ -1,5 +1,6 @@
-"""Megatron's training loop: where the optimizer is built, where an iteration begins, what it logs."""
+"""Megatron's training loop: where the optimizer is built, where an iteration begins, what evaluation looks at."""
 
+import copy
 import datetime
 import inspect
 import os
@@ -25,7 +26,6 @@ def install() -> None:
     versions.wrap(_TRAINING, "get_megatron_optimizer", _building_pier)
     versions.wrap(_TRAINING, "train_step", _beginning_iterations)
     versions.wrap(_TRAINING, "dummy_train_step", _counting_skipped_iterations)
-    versions.wrap(_TRAINING, "training_log", _averaging_over_groups)
     versions.wrap(_TRAINING, "evaluate_and_print_results", _looking_at_what_groups_agree_on)
     versions.require(_TRAINING, "update_train_iters")
 
@@ -46,8 +46,9 @@ def _building_pier(get_megatron_optimizer: Any) -> Any:
 def _build(optimizer: Any) -> Any:
     from pier_megatron.integration.optimizer import PierOptimizer
 
-    args = versions.megatron_args()
-    # Sample-based runs know their iterations only now.
+    # Sample-based runs know their iterations only now. Megatron's own arguments must not know them yet: it would build the
+    # learning-rate scheduler by iterations, without the warmup and the decay that are given in samples.
+    args = copy.copy(versions.megatron_args())
     versions.require(_TRAINING, "update_train_iters")(args)
     check_arguments(args)
     config = config_from_args(args)
@@ -97,10 +98,13 @@ def _own_rank(config: PierConfig) -> Rank:
 
 def _report(report: Any) -> None:
     global_vars = "megatron.training.global_vars"
+    optimizer = current.pier_optimizer()
+    assert optimizer is not None
     report.write(
         versions.require("megatron.training.utils", "print_rank_last"),
         versions.require(global_vars, "get_tensorboard_writer")(),
         versions.require(global_vars, "get_wandb_writer")(),
+        optimizer.loop.iteration,
     )
 
 
@@ -161,50 +165,3 @@ def _looking_at_what_groups_agree_on(function: Any) -> Any:
             return function(*args, **kwargs)
 
     return look
-
-
-def _averaging_over_groups(training_log: Any) -> Any:
-    """Makes the losses and the gradient norm in the log means over all groups, gathered only when they are logged."""
-    signature = inspect.signature(training_log)
-
-    def log(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.local_optimizer()
-        if optimizer is None:
-            return training_log(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        is_first = given.arguments.get("is_first_iteration", False)
-        if is_first or optimizer.loop.iteration % versions.megatron_args().log_interval == 0:
-            _average(given.arguments)
-            return training_log(*given.args, **given.kwargs)
-        # Some statistics, those of experts among them, are reduced here in every iteration.
-        with confined_to_group(optimizer.model_chunks[0]):
-            return training_log(*given.args, **given.kwargs)
-
-    return log
-
-
-def _average(logged: dict[str, Any]) -> None:
-    """Averages what one call of ``training_log`` is given over the groups, in place."""
-    device = torch.device(torch.cuda.current_device())
-    # The totals count iterations too, as plain numbers.
-    values = [
-        (values, key)
-        for values in (logged["loss_dict"], logged["total_loss_dict"])
-        for key, value in values.items()
-        if isinstance(value, torch.Tensor)
-    ]
-    norm = logged["grad_norm"]
-    vector = torch.stack(
-        [torch.as_tensor(values[key], device=device).float().reshape(()) for values, key in values]
-        + [torch.tensor(value, device=device) for value in ((0.0, 0.0) if norm is None else (float(norm), 1.0))]
-    )
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    if group is None:
-        return
-    dist.all_reduce(vector, group=group)
-    for (mapping, key), total in zip(values, vector[:-2] / group.size(), strict=True):
-        mapping[key] = total.reshape(mapping[key].shape)
-    # A group that skipped the step has no gradient norm.
-    if norm is not None:
-        logged["grad_norm"] = (vector[-2] / vector[-1]).item()

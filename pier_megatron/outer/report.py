@@ -71,20 +71,22 @@ class OuterStepReport:
             if field.name not in ("iteration", "not_finite", "outliers", "restarted")
         } | {SCALAR_PREFIX + "groups-left-out": float(len(self.not_finite) + len(self.outliers))}
 
-    def write(self, print_line: Callable[[str], None], tensorboard: Any, wandb: Any) -> None:
+    def write(self, print_line: Callable[[str], None], tensorboard: Any, wandb: Any, now: int) -> None:
         """Writes the report.
 
         Args:
             print_line: Prints on the rank that prints Megatron's log.
             tensorboard: Megatron's TensorBoard writer, None on all other ranks.
             wandb: Megatron's Weights & Biases writer, likewise.
+            now: The present iteration, later than the report's if the exchange was hidden behind training.
         """
         print_line(self.line())
         if tensorboard is not None:
             for name, value in self.scalars().items():
                 tensorboard.add_scalar(name, value, self.iteration)
         if wandb is not None:
-            wandb.log(self.scalars(), self.iteration)
+            # It drops what belongs to a step before the last one that was logged, without a word.
+            wandb.log(self.scalars() | {SCALAR_PREFIX + "outer-step-iteration": self.iteration}, now)
 
 
 @dataclasses.dataclass

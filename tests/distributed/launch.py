@@ -58,6 +58,11 @@ class Recorded:
         return self.ranks[-1]["losses"]
 
     @property
+    def printed_losses(self) -> dict[int, float]:
+        """The losses since the line before that Megatron printed, by iteration."""
+        return self.ranks[-1]["printed"]
+
+    @property
     def grad_norms(self) -> dict[int, float]:
         """The gradient norms that Megatron logged, by iteration."""
         return self.ranks[-1]["grad_norms"]

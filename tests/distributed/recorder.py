@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import sys
 from contextlib import nullcontext
 from itertools import chain
@@ -50,7 +51,7 @@ class Recorder:
     def __init__(self, probes: list[str], directory: Path) -> None:
         self.probes = set(probes)
         self.directory = directory
-        self.record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "validation": {}}
+        self.record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "printed": {}, "validation": {}}
         self.iteration = 0
         self.has_begun = False
         self.census: CollectiveCensus | None = None
@@ -115,6 +116,7 @@ class Recorder:
         keep = self.record.setdefault
         if "skipped" in self.probes:
             keep("skipped", {})[self.iteration] = result[1]
+            keep("own losses", {})[self.iteration] = {name: float(loss) for name, loss in result[0].items()}
         if "main" in self.probes:
             keep("main", {})[self.iteration] = self.flat_main_parameters()
         if "moments" in self.probes:
@@ -221,6 +223,7 @@ def look_on() -> None:
     """Puts the recorder under the plugin's hooks, so that it sees what Megatron sees."""
     train_step, training_log = megatron_training.train_step, megatron_training.training_log
     evaluate, inner_step = megatron_training.evaluate_and_print_results, ChainedOptimizer.step
+    print_log = megatron_training.print_rank_last
 
     @functools.wraps(train_step)
     def recorded_step(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,6 +237,11 @@ def look_on() -> None:
         if losses:
             recorder.record["losses"][iteration] = float(losses["lm loss"])
         return training_log(losses, totals, rate, iteration, *args, **kwargs)
+
+    def recorded_print(line: str) -> None:
+        if found := re.search(r" iteration +(\d+)/.* lm loss: (\S+) ", line):
+            recorder.record["printed"][int(found[1])] = float(found[2])
+        print_log(line)
 
     @functools.wraps(evaluate)
     def recorded_evaluate(prefix: str, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +257,7 @@ def look_on() -> None:
     ChainedOptimizer.step = recorded_inner_step
     megatron_training.train_step = recorded_step
     megatron_training.training_log = recorded_log
+    megatron_training.print_rank_last = recorded_print
     megatron_training.evaluate_and_print_results = recorded_evaluate
 
 

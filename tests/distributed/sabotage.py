@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from pier_megatron.integration import gradients
 from pier_megatron.integration.inner.adam import owners
+from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
-from pier_megatron.outer import rounds
 from pier_megatron.outer import state as outer_state
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -42,6 +42,17 @@ def _no_rescaling(directory: Path) -> Patch:
     """The published code's: gradients summed over one group are divided by the size of all."""
     averaging = gradients.GradientAveraging
     return mock.patch.object(averaging, "over_own_group", lambda self: self._set(instances=1, scale=1))
+
+
+def _never_synchronous(directory: Path) -> Patch:
+    """The lazy start averages gradients over one group, like the local phase."""
+    averaging = gradients.GradientAveraging
+    return mock.patch.object(averaging, "over_all_groups", averaging.over_own_group)
+
+
+def _no_anchor_for_evaluation(directory: Path) -> Patch:
+    """Evaluation between outer steps sees what each group has made of the parameters."""
+    return mock.patch.object(OuterLoop, "anchor_in_model", lambda loop: contextlib.nullcontext())
 
 
 def _unaware_of_nan(directory: Path) -> Patch:
@@ -177,7 +188,10 @@ def _jump(optimizer: Any) -> None:
 _ALL = {
     "no commit": _no_commit,
     "no rescaling": _no_rescaling,
+    "never synchronous": _never_synchronous,
+    "no anchor for evaluation": _no_anchor_for_evaluation,
     "unaware of nan": _unaware_of_nan,
+    "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
     "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),

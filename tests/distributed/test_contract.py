@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 
 _STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
 _PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6"
+_PIER_BY_SAMPLES = _PIER.replace("--train-iters 12", "--train-samples 96")
 _TP2 = "--tensor-model-parallel-size 2 --global-batch-size 8 "
 _DP2 = "--global-batch-size 16 "
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
@@ -26,6 +27,8 @@ _ONE_GROUP = (
 _FOUR_GROUPS = "--global-batch-size 8 --train-iters 8 --clip-grad 0 "
 _FOUR_PIER = "--optimizer pier --pier-groups 4 --pier-sync-interval 4 --pier-lazy-start-iters 4"
 _FOUR_STOCK = "--use-distributed-optimizer --num-distributed-optimizer-instances 4"
+_PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+_NO_LAZY_START = "--train-iters 6 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 0 "
 _FP16 = "--global-batch-size 16 --fp16 --initial-loss-scale 1024 "
 _UNCHECKED = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
 
@@ -35,13 +38,23 @@ _RUNS = [
     Run("pier stale", _TP2 + "--bf16 " + _PIER, ["stale"], ["no commit"]),
     Run("overlap", _DP2 + "--bf16 " + _OVERLAP + _PIER, ["main", "stale"]),
     Run("overlap stock", _DP2 + "--bf16 " + _OVERLAP + _STOCK),
-    Run("drifted", _TP2 + "--bf16 --eval-interval 5 --pier-allow-drifted-eval " + _PIER, ["main"]),
+    Run("pier never synchronous", _TP2 + "--bf16 " + _PIER, [], ["never synchronous"]),
+    Run("between", _TP2 + "--bf16 --eval-interval 5 " + _PIER, ["main"]),
+    Run("between without anchor", _TP2 + "--bf16 --eval-interval 5 " + _PIER, ["main"], ["no anchor for evaluation"]),
+    Run("iterations", _TP2 + _PIER + " --lr-decay-style linear --lr-decay-iters 12 --lr-warmup-iters 3", ["main"]),
+    Run("samples", _TP2 + _PIER_BY_SAMPLES + " --lr-decay-style linear --lr-decay-samples 96 --lr-warmup-samples 24", ["main"]),
     Run("one stock", _TP2 + "--bf16 --train-iters 8 --use-distributed-optimizer", ["main"]),
     Run("one", _TP2 + "--bf16 " + _ONE_GROUP, ["main"]),
     Run("four", _FOUR_GROUPS + _FOUR_PIER, ["gradients"]),
     Run("four stock", _FOUR_GROUPS + _FOUR_STOCK, ["gradients"]),
     Run("four wrong mean", _FOUR_GROUPS + _FOUR_PIER, ["gradients"], ["no rescaling"]),
     Run("overflow", _FP16 + _PIER, ["main", "skipped", "stale"], ["overflow in group 1 at 8 and 9"]),
+    Run(
+        "logged",
+        _PP2 + "--fp16 --initial-loss-scale 1024 --log-interval 2 " + _NO_LAZY_START,
+        ["skipped"],
+        ["overflow in group 1 at 1 and 2"],
+    ),
     Run("not finite", _DP2 + _UNCHECKED + _PIER, ["main", "inner", "outer", "stale"], ["nan in group 1 at 9"]),
     Run("poisoned", _DP2 + _UNCHECKED + _PIER, ["outer"], ["nan in group 1 at 9", "unaware of nan"]),
 ]
@@ -93,7 +106,20 @@ def lazy_start_is_stock(pier: Recorded, stock: Recorded) -> None:
 def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded], pier: str, stock: str) -> None:
     lazy_start_is_stock(runs[pier], runs[stock])
     assert runs[pier].losses[9] != runs[stock].losses[9]
-    assert fails(lazy_start_is_stock, runs["drifted"], runs["overlap stock"])
+
+
+def test_lazy_start_that_is_none_is_seen(runs: dict[str, Recorded]) -> None:
+    assert fails(lazy_start_is_stock, runs["pier never synchronous"], runs["stock"])
+    # From the first gradient on.
+    assert runs["pier never synchronous"].losses[1] == runs["stock"].losses[1]
+    assert runs["pier never synchronous"].grad_norms[1] != runs["stock"].grad_norms[1]
+
+
+def test_training_by_samples_is_training_by_iterations(runs: dict[str, Recorded]) -> None:
+    assert runs["samples"].losses == runs["iterations"].losses
+    for one, other in zip(runs["samples"].ranks, runs["iterations"].ranks, strict=True):
+        assert one["main"].keys() == other["main"].keys() == set(range(1, 13))
+        assert all(torch.equal(one["main"][t], other["main"][t]) for t in range(1, 13))
 
 
 # 3. The gradient is the mean over the samples of the averaging domain.
@@ -153,6 +179,24 @@ def test_groups_meet_though_one_skipped_its_step(runs: dict[str, Recorded]) -> N
     assert all(one.isfinite().all() for one, _ in pairs(run, "main", 12))
 
 
+def test_logged_loss_is_the_mean_over_what_the_groups_did_not_skip(runs: dict[str, Recorded]) -> None:
+    run = runs["logged"]
+    # The group that prints is the one that skips.
+    last_stages = [run.of_group(group)[-1] for group in (0, 1)]
+    assert last_stages[1] is run.ranks[-1]
+    assert [t for t, skip in last_stages[1]["skipped"].items() if skip] == [1, 2]
+    done = [{t: rank["own losses"][t]["lm loss"] for t, skip in rank["skipped"].items() if not skip} for rank in last_stages]
+    # Megatron prints the first iteration too, without beginning anew.
+    for iteration, since in ((1, (1,)), (2, (1, 2)), (4, (3, 4)), (6, (5, 6))):
+        counted = [group[t] for group in done for t in since if t in group]
+        assert run.printed_losses[iteration] == pytest.approx(sum(counted) / len(counted), rel=1e-6)
+        counted = [group[iteration] for group in done if iteration in group]
+        assert run.losses[iteration] == pytest.approx(sum(counted) / len(counted), rel=1e-6)
+        assert run.grad_norms[iteration] > 0
+    everything = [rank["own losses"][t]["lm loss"] for rank in last_stages for t in (1, 2)]
+    assert run.printed_losses[2] != pytest.approx(sum(everything) / len(everything), rel=1e-4)
+
+
 def nothing_is_poisoned(run: Recorded) -> None:
     for rank in run.ranks:
         for key in ("anchor", "momentum"):
@@ -202,7 +246,21 @@ def validation_is_synchronised(run: Recorded) -> None:
 
 def test_evaluation_sees_synchronised_parameters(runs: dict[str, Recorded]) -> None:
     validation_is_synchronised(runs["pier"])
-    assert fails(validation_is_synchronised, runs["drifted"])
+    validation_is_synchronised(runs["between"])
+    assert fails(validation_is_synchronised, runs["between without anchor"])
+
+
+def evaluation_at_10_sees_the_outer_step_after_9(run: Recorded) -> None:
+    for rank in run.ranks:
+        assert torch.equal(rank["validation"]["iteration 10"], rank["main"][9])
+
+
+def test_evaluation_between_outer_steps_sees_the_anchor(runs: dict[str, Recorded]) -> None:
+    evaluation_at_10_sees_the_outer_step_after_9(runs["between"])
+    assert fails(evaluation_at_10_sees_the_outer_step_after_9, runs["between without anchor"])
+    # Training goes on as if nobody had looked.
+    for one, other in zip(runs["between"].ranks, runs["pier"].ranks, strict=True):
+        assert all(torch.equal(one["main"][t], other["main"][t]) for t in range(1, 13))
 
 
 def test_groups_drift_in_between(runs: dict[str, Recorded]) -> None:

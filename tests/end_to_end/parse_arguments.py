@@ -35,6 +35,7 @@ def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
         "use_distributed_optimizer",
         "num_distributed_optimizer_instances",
         "tensorboard_log_interval",
+        "train_iters",
     )
     return {name: getattr(args, name) for name in names} | {
         name: value for name, value in vars(args).items() if name.startswith("pier")

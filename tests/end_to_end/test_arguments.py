@@ -11,16 +11,16 @@ pytestmark = pytest.mark.processes
 
 _BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --train-iters 1000 --lr 1e-3 --mock-data --transformer-impl local "
-    "--no-gradient-accumulation-fusion"
+    "--micro-batch-size 1 --lr 1e-3 --mock-data --transformer-impl local --no-gradient-accumulation-fusion"
 )
+_ITERATIONS = "--train-iters 1000"
 _PIER = "--optimizer pier --pier-groups 2"
 _WORLD = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 
 # What must be refused, and what the message must say: the flag, the values, the arithmetic, a remedy.
 _REFUSED = {
     "--optimizer adam --pier-groups 2": ["--pier-groups", "--optimizer adam", "add --optimizer pier"],
-    "--optimizer adam --pier-allow-drifted-eval": ["--pier-allow-drifted-eval", "add --optimizer pier"],
+    "--optimizer adam --pier-offload": ["--pier-offload", "add --optimizer pier"],
     "--optimizer pier --pier-groups 3": ["--pier-groups 3", "8 = 2 x 3 + 2", "Use one of 1, 2, 4, 8"],
     "--optimizer pier --pier-groups 4 --context-parallel-size 4": ["2 x 4 = 8", "cut a context-parallel group"],
     f"{_PIER} --num-distributed-optimizer-instances 4": [
@@ -33,12 +33,6 @@ _REFUSED = {
     f"{_PIER} --pier-lazy-start-iters 50 --pier-lazy-start-fraction 0.2": ["not allowed with"],
     f"{_PIER} --pier-lazy-start-iters 1000": ["the run has 1000", "--optimizer adam"],
     f"{_PIER} --train-iters 200": ["too short for its lazy start", "--pier-sync-interval 20 or less"],
-    f"{_PIER} --eval-interval 75": [
-        "--eval-interval 75",
-        "75 = 1 x 50 + 25",
-        "Use 50 or 100",
-        "--pier-allow-drifted-eval",
-    ],
     f"{_PIER} --save /nowhere --save-interval 130 --pier-save-inner-state first": [
         "--save-interval 130",
         "130 = 2 x 50 + 30",
@@ -88,11 +82,10 @@ _ACCEPTED = {
         f"{_PIER} --use-distributed-optimizer --num-distributed-optimizer-instances 2",
         _WORLD,
     ),
-    "drifted evaluation": (f"{_PIER} --eval-interval 75 --pier-allow-drifted-eval", _WORLD),
-    "no evaluation": (f"{_PIER} --eval-interval 75 --eval-iters 0", _WORLD),
+    "evaluation between outer steps": (f"{_PIER} --eval-interval 75", _WORLD),
     "unknown nodes": ("--optimizer pier", {"WORLD_SIZE": "8"}),
     "every 10 iterations": (f"{_PIER} --log-interval 10", _WORLD),
-    "samples": (f"{_PIER} --train-iters 0 --train-samples 8000", _WORLD),
+    "samples": (f"{_PIER} --train-samples 8000 --lr-decay-samples 8000 --lr-warmup-samples 800", _WORLD),
 }
 
 
@@ -100,7 +93,10 @@ _ACCEPTED = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     cases = {argv: (argv, _WORLD) for argv in _REFUSED} | _ACCEPTED
     folder = tmp_path_factory.mktemp("arguments")
-    lines = [(f"{_BASE} {argv}".split(), environment) for argv, environment in cases.values()]
+    lines = [
+        (f"{_BASE} {'' if '--train-samples' in argv else _ITERATIONS} {argv}".split(), environment)
+        for argv, environment in cases.values()
+    ]
     (folder / "cases.json").write_text(json.dumps(lines))
     script = Path(__file__).with_name("parse_arguments.py")
     log = execute([sys.executable, str(script), str(folder / "cases.json")], folder / "log.txt")
@@ -132,9 +128,14 @@ def test_pier_becomes_adam_under_the_distributed_optimizer(
     assert outcome["num_distributed_optimizer_instances"] == outcome["pier_groups"] == groups
 
 
-@pytest.mark.parametrize("name", ["drifted evaluation", "no evaluation"])
-def test_accepted(outcomes: dict[str, dict[str, object]], name: str) -> None:
-    assert "error" not in outcomes[name]
+def test_evaluation_may_come_between_outer_steps(outcomes: dict[str, dict[str, object]]) -> None:
+    assert "error" not in outcomes["evaluation between outer steps"]
+
+
+def test_training_by_samples_learns_its_iterations_later(outcomes: dict[str, dict[str, object]]) -> None:
+    outcome = outcomes["samples"]
+    assert "error" not in outcome
+    assert (outcome["optimizer"], outcome["pier"], outcome["train_iters"]) == ("adam", True, None)
 
 
 def test_number_of_nodes_must_be_known(outcomes: dict[str, dict[str, object]]) -> None:

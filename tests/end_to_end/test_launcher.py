@@ -92,7 +92,6 @@ def test_help_lists_the_flags_with_their_defaults(tmp_path: Path) -> None:
         "--pier-lazy-start-iters": "from the fraction",
         "--pier-outer-lr": "the preset's",
         "--pier-outer-momentum": "the preset's",
-        "--pier-allow-drifted-eval": "refuse",
         "--pier-overlap": "0, wait for it",
         "--pier-fragments": "1",
         "--pier-exchange-dtype": "fp32",

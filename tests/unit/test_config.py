@@ -69,9 +69,9 @@ def test_groups_must_not_cut_a_context_parallel_group() -> None:
 
 def test_intervals_must_meet_the_outer_steps() -> None:
     config = PierConfig(train_iters=1000, groups=2, sync_interval=30)
-    config.check_interval("--eval-interval", 90, "evaluation")
-    with pytest.raises(PierConfigError, match=r"--eval-interval 100 .* 30 \(100 = 3 x 30 \+ 10\).* Use 90 or 120\."):
-        config.check_interval("--eval-interval", 100, "evaluation")
+    config.check_interval("--save-interval", 90, "saving")
+    with pytest.raises(PierConfigError, match=r"--save-interval 100 .* 30 \(100 = 3 x 30 \+ 10\).* Use 90 or 120\."):
+        config.check_interval("--save-interval", 100, "saving")
 
 
 def test_interval_longer_than_the_run_never_comes() -> None:

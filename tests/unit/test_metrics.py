@@ -23,20 +23,22 @@ def test_groups_that_did_not_move_have_no_direction() -> None:
     assert norms_and_cosines(torch.zeros(2, 4), torch.tensor([True, True])) == (0.0, 0.0, 0.0, 0.0)
 
 
+_REPORT = OuterStepReport(
+    iteration=150,
+    pseudo_gradient_norm=1.25,
+    momentum_norm=2.5,
+    cosine_min=0.5,
+    cosine_mean=0.75,
+    mu=0.99,
+    eta=0.1,
+    bytes_sent=3_000_000,
+    seconds=0.25,
+    not_finite=(3,),
+)
+
+
 def test_line_and_scalars() -> None:
-    report = OuterStepReport(
-        iteration=150,
-        pseudo_gradient_norm=1.25,
-        momentum_norm=2.5,
-        cosine_min=0.5,
-        cosine_mean=0.75,
-        mu=0.99,
-        eta=0.1,
-        bytes_sent=3_000_000,
-        seconds=0.25,
-        not_finite=(3,),
-    )
-    line = report.line()
+    line = _REPORT.line()
     for part in (
         "iteration      150",
         "mu: 0.990",
@@ -48,5 +50,40 @@ def test_line_and_scalars() -> None:
         "group 3",
     ):
         assert part in line
-    assert report.scalars()["pier/bytes-sent"] == 3e6
-    assert report.scalars()["pier/groups-left-out"] == 1
+    assert _REPORT.scalars()["pier/bytes-sent"] == 3e6
+    assert _REPORT.scalars()["pier/groups-left-out"] == 1
+
+
+class WandbStandIn:
+    """Drops what comes for a step that is over, as Weights & Biases does."""
+
+    def __init__(self) -> None:
+        self.history: dict[int, dict[str, float]] = {}
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if step >= max(self.history, default=0):
+            self.history.setdefault(step, {}).update(values)
+
+
+class TensorboardStandIn:
+    def __init__(self) -> None:
+        self.points: set[tuple[str, float, int]] = set()
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        self.points.add((name, value, iteration))
+
+
+@pytest.mark.parametrize("now", [150, 155])
+def test_report_of_a_hidden_exchange_arrives(now: int) -> None:
+    wandb, tensorboard, lines = WandbStandIn(), TensorboardStandIn(), []
+    wandb.log({"lm loss": 2.0}, now)
+    _REPORT.write(lines.append, tensorboard, wandb, now)
+    assert wandb.history == {now: {"lm loss": 2.0, "pier/outer-step-iteration": 150, **_REPORT.scalars()}}
+    assert tensorboard.points == {(name, value, 150) for name, value in _REPORT.scalars().items()}
+    assert lines == [_REPORT.line()]
+
+
+def test_ranks_without_writers_print_only() -> None:
+    lines: list[str] = []
+    _REPORT.write(lines.append, None, None, 150)
+    assert lines == [_REPORT.line()]

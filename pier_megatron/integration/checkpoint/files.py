@@ -1,6 +1,5 @@
 """The files of a checkpoint, before anything is read from them."""
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,23 @@ def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None
 
 def damage(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, as far as names and sizes tell."""
-    try:
-        stored = FileSystemReader(folder).read_metadata().storage_data
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        return f".metadata cannot be read ({error})"
     sizes: dict[str, int] = {}
-    for place in stored.values():
-        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    try:
+        for place in FileSystemReader(folder).read_metadata().storage_data.values():
+            sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+        found = {name: _size(folder / name) for name in sizes}
+    except Exception as error:
+        # A damaged pickle raises whatever the code that its bytes happen to name raises. Any of it in this rank alone would
+        # leave the others waiting.
+        return f".metadata cannot be read ({type(error).__name__}: {error})"
     for name, size in sizes.items():
-        path = folder / name
-        if not path.exists():
+        there = found[name]
+        if there is None:
             return f"{name} is missing"
-        if path.stat().st_size < size:
-            return f"{name} has {path.stat().st_size:,} of {size:,} bytes"
+        if there < size:
+            return f"{name} has {there:,} of {size:,} bytes"
     return None
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None

@@ -1,0 +1,156 @@
+"""What Megatron logs in the local phase: means over all groups, exchanged only where they are logged."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pier_megatron.integration import current, versions
+from pier_megatron.integration.communication import confined_to_group
+
+_TRAINING = "megatron.training.training"
+
+# Where Megatron counts iterations among the sums of the losses.
+_ADVANCED, _NAN = "advanced iterations", "nan iterations"
+
+
+def install() -> None:
+    """Averages what is logged. A run without ``--optimizer pier`` passes through unchanged."""
+    versions.wrap(_TRAINING, "training_log", _averaging_over_groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLog:
+    """What one group has to log.
+
+    Attributes:
+        losses: Of this iteration, by name.
+        sums: Of the losses over the iterations since the last log that advanced, without this one, by name.
+        advanced: Number of these iterations, without this one.
+        skipped: Whether this iteration was skipped, for an overflow of the loss scaler for example.
+        grad_norm: Of this iteration; None if it was skipped before there was one.
+    """
+
+    losses: Mapping[str, float]
+    sums: Mapping[str, float]
+    advanced: int
+    skipped: bool
+    grad_norm: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """What all groups together have to log.
+
+    Attributes:
+        losses: Means over the groups that did not skip this iteration, over all groups if all did; by name.
+        averages: Sums over the groups, divided by the number of iterations that advanced in any of them; by name.
+        grad_norm: Mean over the groups that have one.
+    """
+
+    losses: Mapping[str, float]
+    averages: Mapping[str, float]
+    grad_norm: float | None
+
+
+def means(groups: Sequence[GroupLog]) -> Means:
+    """Averages over the groups, which may know different losses: one that skipped all iterations has no sums."""
+    moved = [group for group in groups if not group.skipped]
+    iterations = sum(group.advanced for group in groups) + len(moved)
+    sums = [group.sums for group in groups] + [group.losses for group in moved]
+    norms = [group.grad_norm for group in groups if group.grad_norm is not None]
+    losses = [group.losses for group in moved or groups]
+    return Means(
+        losses={name: _mean(values[name] for values in losses if name in values) for name in _names(losses)},
+        averages={name: sum(values.get(name, 0.0) for values in sums) / max(1, iterations) for name in _names(sums)},
+        grad_norm=_mean(norms) if norms else None,
+    )
+
+
+def _names(mappings: Iterable[Mapping[str, float]]) -> list[str]:
+    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _averaging_over_groups(training_log: Any) -> Any:
+    signature = inspect.signature(training_log)
+
+    def log(*args: Any, **kwargs: Any) -> Any:
+        optimizer = current.local_optimizer()
+        if optimizer is None:
+            return training_log(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        is_first = given.arguments.get("is_first_iteration", False)
+        if not is_first and optimizer.loop.iteration % versions.megatron_args().log_interval:
+            # Some statistics, those of experts among them, are reduced here in every iteration.
+            with confined_to_group(optimizer.model_chunks[0]):
+                return training_log(*given.args, **given.kwargs)
+        group = versions.require("megatron.core", "parallel_state").get_inter_distributed_optimizer_instance_group(
+            check_initialized=False
+        )
+        if group is None:
+            return training_log(*given.args, **given.kwargs)
+        own = _of_own_group(given.arguments)
+        everyone: list[Any] = [None] * group.size()
+        # As objects: the groups need not know the same names, and a collective of another length in one of them would hang.
+        dist.all_gather_object(everyone, own, group=group)
+        _replace(given.arguments, own, means(everyone))
+        result = training_log(*given.args, **given.kwargs)
+        if is_first:
+            # Megatron goes on summing up from here.
+            _restore_sums(given.arguments["total_loss_dict"], own)
+        return result
+
+    return log
+
+
+def _of_own_group(logged: Mapping[str, Any]) -> GroupLog:
+    sums = logged["total_loss_dict"]
+    norm = logged["grad_norm"]
+    return GroupLog(
+        losses={name: float(value) for name, value in logged["loss_dict"].items()},
+        # The counters among them are plain numbers.
+        sums={name: float(value) for name, value in sums.items() if isinstance(value, torch.Tensor)},
+        advanced=sums.get(_ADVANCED, 0),
+        skipped=bool(logged["skipped_iter"]),
+        grad_norm=None if norm is None else float(norm),
+    )
+
+
+def _replace(logged: dict[str, Any], own: GroupLog, everyone: Means) -> None:
+    """Makes one call of ``training_log`` log the means, whatever the own group did.
+
+    Megatron adds this iteration's losses to the sums, unless it was skipped, and divides by the number of iterations that
+    advanced here. This number stays as it is, since the time per iteration comes from it too.
+    """
+    logged["loss_dict"] = {name: _tensor(loss) for name, loss in everyone.losses.items()}
+    logged["grad_norm"] = everyone.grad_norm
+    sums = logged["total_loss_dict"]
+    divisor = max(1, own.advanced + (not own.skipped))
+    for name, average in everyone.averages.items():
+        added = 0.0 if own.skipped else everyone.losses.get(name, 0.0)
+        sums[name] = _tensor([average * divisor - added])
+    if own.skipped:
+        # Megatron counts a skipped iteration as nan if a loss is, and no longer sees the own ones.
+        sums[_NAN] = sums.get(_NAN, 0) + _has_nan(own.losses) - _has_nan(everyone.losses)
+
+
+def _restore_sums(sums: dict[str, Any], own: GroupLog) -> None:
+    for name, loss in own.losses.items():
+        sums[name] = _tensor([own.sums.get(name, 0.0) + (0.0 if own.skipped else loss)])
+
+
+def _has_nan(losses: Mapping[str, float]) -> bool:
+    return not all(math.isfinite(loss) for loss in losses.values())
+
+
+def _tensor(value: float | list[float]) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=torch.cuda.current_device())
