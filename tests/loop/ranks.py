@@ -239,7 +239,8 @@ class Rank:
         [staging] = self.loop._stagings
         chunks = [in_flight for round_ in self.loop.rounds for in_flight in round_._in_flight]
         buffers = [*staging._free, *(in_flight.staged.buffers for in_flight in chunks)]
-        payloads = [payload for in_flight in chunks for payload in (in_flight.sum._sent, in_flight.sum._received)]
+        encoded = [in_flight.sum for in_flight in chunks if not self.loop.config.codec.lossless]
+        payloads = [payload for sum_ in encoded for payload in (sum_._sent, sum_._received)]
         used = sum(tensor.nbytes for buffer in buffers for tensor in buffer) + sum(payload.nbytes for payload in payloads)
         # What one chunk takes while it is encoded is gone by now.
         longest = max(chunk.numel for chunk in staging.state.chunks)

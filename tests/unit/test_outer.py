@@ -1,12 +1,16 @@
 """The flat buffers and their updates against the formulas, on one process."""
 
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Wire
+from pier_megatron.integration import startup
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
@@ -197,3 +201,22 @@ def test_group_left_out_moves_to_the_others_and_poisons_nothing() -> None:
 def test_bytes_of_a_sum() -> None:
     assert Wire(CODECS["fp32"], 1).bytes_of_sum(1000) == 0
     assert Wire(CODECS["fp32"], 4).bytes_of_sum(1000) == 6000
+
+
+def test_groups_are_compared_without_copies_of_the_model() -> None:
+    state = OuterState([Shards([torch.randn(300_000), torch.randn(200_000)])], chunk_numel=10_000)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        startup.check_groups_agree([state], EXCHANGE, CPU)
+    allocated = [event.self_cpu_memory_usage for event in profiled.events()]
+    # An anchor in int64 or float64 would be 4 MB.
+    assert 0 < max(allocated) <= 2 * 8 * 10_000
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None:
+    config = PierConfig(1000, groups=2, offload=True)
+    numel = 50 * 10**9 // 8  # Anchor and momentum together 50 GB, of which pinning makes 68.7 GB.
+    with mock.patch.object(startup.psutil, "virtual_memory", return_value=mock.Mock(available=700e9)):
+        startup.check_host_memory(config, [numel], 8, is_pinned)
+        with pytest.raises(PierConfigError, match=r"--pier-offload: .* 16 ranks.*takes (800\.0|1,099\.5) GB.*700\.0 GB are"):
+            startup.check_host_memory(config, [numel], 16, is_pinned)
