@@ -5,13 +5,11 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import sys
 
 import psutil
 
-from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.examination import VARIABLE
 
 # What decides between nodes whether NCCL finds the fast network, and what happens when it does not.
@@ -30,18 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also start the job where you are, until its first iteration between outer steps is over, and list the "
         "collectives of that iteration",
     )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
-    )
+    add_command_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Checks the command, prints what it will be, starts it on demand; returns the exit status."""
-    try:
-        print("\n".join(examine(LaunchCommand.parse(options.command))), flush=True)
-    except PierConfigError as error:
-        print(f"pier-megatron doctor: {error}", file=sys.stderr)
-        return 2
+    print("\n".join(examine(LaunchCommand.parse(options.command))), flush=True)
     if not options.start:
         return 0
     return subprocess.run(options.command, env=os.environ | {VARIABLE: "1"}).returncode
