@@ -254,6 +254,16 @@ def _with_pier_checks(validate_args: Any) -> Any:
     return validate
 
 
+def settle_iterations(args: argparse.Namespace) -> None:
+    """Derives the iterations of a sample-based run, which Megatron knows only when it builds the optimizer, and checks them.
+
+    Raises:
+        PierConfigError: As :func:`check_arguments`.
+    """
+    versions.require("megatron.training.training", "update_train_iters")(args)
+    check_arguments(args)
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Checks that need the sizes and intervals that Megatron's validation has filled in.
 

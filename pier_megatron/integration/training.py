@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.topology import Rank, Topology, node_name
 from pier_megatron.integration import current, examination, startup, versions
-from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
+from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.samples import check_groups_read_different_samples
 from pier_megatron.outer import CODECS, GroupExchange
@@ -45,9 +45,7 @@ def _build(optimizer: Any) -> Any:
     from pier_megatron.integration.optimizer import PierOptimizer
 
     args = versions.megatron_args()
-    # Sample-based runs know their iterations only now.
-    versions.require(_TRAINING, "update_train_iters")(args)
-    check_arguments(args)
+    settle_iterations(args)
     config = config_from_args(args)
     topology = Topology.gather(_own_rank(config))
     topology.check()
