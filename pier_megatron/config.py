@@ -48,6 +48,7 @@ class PierConfig:
         load_inner_state: Where a group's inner state comes from if their number has changed, one of
             :data:`LOADED_INNER_STATES`.
         override_checkpoint: Go on from a checkpoint of a run with other settings.
+        ranks_per_domain: How many consecutive ranks share a fast network; None for those of a node.
 
     Raises:
         PierConfigError: If a value is out of range or the run is too short for its lazy start.
@@ -72,6 +73,7 @@ class PierConfig:
     save_inner_state: str = SAVED_INNER_STATES[0]
     load_inner_state: str = LOADED_INNER_STATES[0]
     override_checkpoint: bool = False
+    ranks_per_domain: int | None = None
 
     def __post_init__(self) -> None:
         for flag, name, choices in (
@@ -87,8 +89,9 @@ class PierConfig:
             ("--pier-sync-interval", self.sync_interval),
             ("--pier-fragments", self.fragments),
             ("--pier-chunk-mib", self.chunk_mib),
+            ("--pier-ranks-per-domain", self.ranks_per_domain),
         ):
-            if value < 1:
+            if value is not None and value < 1:
                 raise PierConfigError(f"{flag} {value}: must be at least 1.")
         if self.fragments > self.sync_interval:
             raise PierConfigError(

@@ -14,7 +14,7 @@ from unittest import mock
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.topology import Rank, Topology
+from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.checkpoint.content import layout_of
@@ -221,9 +221,9 @@ def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
         for index, members in enumerate(groups):
             for place, rank in enumerate(members):
                 positions[rank] = (index, tuple(other[place] for other in groups))
-    return Topology(
-        [
-            Rank(rank, f"node {rank // ranks_per_node}", group, tensor_parallel[rank], peers)
-            for rank, (group, peers) in sorted(positions.items())
-        ]
-    )
+    ranks = []
+    for rank, (group, peers) in sorted(positions.items()):
+        node = f"node {rank // ranks_per_node}"
+        domain = domain_name(rank, node, args.pier_ranks_per_domain)
+        ranks.append(Rank(rank, node, domain, group, tensor_parallel[rank], peers))
+    return Topology(ranks)

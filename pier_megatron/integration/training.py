@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.topology import Rank, Topology, node_name
+from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, examination, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.communication import confined_to_group
@@ -67,7 +67,9 @@ def _own_rank(config: PierConfig) -> Rank:
     if config.groups > 1:
         peers = dist.get_process_group_ranks(parallel_state.get_inter_distributed_optimizer_instance_group())
     tensor_parallel_ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
-    return Rank(rank, node_name(), peers.index(rank), tuple(tensor_parallel_ranks), tuple(peers))
+    node = node_name()
+    domain = domain_name(rank, node, config.ranks_per_domain)
+    return Rank(rank, node, domain, peers.index(rank), tuple(tensor_parallel_ranks), tuple(peers))
 
 
 def _report(report: Any) -> None:

@@ -42,6 +42,8 @@ _DOUBTFUL = (
 _SAMPLES = _JOB.replace("--train-iters 100000", "--train-samples 51200000")
 # The first 2,560,000 samples in batches half as large; the thresholds are tokens.
 _GROWING = _SAMPLES.replace("--global-batch-size 512", "--step-batch-size-schedule '0:256 2621440000:512'")
+# Tensor parallelism and groups of four nodes of one rank each, on fast networks of four nodes.
+_DOMAINS = _JOB.replace("--nnodes 4 --nproc-per-node 4", "--nnodes 16 --nproc-per-node 1") + "--pier-ranks-per-domain 4"
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
@@ -64,7 +66,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     """Exit status, standard output and error, by command and job."""
-    looks = [("doctor", job) for job in (_JOB, _DOUBTFUL, _SAMPLES, _GROWING, *_REFUSED)]
+    looks = [("doctor", job) for job in (_JOB, _DOUBTFUL, _DOMAINS, _SAMPLES, _GROWING, *_REFUSED)]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING)] + [("plan", job) for job in (_JOB, _LARGE)]
     flags = {"doctor": "", "plan": "--cluster perlmutter", "plan --json": f"--cluster perlmutter --plot {picture}"}
     process = subprocess.run(
@@ -97,6 +99,13 @@ def test_what_deserves_a_warning(said: dict[tuple[str, str], tuple[int, str, str
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in findings
     assert "not contiguous over nodes (ranks 0-1, 8-9)" in findings
     assert "GB of host memory per node" in findings
+
+
+def test_fast_networks_that_span_nodes(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, findings, _ = said["doctor", _DOMAINS]
+    assert status == 0
+    assert "4 groups of 4 ranks" in findings
+    assert "group 3: ranks 12-15 on domain 3 (node 12, node 13, node 14, node 15)" in findings
 
 
 @pytest.mark.parametrize("job", _REFUSED)

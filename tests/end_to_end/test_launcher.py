@@ -85,7 +85,8 @@ def test_help_lists_the_flags_with_their_defaults(tmp_path: Path) -> None:
     help_text = execute([*_LAUNCHER, "--device", "cpu", str(script), "--help"], tmp_path / "help.txt")
     group = " ".join(help_text[help_text.index("\npier:") :].split())
     for flag, default in {
-        "--pier-groups": "one per node",
+        "--pier-groups": "one per node, or per domain of --pier-ranks-per-domain",
+        "--pier-ranks-per-domain": "the ranks of a node",
         "--pier-sync-interval": "50",
         "--pier-preset": "pier",
         "--pier-lazy-start-fraction": "0.1",
