@@ -184,12 +184,13 @@ def test_demo(tmp_path: Path) -> None:
         "40",
         "--output",
         str(tmp_path / "demo"),
+        *"-- --pier-preset diloco --pier-lazy-start-iters 20 --eval-interval 20".split(),
     ]
     log = execute(command, tmp_path / "log.txt")
-    assert "Pier: 2 groups of 2 ranks" in log
-    assert log.count("outer step after iteration") == 7
+    assert "Pier: 2 groups of 2 ranks, preset diloco" in log
+    assert log.count("outer step after iteration") == 4
     assert "Validation loss after 40 iterations, on synchronised parameters: " in log
-    assert "synchronous training: " in log
+    assert re.search(r"\(20 synchronous iterations, 4 outer steps\); synchronous training: .* MB, 1\.7 x as much", log)
     for name in ("loss.png", "log.txt", "checkpoint/latest_checkpointed_iteration.txt"):
         assert (tmp_path / "demo" / name).stat().st_size
     assert list((tmp_path / "demo" / "tensorboard").iterdir())
