@@ -14,7 +14,6 @@ from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
 from pier_megatron.integration.checkpoint.content import CheckpointContent
-from pier_megatron.integration.examination import Examination
 from pier_megatron.integration.gradients import GradientAveraging
 from pier_megatron.integration.inner.adam import commit_main_parameters, inner_state, main_parameters
 from pier_megatron.outer import (
@@ -71,10 +70,7 @@ class PierOptimizer(ChainedOptimizer):
         stash: Inside :meth:`anchor_in_model`, the main parameters of each member; float32, shape ``[numel]`` each.
         reports: On outer steps, to the log.
         checkpoint: What is saved of this run.
-        examination: Of ``pier-megatron doctor``, in a job that it has started.
     """
-
-    examination: Examination | None = None
 
     def __init__(
         self,

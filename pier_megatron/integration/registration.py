@@ -1,5 +1,7 @@
 """Makes ``--optimizer pier`` known to the Megatron that this process imports."""
 
+import os
+
 _registered = False
 
 
@@ -14,7 +16,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, communication, training
+    from pier_megatron.integration import arguments, communication, examination, training
     from pier_megatron.integration.checkpoint import files as checkpoint_files
     from pier_megatron.integration.checkpoint import hooks as checkpointing
     from pier_megatron.integration.inner import torch_adam
@@ -25,4 +27,6 @@ def register() -> None:
     checkpoint_files.install()
     checkpointing.install()
     training.install()
+    if examination.VARIABLE in os.environ:
+        examination.install()
     _registered = True

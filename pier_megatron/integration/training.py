@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, examination, startup, versions
+from pier_megatron.integration import current, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.samples import check_groups_read_different_samples
@@ -54,7 +54,6 @@ def _build(optimizer: Any) -> Any:
     pier = PierOptimizer(optimizer, config, exchange, _report)
     startup.check_groups_agree(pier.outer_states, exchange)
     startup.check_host_memory(config, pier.outer_states, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    pier.examination = examination.examination(config, {rank.rank: rank.group for rank in topology.ranks})
     if dist.get_rank() == 0:
         print(startup.describe(config, topology, pier.outer_states, exchange, args.log_interval), flush=True)
     return pier
@@ -93,8 +92,6 @@ def _beginning_iterations(train_step: Any) -> Any:
         if not optimizer.iteration:
             device = torch.device(torch.cuda.current_device())
             check_groups_read_different_samples(given["data_iterator"], optimizer.exchange, device)
-        if optimizer.examination is not None:
-            optimizer.examination.iteration_begins(iteration)
         optimizer.begin_iteration(iteration)
         if not optimizer.is_local:
             return train_step(*args, **kwargs)

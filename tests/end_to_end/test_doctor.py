@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from launch import REPOSITORY, execute, torchrun
 
 from pier_megatron.commands.plan.model import CLUSTERS
@@ -154,19 +156,38 @@ def test_plan(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) 
     assert re.search(r"GB together, of 40 GB: does not fit", said["plan", _LARGE][1])
 
 
-def test_started_job_shows_what_crosses_the_groups(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Where a job has saved its iteration 90, as far as the doctor looks: a stock checkpoint, with whole files."""
+    folder = tmp_path / "saved"
+    dcp.save({"weight": torch.zeros(1)}, checkpoint_id=folder / "iter_0000090", no_dist=True)
+    torch.save({"content_metadata": {}}, folder / "iter_0000090" / "common.pt")
+    (folder / "iter_0000090" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "latest_checkpointed_iteration.txt").write_text("90")
+    return folder
+
+
+def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
+    tmp_path: Path, corpus: tuple[Path, Path], saved: Path
+) -> None:
     train, validation = corpus
     training = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
         f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
-        "--eval-interval 1000 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier --pier-groups 2 "
-        "--pier-sync-interval 2 --pier-lazy-start-iters 2"
+        "--eval-interval 2 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier --pier-groups 2 "
+        f"--pier-sync-interval 2 --pier-lazy-start-iters 50 --save {saved} --load {saved} --save-interval 1 --log-progress "
+        f"--tensorboard-dir {saved / 'tensorboard'} --exit-interval 1"
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert "Pier: 2 groups of 2 ranks" in log
-    assert re.search(r"Pier doctor: iteration 5, .* rank 0: [1-9]\d* collectives inside its group, and across groups:", log)
+    assert "without the lazy start; nothing was loaded, saved or evaluated" in log
     # What the log of every iteration costs, and nothing else.
-    assert "iteration        6/" not in log
+    [seen] = re.findall(r"Pier doctor: iteration 3, between outer steps, rank 0: [1-9]\d* .*, and across groups:\n(.*)\n", log)
+    assert "allreduce_" in seen
+    assert "validation loss" not in log
+    assert "iteration        4/" not in log
