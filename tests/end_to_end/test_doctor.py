@@ -175,8 +175,8 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
         f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
-        "--eval-interval 2 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier --pier-groups 2 "
-        f"--pier-sync-interval 2 --pier-lazy-start-iters 50 --save {saved} --load {saved} --save-interval 1 --log-progress "
+        "--eval-interval 2 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier "
+        f"--pier-ranks-per-domain 2 --pier-sync-interval 2 --pier-lazy-start-iters 50 --save {saved} --load {saved} --save-interval 1 --log-progress "
         f"--tensorboard-dir {saved / 'tensorboard'} --exit-interval 1"
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
@@ -185,6 +185,7 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert "Pier: 2 groups of 2 ranks" in log
+    assert "  group 1: ranks 2-3 on domain 1 (node 0)" in log
     assert "without the lazy start; nothing was loaded, saved or evaluated" in log
     # What the log of every iteration costs, and nothing else.
     [seen] = re.findall(r"Pier doctor: iteration 3, between outer steps, rank 0: [1-9]\d* .*, and across groups:\n(.*)\n", log)
