@@ -176,8 +176,8 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
         "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
         f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
         "--eval-interval 2 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier "
-        f"--pier-ranks-per-domain 2 --pier-sync-interval 2 --pier-lazy-start-iters 50 --save {saved} --load {saved} --save-interval 1 --log-progress "
-        f"--tensorboard-dir {saved / 'tensorboard'} --exit-interval 1"
+        f"--pier-ranks-per-domain 2 --pier-sync-interval 2 --pier-lazy-start-iters 50 --save {saved} --load {saved} "
+        f"--save-interval 1 --log-progress --tensorboard-dir {saved / 'tensorboard'} --exit-interval 1"
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
