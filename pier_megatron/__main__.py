@@ -1,4 +1,4 @@
-"""``torchrun ... -m pier_megatron [--device auto|cuda|cpu] SCRIPT ARGUMENTS... --optimizer pier``."""
+"""``torchrun ... -m pier_megatron [--device cuda|cpu] SCRIPT ARGUMENTS... --optimizer pier``."""
 
 import sys
 

@@ -57,6 +57,7 @@ class PierConfig:
         load_inner_state: Where a group's inner state comes from if their number has changed, one of
             :data:`LOADED_INNER_STATES`.
         override_checkpoint: Go on from a checkpoint of a run with other settings.
+        ranks_per_domain: How many consecutive ranks share a fast network; None for those of a node.
 
     Raises:
         PierConfigError: If a value is out of range or the run is too short for its lazy start.
@@ -80,6 +81,7 @@ class PierConfig:
     save_inner_state: str = SAVED_INNER_STATES[0]
     load_inner_state: str = LOADED_INNER_STATES[0]
     override_checkpoint: bool = False
+    ranks_per_domain: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -90,9 +92,10 @@ class PierConfig:
         ):
             if getattr(self, name) not in choices:
                 raise PierConfigError(f"{flag_of(name)} {getattr(self, name)}: not one of {', '.join(choices)}.")
-        for name in ("groups", "sync_interval", "fragments", "chunk_mib"):
-            if getattr(self, name) < 1:
-                raise PierConfigError(f"{flag_of(name)} {getattr(self, name)}: must be at least 1.")
+        for name in ("groups", "sync_interval", "fragments", "chunk_mib", "ranks_per_domain"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PierConfigError(f"{flag_of(name)} {value}: must be at least 1.")
         if self.fragments > self.sync_interval:
             raise PierConfigError(
                 f"--pier-fragments {self.fragments} exceeds --pier-sync-interval {self.sync_interval}: fragments take their "

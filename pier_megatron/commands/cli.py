@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.version import __version__
 
 
@@ -27,9 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=purpose)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(name=name, run=module.run)
     options = parser.parse_args(argv)
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+    except PierConfigError as error:
+        print(f"pier-megatron {options.name}: {error}", file=sys.stderr)
+        return 2
     return status
 
 

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,12 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluates; returns the exit status."""
-    try:
-        require_packages("transformers", "lm_eval", "accelerate")
-        results = evaluate(options)
-    except PierConfigError as error:
-        print(f"pier-megatron evaluate: {error}", file=sys.stderr)
-        return 2
+    require_packages("transformers", "lm_eval", "accelerate")
+    results = evaluate(options)
     scores = {task: score(task, measured) for task, measured in results["results"].items()}
     mean = sum(found.value for found in scores.values()) / len(scores)
     summary = {

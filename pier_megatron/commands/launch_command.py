@@ -1,5 +1,6 @@
 """Reads launch commands: what a job will be, from what its user types."""
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,6 +84,13 @@ class LaunchCommand:
         from pier_megatron.integration import planned_job
 
         return planned_job.planned_job(self.ranks, self.ranks_per_node, [self.script, *self.arguments])
+
+
+def add_command_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the words of a launch command, as :meth:`LaunchCommand.parse` reads them."""
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
+    )
 
 
 def _is_launcher(word: str) -> bool:

@@ -18,18 +18,17 @@ _SCRIPT_VARIABLE = "PIER_MEGATRON_SCRIPT"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs ``[--device auto|cuda|cpu] SCRIPT ARGUMENTS...``."""
+    """Runs ``[--device cuda|cpu] SCRIPT ARGUMENTS...``."""
     parser = argparse.ArgumentParser(
         prog="python -m pier_megatron",
         description="Runs a Megatron-LM training script unchanged, with --optimizer pier known to it.",
-        usage="%(prog)s [--device {auto,cuda,cpu}] SCRIPT [ARGUMENTS ...]",
+        usage="%(prog)s [--device {cuda,cpu}] SCRIPT [ARGUMENTS ...]",
     )
     parser.add_argument(
         "--device",
-        choices=["auto", "cuda", "cpu"],
-        default="auto",
-        help="cpu: run Megatron on the CPU and gloo, for trying things out; cuda: on GPUs; auto (default): cuda, and an "
-        "error if there is none",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cuda (default): on GPUs; cpu: run Megatron on the CPU and gloo, for trying things out",
     )
     parser.add_argument("script", metavar="SCRIPT", help="such as the pretrain_gpt.py of a Megatron-LM checkout")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="the script's own")

@@ -18,6 +18,7 @@ class Rank:
     Attributes:
         rank: Global rank.
         node: Name of the node it runs on.
+        domain: Name of the fast network it is on, see :func:`domain_name`.
         group: Index of its Pier group.
         tensor_parallel_ranks: Global ranks of its tensor-parallel group.
         peers: Global ranks that own the same parameters, one of each group, in group order.
@@ -25,6 +26,7 @@ class Rank:
 
     rank: int
     node: str
+    domain: str
     group: int
     tensor_parallel_ranks: tuple[int, ...]
     peers: tuple[int, ...]
@@ -40,6 +42,11 @@ def node_name() -> str:
         if variable in os.environ:
             return f"node {os.environ[variable]}"
     return socket.gethostname()
+
+
+def domain_name(rank: int, node: str, ranks_per_domain: int | None) -> str:
+    """Names the fast network of a rank: that of its node, or of so many consecutive ranks where it is not the node's."""
+    return node if ranks_per_domain is None else f"domain {rank // ranks_per_domain}"
 
 
 class Topology:
@@ -60,31 +67,36 @@ class Topology:
         return cls([rank for rank in ranks if rank is not None])
 
     def check(self) -> None:
-        """Refuses tensor-parallel groups that cross nodes.
+        """Refuses tensor-parallel groups that leave a fast network.
 
         Raises:
-            PierConfigError: With the ranks and nodes of one such group.
+            PierConfigError: With the ranks of one such group and where they are.
         """
+        kind = self._kind_of_domain
         for rank in self.ranks:
-            nodes = {self.ranks[other].node for other in rank.tensor_parallel_ranks}
-            if len(nodes) > 1:
-                where = ", ".join(f"rank {other} on {self.ranks[other].node}" for other in rank.tensor_parallel_ranks)
+            domains = {self.ranks[other].domain for other in rank.tensor_parallel_ranks}
+            if len(domains) > 1:
+                where = ", ".join(f"rank {other} on {self.ranks[other].domain}" for other in rank.tensor_parallel_ranks)
                 raise PierConfigError(
-                    f"--tensor-model-parallel-size {len(rank.tensor_parallel_ranks)}: a tensor-parallel group crosses nodes "
-                    f"({where}). Tensor parallelism communicates several times in every layer and belongs inside a node: "
-                    "use at most the number of GPUs per node, or place the ranks of a group on one node."
+                    f"--tensor-model-parallel-size {len(rank.tensor_parallel_ranks)}: a tensor-parallel group crosses {kind}s "
+                    f"({where}). Tensor parallelism communicates several times in every layer and belongs inside a {kind}: "
+                    f"use at most the number of GPUs per {kind}, place the ranks of a group on one {kind}, or say with "
+                    "--pier-ranks-per-domain how many consecutive ranks share a fast network."
                 )
+
+    @property
+    def _kind_of_domain(self) -> str:
+        return "node" if all(rank.domain == rank.node for rank in self.ranks) else "domain"
 
     def warnings(self) -> list[str]:
         """What works but wastes the network, one sentence each."""
         scattered = [group for group in self.groups() if not self._is_contiguous(group)]
-        nodes = {rank.node for rank in self.ranks}
-        if len(nodes) == 1 or not scattered:
+        if len({rank.domain for rank in self.ranks}) == 1 or not scattered:
             return []
-        first = scattered[0]
+        first, kind = scattered[0], self._kind_of_domain
         return [
-            f"group {first} is not contiguous over nodes (ranks {_ranges(self.members(first))}): its pipeline traffic "
-            "crosses nodes in every iteration while its outer traffic may stay inside one. --use-tp-pp-dp-mapping makes "
+            f"group {first} is not contiguous over {kind}s (ranks {_ranges(self.members(first))}): its pipeline traffic "
+            f"crosses {kind}s in every iteration while its outer traffic may stay inside one. --use-tp-pp-dp-mapping makes "
             "groups contiguous where Megatron allows it (TP x CP = ETP x EP)."
         ]
 
@@ -101,12 +113,14 @@ class Topology:
         return members[-1] - members[0] + 1 == len(members)
 
     def describe(self) -> list[str]:
-        """Draws the groups and their nodes, one line per group."""
+        """Draws the groups, their nodes and the fast networks that are not nodes, one line per group."""
         lines = []
         for group in self.groups():
             members = self.members(group)
-            nodes = dict.fromkeys(self.ranks[rank].node for rank in members)
-            lines.append(f"group {group}: ranks {_ranges(members)} on {', '.join(nodes)}")
+            nodes = ", ".join(dict.fromkeys(self.ranks[rank].node for rank in members))
+            domains = ", ".join(dict.fromkeys(self.ranks[rank].domain for rank in members))
+            where = nodes if self._kind_of_domain == "node" else f"{domains} ({nodes})"
+            lines.append(f"group {group}: ranks {_ranges(members)} on {where}")
         return lines
 
     def new_communicator(self, timeout: datetime.timedelta | None) -> dist.ProcessGroup | None:

@@ -65,7 +65,14 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         "--pier-groups",
         type=int,
         help="Number of groups that train apart between outer steps; each holds DP / groups model replicas. "
-        "Default: one per node.",
+        "Default: one per node, or per domain of --pier-ranks-per-domain.",
+    )
+    group.add_argument(
+        "--pier-ranks-per-domain",
+        type=int,
+        metavar="N",
+        help="Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as "
+        "72 in an NVL72. Tensor parallelism stays inside. Default: the ranks of a node.",
     )
     group.add_argument(
         "--pier-sync-interval",
@@ -206,8 +213,9 @@ def _translate(args: argparse.Namespace) -> None:
         return
     if args.yaml_cfg is not None:
         raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
+    domains = _number_of_domains(args.pier_ranks_per_domain)
     if args.pier_groups is None:
-        args.pier_groups = _number_of_nodes()
+        args.pier_groups = _number_of_nodes() if domains is None else domains
     instances = args.num_distributed_optimizer_instances
     if instances not in (1, args.pier_groups):
         raise PierConfigError(
@@ -220,6 +228,21 @@ def _translate(args: argparse.Namespace) -> None:
     args.optimizer = "adam"
     args.use_distributed_optimizer = True
     args.num_distributed_optimizer_instances = args.pier_groups
+
+
+def _number_of_domains(ranks: int | None) -> int | None:
+    """How many fast networks of so many ranks there are, or None if they are the nodes."""
+    if ranks is None:
+        return None
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks < 1 or world % ranks:
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        arithmetic = f": {world} = {world // ranks} x {ranks} + {world % ranks}" if ranks > 0 else ""
+        raise PierConfigError(
+            f"--pier-ranks-per-domain {ranks} does not divide the world size {world}{arithmetic}. Every fast network needs the "
+            f"same number of ranks: use one of {', '.join(map(str, divisors))}."
+        )
+    return world // ranks
 
 
 def _number_of_nodes() -> int:
@@ -245,6 +268,16 @@ def _with_pier_checks(validate_args: Any) -> Any:
         return result
 
     return validate
+
+
+def settle_iterations(args: argparse.Namespace) -> None:
+    """Derives the iterations of a sample-based run, which Megatron knows only when it builds the optimizer, and checks them.
+
+    Raises:
+        PierConfigError: As :func:`check_arguments`.
+    """
+    versions.require("megatron.training.training", "update_train_iters")(args)
+    check_arguments(args)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

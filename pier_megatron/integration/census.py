@@ -1,7 +1,8 @@
 """Records the collectives that a process takes part in, whoever starts them.
 
 ``torch.distributed`` hands every collective to PyTorch's dispatcher, so one dispatch mode sees them all: Megatron's,
-Transformer Engine's, the plugin's, asynchronous and coalesced ones.
+Transformer Engine's, the plugin's, asynchronous, coalesced and functional ones. PyTorch's own ``CommDebugMode`` only counts
+them: it knows neither their ranks nor their bytes.
 """
 
 import collections
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -43,9 +45,15 @@ class CollectiveCensus(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "namespace", None) == "c10d":
-            self.collectives.append(_describe(func, args))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        names = (argument.name for argument in func._schema.arguments)  # type: ignore[attr-defined]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        group = next((found for found in map(_as_group, given.items()) if found is not None), None)
+        # What takes a process group is a collective, whatever library it is from.
+        if group is not None:
+            name = func.__name__.split(".")[0]
+            self.collectives.append(Collective(name, tuple(dist.get_process_group_ranks(group)), _nbytes_of_input(name, given)))
+        return func(*args, **kwargs)
 
     def crossing(self, group_of: Mapping[int, int]) -> list[Collective]:
         """Those whose ranks belong to more than one group.
@@ -67,16 +75,13 @@ def table(collectives: list[Collective]) -> list[str]:
     ]
 
 
-def _describe(func: Callable[..., Any], args: tuple[Any, ...]) -> Collective:
-    group = next((found for found in map(_as_group, args) if found is not None), None)
-    ranks = dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size())
-    name = getattr(func, "__name__", str(func)).split(".")[0]
-    # Inputs come last where a collective has outputs too.
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) or (isinstance(arg, list) and arg)]
-    return Collective(name, tuple(ranks), 0 if "barrier" in name else _nbytes(tensors[-1]) if tensors else 0)
-
-
-def _as_group(value: Any) -> dist.ProcessGroup | None:
+def _as_group(argument: tuple[str, Any]) -> dist.ProcessGroup | None:
+    """The process group that an argument stands for: itself, boxed or by its name."""
+    name, value = argument
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if name == "group_name" and isinstance(value, str):
+        return _resolve_process_group(value)  # type: ignore[arg-type]
     if isinstance(value, torch.ScriptObject):
         try:
             return dist.ProcessGroup.unbox(value)
@@ -85,7 +90,15 @@ def _as_group(value: Any) -> dist.ProcessGroup | None:
     return None
 
 
+def _nbytes_of_input(name: str, given: Mapping[str, Any]) -> int:
+    if "barrier" in name:
+        return 0
+    # Of outputs and inputs the inputs come last; functional collectives are given outputs by name.
+    tensors = [value for key, value in given.items() if key != "out" and _nbytes(value)]
+    return _nbytes(tensors[-1]) if tensors else 0
+
+
 def _nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.nbytes
-    return sum(_nbytes(item) for item in value) if isinstance(value, list | tuple) else 0
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0

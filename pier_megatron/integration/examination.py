@@ -1,35 +1,95 @@
-"""What one iteration of a running job does between outer steps, for ``pier-megatron doctor --start``."""
+"""What an iteration of a job sends to whom, for ``pier-megatron doctor --start``.
 
+The job begins anew, keeps its hands off everything that it would load, save or report to, and ends early. Only the index of
+its data set is made where the job itself would make it.
+"""
+
+import argparse
 import contextlib
-import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
+from pier_megatron.integration import current, versions
 from pier_megatron.integration.census import CollectiveCensus, table
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job that they are looked at."""
 
+# What would reach beyond the iterations that are looked at, as arguments of Megatron's in any release.
+_CONFINED: Mapping[str, Any] = {
+    name: value
+    for names, value in (
+        ("load pretrained_checkpoint ckpt_step ckpt_convert_format ckpt_convert_save", None),
+        ("save save_interval save_retain_interval non_persistent_save_interval non_persistent_ckpt_type", None),
+        ("save_activations_interval save_dgrads_interval save_params_interval save_tokens_per_expert_interval", None),
+        ("tensorboard_dir wandb_project logits_save_dir moe_routing_trace_path flight_recorder_dump_path", None),
+        ("dump_param_to_param_group_map result_rejected_tracker_filename exit_interval exit_duration_in_mins", None),
+        ("async_save moe_use_upcycling log_progress profile record_memory_history adlr_autoresume", False),
+        ("enable_one_logger log_straggler run_workload_inspector_server skip_train full_validation", False),
+        ("eval_iters pier_lazy_start_iters", 0),
+        ("pier_lazy_start_fraction", None),
+        ("iterations_to_skip", []),
+        ("config_logger_dir", ""),
+    )
+    for name in names.split()
+}
+
+
+def install() -> None:
+    """Confines the training of this process, and ends it when one iteration has been looked at; to be installed last."""
+    versions.wrap("megatron.training.arguments", "validate_args", _confining)
+    if versions.has("megatron.training.initialize", "validate_args"):
+        # megatron-core 0.17 validates there, and imported the function by name.
+        versions.wrap("megatron.training.initialize", "validate_args", _confining)
+    # It parses the command line once more for itself, and writes into the folder of --save.
+    versions.wrap("megatron.training.ft_integration", "setup", lambda setup: lambda: None)
+    versions.wrap("megatron.training.training", "train_step", _looking_on)
+
+
+def _confining(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+    def validate(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})
+        return validate_args(args, *rest, **kwargs)
+
+    return validate
+
+
+def _looking_on(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    examination: Examination | None = None
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal examination
+        optimizer = current.pier_optimizer()
+        if optimizer is None:
+            return train_step(*args, **kwargs)
+        if examination is None:
+            groups: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(groups, optimizer.loop.exchange.rank)
+            examination = Examination(optimizer.loop.config, dict(enumerate(groups)))
+        examination.iteration_begins(optimizer.loop.iteration + 1)
+        return train_step(*args, **kwargs)
+
+    return step
+
 
 class Examination:
-    """Counts what crosses the groups in one iteration of the local phase, then ends the job."""
+    """Counts what crosses the groups in one iteration, then ends the job."""
 
     def __init__(self, config: PierConfig, group_of: Mapping[int, int]) -> None:
         """Plans the examination.
 
         Args:
-            config: Of the run.
+            config: Of the run, which has no lazy start.
             group_of: Group of each global rank.
         """
         self._group_of = group_of
         self._census = CollectiveCensus()
         self._looking = contextlib.ExitStack()
-        # The first iteration of the local phase may still set something up.
-        quiet = range(config.lazy_start + 2, config.train_iters)
-        self._iteration = next((t for t in quiet if not config.is_outer_step(t)), config.lazy_start + 1)
+        self._iteration, self._place = examined_iteration(config)
 
     def iteration_begins(self, iteration: int) -> None:
         """Called at the beginning of every iteration, 1-based.
@@ -48,14 +108,30 @@ class Examination:
     def _findings(self) -> list[str]:
         crossing = self._census.crossing(self._group_of)
         inside = len(self._census.collectives) - len(crossing)
-        heading = (
-            f"Pier doctor: iteration {self._iteration}, between outer steps, rank 0: {inside} collectives inside its group, "
-        )
-        if not crossing:
-            return [heading + "none across groups."]
-        return [heading + "and across groups:", *(f"  {line}" for line in table(crossing))]
+        seen = f"iteration {self._iteration}, {self._place}, rank 0: {inside} collectives inside its group, "
+        return [
+            "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
+            "Pier doctor: " + seen + ("and across groups:" if crossing else "none across groups."),
+            *(f"  {line}" for line in table(crossing)),
+        ]
 
 
-def examination(config: PierConfig, group_of: Mapping[int, int]) -> Examination | None:
-    """The examination that this process was started for, or None."""
-    return Examination(config, group_of) if VARIABLE in os.environ else None
+def examined_iteration(config: PierConfig) -> tuple[int, str]:
+    """The iteration to look at, 1-based, of a run without a lazy start, and where in the run that is.
+
+    It is the first one in which no outer step begins or is under way, but for iteration 1, which may still set something up.
+    Two sync intervals have every kind of iteration; the last one has an outer step whatever the interval.
+    """
+    first = max(min(2, config.train_iters - 1), 1)
+    kinds = range(first, min(2 * config.sync_interval + 1, config.train_iters))
+    quiet = [iteration for iteration in kinds if not _has_exchange(config, iteration)]
+    if not quiet:
+        return first, "with (part of) an outer step, as every iteration of this job"
+    if quiet[-1] <= config.sync_interval < kinds[-1]:
+        return quiet[0], "before the first outer step, since when every iteration has (part of) one"
+    return quiet[0], "between outer steps"
+
+
+def _has_exchange(config: PierConfig, iteration: int) -> bool:
+    """Whether an outer step begins at the end of an iteration, or one that began before is under way in it."""
+    return any(config.is_outer_step(begun) for begun in range(max(iteration - config.overlap, 1), iteration + 1))

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import io
 import os
 import sys
@@ -13,15 +14,16 @@ from unittest import mock
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.topology import Rank, Topology
+from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.integration import versions
-from pier_megatron.integration.arguments import config_from_args, uses_pier
+from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
 from pier_megatron.integration.registration import register
 from pier_megatron.outer.description import ENTRY, Description
 
 _ARGUMENTS = "megatron.training.arguments"
+_BATCHES = "megatron.core.num_microbatches_calculator"
 _MEMORY = "megatron.training.theoretical_memory_usage"
 
 
@@ -72,6 +74,7 @@ def _parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> t
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 args, unknown = _parse()
                 versions.require(_ARGUMENTS, "validate_args")(args)
+                _settle_iterations(args)
         except PierConfigError:
             raise
         except SystemExit:
@@ -79,6 +82,20 @@ def _parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> t
         except (AssertionError, ValueError, RuntimeError) as error:
             raise PierConfigError(f"Megatron refuses the arguments: {error}") from error
     return args, unknown
+
+
+def _settle_iterations(args: argparse.Namespace) -> None:
+    """Derives the iterations of a sample-based job as the training loop does, its batch sizes changing on the way."""
+    if args.train_samples is None:
+        if args.train_iters is None:
+            raise PierConfigError("the job says neither --train-iters nor --train-samples.")
+        return
+    begin = versions.require(_BATCHES, "init_num_microbatches_calculator")
+    begin(**{name: getattr(args, name) for name in inspect.signature(begin).parameters})
+    try:
+        settle_iterations(args)
+    finally:
+        versions.require(_BATCHES, "unset_num_microbatches_calculator")()
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
@@ -127,12 +144,13 @@ def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:
 
 
 def operations(args: argparse.Namespace) -> float | None:
-    """Floating-point operations of one iteration, all ranks together, by Megatron's own count; None as above."""
+    """Floating-point operations of the mean iteration, all ranks together, by Megatron's own count; None as above."""
     sized = _with_vocabulary(args)
     if sized is None:
         return None
     count = versions.require("megatron.training.training", "num_floating_point_operations")
-    return float(count(sized, args.global_batch_size))
+    batch = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
+    return float(count(sized, batch))
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:
@@ -203,9 +221,9 @@ def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
         for index, members in enumerate(groups):
             for place, rank in enumerate(members):
                 positions[rank] = (index, tuple(other[place] for other in groups))
-    return Topology(
-        [
-            Rank(rank, f"node {rank // ranks_per_node}", group, tensor_parallel[rank], peers)
-            for rank, (group, peers) in sorted(positions.items())
-        ]
-    )
+    ranks = []
+    for rank, (group, peers) in sorted(positions.items()):
+        node = f"node {rank // ranks_per_node}"
+        domain = domain_name(rank, node, args.pier_ranks_per_domain)
+        ranks.append(Rank(rank, node, domain, group, tensor_parallel[rank], peers))
+    return Topology(ranks)

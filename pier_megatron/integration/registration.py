@@ -1,5 +1,7 @@
 """Makes ``--optimizer pier`` known to the Megatron that this process imports."""
 
+import os
+
 _registered = False
 
 
@@ -15,7 +17,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, communication, logged_means, training
+    from pier_megatron.integration import arguments, communication, examination, logged_means, training
     from pier_megatron.integration.checkpoint import files as checkpoint_files
     from pier_megatron.integration.checkpoint import hooks as checkpointing
     from pier_megatron.integration.inner import torch_adam
@@ -27,4 +29,6 @@ def register() -> None:
     checkpointing.install()
     training.install()
     logged_means.install()
+    if examination.VARIABLE in os.environ:
+        examination.install()
     _registered = True

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.topology import Rank, Topology, node_name
-from pier_megatron.integration import current, examination, startup, versions
-from pier_megatron.integration.arguments import check_arguments, config_from_args, uses_pier
+from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
+from pier_megatron.integration import current, startup, versions
+from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.inner.adam import commit_main_parameters, inner_state, main_parameters, owners
 from pier_megatron.integration.samples import check_groups_read_different_samples
@@ -49,8 +49,7 @@ def _build(optimizer: Any) -> Any:
     # Sample-based runs know their iterations only now. Megatron's own arguments must not know them yet: it would build the
     # learning-rate scheduler by iterations, without the warmup and the decay that are given in samples.
     args = copy.copy(versions.megatron_args())
-    versions.require(_TRAINING, "update_train_iters")(args)
-    check_arguments(args)
+    settle_iterations(args)
     config = config_from_args(args)
     members = owners(optimizer.chained_optimizers)
     shards = [main_parameters(member) for member in members]
@@ -80,7 +79,6 @@ def _build(optimizer: Any) -> Any:
     )
     startup.check_groups_agree(loop.states, loop.exchange, loop.device)
     pier = PierOptimizer(optimizer, loop)
-    pier.examination = examination.examination(config, {rank.rank: rank.group for rank in topology.ranks})
     if dist.get_rank() == 0:
         print(startup.describe(topology, loop, args.log_interval), flush=True)
     return pier
@@ -93,7 +91,9 @@ def _own_rank(config: PierConfig) -> Rank:
     if config.groups > 1:
         peers = dist.get_process_group_ranks(parallel_state.get_inter_distributed_optimizer_instance_group())
     tensor_parallel_ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
-    return Rank(rank, node_name(), peers.index(rank), tuple(tensor_parallel_ranks), tuple(peers))
+    node = node_name()
+    domain = domain_name(rank, node, config.ranks_per_domain)
+    return Rank(rank, node, domain, peers.index(rank), tuple(tensor_parallel_ranks), tuple(peers))
 
 
 def _report(report: Any) -> None:
@@ -120,8 +120,6 @@ def _beginning_iterations(train_step: Any) -> Any:
         if not optimizer.loop.iteration:
             device = torch.device(torch.cuda.current_device())
             check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
-        if optimizer.examination is not None:
-            optimizer.examination.iteration_begins(iteration)
         optimizer.begin_iteration(iteration)
         if not optimizer.loop.is_local:
             return train_step(*args, **kwargs)

@@ -27,6 +27,8 @@ _REFUSED = {
         "--num-distributed-optimizer-instances 4 contradicts --pier-groups 2",
         "Drop the former",
     ],
+    "--optimizer pier --pier-ranks-per-domain 3": ["--pier-ranks-per-domain 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
+    f"{_PIER} --pier-ranks-per-domain 0": ["--pier-ranks-per-domain 0 does not divide", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-sync-interval 0": ["--pier-sync-interval 0", "at least 1"],
     f"{_PIER} --pier-preset nesterov": ["--pier-preset", "nesterov", "local-sgd"],
     f"{_PIER} --pier-lazy-start-iters 120": ["120 = 2 x 50 + 20", "Use 100 or 150"],
@@ -50,6 +52,10 @@ _REFUSED = {
     f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": [
         "--ckpt-format torch",
         "Use --ckpt-format torch_dist",
+    ],
+    f"{_PIER} --load /nowhere --ckpt-convert-format torch --ckpt-convert-save /nowhere": [
+        "--ckpt-convert-format torch",
+        "Convert with --optimizer adam",
     ],
     f"{_PIER} --timing-log-level 1": ["--timing-log-level 1", "--no-barrier-with-level-1-timing"],
     f"{_PIER} --num-experts 2 --moe-router-load-balancing-type global_aux_loss": ["global_aux_loss", "Use aux_loss"],
@@ -78,6 +84,8 @@ _ACCEPTED = {
     "pier": (_PIER, _WORLD),
     "one group per node": ("--optimizer pier", _WORLD),
     "one group per Slurm node": ("--optimizer pier", {"WORLD_SIZE": "8", "SLURM_NNODES": "4"}),
+    "one group per domain": ("--optimizer pier --pier-ranks-per-domain 2", _WORLD),
+    "groups across domains": ("--optimizer pier --pier-ranks-per-domain 2 --pier-groups 2", {"WORLD_SIZE": "8"}),
     "flags that Pier sets anyway": (
         f"{_PIER} --use-distributed-optimizer --num-distributed-optimizer-instances 2",
         _WORLD,
@@ -118,7 +126,14 @@ def test_stock_run_keeps_its_arguments(outcomes: dict[str, dict[str, object]]) -
 
 @pytest.mark.parametrize(
     ("name", "groups"),
-    [("pier", 2), ("one group per node", 2), ("one group per Slurm node", 4), ("flags that Pier sets anyway", 2)],
+    [
+        ("pier", 2),
+        ("one group per node", 2),
+        ("one group per Slurm node", 4),
+        ("one group per domain", 4),
+        ("groups across domains", 2),
+        ("flags that Pier sets anyway", 2),
+    ],
 )
 def test_pier_becomes_adam_under_the_distributed_optimizer(
     outcomes: dict[str, dict[str, object]], name: str, groups: int

@@ -107,7 +107,7 @@ def test_patched_checkout_without_the_launcher(checkout: Path, tmp_path: Path) -
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
-        "import os\nif 'RANK' in os.environ:\n    from pier_megatron import emulation\n    emulation.install()\n"
+        "import os\nif 'RANK' in os.environ:\n    from pier_megatron.cpu import emulation\n    emulation.install()\n"
     )
     flags, groups = _LAYOUTS["TP 2 x 2 groups"]
     arguments = [

@@ -3,13 +3,16 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from launch import REPOSITORY, execute, torchrun
+
+from pier_megatron.commands.plan.model import CLUSTERS
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +24,7 @@ _JOB = (
 )
 
 
-# Examines many jobs in one process: a start of Megatron takes longer than an examination.
+# Looks at many jobs in one process: a start of Megatron takes longer than a look.
 _SCRIPT = """
 import contextlib, io, json, shlex, sys
 from pier_megatron.commands import cli
@@ -30,75 +33,110 @@ said = []
 for command in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.main(["doctor", *shlex.split(command)])
+        status = cli.main(shlex.split(command))
     said.append([status, out.getvalue(), err.getvalue()])
 print("SAID", json.dumps(said))
 """
 
-_HEALTHY = _JOB
 _DOUBTFUL = (
     _JOB.replace("torchrun ", "torchrun --max-restarts 3 ") + "--pipeline-model-parallel-size 2 --misspelt 3 --pier-offload"
 )
+_SAMPLES = _JOB.replace("--train-iters 100000", "--train-samples 51200000")
+# The first 2,560,000 samples in batches half as large; the thresholds are tokens.
+_GROWING = _SAMPLES.replace("--global-batch-size 512", "--step-batch-size-schedule '0:256 2621440000:512'")
+# Tensor parallelism and groups of four nodes of one rank each, on fast networks of four nodes.
+_DOMAINS = _JOB.replace("--nnodes 4 --nproc-per-node 4", "--nnodes 16 --nproc-per-node 1") + "--pier-ranks-per-domain 4"
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
     _JOB + "--eval-interval 75": "75 = 1 x 50 + 25",
     _JOB.replace("--optimizer pier", "--optimizer adam"): "does not use Pier",
     _JOB.replace("--micro-batch-size 4", ""): "Megatron refuses the arguments",
+    _JOB.replace("--train-iters 100000", ""): "neither --train-iters nor --train-samples",
+    _SAMPLES + "--eval-interval 75": "75 = 1 x 50 + 25",
     "python pretrain_gpt.py": "no torchrun in this command",
 }
+_LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
 
 
 @pytest.fixture(scope="module")
-def examined() -> dict[str, tuple[int, str, str]]:
-    """Exit status, findings and error of each job."""
-    commands = [_HEALTHY, _DOUBTFUL, *_REFUSED]
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the planner draws."""
+    return tmp_path_factory.mktemp("plan") / "pictures" / "scaling.png"
+
+
+@pytest.fixture(scope="module")
+def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
+    """Exit status, standard output and error, by command and job."""
+    looks = [("doctor", job) for job in (_JOB, _DOUBTFUL, _DOMAINS, _SAMPLES, _GROWING, *_REFUSED)]
+    looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING)] + [("plan", job) for job in (_JOB, _LARGE)]
+    flags = {"doctor": "", "plan": "--cluster perlmutter", "plan --json": f"--cluster perlmutter --plot {picture}"}
     process = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         cwd=REPOSITORY,
         env=os.environ | {"NCCL_IB_DISABLE": "1"},
-        input=json.dumps(commands),
+        input=json.dumps([f"{command} {flags[command]} {job}" for command, job in looks]),
         capture_output=True,
         text=True,
     )
-    said = process.stdout[process.stdout.index("SAID ") + 5 :]
-    return dict(zip(commands, map(tuple, json.loads(said)), strict=True))
+    assert "SAID" in process.stdout, process.stderr
+    return dict(zip(looks, map(tuple, json.loads(process.stdout[process.stdout.index("SAID ") + 5 :])), strict=True))
 
 
-def test_healthy_job(examined: dict[str, tuple[int, str, str]]) -> None:
-    status, said, _ = examined[_HEALTHY]
+def test_healthy_job(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, findings, _ = said["doctor", _JOB]
     assert status == 0
-    assert "4 nodes of 4 ranks" in said
-    assert "group 3: ranks 12-15 on node 3" in said
-    assert re.search(r"8 bytes x [\d,]+ parameters / 2 ranks = 0\.\d+ GB per rank of device memory", said)
-    assert "NCCL_SOCKET_IFNAME unset" in said
-    assert "WARNING: NCCL_IB_DISABLE=1" in said
-    assert "WARNING: not Megatron's" not in said
+    assert "4 nodes of 4 ranks" in findings
+    assert "group 3: ranks 12-15 on node 3" in findings
+    assert re.search(r"8 bytes x [\d,]+ parameters / 2 ranks = 0\.\d+ GB per rank of device memory", findings)
+    assert "NCCL_SOCKET_IFNAME unset" in findings
+    assert "WARNING: NCCL_IB_DISABLE=1" in findings
+    assert "WARNING: not Megatron's" not in findings
 
 
-def test_what_deserves_a_warning(examined: dict[str, tuple[int, str, str]]) -> None:
-    status, said, _ = examined[_DOUBTFUL]
+def test_what_deserves_a_warning(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, findings, _ = said["doctor", _DOUBTFUL]
     assert status == 0
-    assert "WARNING: not Megatron's: --misspelt 3" in said
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said
-    assert "not contiguous over nodes (ranks 0-1, 8-9)" in said
-    assert "GB of host memory per node" in said
+    assert "WARNING: not Megatron's: --misspelt 3" in findings
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in findings
+    assert "not contiguous over nodes (ranks 0-1, 8-9)" in findings
+    assert "GB of host memory per node" in findings
 
 
-@pytest.mark.parametrize("command", _REFUSED)
-def test_job_that_would_fail(examined: dict[str, tuple[int, str, str]], command: str) -> None:
-    status, _, said = examined[command]
+def test_fast_networks_that_span_nodes(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, findings, _ = said["doctor", _DOMAINS]
+    assert status == 0
+    assert "4 groups of 4 ranks" in findings
+    assert "group 3: ranks 12-15 on domain 3 (node 12, node 13, node 14, node 15)" in findings
+
+
+@pytest.mark.parametrize("job", _REFUSED)
+def test_job_that_would_fail(said: dict[tuple[str, str], tuple[int, str, str]], job: str) -> None:
+    status, _, error = said["doctor", job]
     assert status == 2
-    assert _REFUSED[command] in said.splitlines()[-1]
+    assert _REFUSED[job] in error.splitlines()[-1]
 
 
-def test_plan(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "plan", "--cluster", "perlmutter"]
-    picture = tmp_path / "pictures" / "scaling.png"
-    process = subprocess.run(
-        [*command, "--plot", str(picture), "--json", *shlex.split(_JOB)], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    plan = json.loads(process.stdout)
+# 51,200,000 / 512; 2,560,000 / 256 + 48,640,000 / 512.
+@pytest.mark.parametrize(("job", "iterations"), [(_JOB, 100_000), (_SAMPLES, 100_000), (_GROWING, 105_000)])
+def test_length_of_the_run_in_iterations_or_samples(
+    said: dict[tuple[str, str], tuple[int, str, str]], job: str, iterations: int
+) -> None:
+    status, findings, _ = said["doctor", job]
+    assert status == 0
+    assert re.search(rf"^ +{iterations} +100.0%", findings, re.MULTILINE)
+    plan = json.loads(said["plan --json", job][1])
+    assert plan["iterations"] == iterations
+    # Whatever the batches, the run is as much work.
+    cluster, owned = CLUSTERS["perlmutter"], plan["parameters per rank"] / 2
+    overhead = cluster.overhead + cluster.overhead_per_parameter * owned
+    constant = json.loads(said["plan --json", _JOB][1])
+    work = [(found["prediction"]["compute"] - overhead) * found["iterations"] for found in (plan, constant)]
+    assert work[0] == pytest.approx(work[1])
+
+
+def test_plan(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) -> None:
+    plan = json.loads(said["plan --json", _JOB][1])
     assert plan["groups"] == 4
     assert plan["modes"]["Pier, H = 50, blocking"] < plan["modes"]["synchronous"]
     assert plan["modes"]["Pier, H = 50, overlapped by H / 2"] < plan["modes"]["Pier, H = 50, blocking"]
@@ -112,26 +150,45 @@ def test_plan(tmp_path: Path) -> None:
     assert plan["scaling"][str(plan["gpus"])]["synchronous"] == plan["modes"]["synchronous"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert plan["verdict"].startswith(("Use it", "Do not use it"))
-    text = execute([*command, *shlex.split(_JOB)], tmp_path / "plan.txt")
+    text = said["plan", _JOB][1]
     assert "GPU-hours" in text
     assert re.search(r"GB together, of 40 GB$", text, re.MULTILINE)
-    text = execute([*command, *shlex.split(_JOB), "--hidden-size", "6144", "--num-layers", "96"], tmp_path / "large.txt")
-    assert re.search(r"GB together, of 40 GB: does not fit", text)
+    assert re.search(r"GB together, of 40 GB: does not fit", said["plan", _LARGE][1])
 
 
-def test_started_job_shows_what_crosses_the_groups(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Where a job has saved its iteration 90, as far as the doctor looks: a stock checkpoint, with whole files."""
+    folder = tmp_path / "saved"
+    dcp.save({"weight": torch.zeros(1)}, checkpoint_id=folder / "iter_0000090", no_dist=True)
+    torch.save({"content_metadata": {}}, folder / "iter_0000090" / "common.pt")
+    (folder / "iter_0000090" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "latest_checkpointed_iteration.txt").write_text("90")
+    return folder
+
+
+def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
+    tmp_path: Path, corpus: tuple[Path, Path], saved: Path
+) -> None:
     train, validation = corpus
     training = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
         f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
-        "--eval-interval 1000 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier --pier-groups 2 "
-        "--pier-sync-interval 2 --pier-lazy-start-iters 2"
+        "--eval-interval 2 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier "
+        f"--pier-ranks-per-domain 2 --pier-sync-interval 2 --pier-lazy-start-iters 50 --save {saved} --load {saved} "
+        f"--save-interval 1 --log-progress --tensorboard-dir {saved / 'tensorboard'} --exit-interval 1"
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert "Pier: 2 groups of 2 ranks" in log
-    assert re.search(r"Pier doctor: iteration 5, .* rank 0: [1-9]\d* collectives inside its group, and across groups:", log)
+    assert "  group 1: ranks 2-3 on domain 1 (node 0)" in log
+    assert "without the lazy start; nothing was loaded, saved or evaluated" in log
     # What the log of every iteration costs, and nothing else.
-    assert "iteration        6/" not in log
+    [seen] = re.findall(r"Pier doctor: iteration 3, between outer steps, rank 0: [1-9]\d* .*, and across groups:\n(.*)\n", log)
+    assert "allreduce_" in seen
+    assert "validation loss" not in log
+    assert "iteration        4/" not in log

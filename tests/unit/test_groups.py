@@ -3,10 +3,12 @@
 import pytest
 
 from pier_megatron import PierConfigError
-from pier_megatron.exchange.topology import Rank, Topology
+from pier_megatron.exchange.topology import Rank, Topology, domain_name
 
 
-def topology(world: int, per_node: int, tensor_parallel: int, members: list[list[int]]) -> Topology:
+def topology(
+    world: int, per_node: int, tensor_parallel: int, members: list[list[int]], per_domain: int | None = None
+) -> Topology:
     """Ranks in node order, groups as given."""
     group_of = {rank: group for group, ranks in enumerate(members) for rank in ranks}
     return Topology(
@@ -14,6 +16,7 @@ def topology(world: int, per_node: int, tensor_parallel: int, members: list[list
             Rank(
                 rank=rank,
                 node=f"node {rank // per_node}",
+                domain=domain_name(rank, f"node {rank // per_node}", per_domain),
                 group=group_of[rank],
                 tensor_parallel_ranks=tuple(
                     range(rank // tensor_parallel * tensor_parallel, (rank // tensor_parallel + 1) * tensor_parallel)
@@ -35,6 +38,27 @@ def test_draws_groups_and_nodes() -> None:
 def test_tensor_parallel_group_across_nodes_is_refused() -> None:
     with pytest.raises(PierConfigError, match=r"--tensor-model-parallel-size 4.*rank 1 on node 0, rank 2 on node 1.*inside"):
         topology(8, 2, 4, [[*range(4)], [*range(4, 8)]]).check()
+
+
+def test_tensor_parallelism_may_cross_nodes_inside_a_fast_network() -> None:
+    members = [[*range(8)], [*range(8, 16)]]
+    spanning = topology(16, 4, 8, members, per_domain=8)
+    spanning.check()
+    assert spanning.describe() == [
+        "group 0: ranks 0-7 on domain 0 (node 0, node 1)",
+        "group 1: ranks 8-15 on domain 1 (node 2, node 3)",
+    ]
+    with pytest.raises(PierConfigError, match=r"crosses nodes.*say with --pier-ranks-per-domain"):
+        topology(16, 4, 8, members).check()
+    with pytest.raises(PierConfigError, match=r"crosses domains \(rank 0 on domain 0, .*rank 2 on domain 1"):
+        topology(16, 4, 4, members, per_domain=2).check()
+
+
+def test_scattered_groups_inside_one_fast_network_are_fine() -> None:
+    members = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    assert topology(16, 4, 2, members, per_domain=16).warnings() == []
+    [warning] = topology(16, 4, 2, members, per_domain=8).warnings()
+    assert "its pipeline traffic crosses domains" in warning
 
 
 def test_scattered_pipeline_groups_get_a_warning() -> None:

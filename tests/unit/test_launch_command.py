@@ -15,7 +15,7 @@ from pier_megatron.errors import PierConfigError
         "/bin/torchrun --nnodes=4 --nproc_per_node=8 -m pier_megatron --device cuda pretrain_gpt.py --lr 1e-3 --optimizer pier",
         "srun --ntasks 4 python -m torch.distributed.run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
         "pretrain_gpt.py --lr 1e-3 --optimizer pier",
-        "torchrun --nnodes 2:4 --nproc-per-node 8 -m pier_megatron --device=auto pretrain_gpt.py --lr 1e-3 --optimizer pier",
+        "torchrun --nnodes 2:4 --nproc-per-node 8 -m pier_megatron --device=cuda pretrain_gpt.py --lr 1e-3 --optimizer pier",
     ],
 )
 def test_command_is_read(command: str) -> None:

@@ -1,21 +1,23 @@
 """What a demo run ended with: numbers from its TensorBoard log, and a plot."""
 
+import argparse
+import ast
 from pathlib import Path
+from typing import Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
+from pier_megatron.config import PierConfig
+from pier_megatron.integration.arguments import config_from_args, uses_pier
 from pier_megatron.outer.report import SCALAR_PREFIX
 
 Points = list[tuple[int, float]]
 
 
-def summarise(output: Path, processes: int, lazy_start: int | None, is_plain: bool) -> str:
+def summarise(output: Path) -> str:
     """Reads a finished run and plots it.
 
     Args:
         output: Its folder, with ``tensorboard`` in it; ``loss.png`` is written beside it.
-        processes: How many took part.
-        lazy_start: Iterations of its lazy start, or None if it trained without Pier.
-        is_plain: Whether outer steps exchanged all parameters in FP32, and so as many bytes as a gradient has.
 
     Returns:
         A few lines for people.
@@ -23,20 +25,21 @@ def summarise(output: Path, processes: int, lazy_start: int | None, is_plain: bo
     log = TensorBoardLog(output)
     train, validation = log.mean("lm loss"), log.mean("lm loss validation")
     sent = log.mean(f"{SCALAR_PREFIX}bytes-sent")
-    _plot(output / "loss.png", train, validation, lazy_start, [iteration for iteration, _ in sent])
-    iterations = train[-1][0]
-    lines = [
-        "",
-        f"Validation loss after {validation[-1][0]} iterations, on synchronised parameters: {validation[-1][1]:.4f} "
-        "nats per byte",
-    ]
-    if lazy_start is not None and sent:
-        outer = sum(nbytes for _, nbytes in sent) * processes
-        if is_plain:
-            synchronous = sent[0][1] * iterations * processes
-            pier = sent[0][1] * lazy_start * processes + outer
+    args = argparse.Namespace(**{name: _value(text) for name, text in log.arguments.items()})
+    config = config_from_args(args) if uses_pier(args) else None
+    _plot(output / "loss.png", train, validation, config, [iteration for iteration, _ in sent])
+    lines = [""]
+    if validation:
+        iteration, loss = validation[-1]
+        lines.append(f"Validation loss after {iteration} iterations, on synchronised parameters: {loss:.4f} nats per byte")
+    if config is not None and config.groups > 1 and sent:
+        outer = sum(nbytes for _, nbytes in sent) * args.world_size
+        # As many bytes as a gradient has.
+        if config.exchange_dtype == "fp32" and config.fragments == 1:
+            synchronous = sent[0][1] * config.train_iters * args.world_size
+            pier = sent[0][1] * config.lazy_start * args.world_size + outer
             lines.append(
-                f"Crossed the groups, all ranks together: {pier / 1e6:,.0f} MB ({lazy_start} synchronous iterations, "
+                f"Crossed the groups, all ranks together: {pier / 1e6:,.0f} MB ({config.lazy_start} synchronous iterations, "
                 f"{len(sent)} outer steps); synchronous training: {synchronous / 1e6:,.0f} MB, "
                 f"{synchronous / pier:.1f} x as much"
             )
@@ -50,7 +53,15 @@ def summarise(output: Path, processes: int, lazy_start: int | None, is_plain: bo
     return "\n".join(lines)
 
 
-def _plot(path: Path, train: Points, validation: Points, lazy_start: int | None, outer_steps: list[int]) -> None:
+def _value(text: str) -> Any:
+    """An argument as it was before Megatron logged it as text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _plot(path: Path, train: Points, validation: Points, config: PierConfig | None, outer_steps: list[int]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,9 +70,9 @@ def _plot(path: Path, train: Points, validation: Points, lazy_start: int | None,
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.6, linewidth=1, label="train")
     axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=4, label="validation")
-    if lazy_start is not None:
-        axes.axvspan(0, lazy_start, color="tab:green", alpha=0.1, linewidth=0, label="lazy start (synchronous)")
-        axes.axvline(lazy_start, color="tab:green", linewidth=1, label="switch")
+    if config is not None:
+        axes.axvspan(0, config.lazy_start, color="tab:green", alpha=0.1, linewidth=0, label="lazy start (synchronous)")
+        axes.axvline(config.lazy_start, color="tab:green", linewidth=1, label="switch")
     if outer_steps:
         axes.plot(
             outer_steps,
@@ -72,7 +83,7 @@ def _plot(path: Path, train: Points, validation: Points, lazy_start: int | None,
             transform=axes.get_xaxis_transform(),
             label="outer steps",
         )
-    axes.set(xlabel="iteration", ylabel="loss (nats per byte)", xlim=(0, train[-1][0]))
+    axes.set(xlabel="iteration", ylabel="loss (nats per byte)", xlim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

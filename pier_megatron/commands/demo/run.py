@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pier_megatron.commands.demo import corpus, report
-from pier_megatron.config import PierConfig
 from pier_megatron.cpu.emulation import missing_cpu_flags
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
@@ -79,11 +78,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"The training failed with status {status}; the whole log is {log}. Its end:\n", file=sys.stderr)
         print("\n".join(log.read_text().splitlines()[-40:]), file=sys.stderr)
         return status
-    config = PierConfig(options.iterations, groups=2, sync_interval=options.sync_interval, preset=options.preset)
-    lazy_start = None if options.synchronous else config.lazy_start
-    given = {argument.split("=", 1)[0] for argument in options.arguments}
-    is_plain = given.isdisjoint({"--pier-exchange-dtype", "--pier-fragments"})
-    print(report.summarise(output, processes, lazy_start, is_plain))
+    print(report.summarise(output))
     return 0
 
 

@@ -5,13 +5,11 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import sys
 
 import psutil
 
-from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.examination import VARIABLE
 
 # What decides between nodes whether NCCL finds the fast network, and what happens when it does not.
@@ -27,21 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start",
         action="store_true",
-        help="also start the job where you are, until its first iteration between outer steps is over, and list the "
-        "collectives of that iteration",
+        help="also begin the job anew where you are, without its lazy start and without loading or saving anything, until its "
+        "first iteration between outer steps is over, and list the collectives of that iteration",
     )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
-    )
+    add_command_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Checks the command, prints what it will be, starts it on demand; returns the exit status."""
-    try:
-        print("\n".join(examine(LaunchCommand.parse(options.command))), flush=True)
-    except PierConfigError as error:
-        print(f"pier-megatron doctor: {error}", file=sys.stderr)
-        return 2
+    print("\n".join(examine(LaunchCommand.parse(options.command))), flush=True)
     if not options.start:
         return 0
     return subprocess.run(options.command, env=os.environ | {VARIABLE: "1"}).returncode
@@ -88,16 +80,22 @@ def examine(command: LaunchCommand) -> list[str]:
 
 def _outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, parameters: int | None) -> str:
     """What the outer state takes, and whether this machine's host memory would hold it."""
+    from pier_megatron.outer.state import bytes_per_parameter, host_bytes
+
+    size = bytes_per_parameter(config)
     if parameters is None:
-        return "outer state: 8 bytes per owned parameter; how many hangs on the tokenizer (give --vocab-size to see it here)"
+        return (
+            f"outer state: {size} bytes per owned parameter; how many hangs on the tokenizer (give --vocab-size to see it here)"
+        )
     owners = args.data_parallel_size * args.context_parallel_size // config.groups
-    per_rank = 8 * parameters / owners
-    sizes = f"8 bytes x {parameters:,} parameters / {owners} ranks = {per_rank / 1e9:,.2f} GB per rank"
+    per_rank = size * parameters / owners
+    sizes = f"{size} bytes x {parameters:,} parameters / {owners} ranks = {per_rank / 1e9:,.2f} GB per rank"
     if not config.offload:
         return f"outer state: about {sizes} of device memory"
-    needed, free = per_rank * command.ranks_per_node, psutil.virtual_memory().available
+    needed = command.ranks_per_node * host_bytes(config, parameters // owners, is_pinned=True)
+    free = psutil.virtual_memory().available
     verdict = "enough" if needed < free else "WARNING: not enough, if the nodes are like this one"
-    there = f"{needed / 1e9:,.2f} GB of host memory per node; {free / 1e9:,.2f} GB are free here: {verdict}"
+    there = f"{needed / 1e9:,.2f} GB of host memory per node, as PyTorch pins it; {free / 1e9:,.2f} GB are free here: {verdict}"
     return f"outer state: about {sizes}, {there}"
 
 

@@ -4,11 +4,10 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, Prediction, predict
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -26,18 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tflops", type=float, help="what a GPU achieves on this model, if measured on one group")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the mean iteration over the number of GPUs, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command: torchrun ... SCRIPT ..."
-    )
+    add_command_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns the exit status."""
-    try:
-        plan = make_plan(LaunchCommand.parse(options.command), _cluster(options), options.tflops)
-    except PierConfigError as error:
-        print(f"pier-megatron plan: {error}", file=sys.stderr)
-        return 2
+    plan = make_plan(LaunchCommand.parse(options.command), _cluster(options), options.tflops)
     if options.plot:
         draw_scaling(plan["scaling"], options.plot)
     print(json.dumps(plan, indent=2) if options.json else "\n".join(_text(plan)))

@@ -10,17 +10,16 @@ other: on the authors' A100 machine an all-reduce moved 5 GB/s per node whether 
 import dataclasses
 import math
 
+from pier_megatron.exchange.codecs import BLOCK, CODECS
+
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
 _HIDING = 2 / 3
 
 # Bytes that the outer step's own passes read and write per owned parameter, as benchmarks/outer_step_passes.py counts them.
 _PASSES = 32
 
-_GRADIENT, _PARAMETER, _OUTER = 4, 2, 4
-"""Bytes on the wire of an FP32 gradient, a bf16 parameter, an FP32 pseudo-gradient."""
-
-WIRE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
-"""Bytes on the wire of a pseudo-gradient's element, scales included."""
+# Bytes on the wire of an FP32 gradient and of a bf16 parameter.
+_GRADIENT, _PARAMETER = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +147,7 @@ def predict(job: Job, cluster: Cluster, flops: float | None = None) -> Predictio
     inner = _all_reduce(job, cluster, job.replicas_in_group, _GRADIENT + _PARAMETER)
     across = _all_reduce(job, cluster, job.replicas, _GRADIENT * 2)
     hidden = max(across - _HIDING * compute, 0.0)
-    exchange = {dtype: _exchange(job, cluster, nbytes) for dtype, nbytes in WIRE_BYTES.items()}
+    exchange = {name: _exchange(job, cluster, codec.nbytes(BLOCK) / BLOCK) for name, codec in CODECS.items()}
     return Prediction(
         compute=compute,
         inner=inner,
