@@ -1,6 +1,6 @@
 """Trains with ``pier_megatron.reference`` on the samples that a distributed run recorded."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import gpt_reference
 import torch
@@ -12,8 +12,8 @@ from pier_megatron import PierConfig, reference
 LEARNING_RATE, ADAM_EPS, WEIGHT_DECAY, CLIP_GRAD = 2e-3, 1e-4, 0.01, 1.0
 
 
-def train(recorded: Recorded, config: PierConfig) -> dict[str, Tensor]:
-    """Returns the weights after the last iteration, float64, by their names in the checkpoint."""
+def train(recorded: Recorded, config: PierConfig, skipped: Collection[int] = ()) -> dict[str, Tensor]:
+    """Returns the weights after the last iteration, float64, by their names in the checkpoint; nobody trains in ``skipped``."""
     initial = gpt_reference.trainable(recorded.weights("initial"))
     names = list(initial)
     samples = [_samples_of_group(recorded, group) for group in range(config.groups)]
@@ -36,7 +36,7 @@ def train(recorded: Recorded, config: PierConfig) -> dict[str, Tensor]:
     if config.fragments > 1:
         fragment_of = gpt_reference.trainable(recorded.weights("fragments"))
         masks = [[fragment_of[name] == fragment for name in names] for fragment in range(config.fragments)]
-    final = reference.train(list(initial.values()), gradient, inner_optimizer, config, CLIP_GRAD, masks)
+    final = reference.train(list(initial.values()), gradient, inner_optimizer, config, CLIP_GRAD, masks, skipped=skipped)
     return dict(zip(names, final, strict=True))
 
 

@@ -37,7 +37,7 @@ from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import datasets  # noqa: E402
+from pier_megatron.integration import current, datasets  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.adam import commit_main_parameters, owners  # noqa: E402
 
@@ -179,6 +179,8 @@ class Recorder:
         dist_checkpointing.save(state, str(path), validate_access_integrity=False)
 
     def finish(self, path: Path) -> None:
+        # A run may have had nothing left to train.
+        self.optimizer = self.optimizer or current.pier_optimizer()
         if self.census is not None:
             self.census.__exit__(None, None, None)
         if "weights" in self.probes:
@@ -320,6 +322,9 @@ def main() -> None:
             decide = megatron_training.checkpoint_and_decide_exit
             with planted(run["sabotage"], directory), saves(decide, run["saves"]):
                 pretrain_bytes.main()
+        except SystemExit:
+            # After converting a checkpoint.
+            recorder.finish(record)
         except Exception as error:
             if not run["fails"]:
                 raise

@@ -15,7 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 
-from pier_megatron.integration import gradients
+from pier_megatron.integration import gradients, startup
 from pier_megatron.integration.inner.adam import owners
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
@@ -159,6 +159,14 @@ def _other_weights(directory: Path) -> Patch:
     return mock.patch.object(megatron_training, "get_model", differing_model)
 
 
+@contextlib.contextmanager
+def _no_memory(directory: Path) -> Iterator[None]:
+    """A node without free memory, where it must not be taken before that is seen."""
+    taken = mock.patch.object(outer_state.OuterState, "__init__", side_effect=AssertionError("taken before it was looked at"))
+    with taken, mock.patch.object(startup.psutil, "virtual_memory", return_value=mock.Mock(available=0)):
+        yield
+
+
 def _same_data(directory: Path) -> Patch:
     """Every rank reads what the first one reads."""
     return mock.patch.object(parallel_state, "get_data_parallel_rank", return_value=0)
@@ -201,6 +209,7 @@ _ALL = {
     "a file is missing": _damaged(_remove_a_file, 6),
     "a file is truncated": _damaged(_truncate_a_file, 9),
     "other weights in group 1": _other_weights,
+    "a node without memory": _no_memory,
     "all groups read the same": _same_data,
     "group 1 waits for group 0": _group_1_waits_for_group_0,
     "no progress kept": _no_progress_kept,

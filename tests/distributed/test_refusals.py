@@ -48,6 +48,11 @@ _REFUSED = {
         ["other weights in group 1"],
         ["Group 1 does not start from the same weights as group 0", "--seed"],
     ),
+    "no room": (
+        _PIER + "--pier-offload",
+        ["a node without memory"],
+        ["--pier-offload: the outer state of the 4 ranks on this node takes", "GB are available", "fewer ranks per node"],
+    ),
     "same data": (_PIER, ["all groups read the same"], ["Groups 0 and 1 read identical data", "get_data_parallel_rank"]),
 }
 

@@ -1,15 +1,17 @@
 """Saved, stopped and resumed runs against the run that never stopped, bit for bit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from launch import Recorded, Run, launch
+from megatron.core import dist_checkpointing
 
 pytestmark = pytest.mark.processes
 
 _PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6 "
-_HIDDEN = "--pier-overlap 2 --pier-exchange-dtype int8 "
+_HIDDEN = "--pier-overlap 2 --pier-exchange-dtype int8 --pier-offload "
 _FP16 = "--fp16 --initial-loss-scale 1024 "
 _PROBES = ["main", "outer"]
 
@@ -53,7 +55,8 @@ def _runs(layout: str) -> list[Run]:
             continue
         argv = _LAYOUTS[layout] + flags + _PIER
         folder = f"{{directory}}/checkpoints-{base(layout, kind)}"
-        stops = list(points.values())
+        # The controls need a finished run, too.
+        stops = [*points.values(), *([12] if (layout, kind) == ("TP 2", "bf16") else [])]
         runs.append(Run(base(layout, kind), argv + f"--save {folder} --save-interval 12", _PROBES, faults, saves=stops))
         for stop in points.values():
             load = f"--load {folder} --ckpt-step {stop} --exit-on-missing-checkpoint"
@@ -61,7 +64,19 @@ def _runs(layout: str) -> list[Run]:
     return runs
 
 
+_FINISHED = f"--load {{directory}}/checkpoints-{base('TP 2', 'bf16')} --exit-on-missing-checkpoint --save-interval 5 "
 _CONTROLS = [
+    Run("finished, again", _LAYOUTS["TP 2"] + "--bf16 " + _PIER + _FINISHED + "--ckpt-step 12 --save {directory}/again"),
+    Run(
+        "converted",
+        _LAYOUTS["TP 2"] + "--bf16 " + _PIER + _FINISHED + "--ckpt-step 8 --ckpt-convert-format torch_dist "
+        "--ckpt-convert-save {directory}/converted",
+    ),
+    Run(
+        "converted, resumed",
+        _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--load {directory}/converted/torch_dist --exit-on-missing-checkpoint",
+        _PROBES,
+    ),
     Run("never saved", _LAYOUTS["TP 2"] + "--bf16 " + _PIER, _PROBES),
     Run(
         "one group for all",
@@ -73,9 +88,14 @@ _CONTROLS = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     everything = [run for layout in _LAYOUTS for run in _runs(layout)] + _CONTROLS
-    return launch(tmp_path_factory.mktemp("resume"), corpus, everything)
+    return launch(directory, corpus, everything)
 
 
 def goes_on_exactly(run: Recorded, reference: Recorded, stop: int) -> None:
@@ -99,6 +119,24 @@ def test_resumed_run_is_the_run_that_never_stopped(
 
 def test_saving_changes_nothing(runs: dict[str, Recorded]) -> None:
     goes_on_exactly(runs[base("TP 2", "bf16")], runs["never saved"], 0)
+
+
+def described(folder: Path, iteration: int) -> dict[str, Any]:
+    """What a checkpoint says about itself."""
+    metadata: dict[str, Any] = dist_checkpointing.load_content_metadata(str(folder / f"iter_{iteration:07d}"))["pier"]
+    return metadata
+
+
+def test_finished_run_started_again_saves_what_it_was(directory: Path, runs: dict[str, Recorded]) -> None:
+    saved = described(directory / f"checkpoints-{base('TP 2', 'bf16')}", 12)
+    again = described(directory / "again", 12)
+    assert (again["iteration"], again["is_local"], again["own_inner_state"]) == (12, True, (1,))
+    assert again == saved
+
+
+def test_converted_checkpoint_goes_on_exactly(directory: Path, runs: dict[str, Recorded]) -> None:
+    assert described(directory / "converted" / "torch_dist", 8)["iteration"] == 8
+    goes_on_exactly(runs["converted, resumed"], runs[base("TP 2", "bf16")], 8)
 
 
 def test_inner_state_of_one_group_is_not_that_of_all(runs: dict[str, Recorded]) -> None:
