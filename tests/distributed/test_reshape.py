@@ -23,7 +23,7 @@ _MOE = (
     _PIER + "--pier-groups 2 --num-layers 4 --num-experts 2 --moe-layer-freq ([0]*2+[1]*2) "
     "--moe-router-load-balancing-type none --disable-bias-linear "
 )
-_FROM_MOE = "--load {directory}/moe --ckpt-step 8"
+_FROM_MOE = "--load {directory}/moe --ckpt-step 9"
 _STOCK = "--train-iters 12 --use-distributed-optimizer --global-batch-size 8 "
 _OUTER = ["outer weights"]
 
@@ -45,9 +45,9 @@ _LAUNCHES = (
             Run("TP 2 at 9", _PIER + _TP2 + "--pier-groups 2 " + _FROM_TP2 + "9", _OUTER),
             Run("TP 2 to PP 2 at 8", _PIER + _PP2 + _PADDED + "--pier-groups 2 " + _CHANGED + _FROM_TP2 + "8", _OUTER),
             Run("TP 2 to 1 at 9", _PIER + _PADDED + "--pier-groups 2 " + _CHANGED + _FROM_TP2 + "9", _OUTER),
-            Run("MoE", _MOE + _PP2 + _RESHARDABLE + "--save {directory}/moe" + _AT_THE_END, saves=[8]),
-            Run("MoE at 8", _MOE + _PP2 + _FROM_MOE, _OUTER),
-            Run("MoE, PP 2 to 1 at 8", _MOE + _CHANGED + _FROM_MOE, _OUTER),
+            Run("MoE", _MOE + _PP2 + _RESHARDABLE + "--save {directory}/moe" + _AT_THE_END, saves=[9]),
+            Run("MoE at 9", _MOE + _PP2 + _FROM_MOE, _OUTER),
+            Run("MoE, PP 2 to 1 at 9", _MOE + _CHANGED + _FROM_MOE, _OUTER),
             Run("stock goes on", _STOCK + _FROM_FOUR + "9", []),
             Run("stock goes on, drifted", _STOCK + _FROM_FOUR + "8", ["weights"]),
             Run("stock", _STOCK + "--save {directory}/stock --save-interval 6", ["main"]),
@@ -151,7 +151,7 @@ def test_outer_state_carries_over_to_other_groups(runs: dict[str, Recorded], nam
     [
         ("TP 2 to PP 2 at 8", "TP 2 at 8", 8),
         ("TP 2 to 1 at 9", "TP 2 at 9", 9),
-        ("MoE, PP 2 to 1 at 8", "MoE at 8", 8),
+        ("MoE, PP 2 to 1 at 9", "MoE at 9", 9),
     ],
 )
 def test_run_goes_on_in_another_layout(runs: dict[str, Recorded], name: str, reference: str, stop: int) -> None:
