@@ -1,7 +1,7 @@
 """The planner against every published iteration time of Pier and its synchronous baseline: ``python planner_accuracy.py``.
 
 Fitted, and marked so: what a GPU achieves, on the smallest published run of each model and layout. The bandwidths and the
-overheads, constants of ``planner.CLUSTERS``, follow from GPT-2 XL on the A100 machine, from its largest run on the GH200 one,
+overheads, constants of ``CLUSTERS``, follow from GPT-2 XL on the A100 machine, from its largest run on the GH200 one,
 and from the one-node runs. The published outer step is the authors' own implementation, one collective per tensor through host
 memory, so its cost is a fit of its own, on the same runs: seconds per gigabyte of a node's shards and doubling of the groups.
 Everything else is predicted.
@@ -97,7 +97,7 @@ def _layout(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def _is_source_of_constants(row: dict[str, str]) -> bool:
-    """Whether the constants of ``planner.CLUSTERS`` and of the authors' outer step were chosen on this run."""
+    """Whether the constants of ``CLUSTERS`` and of the authors' outer step were chosen on this run."""
     on_one_node = int(row["gpus"]) <= CLUSTERS[row["machine"]].gpus_per_node
     return on_one_node or (row["model"] == "xl" and (row["machine"] == "perlmutter" or row["gpus"] == "64"))
 
