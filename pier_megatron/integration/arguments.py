@@ -8,21 +8,12 @@ optimizer with one instance per group, which is what Pier is to Megatron.
 import argparse
 import dataclasses
 import os
+import typing
 from typing import Any
 
-from pier_megatron.config import (
-    DEFAULT_CHUNK_MIB,
-    DEFAULT_LAZY_START_FRACTION,
-    DEFAULT_PRESET,
-    DEFAULT_SYNC_INTERVAL,
-    EXCHANGE_DTYPES,
-    LOADED_INNER_STATES,
-    SAVED_INNER_STATES,
-    PierConfig,
-)
+from pier_megatron.config import PierConfig, flag_of
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import refusals, versions
-from pier_megatron.schedules import PRESETS
 
 _PREFIX = "pier_"
 
@@ -61,111 +52,16 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         "pier",
         "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which trains with AdamW inside.",
     )
-    group.add_argument(
-        "--pier-groups",
-        type=int,
-        help="Number of groups that train apart between outer steps; each holds DP / groups model replicas. "
-        "Default: one per node, or per domain of --pier-ranks-per-domain.",
-    )
-    group.add_argument(
-        "--pier-ranks-per-domain",
-        type=int,
-        metavar="N",
-        help="Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as "
-        "72 in an NVL72. Tensor parallelism stays inside. Default: the ranks of a node.",
-    )
-    group.add_argument(
-        "--pier-sync-interval",
-        type=int,
-        help=f"Iterations between outer steps. Default: {DEFAULT_SYNC_INTERVAL}.",
-    )
-    group.add_argument(
-        "--pier-preset",
-        choices=list(PRESETS),
-        help=f"Schedule of outer momentum and outer learning rate over the run. Default: {DEFAULT_PRESET}.",
-    )
     lazy_start = group.add_mutually_exclusive_group()
-    lazy_start.add_argument(
-        "--pier-lazy-start-fraction",
-        type=float,
-        help="Share of the run, in [0, 1), that starts fully synchronous; rounded to the nearest multiple of the sync "
-        f"interval. Default: {DEFAULT_LAZY_START_FRACTION}.",
-    )
-    lazy_start.add_argument(
-        "--pier-lazy-start-iters",
-        type=int,
-        help="The same in iterations, a multiple of the sync interval. Default: from the fraction.",
-    )
-    group.add_argument(
-        "--pier-outer-lr",
-        type=float,
-        help="Constant outer learning rate (dimensionless) in place of the preset's schedule. Default: the preset's.",
-    )
-    group.add_argument(
-        "--pier-outer-momentum",
-        type=float,
-        help="Constant outer momentum coefficient, in [0, 1), in place of the preset's schedule. Default: the preset's.",
-    )
-    group.add_argument(
-        "--pier-overlap",
-        type=int,
-        metavar="ITERS",
-        help="Iterations over which an exchange is hidden behind training; its result is applied that much later, on top of "
-        "what each group has learned meanwhile. Default: 0, wait for it.",
-    )
-    group.add_argument(
-        "--pier-fragments",
-        type=int,
-        help="Number of parts of the parameters that are exchanged in turn, spread over the sync interval, which divides the "
-        "peak bandwidth. Default: 1.",
-    )
-    group.add_argument(
-        "--pier-exchange-dtype",
-        choices=list(EXCHANGE_DTYPES),
-        help="Type of pseudo-gradients on the wire; integers are scaled by blocks. Default: fp32.",
-    )
-    group.add_argument(
-        "--pier-no-error-feedback",
-        action="store_true",
-        default=None,
-        help="Drop what a low-bit exchange rounds away; saves 4 bytes per owned parameter. Default: add it to the next one.",
-    )
-    group.add_argument(
-        "--pier-offload",
-        action="store_true",
-        default=None,
-        help="Keep the outer state in pinned host memory instead of on the device. Default: on the device.",
-    )
-    group.add_argument(
-        "--pier-chunk-mib",
-        type=int,
-        help=f"Size in MiB of the pieces in which buffers are exchanged and updated. Default: {DEFAULT_CHUNK_MIB}.",
-    )
-    group.add_argument(
-        "--pier-outlier-zscore",
-        type=float,
-        metavar="Z",
-        help="Leave a group out of a round if the norm of its pseudo-gradient is more than this many standard deviations above "
-        "the moving mean of its own history. Default: never.",
-    )
-    group.add_argument(
-        "--pier-save-inner-state",
-        choices=list(SAVED_INNER_STATES),
-        help="Whose inner optimizer state a checkpoint holds: that of all groups, which resumes exactly, or of the first only, "
-        "which all groups then go on with. Default: all.",
-    )
-    group.add_argument(
-        "--pier-load-inner-state",
-        choices=list(LOADED_INNER_STATES),
-        help="Inner state of a group if their number has changed: the mean over the saved groups that it takes the place of, "
-        "or that of the first saved group. Default: mean.",
-    )
-    group.add_argument(
-        "--pier-override-checkpoint",
-        action="store_true",
-        default=None,
-        help="Go on from a checkpoint of a run with other settings or another group layout. Default: refuse.",
-    )
+    for setting in dataclasses.fields(PierConfig):
+        if not setting.metadata:
+            continue
+        # Of "int | None" the first.
+        kind = next(iter(typing.get_args(setting.type)), setting.type)
+        switch = {"action": "store_true", "help": setting.metadata["help"]}
+        options = switch if kind is bool else {"type": kind, **setting.metadata}
+        where = lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group
+        where.add_argument(flag_of(setting.name), default=None, **options)
 
 
 def _with_pier_arguments(add_megatron_arguments: Any) -> Any:

@@ -78,9 +78,9 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
         )
     if getattr(args, "ckpt_convert_format", None) not in (None, "torch_dist"):
         raise PierConfigError(
-            f"--ckpt-convert-format {args.ckpt_convert_format} cannot be used with --optimizer pier: it stores the model of one "
-            "group with the optimizer state of another. Convert with --optimizer adam --use-distributed-optimizer, which reads "
-            "the weights that all groups agree on and the inner state of group 0."
+            f"--ckpt-convert-format {args.ckpt_convert_format} cannot be used with --optimizer pier: it stores the model of "
+            "one group with the optimizer state of another. Convert with --optimizer adam --use-distributed-optimizer, which "
+            "reads the weights that all groups agree on and the inner state of group 0."
         )
     if any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES):
         raise PierConfigError(
