@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import os
 import typing
+from collections.abc import Callable
 from typing import Any
 
 from pier_megatron.config import PierConfig, flag_of
@@ -20,11 +21,8 @@ _PREFIX = "pier_"
 
 def install() -> None:
     """Adds the flags to Megatron's parser and the checks to its validation."""
-    versions.wrap("megatron.training.arguments", "add_megatron_arguments", _with_pier_arguments)
-    versions.wrap("megatron.training.arguments", "validate_args", _with_pier_checks)
-    if versions.has("megatron.training.initialize", "validate_args"):
-        # megatron-core 0.17 validates there, and imported the function by name.
-        versions.wrap("megatron.training.initialize", "validate_args", _with_pier_checks)
+    versions.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+    versions.wrap_validation(_validate)
 
 
 def uses_pier(args: argparse.Namespace) -> bool:
@@ -64,28 +62,25 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         where.add_argument(flag_of(setting.name), default=None, **options)
 
 
-def _with_pier_arguments(add_megatron_arguments: Any) -> Any:
-    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_megatron_arguments(parser)
-        add_pier_arguments(parser)
-        optimizer = next(action for action in parser._actions if action.dest == "optimizer")
-        optimizer.choices = [*(optimizer.choices or ()), "pier"]
-        _make_help_printable(parser)
-        parse = parser.parse_known_args
+def _add_arguments(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = add_megatron_arguments(parser)
+    add_pier_arguments(parser)
+    optimizer = next(action for action in parser._actions if action.dest == "optimizer")
+    optimizer.choices = [*(optimizer.choices or ()), "pier"]
+    _make_help_printable(parser)
+    parse = parser.parse_known_args
 
-        def parse_known_args(*args: Any, **kwargs: Any) -> Any:
-            namespace, unknown = parse(*args, **kwargs)
-            try:
-                _translate(namespace)
-            except PierConfigError as error:
-                parser.error(str(error))
-            return namespace, unknown
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = parse(*args, **kwargs)
+        try:
+            _translate(namespace)
+        except PierConfigError as error:
+            parser.error(str(error))
+        return namespace, unknown
 
-        # parse_args calls parse_known_args, so this is the one place behind both.
-        parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
-        return parser
-
-    return add_arguments
+    # parse_args calls parse_known_args, so this is the one place behind both.
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    return parser
 
 
 def _make_help_printable(parser: argparse.ArgumentParser) -> None:
@@ -153,17 +148,14 @@ def _number_of_nodes() -> int:
     )
 
 
-def _with_pier_checks(validate_args: Any) -> Any:
-    def validate(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-        if uses_pier(args):
-            # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
-            refusals.refuse_what_cannot_work(args)
-        result = validate_args(args, *rest, **kwargs)
-        if uses_pier(args):
-            check_arguments(args)
-        return result
-
-    return validate
+def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    if uses_pier(args):
+        # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
+        refusals.refuse_what_cannot_work(args)
+    result = validate_args(args, *rest, **kwargs)
+    if uses_pier(args):
+        check_arguments(args)
+    return result
 
 
 def settle_iterations(args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ its data set is made where the job itself would make it.
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.integration import current, versions
 from pier_megatron.integration.census import CollectiveCensus, table
+from pier_megatron.outer import OuterLoop
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job that they are looked at."""
@@ -41,39 +43,29 @@ _CONFINED: Mapping[str, Any] = {
 
 def install() -> None:
     """Confines the training of this process, and ends it when one iteration has been looked at; to be installed last."""
-    versions.wrap("megatron.training.arguments", "validate_args", _confining)
-    if versions.has("megatron.training.initialize", "validate_args"):
-        # megatron-core 0.17 validates there, and imported the function by name.
-        versions.wrap("megatron.training.initialize", "validate_args", _confining)
+    versions.wrap_validation(_confine)
     # It parses the command line once more for itself, and writes into the folder of --save.
-    versions.wrap("megatron.training.ft_integration", "setup", lambda setup: lambda: None)
-    versions.wrap("megatron.training.training", "train_step", _looking_on)
+    versions.wrap("megatron.training.ft_integration", "setup", lambda setup: None)
+    versions.wrap("megatron.training.training", "train_step", _look_on)
 
 
-def _confining(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    def validate(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-        vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})
-        return validate_args(args, *rest, **kwargs)
-
-    return validate
+def _confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})
+    return validate_args(args, *rest, **kwargs)
 
 
-def _looking_on(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    examination: Examination | None = None
+@current.in_pier_runs
+def _look_on(train_step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    _examination(optimizer.loop).iteration_begins(optimizer.loop.iteration + 1)
+    return train_step(*args, **kwargs)
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal examination
-        optimizer = current.pier_optimizer()
-        if optimizer is None:
-            return train_step(*args, **kwargs)
-        if examination is None:
-            groups: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(groups, optimizer.loop.exchange.rank)
-            examination = Examination(optimizer.loop.config, dict(enumerate(groups)))
-        examination.iteration_begins(optimizer.loop.iteration + 1)
-        return train_step(*args, **kwargs)
 
-    return step
+@functools.cache
+def _examination(loop: OuterLoop) -> "Examination":
+    """Made once, by all ranks together."""
+    groups: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(groups, loop.exchange.rank)
+    return Examination(loop.config, dict(enumerate(groups)))
 
 
 class Examination:

@@ -19,8 +19,8 @@ _ADVANCED, _NAN = "advanced iterations", "nan iterations"
 
 
 def install() -> None:
-    """Averages what is logged. A run without ``--optimizer pier`` passes through unchanged."""
-    versions.wrap(_TRAINING, "training_log", _averaging_over_groups)
+    """Averages what is logged."""
+    versions.wrap(_TRAINING, "training_log", _average_over_groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,36 +80,28 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found)
 
 
-def _averaging_over_groups(training_log: Any) -> Any:
-    signature = inspect.signature(training_log)
-
-    def log(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.local_optimizer()
-        if optimizer is None:
+@current.in_the_local_phase
+def _average_over_groups(training_log: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(training_log).bind(*args, **kwargs)
+    is_first = given.arguments.get("is_first_iteration", False)
+    if not is_first and optimizer.loop.iteration % versions.megatron_args().log_interval:
+        # Some statistics, those of experts among them, are reduced here in every iteration.
+        with confined_to_group(optimizer.model_chunks[0]):
             return training_log(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        is_first = given.arguments.get("is_first_iteration", False)
-        if not is_first and optimizer.loop.iteration % versions.megatron_args().log_interval:
-            # Some statistics, those of experts among them, are reduced here in every iteration.
-            with confined_to_group(optimizer.model_chunks[0]):
-                return training_log(*given.args, **given.kwargs)
-        group = versions.require("megatron.core", "parallel_state").get_inter_distributed_optimizer_instance_group(
-            check_initialized=False
-        )
-        if group is None:
-            return training_log(*given.args, **given.kwargs)
-        own = _of_own_group(given.arguments)
-        everyone: list[Any] = [None] * group.size()
-        # As objects: the groups need not know the same names, and a collective of another length in one of them would hang.
-        dist.all_gather_object(everyone, own, group=group)
-        _replace(given.arguments, own, means(everyone))
-        result = training_log(*given.args, **given.kwargs)
-        if is_first:
-            # Megatron goes on summing up from here.
-            _restore_sums(given.arguments["total_loss_dict"], own)
-        return result
-
-    return log
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    if group is None:
+        return training_log(*args, **kwargs)
+    own = _of_own_group(given.arguments)
+    everyone: list[Any] = [None] * group.size()
+    # As objects: the groups need not know the same names, and a collective of another length in one of them would hang.
+    dist.all_gather_object(everyone, own, group=group)
+    _replace(given.arguments, own, means(everyone))
+    result = training_log(*given.args, **given.kwargs)
+    if is_first:
+        # Megatron goes on summing up from here.
+        _restore_sums(given.arguments["total_loss_dict"], own)
+    return result
 
 
 def _of_own_group(logged: Mapping[str, Any]) -> GroupLog:
