@@ -31,10 +31,7 @@ def uses_pier(args: argparse.Namespace) -> bool:
 
 
 def config_from_args(args: argparse.Namespace) -> PierConfig:
-    """Builds the configuration of a run.
-
-    Args:
-        args: Megatron's arguments; ``train_iters`` must be known.
+    """Builds the configuration of a run from Megatron's arguments, of which ``train_iters`` must be known.
 
     Raises:
         PierConfigError: See :class:`PierConfig`.

@@ -72,12 +72,7 @@ class Examination:
     """Counts what crosses the groups in one iteration, then ends the job."""
 
     def __init__(self, config: PierConfig, group_of: Mapping[int, int]) -> None:
-        """Plans the examination.
-
-        Args:
-            config: Of the run, which has no lazy start.
-            group_of: Group of each global rank.
-        """
+        """Plans the examination of a run without a lazy start, of whose global ranks we know the groups."""
         self._group_of = group_of
         self._census = CollectiveCensus()
         self._looking = contextlib.ExitStack()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import datetime
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -106,7 +105,7 @@ def _report(report: Any) -> None:
 
 @current.in_pier_runs
 def _train_step(train_step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(train_step).bind(*args, **kwargs).arguments
+    given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
     if not optimizer.loop.iteration:
         device = torch.device(torch.cuda.current_device())

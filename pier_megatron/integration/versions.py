@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -67,12 +68,7 @@ def wrap_validation(around: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a module or an object has other attributes; those of its class are only hidden.
-
-    Args:
-        owner: Of the attributes.
-        values: By the attributes' names.
-    """
+    """Inside, a module or an object has other attributes; those of its class are only hidden."""
     hidden = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
@@ -81,6 +77,11 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
         for name in values:
             del vars(owner)[name]
         vars(owner).update(hidden)
+
+
+def given(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of one of Megatron's functions, by name, however they were passed."""
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
 def megatron_args() -> Any:

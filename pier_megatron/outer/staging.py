@@ -54,9 +54,6 @@ class Staging:
 
     Buffers are made when they are first needed and then kept. Offloaded state is copied to the device on a stream of its own
     while earlier chunks are worked on, and back on another, behind the work on its chunk.
-
-    Attributes:
-        state: Whose chunks.
     """
 
     def __init__(self, state: OuterState) -> None:

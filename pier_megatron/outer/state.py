@@ -96,9 +96,8 @@ class OuterState:
         numel: Number of parameters that this rank owns.
         device: Where they are.
         offload: Whether the outer state is in host memory.
-        flats: The flat buffers by name; float32, shape ``[numel]`` each. The anchor: parameters that all groups agreed on
-            last. The momentum: sum of past pseudo-gradients, before the outer learning rate. With error feedback, the
-            residual: what this group's own pseudo-gradients lost on the wire.
+        flats: The flat buffers by name; float32, shape ``[numel]`` each. With error feedback one is the residual: what this
+            group's own pseudo-gradients lost on the wire.
         chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
     """
 
@@ -154,7 +153,7 @@ class OuterState:
 
     @property
     def momentum(self) -> Tensor:
-        """The outer momentum; float32, shape ``[numel]``."""
+        """Sum of past pseudo-gradients, before the outer learning rate; float32, shape ``[numel]``."""
         return self.flats[MOMENTUM]
 
     @property

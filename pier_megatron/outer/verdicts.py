@@ -26,13 +26,7 @@ class Verdicts:
     """What all groups say of their pseudo-gradients of one round."""
 
     def __init__(self, exchange: GroupExchange, own: int, device: torch.device) -> None:
-        """Begins to collect the verdicts, without waiting for them.
-
-        Args:
-            exchange: Collectives between the groups.
-            own: On this group's pseudo-gradient, the same on all its ranks.
-            device: For the collective.
-        """
+        """Begins to collect the verdicts, of which the ``own`` is the same on all ranks of the group; waits for none."""
         self._rank, self._own = exchange.rank, own
         self._under_way = exchange.gather(torch.tensor([own], device=device))
         self._known: tuple[int, ...] | None = None
@@ -58,10 +52,7 @@ class Verdicts:
         return self._own == GOOD or (self._own == OUTLIER and self.counted()[self._rank])
 
     def check(self, iteration: int) -> None:
-        """Stops a run of which nothing is left. Waits for all groups.
-
-        Args:
-            iteration: Iterations completed.
+        """Stops a run of which nothing is left after ``iteration``. Waits for all groups.
 
         Raises:
             DivergedError: If no group counts.

@@ -52,7 +52,7 @@ def damage(folder: Path) -> str | None:
     try:
         for place in FileSystemReader(folder).read_metadata().storage_data.values():
             sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
-        found = {name: _size(folder / name) for name in sizes}
+        found = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in sizes}
     except Exception as error:
         # A damaged pickle raises whatever the code that its bytes happen to name raises. Any of it in this rank alone would
         # leave the others waiting.
@@ -64,7 +64,3 @@ def damage(folder: Path) -> str | None:
         if there < size:
             return f"{name} has {there:,} of {size:,} bytes"
     return None
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None

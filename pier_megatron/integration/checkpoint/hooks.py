@@ -48,49 +48,33 @@ def _describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer",
 
 
 @current.in_pier_runs
-def _save(
-    save_checkpoint: Callable[..., Any],
-    pier: "PierOptimizer",
-    iteration: int,
-    model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", *args: Any, **kwargs: Any) -> Any:
+    scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
     loop = pier.loop
     snapshot, checksums = loop.snapshot(), loop.checksums()
     with contextlib.ExitStack() as stack:
         trained = None if loop.is_synchronised else stack.enter_context(loop.anchor_in_model())
-        saving = Saving(_place(pier), snapshot, checksums, trained, opt_param_scheduler)
+        saving = Saving(_place(pier), snapshot, checksums, trained, scheduler)
         if dist.get_rank() == 0:
             print(saving.announcement(), flush=True)
         stack.enter_context(versions.replaced(pier, {"saving": saving}))
-        return save_checkpoint(iteration, model, optimizer, opt_param_scheduler, *args, **kwargs)
+        return save_checkpoint(*args, **kwargs)
 
 
 @current.in_pier_runs
-def _load(
-    load_checkpoint: Callable[..., Any],
-    pier: "PierOptimizer",
-    ddp_model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", *args: Any, **kwargs: Any) -> Any:
     loop = pier.loop
     loading = Loading(_place(pier), loop)
     try:
         with versions.replaced(pier, {"loading": loading}):
-            result = load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+            result = load_checkpoint(*args, **kwargs)
     except Exception as error:
         error.add_note(
             f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
             "folder may be whole: choose one with --ckpt-step."
         )
         raise
-    found = loading.finish(result[0], opt_param_scheduler)
+    found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])
     startup.check_groups_agree(loop.states, loop.exchange, loop.device)
     if found and dist.get_rank() == 0:
         print(found, flush=True)
