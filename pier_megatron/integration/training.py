@@ -56,19 +56,13 @@ def _build(optimizer: Any) -> Any:
     topology = Topology.gather(_own_rank(config))
     topology.check()
     communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
-    owner_of = {
-        id(main): member
-        for member, of_member in zip(members, shards, strict=True)
-        for alike in of_member
-        for main in alike.tensors
-    }
     loop = OuterLoop(
         shards,
         config,
         GroupExchange(communicator, config.codec),
         group=optimizer.get_grad_stats_parallel_group(),
         device=device,
-        inner_state=lambda main: inner_state(owner_of[id(main)], main),
+        inner_state=lambda main: next((inner_state(owner, main) for owner in members if main in owner.optimizer.state), {}),
         on_change=lambda: commit_main_parameters(members),
         report=_report,
     )
