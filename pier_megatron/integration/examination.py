@@ -6,9 +6,8 @@ its data set is made where the job itself would make it.
 
 import argparse
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.integration import current, versions
 from pier_megatron.integration.census import CollectiveCensus, table
-from pier_megatron.outer import OuterLoop
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job that they are looked at."""
@@ -54,53 +52,35 @@ def _confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest:
     return validate_args(args, *rest, **kwargs)
 
 
+_census, _looking = CollectiveCensus(), contextlib.ExitStack()
+
+
 @current.in_pier_runs
 def _look_on(train_step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    _examination(optimizer.loop).iteration_begins(optimizer.loop.iteration + 1)
+    """Counts what crosses the groups in one iteration, then ends the job on all ranks."""
+    loop = optimizer.loop
+    examined, place = examined_iteration(loop.config)
+    if loop.iteration + 1 == examined:
+        _looking.enter_context(_census)
+    elif loop.iteration == examined:
+        _looking.close()
+        group_of: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(group_of, loop.exchange.rank)
+        if dist.get_rank() == 0:
+            print("\n".join(_findings(f"iteration {examined}, {place}", group_of)), flush=True)
+        sys.exit(0)
     return train_step(*args, **kwargs)
 
 
-@functools.cache
-def _examination(loop: OuterLoop) -> "Examination":
-    """Made once, by all ranks together."""
-    groups: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(groups, loop.exchange.rank)
-    return Examination(loop.config, dict(enumerate(groups)))
-
-
-class Examination:
-    """Counts what crosses the groups in one iteration, then ends the job."""
-
-    def __init__(self, config: PierConfig, group_of: Mapping[int, int]) -> None:
-        """Plans the examination of a run without a lazy start, of whose global ranks we know the groups."""
-        self._group_of = group_of
-        self._census = CollectiveCensus()
-        self._looking = contextlib.ExitStack()
-        self._iteration, self._place = examined_iteration(config)
-
-    def iteration_begins(self, iteration: int) -> None:
-        """Called at the beginning of every iteration, 1-based.
-
-        Raises:
-            SystemExit: Once the iteration that was looked at is over, on all ranks.
-        """
-        if iteration == self._iteration:
-            self._looking.enter_context(self._census)
-        elif iteration == self._iteration + 1:
-            self._looking.close()
-            if dist.get_rank() == 0:
-                print("\n".join(self._findings()), flush=True)
-            sys.exit(0)
-
-    def _findings(self) -> list[str]:
-        crossing = self._census.crossing(self._group_of)
-        inside = len(self._census.collectives) - len(crossing)
-        seen = f"iteration {self._iteration}, {self._place}, rank 0: {inside} collectives inside its group, "
-        return [
-            "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
-            "Pier doctor: " + seen + ("and across groups:" if crossing else "none across groups."),
-            *(f"  {line}" for line in table(crossing)),
-        ]
+def _findings(where: str, group_of: Sequence[int]) -> list[str]:
+    crossing = _census.crossing(dict(enumerate(group_of)))
+    inside = len(_census.collectives) - len(crossing)
+    return [
+        "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
+        f"Pier doctor: {where}, rank 0: {inside} collectives inside its group, "
+        + ("and across groups:" if crossing else "none across groups."),
+        *(f"  {line}" for line in table(crossing)),
+    ]
 
 
 def examined_iteration(config: PierConfig) -> tuple[int, str]:

@@ -148,19 +148,16 @@ class OuterLoop:
             state.momentum.zero_()
         self.iteration = self.iteration if iteration is None else iteration
 
-    def settle(self) -> None:
-        """Waits for everything that is on its way between the groups, and applies nothing before its time."""
-        for round_ in self.rounds:
-            round_.settle()
-        self.reports.write_arrived(waits=True)
-
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` goes on from it exactly, given the same parameters and inner state.
+
+        Waits for everything that is on its way between the groups, and applies nothing before its time.
 
         Returns:
             Numbers and tensors by name; the flat buffers are views of the loop's own.
         """
-        self.settle()
+        rounds = [round_.settle() for round_ in self.rounds]
+        self.reports.write_arrived(waits=True)
         for staging in self._stagings:
             staging.synchronize()
         return {
@@ -170,7 +167,7 @@ class OuterLoop:
             "states": [
                 {ANCHOR: state.anchor, MOMENTUM: state.momentum, "residuals": state.residuals()} for state in self.states
             ],
-            "rounds": [round_.settle() for round_ in self.rounds],
+            "rounds": rounds,
             "restarted": dict(self.members.restarted),
             "outliers": self._judge.outliers.state_dict() if self._judge.outliers else {},
         }
