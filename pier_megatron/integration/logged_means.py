@@ -61,23 +61,21 @@ def means(groups: Sequence[GroupLog]) -> Means:
     """Averages over the groups, which may know different losses: one that skipped all iterations has no sums."""
     moved = [group for group in groups if not group.skipped]
     iterations = sum(group.advanced for group in groups) + len(moved)
-    sums = [group.sums for group in groups] + [group.losses for group in moved]
+    losses = _by_name(group.losses for group in moved or groups)
+    sums = _by_name([*(group.sums for group in groups), *(group.losses for group in moved)])
     norms = [group.grad_norm for group in groups if group.grad_norm is not None]
-    losses = [group.losses for group in moved or groups]
     return Means(
-        losses={name: _mean(values[name] for values in losses if name in values) for name in _names(losses)},
-        averages={name: sum(values.get(name, 0.0) for values in sums) / max(1, iterations) for name in _names(sums)},
-        grad_norm=_mean(norms) if norms else None,
+        losses={name: sum(found) / len(found) for name, found in losses.items()},
+        averages={name: sum(found) / max(1, iterations) for name, found in sums.items()},
+        grad_norm=sum(norms) / len(norms) if norms else None,
     )
 
 
-def _names(mappings: Iterable[Mapping[str, float]]) -> list[str]:
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+def _by_name(mappings: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, value in (item for mapping in mappings for item in mapping.items()):
+        found.setdefault(name, []).append(value)
+    return found
 
 
 @current.in_the_local_phase
@@ -127,9 +125,9 @@ def _replace(logged: dict[str, Any], own: GroupLog, everyone: Means) -> None:
     logged["grad_norm"] = everyone.grad_norm
     sums = logged["total_loss_dict"]
     divisor = max(1, own.advanced + (not own.skipped))
+    added = {} if own.skipped else everyone.losses
     for name, average in everyone.averages.items():
-        added = 0.0 if own.skipped else everyone.losses.get(name, 0.0)
-        sums[name] = _tensor([average * divisor - added])
+        sums[name] = _tensor([average * divisor - added.get(name, 0.0)])
     if own.skipped:
         # Megatron counts a skipped iteration as nan if a loss is, and no longer sees the own ones.
         sums[_NAN] = sums.get(_NAN, 0) + _has_nan(own.losses) - _has_nan(everyone.losses)
