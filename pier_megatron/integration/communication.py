@@ -62,7 +62,7 @@ def _process_group_collection(module: Any) -> Any:
 
 
 @current.in_the_local_phase
-def _in_the_group(function: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_the_group(function: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     with confined_to_group(optimizer.model_chunks[0]):
         return function(*args, **kwargs)
 
@@ -76,7 +76,7 @@ def _vote_in_the_group(reduce_any: Callable[..., Any], optimizer: Any, machine: 
 
 
 @current.in_the_local_phase
-def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
     never = {} if optimizer.loop.groups_meet else {"exit_signal_handler": False, "exit_duration_in_mins": None}
     with versions.replaced(versions.megatron_args(), never):
@@ -85,7 +85,7 @@ def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, *args
 
 @current.in_the_local_phase
 def _ask_for_saves_when_together(
-    finalize: Callable[..., Any], optimizer: Any, blocking: bool = False, *args: Any, **kwargs: Any
+    finalize: Callable[..., Any], optimizer: Any, /, blocking: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
     """Asks whether a save in the background has finished only where the groups meet: all ranks must agree on the answer."""
     return finalize(blocking, *args, **kwargs) if optimizer.loop.groups_meet or blocking else None

@@ -24,10 +24,10 @@ def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
     """For what is put around a function of Megatron: calls it in runs with Pier, and the function alone in all others.
 
     Args:
-        around: Called with the function, the optimizer, and the function's arguments.
+        around: Called with the function, the optimizer, and the function's arguments; see :func:`versions.wrap`.
     """
 
-    def choose(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if _optimizer is None else around(function, _optimizer, *args, **kwargs)
 
     return choose
@@ -36,7 +36,7 @@ def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
 def in_the_local_phase(around: Callable[..., Any]) -> Callable[..., Any]:
     """As :func:`in_pier_runs`, but only in iterations of the local phase."""
 
-    def choose(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_local = _optimizer is not None and _optimizer.loop.is_local
         return around(function, _optimizer, *args, **kwargs) if is_local else function(*args, **kwargs)
 

@@ -56,7 +56,7 @@ _census, _looking = CollectiveCensus(), contextlib.ExitStack()
 
 
 @current.in_pier_runs
-def _look_on(train_step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _look_on(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Counts what crosses the groups in one iteration, then ends the job on all ranks."""
     loop = optimizer.loop
     examined, place = examined_iteration(loop.config)

@@ -79,7 +79,7 @@ def _by_name(mappings: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 @current.in_the_local_phase
-def _average_over_groups(training_log: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(training_log).bind(*args, **kwargs)
     is_first = given.arguments.get("is_first_iteration", False)
     if not is_first and optimizer.loop.iteration % versions.megatron_args().log_interval:

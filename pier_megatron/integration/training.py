@@ -31,7 +31,7 @@ def install() -> None:
     versions.require(_TRAINING, "update_train_iters")
 
 
-def _build_optimizer(get_megatron_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     optimizer = get_megatron_optimizer(*args, **kwargs)
     pier = _build(optimizer) if uses_pier(versions.megatron_args()) else None
     current.set_optimizer(pier)
@@ -98,7 +98,7 @@ def _report(report: Any) -> None:
 
 
 @current.in_pier_runs
-def _train_step(train_step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
     if not optimizer.loop.iteration:
@@ -120,7 +120,7 @@ def _train_step(train_step: Callable[..., Any], optimizer: Any, *args: Any, **kw
 
 
 @current.in_pier_runs
-def _skip_iteration(dummy_train_step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _skip_iteration(dummy_train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
     result = dummy_train_step(*args, **kwargs)
@@ -129,7 +129,7 @@ def _skip_iteration(dummy_train_step: Callable[..., Any], optimizer: Any, *args:
 
 
 @current.in_pier_runs
-def _look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Shows the anchor to evaluation where the groups hold different parameters by design."""
     with contextlib.nullcontext() if optimizer.loop.is_synchronised else optimizer.loop.anchor_in_model():
         return evaluate(*args, **kwargs)

@@ -43,7 +43,8 @@ def wrap(module: str, name: str, around: Callable[..., Any]) -> None:
     Args:
         module: Full name of a Megatron module.
         name: As for :func:`require`.
-        around: Called in its place, with the original and then its arguments.
+        around: Called in its place, with the original and then its arguments, whose names must not be those of what comes
+            before them: let that be positional only.
 
     Raises:
         UnsupportedMegatronError: If this Megatron has no such function.

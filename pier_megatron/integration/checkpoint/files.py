@@ -21,7 +21,7 @@ def install() -> None:
 
 @current.in_pier_runs
 def _load_whole_files(
-    load: Callable[..., Any], _: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+    load: Callable[..., Any], _: Any, /, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Looks at a checkpoint's files first: a rank that misses one stops, and the others would wait for it."""
     folder = Path(str(checkpoint_dir))

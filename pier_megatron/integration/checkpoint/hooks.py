@@ -40,7 +40,7 @@ def _place(optimizer: "PierOptimizer") -> Place:
 
 
 @current.in_pier_runs
-def _describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer", *args: Any, **kwargs: Any) -> Any:
+def _describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
     metadata = build_metadata(*args, **kwargs)
     if isinstance(pier.saving, Saving):
         metadata[ENTRY] = pier.saving.description.to_metadata()
@@ -48,7 +48,7 @@ def _describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer",
 
 
 @current.in_pier_runs
-def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", *args: Any, **kwargs: Any) -> Any:
+def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
     scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
     loop = pier.loop
     snapshot, checksums = loop.snapshot(), loop.checksums()
@@ -62,7 +62,7 @@ def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", *args: Any
 
 
 @current.in_pier_runs
-def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", *args: Any, **kwargs: Any) -> Any:
+def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
     loop = pier.loop
     loading = Loading(_place(pier), loop)
     try:

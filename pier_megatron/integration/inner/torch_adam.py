@@ -25,7 +25,7 @@ def _is_torch_adam(optimizer: Any) -> bool:
     return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _with_state(sharded_state_dict: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_state(sharded_state_dict: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     if _is_torch_adam(optimizer):
         inner = optimizer.optimizer
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
