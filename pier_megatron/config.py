@@ -6,92 +6,116 @@ Every check names the flag, its value, the arithmetic and a remedy, because it i
 import dataclasses
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.schedules import PRESETS, Preset, value_at
 
-DEFAULT_SYNC_INTERVAL = 50
-DEFAULT_PRESET = "pier"
-DEFAULT_LAZY_START_FRACTION = 0.1
-DEFAULT_CHUNK_MIB = 16
-EXCHANGE_DTYPES = tuple(CODECS)
-SAVED_INNER_STATES = ("all", "first")
-LOADED_INNER_STATES = ("mean", "first")
-
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
 _LONG_HORIZON = 0.03
 
 
-# Settings whose flags are not called after them.
-_FLAGS = {"train_iters": "--train-iters", "lazy_start": "--pier-lazy-start-iters"}
-
-
 def flag_of(setting: str) -> str:
     """The flag that sets an attribute of :class:`PierConfig`."""
-    return _FLAGS.get(setting, "--pier-" + setting.replace("_", "-"))
+    not_called_after_it = {"train_iters": "--train-iters", "lazy_start": "--pier-lazy-start-iters"}
+    return not_called_after_it.get(setting, "--pier-" + setting.replace("_", "-"))
+
+
+def _setting(default: Any, text: str, metavar: str | None = None, choices: Any = None) -> Any:
+    """A setting with a flag: its default, and what ``--help`` says of it; of the default too, unless its value says it."""
+    told = text if "Default:" in text else f"{text} Default: {default}."
+    return dataclasses.field(default=default, metadata={"help": told, "metavar": metavar, "choices": choices})
 
 
 @dataclasses.dataclass(frozen=True)
 class PierConfig:
     """The hyperparameters of a run with Pier; the symbols are those of arXiv 2511.17849.
 
-    Attributes:
-        train_iters: ``T``, iterations of the whole run.
-        groups: ``G``, number of groups that train apart between outer steps.
-        sync_interval: ``H``, iterations between outer steps.
-        preset: Name of the outer schedule, a key of :data:`pier_megatron.schedules.PRESETS`.
-        lazy_start_fraction: Share of the run that is fully synchronous, rounded to the nearest multiple of ``H``.
-        lazy_start_iters: ``W`` itself, a multiple of ``H``; overrides the fraction.
-        outer_lr: Constant ``eta`` in place of the preset's.
-        outer_momentum: Constant ``mu`` in place of the preset's, momentum warmup included.
-        overlap: Iterations over which an exchange is hidden: its result is applied that much later. 0 waits for it.
-        fragments: ``P``, number of parts that take their outer steps in turn, spread over the sync interval.
-        exchange_dtype: What pseudo-gradients look like on the wire, one of :data:`EXCHANGE_DTYPES`.
-        no_error_feedback: Drop what a low-bit exchange rounds away instead of adding it to the next one.
-        offload: Keep the outer state in host memory.
-        chunk_mib: Size of the pieces in which buffers are exchanged, in MiB of FP32.
-        outlier_zscore: Standard deviations above the mean of its history from which on the norm of a group's
-            pseudo-gradient leaves it out of a round; None for never.
-        save_inner_state: Whose inner state a checkpoint holds, one of :data:`SAVED_INNER_STATES`.
-        load_inner_state: Where a group's inner state comes from if their number has changed, one of
-            :data:`LOADED_INNER_STATES`.
-        override_checkpoint: Go on from a checkpoint of a run with other settings.
-        ranks_per_domain: How many consecutive ranks share a fast network; None for those of a node.
+    ``T`` is ``train_iters``, ``G`` groups, ``H`` the sync interval, ``W`` the lazy start in iterations, ``P`` fragments. Each
+    setting says of itself what it is; the ``--pier-*`` flags and their help are made of that.
 
     Raises:
         PierConfigError: If a value is out of range or the run is too short for its lazy start.
     """
 
     train_iters: int
-    groups: int
-    sync_interval: int = DEFAULT_SYNC_INTERVAL
-    preset: str = DEFAULT_PRESET
-    lazy_start_fraction: float = DEFAULT_LAZY_START_FRACTION
-    lazy_start_iters: int | None = None
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    overlap: int = 0
-    fragments: int = 1
-    exchange_dtype: str = EXCHANGE_DTYPES[0]
-    no_error_feedback: bool = False
-    offload: bool = False
-    chunk_mib: int = DEFAULT_CHUNK_MIB
-    outlier_zscore: float | None = None
-    save_inner_state: str = SAVED_INNER_STATES[0]
-    load_inner_state: str = LOADED_INNER_STATES[0]
-    override_checkpoint: bool = False
-    ranks_per_domain: int | None = None
+    groups: int = _setting(
+        dataclasses.MISSING,
+        "Number of groups that train apart between outer steps; each holds DP / groups model replicas. Default: one per node, "
+        "or per domain of --pier-ranks-per-domain.",
+    )
+    ranks_per_domain: int | None = _setting(
+        None,
+        "Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as 72 "
+        "in an NVL72. Tensor parallelism stays inside. Default: the ranks of a node.",
+        metavar="N",
+    )
+    sync_interval: int = _setting(50, "Iterations between outer steps.")
+    preset: str = _setting("pier", "Schedule of outer momentum and outer learning rate over the run.", choices=tuple(PRESETS))
+    lazy_start_fraction: float = _setting(
+        0.1, "Share of the run, in [0, 1), that starts fully synchronous; rounded to the nearest multiple of the sync interval."
+    )
+    lazy_start_iters: int | None = _setting(
+        None, "The same in iterations, a multiple of the sync interval. Default: from the fraction."
+    )
+    outer_lr: float | None = _setting(
+        None, "Constant outer learning rate (dimensionless) in place of the preset's schedule. Default: the preset's."
+    )
+    outer_momentum: float | None = _setting(
+        None,
+        "Constant outer momentum coefficient, in [0, 1), in place of the preset's schedule, momentum warmup included. "
+        "Default: the preset's.",
+    )
+    overlap: int = _setting(
+        0,
+        "Iterations over which an exchange is hidden behind training; its result is applied that much later, on top of what "
+        "each group has learned meanwhile. Default: 0, wait for it.",
+        metavar="ITERS",
+    )
+    fragments: int = _setting(
+        1,
+        "Number of parts of the parameters that are exchanged in turn, spread over the sync interval, which divides the peak "
+        "bandwidth.",
+    )
+    exchange_dtype: str = _setting(
+        "fp32", "Type of pseudo-gradients on the wire; integers are scaled by blocks.", choices=tuple(CODECS)
+    )
+    no_error_feedback: bool = _setting(
+        False,
+        "Drop what a low-bit exchange rounds away; saves 4 bytes per owned parameter. Default: add it to the next one.",
+    )
+    offload: bool = _setting(
+        False, "Keep the outer state in pinned host memory instead of on the device. Default: on the device."
+    )
+    chunk_mib: int = _setting(16, "Size in MiB, of FP32, of the pieces in which buffers are exchanged and updated.")
+    outlier_zscore: float | None = _setting(
+        None,
+        "Leave a group out of a round if the norm of its pseudo-gradient is more than this many standard deviations above the "
+        "moving mean of its own history. Default: never.",
+        metavar="Z",
+    )
+    save_inner_state: str = _setting(
+        "all",
+        "Whose inner optimizer state a checkpoint holds: that of all groups, which resumes exactly, or of the first only, "
+        "which all groups then go on with.",
+        choices=("all", "first"),
+    )
+    load_inner_state: str = _setting(
+        "mean",
+        "Inner state of a group if their number has changed: the mean over the saved groups that it takes the place of, or "
+        "that of the first saved group.",
+        choices=("mean", "first"),
+    )
+    override_checkpoint: bool = _setting(
+        False, "Go on from a checkpoint of a run with other settings or another group layout. Default: refuse."
+    )
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("preset", PRESETS),
-            ("exchange_dtype", EXCHANGE_DTYPES),
-            ("save_inner_state", SAVED_INNER_STATES),
-            ("load_inner_state", LOADED_INNER_STATES),
-        ):
-            if getattr(self, name) not in choices:
-                raise PierConfigError(f"{flag_of(name)} {getattr(self, name)}: not one of {', '.join(choices)}.")
+        for setting in dataclasses.fields(self):
+            choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
+            if choices and value not in choices:
+                raise PierConfigError(f"{flag_of(setting.name)} {value}: not one of {', '.join(choices)}.")
         for name in ("groups", "sync_interval", "fragments", "chunk_mib", "ranks_per_domain"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -132,11 +156,7 @@ class PierConfig:
             if self.lazy_start_iters < 0:
                 raise PierConfigError(f"{given}: must not be negative.")
             if self.lazy_start_iters % interval:
-                raise PierConfigError(
-                    f"{given} is no multiple of --pier-sync-interval {interval} "
-                    f"({_division(self.lazy_start_iters, interval)}): the momentum warmup ends on a sync iteration. "
-                    f"Use {_neighbours(self.lazy_start_iters, interval)}."
-                )
+                raise _no_multiple(given, self.lazy_start_iters, interval, "the momentum warmup ends on a sync iteration")
         else:
             target = self.lazy_start_fraction * steps
             given = f"--pier-lazy-start-fraction {self.lazy_start_fraction} of --train-iters {steps}"
@@ -247,11 +267,7 @@ class PierConfig:
         return (iteration - self.lazy_start) / self.train_iters, 1 - self.lazy_start / self.train_iters
 
     def check_data_parallel_size(self, data_parallel_size: int, context_parallel_size: int = 1) -> None:
-        """Refuses groups that would not be whole model replicas.
-
-        Args:
-            data_parallel_size: Model replicas, context parallelism not counted.
-            context_parallel_size: Ranks that share a sequence.
+        """Refuses groups that would not be whole model replicas; context parallelism does not count in their number.
 
         Raises:
             PierConfigError: If the replicas do not divide among the groups.
@@ -274,12 +290,8 @@ class PierConfig:
     def check_resumable(self, iteration: int, is_local: bool) -> None:
         """Refuses to fall back into the lazy start: it averages gradients, which groups that have drifted apart do not share.
 
-        Args:
-            iteration: At which the run goes on.
-            is_local: Whether it was in its local phase there.
-
         Raises:
-            PierConfigError: With the lazy start that fits.
+            PierConfigError: If the run was in its local phase at ``iteration``, where it goes on; with what fits.
         """
         if not is_local or not self.is_lazy(iteration + 1):
             return
@@ -292,24 +304,15 @@ class PierConfig:
         )
 
     def check_interval(self, flag: str, interval: int, purpose: str, remedy: str = "") -> None:
-        """Refuses an interval at which the groups would not agree on the parameters.
-
-        Args:
-            flag: The flag that sets the interval.
-            interval: Iterations between two such events.
-            purpose: What happens then, as a noun.
-            remedy: Another way out than to change the interval.
+        """Refuses an interval at which the groups would not agree on the parameters; ``purpose`` is what happens then.
 
         Raises:
             PierConfigError: If the interval is no multiple of the sync interval.
         """
         if interval % self.sync_interval == 0 or interval > self.train_iters:
             return
-        raise PierConfigError(
-            f"{flag} {interval} is no multiple of --pier-sync-interval {self.sync_interval} "
-            f"({_division(interval, self.sync_interval)}): {purpose} would find groups whose parameters have drifted "
-            f"apart. Use {_neighbours(interval, self.sync_interval)}{remedy}."
-        )
+        why = f"{purpose} would find groups whose parameters have drifted apart"
+        raise _no_multiple(f"{flag} {interval}", interval, self.sync_interval, why, remedy)
 
     def warnings(self) -> list[str]:
         """What is allowed but likely to disappoint, one sentence each."""
@@ -336,6 +339,9 @@ def _division(value: int, by: int) -> str:
     return f"{value} = {value // by} x {by} + {value % by}"
 
 
-def _neighbours(value: int, of: int) -> str:
-    lower = value // of * of
-    return f"{lower} or {lower + of}" if lower else f"{of}"
+def _no_multiple(given: str, value: int, interval: int, why: str, remedy: str = "") -> PierConfigError:
+    lower = value // interval * interval
+    return PierConfigError(
+        f"{given} is no multiple of --pier-sync-interval {interval} ({_division(value, interval)}): {why}. "
+        f"Use {f'{lower} or ' if lower else ''}{lower + interval}{remedy}."
+    )

@@ -69,10 +69,9 @@ def train(
         """Outer step of one fragment: Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite."""
         mu, eta = config.momentum_at(exchange.begun), config.learning_rate_at(exchange.begun)
         good = [all(bool(tensor.isfinite().all()) for tensor in theta) for theta in exchange.sent]
+        usable = [theta for theta, counts in zip(exchange.sent, good, strict=True) if counts]
         for i, mask in enumerate(masks[exchange.fragment]):
-            delta = torch.stack(
-                [anchor[i] - theta[i] for theta, counts in zip(exchange.sent, good, strict=True) if counts]
-            ).mean(0)
+            delta = torch.stack([anchor[i] - theta[i] for theta in usable]).mean(0)
             new_momentum = mu * momentum[i] + delta
             new_anchor = anchor[i] - eta * (delta + mu * new_momentum)
             for theta, was in zip(groups, exchange.since, strict=True):

@@ -68,19 +68,12 @@ PRESETS: dict[str, Preset] = {
     "pier": Preset(
         warmup_momentum=0.9,
         momentum=(_constant(0.99, length=0.05), _constant(0.95, length=0.05), _constant(0.90)),
-        learning_rate=(
-            Segment(0.0, 1.0, 0.10, _linear),
-            _constant(1.1, length=0.60),
-            _constant(0.9),
-        ),
+        learning_rate=(Segment(0.0, 1.0, 0.10, _linear), _constant(1.1, length=0.60), _constant(0.9)),
     ),
     "pier-cosine": Preset(
         warmup_momentum=0.9,
         momentum=(Segment(0.99, 0.90, None, _cosine),),
-        learning_rate=(
-            Segment(0.0, 1.1, 0.10, _linear),
-            Segment(1.1, 0.9, None, _cosine),
-        ),
+        learning_rate=(Segment(0.0, 1.1, 0.10, _linear), Segment(1.1, 0.9, None, _cosine)),
     ),
     # Amplifies the mean pseudo-gradient, by eta / (1 - mu), as the inner learning rate falls.
     "pier-rising": Preset(
@@ -89,16 +82,8 @@ PRESETS: dict[str, Preset] = {
         learning_rate=(Segment(1.0, 0.8, None, _linear),),
         longest_horizon=0.4,
     ),
-    "diloco": Preset(
-        warmup_momentum=None,
-        momentum=(_constant(0.9),),
-        learning_rate=(_constant(0.7),),
-    ),
-    "local-sgd": Preset(
-        warmup_momentum=None,
-        momentum=(_constant(0.0),),
-        learning_rate=(_constant(1.0),),
-    ),
+    "diloco": Preset(warmup_momentum=None, momentum=(_constant(0.9),), learning_rate=(_constant(0.7),)),
+    "local-sgd": Preset(warmup_momentum=None, momentum=(_constant(0.0),), learning_rate=(_constant(1.0),)),
 }
 
 

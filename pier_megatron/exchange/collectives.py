@@ -60,8 +60,7 @@ class GroupExchange:
     Attributes:
         size: Number of groups.
         rank: Index of this rank's group.
-        codec: What sums look like on the wire.
-        wire: What they cost.
+        wire: What sums cost.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, codec: Codec = CODECS["fp32"]) -> None:
@@ -118,8 +117,9 @@ class _AllReduce(Sum):
         self._work.wait()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Residual:
-    """Error feedback: what the codec dropped is added to the next vector, so that it is late but never lost.
+    """Error feedback: what the codec dropped is added to the next vector, so that it is late but never lost. At first zero.
 
     Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv 1901.09847.
 
@@ -128,10 +128,8 @@ class Residual:
         reduced: Dropped from the sums that this group computes for all; float32, shape ``[segment_numel(n)]``.
     """
 
-    def __init__(self, sent: Tensor, reduced: Tensor) -> None:
-        """Takes two vectors, zero in the beginning, that live as long as the run."""
-        self.sent = sent
-        self.reduced = reduced
+    sent: Tensor
+    reduced: Tensor
 
 
 class _EncodedSum(Sum):

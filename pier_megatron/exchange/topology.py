@@ -50,11 +50,7 @@ def domain_name(rank: int, node: str, ranks_per_domain: int | None) -> str:
 
 
 class Topology:
-    """The ranks of a run, as every rank knows them.
-
-    Attributes:
-        ranks: All ranks, in order.
-    """
+    """The ranks of a run, in order, as every rank knows them."""
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = list(ranks)
@@ -127,9 +123,6 @@ class Topology:
         """Makes a communicator between the ranks that own the same parameters; called by all ranks.
 
         It is apart from Megatron's so that what crosses the groups never queues behind what stays inside one.
-
-        Args:
-            timeout: Of its collectives; None for PyTorch's default.
 
         Returns:
             The communicator of this rank's peers, or None if there is one group.

@@ -8,32 +8,21 @@ optimizer with one instance per group, which is what Pier is to Megatron.
 import argparse
 import dataclasses
 import os
+import typing
+from collections.abc import Callable
 from typing import Any
 
-from pier_megatron.config import (
-    DEFAULT_CHUNK_MIB,
-    DEFAULT_LAZY_START_FRACTION,
-    DEFAULT_PRESET,
-    DEFAULT_SYNC_INTERVAL,
-    EXCHANGE_DTYPES,
-    LOADED_INNER_STATES,
-    SAVED_INNER_STATES,
-    PierConfig,
-)
+from pier_megatron.config import PierConfig, flag_of
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import refusals, versions
-from pier_megatron.schedules import PRESETS
 
 _PREFIX = "pier_"
 
 
 def install() -> None:
     """Adds the flags to Megatron's parser and the checks to its validation."""
-    versions.wrap("megatron.training.arguments", "add_megatron_arguments", _with_pier_arguments)
-    versions.wrap("megatron.training.arguments", "validate_args", _with_pier_checks)
-    if versions.has("megatron.training.initialize", "validate_args"):
-        # megatron-core 0.17 validates there, and imported the function by name.
-        versions.wrap("megatron.training.initialize", "validate_args", _with_pier_checks)
+    versions.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+    versions.wrap_validation(_validate)
 
 
 def uses_pier(args: argparse.Namespace) -> bool:
@@ -42,10 +31,7 @@ def uses_pier(args: argparse.Namespace) -> bool:
 
 
 def config_from_args(args: argparse.Namespace) -> PierConfig:
-    """Builds the configuration of a run.
-
-    Args:
-        args: Megatron's arguments; ``train_iters`` must be known.
+    """Builds the configuration of a run from Megatron's arguments, of which ``train_iters`` must be known.
 
     Raises:
         PierConfigError: See :class:`PierConfig`.
@@ -61,135 +47,37 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         "pier",
         "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which trains with AdamW inside.",
     )
-    group.add_argument(
-        "--pier-groups",
-        type=int,
-        help="Number of groups that train apart between outer steps; each holds DP / groups model replicas. "
-        "Default: one per node, or per domain of --pier-ranks-per-domain.",
-    )
-    group.add_argument(
-        "--pier-ranks-per-domain",
-        type=int,
-        metavar="N",
-        help="Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as "
-        "72 in an NVL72. Tensor parallelism stays inside. Default: the ranks of a node.",
-    )
-    group.add_argument(
-        "--pier-sync-interval",
-        type=int,
-        help=f"Iterations between outer steps. Default: {DEFAULT_SYNC_INTERVAL}.",
-    )
-    group.add_argument(
-        "--pier-preset",
-        choices=list(PRESETS),
-        help=f"Schedule of outer momentum and outer learning rate over the run. Default: {DEFAULT_PRESET}.",
-    )
     lazy_start = group.add_mutually_exclusive_group()
-    lazy_start.add_argument(
-        "--pier-lazy-start-fraction",
-        type=float,
-        help="Share of the run, in [0, 1), that starts fully synchronous; rounded to the nearest multiple of the sync "
-        f"interval. Default: {DEFAULT_LAZY_START_FRACTION}.",
-    )
-    lazy_start.add_argument(
-        "--pier-lazy-start-iters",
-        type=int,
-        help="The same in iterations, a multiple of the sync interval. Default: from the fraction.",
-    )
-    group.add_argument(
-        "--pier-outer-lr",
-        type=float,
-        help="Constant outer learning rate (dimensionless) in place of the preset's schedule. Default: the preset's.",
-    )
-    group.add_argument(
-        "--pier-outer-momentum",
-        type=float,
-        help="Constant outer momentum coefficient, in [0, 1), in place of the preset's schedule. Default: the preset's.",
-    )
-    group.add_argument(
-        "--pier-overlap",
-        type=int,
-        metavar="ITERS",
-        help="Iterations over which an exchange is hidden behind training; its result is applied that much later, on top of "
-        "what each group has learned meanwhile. Default: 0, wait for it.",
-    )
-    group.add_argument(
-        "--pier-fragments",
-        type=int,
-        help="Number of parts of the parameters that are exchanged in turn, spread over the sync interval, which divides the "
-        "peak bandwidth. Default: 1.",
-    )
-    group.add_argument(
-        "--pier-exchange-dtype",
-        choices=list(EXCHANGE_DTYPES),
-        help="Type of pseudo-gradients on the wire; integers are scaled by blocks. Default: fp32.",
-    )
-    group.add_argument(
-        "--pier-no-error-feedback",
-        action="store_true",
-        default=None,
-        help="Drop what a low-bit exchange rounds away; saves 4 bytes per owned parameter. Default: add it to the next one.",
-    )
-    group.add_argument(
-        "--pier-offload",
-        action="store_true",
-        default=None,
-        help="Keep the outer state in pinned host memory instead of on the device. Default: on the device.",
-    )
-    group.add_argument(
-        "--pier-chunk-mib",
-        type=int,
-        help=f"Size in MiB of the pieces in which buffers are exchanged and updated. Default: {DEFAULT_CHUNK_MIB}.",
-    )
-    group.add_argument(
-        "--pier-outlier-zscore",
-        type=float,
-        metavar="Z",
-        help="Leave a group out of a round if the norm of its pseudo-gradient is more than this many standard deviations above "
-        "the moving mean of its own history. Default: never.",
-    )
-    group.add_argument(
-        "--pier-save-inner-state",
-        choices=list(SAVED_INNER_STATES),
-        help="Whose inner optimizer state a checkpoint holds: that of all groups, which resumes exactly, or of the first only, "
-        "which all groups then go on with. Default: all.",
-    )
-    group.add_argument(
-        "--pier-load-inner-state",
-        choices=list(LOADED_INNER_STATES),
-        help="Inner state of a group if their number has changed: the mean over the saved groups that it takes the place of, "
-        "or that of the first saved group. Default: mean.",
-    )
-    group.add_argument(
-        "--pier-override-checkpoint",
-        action="store_true",
-        default=None,
-        help="Go on from a checkpoint of a run with other settings or another group layout. Default: refuse.",
-    )
+    for setting in dataclasses.fields(PierConfig):
+        if not setting.metadata:
+            continue
+        # Of "int | None" the first.
+        kind = next(iter(typing.get_args(setting.type)), setting.type)
+        switch = {"action": "store_true", "help": setting.metadata["help"]}
+        options = switch if kind is bool else {"type": kind, **setting.metadata}
+        where = lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group
+        where.add_argument(flag_of(setting.name), default=None, **options)
 
 
-def _with_pier_arguments(add_megatron_arguments: Any) -> Any:
-    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_megatron_arguments(parser)
-        add_pier_arguments(parser)
-        optimizer = next(action for action in parser._actions if action.dest == "optimizer")
-        optimizer.choices = [*(optimizer.choices or ()), "pier"]
-        _make_help_printable(parser)
-        parse = parser.parse_known_args
+def _add_arguments(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = add_megatron_arguments(parser)
+    add_pier_arguments(parser)
+    optimizer = next(action for action in parser._actions if action.dest == "optimizer")
+    optimizer.choices = [*(optimizer.choices or ()), "pier"]
+    _make_help_printable(parser)
+    parse = parser.parse_known_args
 
-        def parse_known_args(*args: Any, **kwargs: Any) -> Any:
-            namespace, unknown = parse(*args, **kwargs)
-            try:
-                _translate(namespace)
-            except PierConfigError as error:
-                parser.error(str(error))
-            return namespace, unknown
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = parse(*args, **kwargs)
+        try:
+            _translate(namespace)
+        except PierConfigError as error:
+            parser.error(str(error))
+        return namespace, unknown
 
-        # parse_args calls parse_known_args, so this is the one place behind both.
-        parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
-        return parser
-
-    return add_arguments
+    # parse_args calls parse_known_args, so this is the one place behind both.
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    return parser
 
 
 def _make_help_printable(parser: argparse.ArgumentParser) -> None:
@@ -257,17 +145,14 @@ def _number_of_nodes() -> int:
     )
 
 
-def _with_pier_checks(validate_args: Any) -> Any:
-    def validate(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-        if uses_pier(args):
-            # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
-            refusals.refuse_what_cannot_work(args)
-        result = validate_args(args, *rest, **kwargs)
-        if uses_pier(args):
-            check_arguments(args)
-        return result
-
-    return validate
+def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    if uses_pier(args):
+        # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
+        refusals.refuse_what_cannot_work(args)
+    result = validate_args(args, *rest, **kwargs)
+    if uses_pier(args):
+        check_arguments(args)
+    return result
 
 
 def settle_iterations(args: argparse.Namespace) -> None:

@@ -56,11 +56,7 @@ class CollectiveCensus(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def crossing(self, group_of: Mapping[int, int]) -> list[Collective]:
-        """Those whose ranks belong to more than one group.
-
-        Args:
-            group_of: Group of each global rank.
-        """
+        """Those whose ranks belong to more than one group, given the group of each global rank."""
         return [found for found in self.collectives if len({group_of[rank] for rank in found.ranks}) > 1]
 
 

@@ -23,11 +23,10 @@ _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
 
 
 def install() -> None:
-    """Confines Megatron's own collectives. A run without ``--optimizer pier`` passes through unchanged."""
-    rerun_state_machine = versions.require("megatron.core.rerun_state_machine", "RerunStateMachine")
-    versions.wrap_method(rerun_state_machine, "_reduce_any", _voting_in_the_group)
-    versions.wrap(_TRAINING, "checkpoint_and_decide_exit", _asking_to_exit_when_together)
-    versions.wrap(_TRAINING, "maybe_finalize_async_save", _asking_for_saves_when_together)
+    """Confines Megatron's own collectives."""
+    versions.wrap("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", _vote_in_the_group)
+    versions.wrap(_TRAINING, "checkpoint_and_decide_exit", _ask_to_exit_when_together)
+    versions.wrap(_TRAINING, "maybe_finalize_async_save", _ask_for_saves_when_together)
     versions.wrap(_TRAINING, "calc_params_l2_norm", _in_the_group)
 
 
@@ -62,50 +61,31 @@ def _process_group_collection(module: Any) -> Any:
     return getattr(module, "pg_collection", None)
 
 
-def _in_the_group(function: Callable[..., Any]) -> Callable[..., Any]:
-    def confined(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.local_optimizer()
-        with confined_to_group(optimizer.model_chunks[0]) if optimizer else contextlib.nullcontext():
-            return function(*args, **kwargs)
-
-    return confined
+@current.in_the_local_phase
+def _in_the_group(function: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    with confined_to_group(optimizer.model_chunks[0]):
+        return function(*args, **kwargs)
 
 
-def _voting_in_the_group(reduce_any: Callable[..., Any]) -> Callable[..., Any]:
+@current.in_the_local_phase
+def _vote_in_the_group(reduce_any: Callable[..., Any], optimizer: Any, machine: Any, value: bool | list[bool]) -> Any:
     """Asks only the own group whether an iteration has to be run again: the others train on other parameters."""
-
-    def vote(machine: Any, value: bool | list[bool]) -> Any:
-        optimizer = current.local_optimizer()
-        if optimizer is None:
-            return reduce_any(machine, value)
-        votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
-        dist.all_reduce(votes, group=optimizer.get_grad_stats_parallel_group())
-        return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)
-
-    return vote
+    votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(votes, group=optimizer.get_grad_stats_parallel_group())
+    return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)
 
 
-def _asking_to_exit_when_together(checkpoint_and_decide_exit: Callable[..., Any]) -> Callable[..., Any]:
+@current.in_the_local_phase
+def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
-
-    def decide(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.local_optimizer()
-        if optimizer is None or optimizer.loop.groups_meet:
-            return checkpoint_and_decide_exit(*args, **kwargs)
-        with versions.replaced(versions.megatron_args(), {"exit_signal_handler": False, "exit_duration_in_mins": None}):
-            return checkpoint_and_decide_exit(*args, **kwargs)
-
-    return decide
+    never = {} if optimizer.loop.groups_meet else {"exit_signal_handler": False, "exit_duration_in_mins": None}
+    with versions.replaced(versions.megatron_args(), never):
+        return decide(*args, **kwargs)
 
 
-def _asking_for_saves_when_together(maybe_finalize_async_save: Callable[..., Any]) -> Callable[..., Any]:
+@current.in_the_local_phase
+def _ask_for_saves_when_together(
+    finalize: Callable[..., Any], optimizer: Any, /, blocking: bool = False, *args: Any, **kwargs: Any
+) -> Any:
     """Asks whether a save in the background has finished only where the groups meet: all ranks must agree on the answer."""
-
-    def finalize(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.local_optimizer()
-        blocking = kwargs.get("blocking", args[0] if args else False)
-        if optimizer is None or optimizer.loop.groups_meet or blocking:
-            return maybe_finalize_async_save(*args, **kwargs)
-        return None
-
-    return finalize
+    return finalize(blocking, *args, **kwargs) if optimizer.loop.groups_meet or blocking else None

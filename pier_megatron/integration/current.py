@@ -1,6 +1,7 @@
 """The optimizer of the training under way, for seams that Megatron gives no optimizer to."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
@@ -14,11 +15,29 @@ def set_optimizer(optimizer: "PierOptimizer | None") -> None:
     _optimizer = optimizer
 
 
-def local_optimizer() -> "PierOptimizer | None":
-    """The optimizer, if this iteration belongs to its local phase; None in the lazy start and in runs without Pier."""
-    return _optimizer if _optimizer is not None and _optimizer.loop.is_local else None
-
-
 def pier_optimizer() -> "PierOptimizer | None":
     """The optimizer, or None in runs without Pier."""
     return _optimizer
+
+
+def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
+    """For what is put around a function of Megatron: calls it in runs with Pier, and the function alone in all others.
+
+    Args:
+        around: Called with the function, the optimizer, and the function's arguments; see :func:`versions.wrap`.
+    """
+
+    def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if _optimizer is None else around(function, _optimizer, *args, **kwargs)
+
+    return choose
+
+
+def in_the_local_phase(around: Callable[..., Any]) -> Callable[..., Any]:
+    """As :func:`in_pier_runs`, but only in iterations of the local phase."""
+
+    def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        is_local = _optimizer is not None and _optimizer.loop.is_local
+        return around(function, _optimizer, *args, **kwargs) if is_local else function(*args, **kwargs)
+
+    return choose

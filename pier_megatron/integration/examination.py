@@ -7,7 +7,7 @@ its data set is made where the job itself would make it.
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -41,79 +41,46 @@ _CONFINED: Mapping[str, Any] = {
 
 def install() -> None:
     """Confines the training of this process, and ends it when one iteration has been looked at; to be installed last."""
-    versions.wrap("megatron.training.arguments", "validate_args", _confining)
-    if versions.has("megatron.training.initialize", "validate_args"):
-        # megatron-core 0.17 validates there, and imported the function by name.
-        versions.wrap("megatron.training.initialize", "validate_args", _confining)
+    versions.wrap_validation(_confine)
     # It parses the command line once more for itself, and writes into the folder of --save.
-    versions.wrap("megatron.training.ft_integration", "setup", lambda setup: lambda: None)
-    versions.wrap("megatron.training.training", "train_step", _looking_on)
+    versions.wrap("megatron.training.ft_integration", "setup", lambda setup: None)
+    versions.wrap("megatron.training.training", "train_step", _look_on)
 
 
-def _confining(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-    def validate(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-        vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})
-        return validate_args(args, *rest, **kwargs)
-
-    return validate
+def _confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})
+    return validate_args(args, *rest, **kwargs)
 
 
-def _looking_on(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    examination: Examination | None = None
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal examination
-        optimizer = current.pier_optimizer()
-        if optimizer is None:
-            return train_step(*args, **kwargs)
-        if examination is None:
-            groups: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(groups, optimizer.loop.exchange.rank)
-            examination = Examination(optimizer.loop.config, dict(enumerate(groups)))
-        examination.iteration_begins(optimizer.loop.iteration + 1)
-        return train_step(*args, **kwargs)
-
-    return step
+_census, _looking = CollectiveCensus(), contextlib.ExitStack()
 
 
-class Examination:
-    """Counts what crosses the groups in one iteration, then ends the job."""
+@current.in_pier_runs
+def _look_on(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Counts what crosses the groups in one iteration, then ends the job on all ranks."""
+    loop = optimizer.loop
+    examined, place = examined_iteration(loop.config)
+    if loop.iteration + 1 == examined:
+        _looking.enter_context(_census)
+    elif loop.iteration == examined:
+        _looking.close()
+        group_of: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(group_of, loop.exchange.rank)
+        if dist.get_rank() == 0:
+            print("\n".join(_findings(f"iteration {examined}, {place}", group_of)), flush=True)
+        sys.exit(0)
+    return train_step(*args, **kwargs)
 
-    def __init__(self, config: PierConfig, group_of: Mapping[int, int]) -> None:
-        """Plans the examination.
 
-        Args:
-            config: Of the run, which has no lazy start.
-            group_of: Group of each global rank.
-        """
-        self._group_of = group_of
-        self._census = CollectiveCensus()
-        self._looking = contextlib.ExitStack()
-        self._iteration, self._place = examined_iteration(config)
-
-    def iteration_begins(self, iteration: int) -> None:
-        """Called at the beginning of every iteration, 1-based.
-
-        Raises:
-            SystemExit: Once the iteration that was looked at is over, on all ranks.
-        """
-        if iteration == self._iteration:
-            self._looking.enter_context(self._census)
-        elif iteration == self._iteration + 1:
-            self._looking.close()
-            if dist.get_rank() == 0:
-                print("\n".join(self._findings()), flush=True)
-            sys.exit(0)
-
-    def _findings(self) -> list[str]:
-        crossing = self._census.crossing(self._group_of)
-        inside = len(self._census.collectives) - len(crossing)
-        seen = f"iteration {self._iteration}, {self._place}, rank 0: {inside} collectives inside its group, "
-        return [
-            "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
-            "Pier doctor: " + seen + ("and across groups:" if crossing else "none across groups."),
-            *(f"  {line}" for line in table(crossing)),
-        ]
+def _findings(where: str, group_of: Sequence[int]) -> list[str]:
+    crossing = _census.crossing(dict(enumerate(group_of)))
+    inside = len(_census.collectives) - len(crossing)
+    return [
+        "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
+        f"Pier doctor: {where}, rank 0: {inside} collectives inside its group, "
+        + ("and across groups:" if crossing else "none across groups."),
+        *(f"  {line}" for line in table(crossing)),
+    ]
 
 
 def examined_iteration(config: PierConfig) -> tuple[int, str]:

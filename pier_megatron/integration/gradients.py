@@ -5,7 +5,7 @@ instances. With one instance in the configuration it leaves the second out and t
 parallelism, so the phases of Pier are a value in Megatron's own configuration and nothing is replaced.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -16,15 +16,15 @@ class GradientAveraging:
     """
 
     def __init__(self, model_chunks: Sequence[Any], groups: int) -> None:
-        """Takes hold of a model as Megatron built it, averaging over all groups.
-
-        Args:
-            model_chunks: The ``DistributedDataParallel`` chunks on this rank.
-            groups: Number of groups, ``--num-distributed-optimizer-instances``.
-        """
+        """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them, averaging over all groups."""
         self._groups = groups
         self._configs = {id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values()
-        self._scaling = [(bucket, bucket.gradient_scaling_factor) for bucket in _buckets(model_chunks)]
+        self._scaling = [
+            (bucket, bucket.gradient_scaling_factor)
+            for chunk in model_chunks
+            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            for bucket in bucket_group.buckets
+        ]
         # Megatron scales gradients by 1 / data-parallel size before it sums them. It does not where it divides by the
         # number of tokens (of the group, see communication.confined_to_group) or lets the collective average.
         chunk = model_chunks[0]
@@ -43,9 +43,3 @@ class GradientAveraging:
             config.num_distributed_optimizer_instances = instances
         for bucket, factor in self._scaling:
             bucket.gradient_scaling_factor = factor * scale
-
-
-def _buckets(model_chunks: Sequence[Any]) -> Iterator[Any]:
-    for chunk in model_chunks:
-        for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            yield from bucket_group.buckets

@@ -19,8 +19,8 @@ _ADVANCED, _NAN = "advanced iterations", "nan iterations"
 
 
 def install() -> None:
-    """Averages what is logged. A run without ``--optimizer pier`` passes through unchanged."""
-    versions.wrap(_TRAINING, "training_log", _averaging_over_groups)
+    """Averages what is logged."""
+    versions.wrap(_TRAINING, "training_log", _average_over_groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,55 +61,45 @@ def means(groups: Sequence[GroupLog]) -> Means:
     """Averages over the groups, which may know different losses: one that skipped all iterations has no sums."""
     moved = [group for group in groups if not group.skipped]
     iterations = sum(group.advanced for group in groups) + len(moved)
-    sums = [group.sums for group in groups] + [group.losses for group in moved]
+    losses = _by_name(group.losses for group in moved or groups)
+    sums = _by_name([*(group.sums for group in groups), *(group.losses for group in moved)])
     norms = [group.grad_norm for group in groups if group.grad_norm is not None]
-    losses = [group.losses for group in moved or groups]
     return Means(
-        losses={name: _mean(values[name] for values in losses if name in values) for name in _names(losses)},
-        averages={name: sum(values.get(name, 0.0) for values in sums) / max(1, iterations) for name in _names(sums)},
-        grad_norm=_mean(norms) if norms else None,
+        losses={name: sum(found) / len(found) for name, found in losses.items()},
+        averages={name: sum(found) / max(1, iterations) for name, found in sums.items()},
+        grad_norm=sum(norms) / len(norms) if norms else None,
     )
 
 
-def _names(mappings: Iterable[Mapping[str, float]]) -> list[str]:
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+def _by_name(mappings: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, value in (item for mapping in mappings for item in mapping.items()):
+        found.setdefault(name, []).append(value)
+    return found
 
 
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
-
-
-def _averaging_over_groups(training_log: Any) -> Any:
-    signature = inspect.signature(training_log)
-
-    def log(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.local_optimizer()
-        if optimizer is None:
+@current.in_the_local_phase
+def _average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(training_log).bind(*args, **kwargs)
+    is_first = given.arguments.get("is_first_iteration", False)
+    if not is_first and optimizer.loop.iteration % versions.megatron_args().log_interval:
+        # Some statistics, those of experts among them, are reduced here in every iteration.
+        with confined_to_group(optimizer.model_chunks[0]):
             return training_log(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        is_first = given.arguments.get("is_first_iteration", False)
-        if not is_first and optimizer.loop.iteration % versions.megatron_args().log_interval:
-            # Some statistics, those of experts among them, are reduced here in every iteration.
-            with confined_to_group(optimizer.model_chunks[0]):
-                return training_log(*given.args, **given.kwargs)
-        group = versions.require("megatron.core", "parallel_state").get_inter_distributed_optimizer_instance_group(
-            check_initialized=False
-        )
-        if group is None:
-            return training_log(*given.args, **given.kwargs)
-        own = _of_own_group(given.arguments)
-        everyone: list[Any] = [None] * group.size()
-        # As objects: the groups need not know the same names, and a collective of another length in one of them would hang.
-        dist.all_gather_object(everyone, own, group=group)
-        _replace(given.arguments, own, means(everyone))
-        result = training_log(*given.args, **given.kwargs)
-        if is_first:
-            # Megatron goes on summing up from here.
-            _restore_sums(given.arguments["total_loss_dict"], own)
-        return result
-
-    return log
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    if group is None:
+        return training_log(*args, **kwargs)
+    own = _of_own_group(given.arguments)
+    everyone: list[Any] = [None] * group.size()
+    # As objects: the groups need not know the same names, and a collective of another length in one of them would hang.
+    dist.all_gather_object(everyone, own, group=group)
+    _replace(given.arguments, own, means(everyone))
+    result = training_log(*given.args, **given.kwargs)
+    if is_first:
+        # Megatron goes on summing up from here.
+        _restore_sums(given.arguments["total_loss_dict"], own)
+    return result
 
 
 def _of_own_group(logged: Mapping[str, Any]) -> GroupLog:
@@ -135,9 +125,9 @@ def _replace(logged: dict[str, Any], own: GroupLog, everyone: Means) -> None:
     logged["grad_norm"] = everyone.grad_norm
     sums = logged["total_loss_dict"]
     divisor = max(1, own.advanced + (not own.skipped))
+    added = {} if own.skipped else everyone.losses
     for name, average in everyone.averages.items():
-        added = 0.0 if own.skipped else everyone.losses.get(name, 0.0)
-        sums[name] = _tensor([average * divisor - added])
+        sums[name] = _tensor([average * divisor - added.get(name, 0.0)])
     if own.skipped:
         # Megatron counts a skipped iteration as nan if a loss is, and no longer sees the own ones.
         sums[_NAN] = sums.get(_NAN, 0) + _has_nan(own.losses) - _has_nan(everyone.losses)

@@ -41,12 +41,7 @@ class PierOptimizer(ChainedOptimizer):
     """
 
     def __init__(self, optimizer: ChainedOptimizer, loop: OuterLoop) -> None:
-        """Takes over an optimizer that has not stepped yet.
-
-        Args:
-            optimizer: What Megatron built: distributed optimizers with as many instances as there are groups.
-            loop: Over the main parameters of these optimizers.
-        """
+        """Takes over what Megatron built: distributed optimizers that have not stepped, with an instance for each group."""
         super().__init__(optimizer.chained_optimizers)
         self.loop = loop
         self.saving: Completion | None = None
@@ -54,11 +49,7 @@ class PierOptimizer(ChainedOptimizer):
         self._gradients = GradientAveraging(self.model_chunks, loop.config.groups)
 
     def begin_iteration(self, iteration: int) -> None:
-        """Sets the clock and the averaging domain of the gradients, before the first micro-batch.
-
-        Args:
-            iteration: The iteration that begins, 1-based.
-        """
+        """Sets the clock (1-based) and the averaging domain of the gradients, before the first micro-batch."""
         self.loop.begin_iteration(iteration)
         if self.loop.is_local:
             self._gradients.over_own_group()

@@ -7,7 +7,7 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,12 +69,25 @@ def _parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> t
         "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
     }
     output = io.StringIO()
-    with _in_the_job(environment, list(argv)):
+    unknown: list[str] = []
+    parse_known_args = argparse.ArgumentParser.parse_known_args
+
+    def listening(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        # What Megatron's parse_args would leave out.
+        namespace, unknown[:] = parse_known_args(parser, *args, **kwargs)
+        return namespace, unknown
+
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "argv", list(argv)),
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", listening),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
         try:
-            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                args, unknown = _parse()
-                versions.require(_ARGUMENTS, "validate_args")(args)
-                _settle_iterations(args)
+            args = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
+            versions.require(_ARGUMENTS, "validate_args")(args)
+            _settle_iterations(args)
         except PierConfigError:
             raise
         except SystemExit:
@@ -98,49 +111,28 @@ def _settle_iterations(args: argparse.Namespace) -> None:
         versions.require(_BATCHES, "unset_num_microbatches_calculator")()
 
 
-def _parse() -> tuple[argparse.Namespace, list[str]]:
-    """Megatron's ``parse_args``, and what it would leave out."""
-    unknown: list[str] = []
-    original = argparse.ArgumentParser.parse_known_args
-
-    def listening(parser: Any, *args: Any, **kwargs: Any) -> Any:
-        namespace, rest = original(parser, *args, **kwargs)
-        unknown[:] = rest
-        return namespace, rest
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", listening):
-        args: argparse.Namespace = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
-    return args, unknown
-
-
-@contextlib.contextmanager
-def _in_the_job(environment: Mapping[str, str], argv: list[str]) -> Iterator[None]:
-    with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", argv):
-        yield
-
-
 def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
-    """Parameters of the fullest tensor- and pipeline-parallel shard of a model, by Megatron's own estimate.
+    """Parameters of the fullest tensor- and pipeline-parallel shard of a validated job's model, by Megatron's own estimate.
 
-    Args:
-        args: Megatron's, parsed and validated.
-
-    Returns:
-        Their number, or None if it hangs on the tokenizer, which has not been loaded.
+    None if their number hangs on the tokenizer, which has not been loaded.
     """
     sized = _with_vocabulary(args)
     if sized is None:
         return None
     estimate = versions.require(_MEMORY, "compute_weight_and_optimizer_memory")
     # Without the distributed optimizer the estimate is 18 bytes for each parameter, whatever else is set.
-    parameters: int = round(estimate(argparse.Namespace(**vars(sized) | {"use_distributed_optimizer": False})) / 18)
+    parameters: int = round(estimate(_with(sized, use_distributed_optimizer=False)) / 18)
     return parameters
+
+
+def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | changes)
 
 
 def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:
     """The arguments as they are once the tokenizer is built, as far as its size is given."""
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    return None if vocabulary is None else argparse.Namespace(**vars(args) | {"padded_vocab_size": vocabulary})
+    return None if vocabulary is None else _with(args, padded_vocab_size=vocabulary)
 
 
 def operations(args: argparse.Namespace) -> float | None:
@@ -157,26 +149,17 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes."""
     sized = _with_vocabulary(args) or args
     # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
-    sizes = argparse.Namespace(**vars(sized) | {"data_parallel_size": args.data_parallel_size // args.pier_groups})
+    sizes = _with(sized, data_parallel_size=args.data_parallel_size // args.pier_groups)
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
     return {
         "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
-        "activations, without recomputation": versions.require(_MEMORY, "compute_activation_memory_without_sp")(
-            sized, microbatches
-        ),
+        "activations, without recomputation": activations(sized, microbatches),
     }
 
 
 def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_group: int) -> str | None:
-    """Looks at the checkpoint that a job would load.
-
-    Args:
-        args: Megatron's, parsed and validated.
-        config: Of the job.
-        ranks_in_group: Its ranks in a group.
-
-    Returns:
-        What it is, or None if there is none to load.
+    """Looks at the checkpoint that a validated job would load, and says what it is; None if there is none.
 
     Raises:
         PierConfigError: If the job would refuse it, or files of it are damaged.
@@ -198,12 +181,7 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
 
 
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
-    """Where the ranks of a job will stand, if the launcher numbers them node by node.
-
-    Args:
-        args: Megatron's, parsed and validated.
-        ranks_per_node: Processes on each node.
-    """
+    """Where the ranks of a validated job will stand, if the launcher numbers them node by node."""
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
     generator = versions.require("megatron.core.parallel_state", "RankGenerator")(
         tp=args.tensor_model_parallel_size,

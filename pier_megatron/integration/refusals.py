@@ -6,51 +6,29 @@ from typing import Any
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 
-# What cannot work, with the reason: (attribute of Megatron's arguments, why). An attribute that a release does not have
-# is not set; every other value that is neither None, False nor 0 is refused.
-_REFUSED = (
-    (
-        "use_megatron_fsdp",
-        "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards",
-    ),
-    (
-        "use_torch_fsdp2",
-        "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards",
-    ),
-    ("use_layer_wise_distributed_optimizer", "the layer-wise optimizer has no instances that could become groups"),
-    (
-        "use_precision_aware_optimizer",
-        "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer step cannot reach them",
-    ),
-    ("optimizer_cpu_offload", "it keeps the FP32 main parameters in an optimizer of its own on the host"),
-    ("optimizer_cuda_graph", "the outer step would be captured into the graph and replayed at every iteration"),
-    (
-        "fp8_param_gather",
-        "FP8 parameters are quantised from the main parameters by a step that outer steps do not repeat",
-    ),
-    (
-        "fp4_param_gather",
-        "FP4 parameters are quantised from the main parameters by a step that outer steps do not repeat",
-    ),
-    (
-        "hybrid_context_parallel",
-        "it moves data between all data-parallel ranks in every iteration, hence across groups",
-    ),
-    ("moe_router_enable_expert_bias", "it counts tokens over all groups in every iteration"),
-    ("moe_expert_rank_capacity_factor", "it asks all ranks for overflows in every iteration"),
-    ("dsa_indexer_loss_coeff", "its loss is averaged over all groups in every iteration"),
-    (
-        "ckpt_assume_constant_structure",
-        "what a checkpoint holds depends on the phase and on whether the groups have just met",
-    ),
-    ("perform_rl_step", "reinforcement learning swaps the parameters outside the optimizer"),
-    ("data_parallel_random_init", "groups must start from identical weights"),
-    (
-        "save_wgrads_interval",
-        "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
-    ),
-)
-
+# What cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is not set;
+# every other value that is neither None, False nor 0 is refused.
+_FSDP = "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards"
+_QUANTISED = "parameters are quantised from the main parameters by a step that outer steps do not repeat"
+_REFUSED = {
+    "use_megatron_fsdp": _FSDP,
+    "use_torch_fsdp2": _FSDP,
+    "use_layer_wise_distributed_optimizer": "the layer-wise optimizer has no instances that could become groups",
+    "use_precision_aware_optimizer": "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer "
+    "step cannot reach them",
+    "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
+    "optimizer_cuda_graph": "the outer step would be captured into the graph and replayed at every iteration",
+    "fp8_param_gather": f"FP8 {_QUANTISED}",
+    "fp4_param_gather": f"FP4 {_QUANTISED}",
+    "hybrid_context_parallel": "it moves data between all data-parallel ranks in every iteration, hence across groups",
+    "moe_router_enable_expert_bias": "it counts tokens over all groups in every iteration",
+    "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
+    "dsa_indexer_loss_coeff": "its loss is averaged over all groups in every iteration",
+    "ckpt_assume_constant_structure": "what a checkpoint holds depends on the phase and on whether the groups have just met",
+    "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
+    "data_parallel_random_init": "groups must start from identical weights",
+    "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
+}
 
 # What all ranks do together every so many iterations, hence only where the groups meet.
 _MEETINGS = {
@@ -68,7 +46,7 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag and the reason.
     """
-    for name, reason in _REFUSED:
+    for name, reason in _REFUSED.items():
         if getattr(args, name, None):
             raise PierConfigError(f"{flag(name)} cannot be used with --optimizer pier: {reason}.")
     if getattr(args, "non_persistent_ckpt_type", None) == "local":
@@ -78,9 +56,9 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
         )
     if getattr(args, "ckpt_convert_format", None) not in (None, "torch_dist"):
         raise PierConfigError(
-            f"--ckpt-convert-format {args.ckpt_convert_format} cannot be used with --optimizer pier: it stores the model of one "
-            "group with the optimizer state of another. Convert with --optimizer adam --use-distributed-optimizer, which reads "
-            "the weights that all groups agree on and the inner state of group 0."
+            f"--ckpt-convert-format {args.ckpt_convert_format} cannot be used with --optimizer pier: it stores the model of "
+            "one group with the optimizer state of another. Convert with --optimizer adam --use-distributed-optimizer, which "
+            "reads the weights that all groups agree on and the inner state of group 0."
         )
     if any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES):
         raise PierConfigError(
@@ -121,11 +99,10 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
                 "with the optimizer state of another. Use --ckpt-format torch_dist."
             )
         if config.save_inner_state == "first":
+            remedy = ", or use --pier-save-inner-state all"
             for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
                 if getattr(args, name, None):
-                    config.check_interval(
-                        flag(name), getattr(args, name), "saving the first group only", ", or use --pier-save-inner-state all"
-                    )
+                    config.check_interval(flag(name), getattr(args, name), "saving the first group only", remedy)
     for name, purpose in _MEETINGS.items():
         if getattr(args, name, None):
             config.check_interval(flag(name), getattr(args, name), purpose)
@@ -137,11 +114,8 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
 
 
 def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> None:
-    tensor, expert, pipeline = (
-        args.expert_tensor_parallel_size,
-        args.expert_model_parallel_size,
-        args.pipeline_model_parallel_size,
-    )
+    tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
+    pipeline = args.pipeline_model_parallel_size
     replicas = args.world_size // (tensor * expert * pipeline)
     if replicas % groups:
         raise PierConfigError(

@@ -18,17 +18,11 @@ def register() -> None:
     if _registered:
         return
     from pier_megatron.integration import arguments, communication, examination, logged_means, training
-    from pier_megatron.integration.checkpoint import files as checkpoint_files
-    from pier_megatron.integration.checkpoint import hooks as checkpointing
+    from pier_megatron.integration.checkpoint import files, hooks
     from pier_megatron.integration.inner import torch_adam
 
-    arguments.install()
-    communication.install()
-    torch_adam.install()
-    checkpoint_files.install()
-    checkpointing.install()
-    training.install()
-    logged_means.install()
+    for seam in (arguments, communication, torch_adam, files, hooks, training, logged_means):
+        seam.install()
     if examination.VARIABLE in os.environ:
         examination.install()
     _registered = True

@@ -14,10 +14,9 @@ from pier_megatron.outer import GroupExchange
 def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExchange, device: torch.device) -> None:
     """Refuses groups whose next micro-batch is the same; called by all ranks, before their first iteration.
 
-    The micro-batch is looked at and put back.
-
     Args:
-        data_iterator: Megatron's, one for each model chunk where there are several; None on ranks that read nothing.
+        data_iterator: Megatron's, one for each model chunk where there are several; None on ranks that read nothing. The
+            micro-batch is looked at and put back.
         exchange: Collectives between the groups.
         device: For these collectives.
 
@@ -71,9 +70,7 @@ def _peek(iterator: Any) -> Any:
 def _fingerprint(batch: Any) -> int | None:
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not tensors:
-        return None
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), checksum)
-    return checksum
+    return checksum if tensors else None

@@ -50,7 +50,7 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
     """Refuses to keep more in host memory than a node has; before any of its ranks takes its share.
 
     Args:
-        config: Of the run.
+        config: Says whether at all.
         numels: Parameters that this rank owns, for each optimizer that owns some of them.
         ranks_on_node: Processes on this node, each of which needs as much.
         is_pinned: Whether the memory will be pinned, for a device to copy to.
@@ -121,12 +121,7 @@ def bytes_of_chunk(config: PierConfig, numel: int) -> int:
 
 
 def chunks_at_once(config: PierConfig, in_fragments: Sequence[int]) -> int:
-    """Most chunks that a rank works on at a time.
-
-    Args:
-        config: Of the run.
-        in_fragments: Number of chunks in each fragment.
-    """
+    """Most chunks that a rank works on at a time; ``in_fragments`` is the number of chunks in each fragment."""
     # Beside those on their way: one in hand, one staged ahead.
     at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
     if not config.overlap:

@@ -1,9 +1,10 @@
 """Megatron's training loop: where the optimizer is built, where an iteration begins, what evaluation looks at."""
 
+import contextlib
 import copy
 import datetime
-import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,25 +23,19 @@ _TRAINING = "megatron.training.training"
 
 
 def install() -> None:
-    """Hooks Pier into the loop. A run without ``--optimizer pier`` passes through unchanged."""
-    versions.wrap(_TRAINING, "get_megatron_optimizer", _building_pier)
-    versions.wrap(_TRAINING, "train_step", _beginning_iterations)
-    versions.wrap(_TRAINING, "dummy_train_step", _counting_skipped_iterations)
-    versions.wrap(_TRAINING, "evaluate_and_print_results", _looking_at_what_groups_agree_on)
+    """Hooks Pier into the loop."""
+    versions.wrap(_TRAINING, "get_megatron_optimizer", _build_optimizer)
+    versions.wrap(_TRAINING, "train_step", _train_step)
+    versions.wrap(_TRAINING, "dummy_train_step", _skip_iteration)
+    versions.wrap(_TRAINING, "evaluate_and_print_results", _look_at_what_groups_agree_on)
     versions.require(_TRAINING, "update_train_iters")
 
 
-def _building_pier(get_megatron_optimizer: Any) -> Any:
-    def build(*args: Any, **kwargs: Any) -> Any:
-        optimizer = get_megatron_optimizer(*args, **kwargs)
-        if not uses_pier(versions.megatron_args()):
-            current.set_optimizer(None)
-            return optimizer
-        pier = _build(optimizer)
-        current.set_optimizer(pier)
-        return pier
-
-    return build
+def _build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    optimizer = get_megatron_optimizer(*args, **kwargs)
+    pier = _build(optimizer) if uses_pier(versions.megatron_args()) else None
+    current.set_optimizer(pier)
+    return optimizer if pier is None else pier
 
 
 def _build(optimizer: Any) -> Any:
@@ -61,19 +56,13 @@ def _build(optimizer: Any) -> Any:
     topology = Topology.gather(_own_rank(config))
     topology.check()
     communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
-    owner_of = {
-        id(main): member
-        for member, of_member in zip(members, shards, strict=True)
-        for alike in of_member
-        for main in alike.tensors
-    }
     loop = OuterLoop(
         shards,
         config,
         GroupExchange(communicator, config.codec),
         group=optimizer.get_grad_stats_parallel_group(),
         device=device,
-        inner_state=lambda main: inner_state(owner_of[id(main)], main),
+        inner_state=lambda main: next((inner_state(owner, main) for owner in members if main in owner.optimizer.state), {}),
         on_change=lambda: commit_main_parameters(members),
         report=_report,
     )
@@ -108,58 +97,39 @@ def _report(report: Any) -> None:
     )
 
 
-def _beginning_iterations(train_step: Any) -> Any:
-    signature = inspect.signature(train_step)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.pier_optimizer()
-        if optimizer is None:
-            return train_step(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        iteration = given["iteration"] + 1
-        if not optimizer.loop.iteration:
-            device = torch.device(torch.cuda.current_device())
-            check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
-        optimizer.begin_iteration(iteration)
-        if not optimizer.loop.is_local:
-            return train_step(*args, **kwargs)
-        with confined_to_group(optimizer.model_chunks[0]):
-            result = train_step(*args, **kwargs)
-        _, _, _, should_exit, exit_code, *_ = result
-        if should_exit:
-            raise RuntimeError(
-                f"Megatron's rerun state machine ends the run at iteration {iteration} with exit code {exit_code}, "
-                "but only in this group: the others train on other parameters and did not see what it saw. They stop at the "
-                "next outer step. Restart from the last checkpoint; --rerun-mode disabled does without the check."
-            )
-        return result
-
-    return step
+@current.in_pier_runs
+def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    given = versions.given(train_step, args, kwargs)
+    iteration = given["iteration"] + 1
+    if not optimizer.loop.iteration:
+        device = torch.device(torch.cuda.current_device())
+        check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
+    optimizer.begin_iteration(iteration)
+    if not optimizer.loop.is_local:
+        return train_step(*args, **kwargs)
+    with confined_to_group(optimizer.model_chunks[0]):
+        result = train_step(*args, **kwargs)
+    _, _, _, should_exit, exit_code, *_ = result
+    if should_exit:
+        raise RuntimeError(
+            f"Megatron's rerun state machine ends the run at iteration {iteration} with exit code {exit_code}, "
+            "but only in this group: the others train on other parameters and did not see what it saw. They stop at the "
+            "next outer step. Restart from the last checkpoint; --rerun-mode disabled does without the check."
+        )
+    return result
 
 
-def _counting_skipped_iterations(dummy_train_step: Any) -> Any:
+@current.in_pier_runs
+def _skip_iteration(dummy_train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
-
-    def skip(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.pier_optimizer()
-        if optimizer is None:
-            return dummy_train_step(*args, **kwargs)
-        optimizer.begin_iteration(optimizer.loop.iteration + 1)
-        result = dummy_train_step(*args, **kwargs)
-        optimizer.loop.end_iteration()
-        return result
-
-    return skip
+    optimizer.begin_iteration(optimizer.loop.iteration + 1)
+    result = dummy_train_step(*args, **kwargs)
+    optimizer.loop.end_iteration()
+    return result
 
 
-def _looking_at_what_groups_agree_on(function: Any) -> Any:
+@current.in_pier_runs
+def _look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Shows the anchor to evaluation where the groups hold different parameters by design."""
-
-    def look(*args: Any, **kwargs: Any) -> Any:
-        optimizer = current.pier_optimizer()
-        if optimizer is None or optimizer.loop.is_synchronised:
-            return function(*args, **kwargs)
-        with optimizer.loop.anchor_in_model():
-            return function(*args, **kwargs)
-
-    return look
+    with contextlib.nullcontext() if optimizer.loop.is_synchronised else optimizer.loop.anchor_in_model():
+        return evaluate(*args, **kwargs)

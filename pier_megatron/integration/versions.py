@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import importlib
+import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,61 +22,54 @@ def megatron_version() -> str:
 
 
 def require(module: str, name: str) -> Any:
-    """Returns ``module.name``.
-
-    Args:
-        module: Full name of a Megatron module.
-        name: An attribute of it.
+    """Returns ``module.name``; the name may be that of a method, such as ``RerunStateMachine._reduce_any``.
 
     Raises:
         UnsupportedMegatronError: If this Megatron has no such symbol.
     """
     try:
-        return getattr(importlib.import_module(module), name)
+        return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise UnsupportedMegatronError(_missing(module, name, error)) from error
+        raise UnsupportedMegatronError(
+            f"pier_megatron needs {module}.{name}, which Megatron {_version_or_unknown()} does not have ({error}). "
+            f"Supported releases: {', '.join(SUPPORTED)}. Install one of them, for example "
+            f"pip install 'megatron-core=={SUPPORTED[-1]}.*', or check that the Megatron-LM checkout on PYTHONPATH is one."
+        ) from error
 
 
-def has(module: str, name: str) -> bool:
-    """Whether this Megatron has ``module.name``, where releases differ."""
-    return hasattr(importlib.import_module(module), name)
-
-
-def wrap(module: str, name: str, make_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces a function of Megatron by a wrapper around it, where Megatron looks the function up by name.
+def wrap(module: str, name: str, around: Callable[..., Any]) -> None:
+    """Puts a function around one of Megatron's, or around a method, where Megatron looks it up by name.
 
     Args:
         module: Full name of a Megatron module.
-        name: A function of it.
-        make_wrapper: Gets the original, returns its replacement.
+        name: As for :func:`require`.
+        around: Called in its place, with the original and then its arguments, whose names must not be those of what comes
+            before them: let that be positional only.
 
     Raises:
         UnsupportedMegatronError: If this Megatron has no such function.
     """
     original = require(module, name)
-    setattr(importlib.import_module(module), name, functools.update_wrapper(make_wrapper(original), original))
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    *path, attribute = name.split(".")
+    setattr(functools.reduce(getattr, path, importlib.import_module(module)), attribute, wrapper)
 
 
-def wrap_method(owner: type, name: str, make_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces a method of a class of Megatron by a wrapper around it.
-
-    Raises:
-        UnsupportedMegatronError: If the class has no such method.
-    """
-    original = getattr(owner, name, None)
-    if original is None:
-        raise UnsupportedMegatronError(_missing(f"{owner.__module__}.{owner.__name__}", name, "no such method"))
-    setattr(owner, name, functools.update_wrapper(make_wrapper(original), original))
+def wrap_validation(around: Callable[..., Any]) -> None:
+    """Puts a function around Megatron's check of its arguments, see :func:`wrap`."""
+    wrap("megatron.training.arguments", "validate_args", around)
+    if hasattr(importlib.import_module("megatron.training.initialize"), "validate_args"):
+        # megatron-core 0.17 validates there, and imported the function by name.
+        wrap("megatron.training.initialize", "validate_args", around)
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a module or an object has other attributes; those of its class are only hidden.
-
-    Args:
-        owner: Of the attributes.
-        values: By the attributes' names.
-    """
+    """Inside, a module or an object has other attributes; those of its class are only hidden."""
     hidden = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
@@ -85,17 +80,14 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
         vars(owner).update(hidden)
 
 
+def given(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of one of Megatron's functions, by name, however they were passed."""
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
 def megatron_args() -> Any:
     """Megatron's arguments of the training under way."""
     return require("megatron.training.global_vars", "get_args")()
-
-
-def _missing(owner: str, name: str, error: object) -> str:
-    return (
-        f"pier_megatron needs {owner}.{name}, which Megatron {_version_or_unknown()} does not have ({error}). "
-        f"Supported releases: {', '.join(SUPPORTED)}. Install one of them, for example "
-        f"pip install 'megatron-core=={SUPPORTED[-1]}.*', or check that the Megatron-LM checkout on PYTHONPATH is one."
-    )
 
 
 def _version_or_unknown() -> str:

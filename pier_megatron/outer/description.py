@@ -94,15 +94,11 @@ class Description:
                 f"--load: the checkpoint was written by pier_megatron {found['version']} in format {found['format']}; this is "
                 f"{__version__}, which reads formats up to {FORMAT}. Upgrade pier_megatron."
             )
-        return cls(**found)._complete()
-
-    def _complete(self) -> "Description":
-        """With what format 1 leaves to the iteration."""
-        if self.is_local is not None:
-            return self
-        config = self._config()
-        is_local, is_synchronised = not config.is_lazy(self.iteration), config.is_synchronised(self.iteration)
-        return dataclasses.replace(self, is_local=is_local, is_synchronised=is_synchronised)
+        saved = cls(**found)
+        if saved.is_local is not None:
+            return saved
+        config, t = saved._config(), saved.iteration
+        return dataclasses.replace(saved, is_local=not config.is_lazy(t), is_synchronised=config.is_synchronised(t))
 
     def _config(self) -> PierConfig:
         settings = dict(self.settings)

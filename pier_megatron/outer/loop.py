@@ -8,18 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer.judge import Judge
 from pier_megatron.outer.members import Members, hand_over
-from pier_megatron.outer.phase import phase
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
 from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import ANCHOR, COMMON, MOMENTUM, OuterState, Shards
-from pier_megatron.outer.verdicts import KnownVerdicts, Verdicts
+from pier_megatron.outer.verdicts import DivergedError, Judge, KnownVerdicts, Verdicts
 
 Snapshot = dict[str, Any]
 """An outer loop as plain data, see :meth:`OuterLoop.snapshot`."""
@@ -33,16 +32,11 @@ class OuterLoop:
     step; see ``examples/plain_pytorch.py``.
 
     Attributes:
-        config: The configuration.
-        exchange: Collectives between the groups.
         states: Anchor and momentum over the parameters of this rank.
         iteration: The iteration under way, 1-based; between iterations, the last one completed.
         is_local: Whether it belongs to the local phase, in which groups train apart.
         is_synchronised: Whether all groups hold the same parameters now.
         rounds: Outer steps whose exchange is hidden behind the present iterations.
-        members: Which groups were restarted.
-        reports: On outer steps, to the log.
-        device: Of the tensors in collectives.
     """
 
     def __init__(
@@ -93,8 +87,7 @@ class OuterLoop:
         self._judge = Judge(config, self._stagings, exchange, self._over_group, self.device)
         self.reports = OuterStepReports(config, report)
         self.iteration = 0
-        self.is_local, self.is_synchronised = False, True
-        self._is_fresh, self._is_committed = True, True
+        self.is_local, self.is_synchronised, self._is_committed = False, True, True
 
     @property
     def groups_meet(self) -> bool:
@@ -102,12 +95,9 @@ class OuterLoop:
         return self.iteration % self.config.sync_interval == 0 or self.iteration == self.config.train_iters
 
     def begin_iteration(self, iteration: int) -> None:
-        """Sets the clock, before the first micro-batch.
+        """Sets the clock to the iteration (1-based) that begins, before its first micro-batch.
 
         The clock counts iterations that were skipped too, so all groups agree on it without talking.
-
-        Args:
-            iteration: The iteration that begins, 1-based.
 
         Raises:
             RuntimeError: If it is not the one after the last.
@@ -118,7 +108,7 @@ class OuterLoop:
                 "between would be lost. Every iteration has to pass through begin_iteration() and end_iteration(), skipped "
                 "ones too."
             )
-        if self._is_fresh:
+        if self.iteration == 0:
             # Weights that came from elsewhere came after this was built.
             self.reset()
         if not self._is_committed:
@@ -152,36 +142,24 @@ class OuterLoop:
         self.end_iteration()
 
     def reset(self, iteration: int | None = None) -> None:
-        """Takes the present parameters, which all groups share, for the anchor, without any momentum.
-
-        Args:
-            iteration: Iterations completed, if they are not those that were counted.
-        """
+        """Takes the present parameters, which all groups share, for the anchor, without momentum; may set the clock."""
         self._reset_anchor()
         for state in self.states:
             state.momentum.zero_()
         self.iteration = self.iteration if iteration is None else iteration
-        self._is_fresh = False
-
-    def settle(self) -> None:
-        """Waits for everything that is on its way between the groups, and applies nothing before its time."""
-        for round_ in self.rounds:
-            round_.settle()
-        self.reports.write_arrived(waits=True)
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` goes on from it exactly, given the same parameters and inner state.
 
+        Waits for everything that is on its way between the groups, and applies nothing before its time.
+
         Returns:
             Numbers and tensors by name; the flat buffers are views of the loop's own.
         """
-        self.settle()
+        rounds = [round_.settle() for round_ in self.rounds]
+        self.reports.write_arrived(waits=True)
         for staging in self._stagings:
             staging.synchronize()
-        rounds = []
-        for round_ in self.rounds:
-            own, total = round_.settle()
-            rounds.append({"begun": round_.begun, "verdicts": list(round_.verdicts.all()), "own": own, "sum": total})
         return {
             "iteration": self.iteration,
             "is_local": self.is_local,
@@ -219,7 +197,6 @@ class OuterLoop:
         self.members = Members(snapshot["restarted"])
         if self._judge.outliers:
             self._judge.outliers.load_state_dict(snapshot["outliers"])
-        self._is_fresh = False
         self._commit()
 
     def numel_of_round(self, begun: int) -> int:
@@ -248,10 +225,8 @@ class OuterLoop:
             The parameters as they are trained, laid out as the flat buffers of each state.
         """
         with torch.no_grad():
-            trained = [state.parameters() for state in self.states]
-            for staging in self._stagings:
-                staging.synchronize()
-                staging.state.restart()
+            trained = [state.copy_parameters_to(torch.empty(state.numel, dtype=torch.float32)) for state in self.states]
+            self._return_to_anchor()
         try:
             self._commit()
             yield trained
@@ -269,7 +244,12 @@ class OuterLoop:
 
     def _reset_anchor(self) -> None:
         for state in self.states:
-            state.reset_anchor()
+            state.copy_parameters_to(state.anchor)
+
+    def _return_to_anchor(self) -> None:
+        for staging in self._stagings:
+            staging.synchronize()
+            staging.state.set_parameters(staging.state.anchor)
 
     def _round(self, begun: int, verdicts: Verdicts) -> OuterRound:
         fragments, rule = self.config.fragments_due(begun), rule_at(self.config, begun)
@@ -286,13 +266,13 @@ class OuterLoop:
             with self._phase("begin"):
                 round_.begin()
             self.rounds.append(round_)
-            round_.seconds += time.perf_counter() - begin
-            return
-        with self._phase("outer_step"):
-            round_.verdicts.check(self.iteration)
-            round_.run()
-        self.is_synchronised = len(fragments) == self.config.fragments
-        self._end(round_, begin)
+        else:
+            with self._phase("outer_step"):
+                round_.verdicts.check(self.iteration)
+                round_.run()
+            self.is_synchronised = len(fragments) == self.config.fragments
+            self._end(round_)
+        round_.seconds += time.perf_counter() - begin
 
     def _land_rounds(self) -> None:
         """Moves on the rounds that span iterations, at the same iterations on every rank."""
@@ -309,11 +289,10 @@ class OuterLoop:
                     round_.verdicts.check(self.iteration)
                     round_.finish()
                 self.rounds.remove(round_)
-                self._end(round_, begin)
-            else:
-                round_.seconds += time.perf_counter() - begin
+                self._end(round_)
+            round_.seconds += time.perf_counter() - begin
 
-    def _end(self, round_: OuterRound, begin: float) -> None:
+    def _end(self, round_: OuterRound) -> None:
         with self._phase("commit"):
             counted = round_.verdicts.counted()
             restarted = self.members.to_restart(counted, round_.begun)
@@ -321,7 +300,6 @@ class OuterLoop:
                 self._restart(restarted, source=counted.index(True))
             self._commit()
         self._over_group(round_.sums)
-        round_.seconds += time.perf_counter() - begin
         self.reports.add(round_, self.exchange.gather(round_.sums), restarted)
 
     def _restart(self, groups: Sequence[int], source: int) -> None:
@@ -330,9 +308,7 @@ class OuterLoop:
         What made the parameters of a group useless is in its moments too, and would make the next ones useless.
         """
         if self.exchange.rank in groups:
-            for staging in self._stagings:
-                staging.synchronize()
-                staging.state.restart()
+            self._return_to_anchor()
             for round_ in self.rounds:
                 round_.forget_progress()
         self.members.restart(groups, self.iteration)
@@ -348,5 +324,21 @@ class OuterLoop:
         if self._group is not None:
             dist.all_reduce(tensor, op=op, group=self._group)
 
-    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return phase(name, self.exchange, self.iteration)
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Names what happens inside, in profiles and in the error if it fails.
+
+        A peer that has died or hangs shows first in the ranks that wait for it, often as a mere "connection closed".
+        """
+        try:
+            with record_function(f"pier::{name}"):
+                yield
+        except DivergedError:
+            raise
+        except RuntimeError as error:
+            error.add_note(
+                f"Pier: group {self.exchange.rank} was in phase {name} of the outer step after iteration {self.iteration}, "
+                f"together with the {self.exchange.size - 1} other groups. If the error speaks of a connection or a "
+                "timeout, a rank of another group has died or hangs: its own log says why. The last checkpoint is whole."
+            )
+            raise

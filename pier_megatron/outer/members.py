@@ -16,11 +16,7 @@ from pier_megatron.exchange.collectives import GroupExchange
 
 
 class Members:
-    """The groups' recoveries so far.
-
-    Attributes:
-        restarted: By group, the last iteration at whose end it was restarted.
-    """
+    """The groups' recoveries so far: by group, the last iteration at whose end it was ``restarted``."""
 
     def __init__(self, restarted: Mapping[int, int] | None = None) -> None:
         """Begins with healthy groups, or where a saved run was."""
@@ -43,7 +39,7 @@ class Members:
 def hand_over(
     moments: Sequence[Tensor], exchange: GroupExchange, groups: Sequence[int], source: int, device: torch.device
 ) -> None:
-    """Gives groups the inner optimizer's moments of another one; called by all groups.
+    """Gives ``groups`` the inner optimizer's moments of the ``source``; called by all groups.
 
     Args:
         moments: This group's, in the same order in all groups; changed in place in ``groups``.

@@ -23,11 +23,7 @@ class OutlierDetector:
     """
 
     def __init__(self, zscore: float) -> None:
-        """Starts without history.
-
-        Args:
-            zscore: Standard deviations above the mean from which on a norm is an outlier.
-        """
+        """Starts without history."""
         self._zscore = zscore
         self._history: dict[int, tuple[int, float, float]] = {}
 

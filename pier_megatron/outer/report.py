@@ -89,27 +89,13 @@ class OuterStepReport:
             wandb.log(self.scalars() | {SCALAR_PREFIX + "outer-step-iteration": self.iteration}, now)
 
 
-@dataclasses.dataclass
-class _Unreported:
-    """An outer step whose numbers are still on their way between the groups."""
-
-    round: OuterRound
-    sums: Gathered
-    restarted: tuple[int, ...]
-
-
 class OuterStepReports:
-    """Reports outer steps once their numbers have arrived, so that no group waits for another for the sake of a log line.
-
-    Attributes:
-        write: Called for each outer step, in their order, on every rank.
-    """
+    """Reports outer steps once their numbers have arrived, so that no group waits for another for the sake of a log line."""
 
     def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None]) -> None:
-        """Begins with none under way."""
-        self.write = write
-        self._config = config
-        self._unreported: list[_Unreported] = []
+        """Calls ``write`` for each outer step, in their order, on every rank."""
+        self._config, self._write = config, write
+        self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
         """Takes note of an outer step.
@@ -119,16 +105,16 @@ class OuterStepReports:
             sums: As for :func:`norms_and_cosines`, under way.
             restarted: Groups that were restarted at its end.
         """
-        self._unreported.append(_Unreported(round_, sums, tuple(restarted)))
+        self._unreported.append((round_, sums, restarted))
 
     def write_arrived(self, waits: bool) -> None:
         """Reports what has arrived, or everything if the caller ``waits``."""
-        while self._unreported and (waits or self._unreported[0].sums.is_complete()):
-            self.write(self._report(self._unreported.pop(0)))
+        while self._unreported and (waits or self._unreported[0][1].is_complete()):
+            round_, sums, restarted = self._unreported.pop(0)
+            self._write(self._report(round_, sums.result().cpu(), restarted))
 
-    def _report(self, found: _Unreported) -> OuterStepReport:
-        round_, verdicts, counted = found.round, found.round.verdicts.all(), found.round.verdicts.counted()
-        sums = found.sums.result().cpu()
+    def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
+        verdicts, counted = round_.verdicts.all(), round_.verdicts.counted()
         pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, torch.tensor(counted))
         left_out = [group for group, counts in enumerate(counted) if not counts]
         return OuterStepReport(
@@ -143,7 +129,7 @@ class OuterStepReports:
             seconds=round_.seconds,
             not_finite=tuple(group for group in left_out if verdicts[group] == NOT_FINITE),
             outliers=tuple(group for group in left_out if verdicts[group] == OUTLIER),
-            restarted=found.restarted,
+            restarted=tuple(restarted),
         )
 
 

@@ -1,15 +1,16 @@
 """The passes of the outer optimizer over the parameters, chunk by chunk, so that subtracting, sending and updating overlap."""
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.outer.rules import OuterRule
-from pier_megatron.outer.staging import Staged, Staging
-from pier_megatron.outer.state import Chunk
+from pier_megatron.outer.staging import Staged, Staging, chunks_of, staged_ahead
 from pier_megatron.outer.verdicts import Verdicts
 
 PIPELINE_DEPTH = 4
@@ -29,31 +30,11 @@ def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
         stagings: Of the outer states, which are changed in place.
         mu: Outer momentum coefficient.
     """
-    for staged in _staged_ahead((staging, chunk) for staging in stagings for chunk in staging.state.chunks):
+    for staged in staged_ahead((staging, chunk) for staging in stagings for chunk in staging.state.chunks):
         staged.subtract_parameters()
         torch.add(staged.own, staged.momentum, alpha=mu, out=staged.momentum)
         staged.chunk.copy_parameters_to(staged.anchor)
         staged.staging.give_back(staged)
-
-
-def squared_norms(stagings: Sequence[Staging], fragments: Sequence[int], device: torch.device) -> Tensor:
-    """Squared norms of the own pseudo-gradient over the elements that this rank counts.
-
-    Args:
-        stagings: Of the outer states.
-        fragments: Which fragments to look at.
-        device: Of the result.
-
-    Returns:
-        One number a fragment; float64, shape ``[len(fragments)]``.
-    """
-    totals = torch.zeros(len(fragments), dtype=torch.float64, device=device)
-    for staged in _staged_ahead(_chunks_of(stagings, fragments)):
-        staged.subtract_parameters()
-        if staged.chunk.shards.is_counted:
-            totals[fragments.index(staged.chunk.fragment)] += torch.dot(staged.own, staged.own).double()
-        staged.staging.give_back(staged)
-    return totals
 
 
 class OuterRound:
@@ -85,15 +66,14 @@ class OuterRound:
         Args:
             stagings: Of the outer states, which are changed in place.
             exchange: Collectives between the groups.
-            fragments: Which fragments take part.
+            fragments: Which take part.
             rule: What is sent, and what is made of what arrives.
-            verdicts: On the pseudo-gradients of all groups. One that does not count is not sent; its group is moved to the
-                common point all the same.
+            verdicts: A pseudo-gradient that does not count is not sent; its group is moved to the common point all the same.
             begun: Iterations completed.
             device: Of the sums.
         """
         self._exchange, self._rule = exchange, rule
-        self._chunks = list(_chunks_of(stagings, fragments))
+        self._chunks = list(chunks_of(stagings, fragments))
         self._in_flight: list[_ChunkInFlight] = []
         self._is_advanced = False
         self.begun, self.verdicts = begun, verdicts
@@ -104,7 +84,7 @@ class OuterRound:
     def begin(self) -> None:
         """Takes the pseudo-gradients and sends them off."""
         counts = self.verdicts.own_counts()
-        self._in_flight = [self._send(staged, counts) for staged in _staged_ahead(self._chunks)]
+        self._in_flight = [self._send(staged, counts) for staged in staged_ahead(self._chunks)]
 
     def advance(self) -> None:
         """Sends on what has arrived; does nothing when called again."""
@@ -113,12 +93,12 @@ class OuterRound:
                 in_flight.sum.advance()
             self._is_advanced = True
 
-    def settle(self) -> tuple[Tensor, Tensor]:
+    def settle(self) -> dict[str, Any]:
         """Waits for everything that is on the wire, so that only :meth:`finish` is left to do.
 
         Returns:
-            The own pseudo-gradients and what has arrived, summed over the groups; both float32 and as long as the round's
-            chunks together.
+            The round as plain data: when it began, the verdicts, its ``own`` pseudo-gradients, and the ``sum`` over the groups
+            that has arrived; both float32 and as long as the round's chunks together.
         """
         self.advance()
         for in_flight in self._in_flight:
@@ -126,19 +106,14 @@ class OuterRound:
             in_flight.sum = Sum()
             # What the codec dropped on the way is known now, and part of the state wherever that lives.
             in_flight.staged.staging.write_back(in_flight.staged)
-        if not self._in_flight:
-            return torch.empty(0), torch.empty(0)
         staged = [in_flight.staged for in_flight in self._in_flight]
-        return torch.cat([chunk.own for chunk in staged]), torch.cat([chunk.shared for chunk in staged])
-
-    def numel(self) -> int:
-        """Number of elements that this round moves on this rank."""
-        return sum(chunk.numel for _, chunk in self._chunks)
+        own, total = ([getattr(chunk, name) for chunk in staged] or [torch.empty(0)] for name in ("own", "shared"))
+        return {"begun": self.begun, "verdicts": list(self.verdicts.all()), "own": torch.cat(own), "sum": torch.cat(total)}
 
     def resume(self, own: Tensor, total: Tensor) -> None:
         """Goes on where :meth:`settle` has left another round; in place of :meth:`begin`."""
         sizes = [chunk.numel for _, chunk in self._chunks]
-        for staged, own_part, total_part in zip(_staged_ahead(self._chunks), own.split(sizes), total.split(sizes), strict=True):
+        for staged, own_part, total_part in zip(staged_ahead(self._chunks), own.split(sizes), total.split(sizes), strict=True):
             staged.own.copy_(own_part)
             staged.shared.copy_(total_part)
             self._in_flight.append(_ChunkInFlight(staged, Sum()))
@@ -168,7 +143,7 @@ class OuterRound:
         def land() -> None:
             self._apply(in_flight.popleft(), sum(self.verdicts.counted()), keep_progress=False)
 
-        for staged in _staged_ahead(self._chunks):
+        for staged in staged_ahead(self._chunks):
             if len(in_flight) == PIPELINE_DEPTH:
                 land()
             if in_flight:
@@ -208,28 +183,9 @@ class OuterRound:
         staged.staging.give_back(staged)
 
 
+@dataclasses.dataclass
 class _ChunkInFlight:
     """A chunk on its way, and the sum that it waits for."""
 
-    def __init__(self, staged: Staged, sum_under_way: Sum) -> None:
-        self.staged = staged
-        self.sum = sum_under_way
-
-
-def _chunks_of(stagings: Sequence[Staging], fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
-    return ((staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments)
-
-
-def _staged_ahead(chunks: Iterable[tuple[Staging, Chunk]]) -> Iterator[Staged]:
-    """Stages one chunk ahead, so that the copies of offloaded state run beside the work on the chunk before."""
-    ahead: Staged | None = None
-    for staging, chunk in chunks:
-        staged = ahead
-        if staged is not None:
-            staged.staging.wait_for_copies()
-        ahead = staging.lend(chunk)
-        if staged is not None:
-            yield staged
-    if ahead is not None:
-        ahead.staging.wait_for_copies()
-        yield ahead
+    staged: Staged
+    sum: Sum

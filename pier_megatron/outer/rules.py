@@ -14,13 +14,7 @@ from pier_megatron.outer.staging import Staged
 
 
 class OuterRule(Protocol):
-    """One outer step's update, chunk by chunk.
-
-    Attributes:
-        has_common_anchor: Whether all groups hold the same anchor afterwards. Evaluation and checkpoints show it then.
-    """
-
-    has_common_anchor: bool
+    """One outer step's update, chunk by chunk. All groups hold the same anchor afterwards."""
 
     def send(self, staged: Staged) -> None:
         """Writes what this group sends to ``staged.shared``, given its pseudo-gradient in ``staged.own``."""
@@ -48,7 +42,6 @@ class Nesterov:
 
     mu: float
     eta: float
-    has_common_anchor = True
 
     def send(self, staged: Staged) -> None:
         """Sends the pseudo-gradient."""

@@ -1,6 +1,7 @@
 """Work buffers for the chunks that are on their way, and the copies of offloaded state that go with them."""
 
 import collections
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Staged:
         parts = {name: chunk.of(flat) for name, flat in state.flats.items()}
         self.flats = dict(zip(parts, views[_WORK_BUFFERS:], strict=True)) if state.offload else parts
         self.anchor, self.momentum = self.flats[ANCHOR], self.flats[MOMENTUM]
-        reduced = state.reduced_residual_of(chunk)
+        reduced = state.reduced_residuals.get(chunk.start)
         self.residual = None if reduced is None else Residual(self.flats[RESIDUAL], reduced)
 
     def subtract_parameters(self) -> None:
@@ -53,9 +54,6 @@ class Staging:
 
     Buffers are made when they are first needed and then kept. Offloaded state is copied to the device on a stream of its own
     while earlier chunks are worked on, and back on another, behind the work on its chunk.
-
-    Attributes:
-        state: Whose chunks.
     """
 
     def __init__(self, state: OuterState) -> None:
@@ -115,3 +113,23 @@ class Staging:
     def _new_buffers(self) -> list[Tensor]:
         number = _WORK_BUFFERS + (len(self.state.flats) if self.state.offload else 0)
         return [torch.empty(self._longest, dtype=torch.float32, device=self.state.device) for _ in range(number)]
+
+
+def chunks_of(stagings: Sequence[Staging], fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
+    """The chunks of some fragments, each with what lends it buffers."""
+    return ((staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments)
+
+
+def staged_ahead(chunks: Iterable[tuple[Staging, Chunk]]) -> Iterator[Staged]:
+    """Stages one chunk ahead, so that the copies of offloaded state run beside the work on the chunk before."""
+    ahead: Staged | None = None
+    for staging, chunk in chunks:
+        staged = ahead
+        if staged is not None:
+            staged.staging.wait_for_copies()
+        ahead = staging.lend(chunk)
+        if staged is not None:
+            yield staged
+    if ahead is not None:
+        ahead.staging.wait_for_copies()
+        yield ahead

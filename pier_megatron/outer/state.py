@@ -96,9 +96,8 @@ class OuterState:
         numel: Number of parameters that this rank owns.
         device: Where they are.
         offload: Whether the outer state is in host memory.
-        flats: The flat buffers by name; float32, shape ``[numel]`` each. The anchor: parameters that all groups agreed on
-            last. The momentum: sum of past pseudo-gradients, before the outer learning rate. With error feedback, the
-            residual: what this group's own pseudo-gradients lost on the wire.
+        flats: The flat buffers by name; float32, shape ``[numel]`` each. With error feedback one is the residual: what this
+            group's own pseudo-gradients lost on the wire.
         chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
     """
 
@@ -145,7 +144,7 @@ class OuterState:
                 chunk.start: torch.zeros(segment_numel(chunk.numel), dtype=torch.float32, device=self.device)
                 for chunk in self.chunks
             }
-        self.reset_anchor()
+        self.copy_parameters_to(self.anchor)
 
     @property
     def anchor(self) -> Tensor:
@@ -154,7 +153,7 @@ class OuterState:
 
     @property
     def momentum(self) -> Tensor:
-        """The outer momentum; float32, shape ``[numel]``."""
+        """Sum of past pseudo-gradients, before the outer learning rate; float32, shape ``[numel]``."""
         return self.flats[MOMENTUM]
 
     @property
@@ -172,34 +171,19 @@ class OuterState:
         bounds = itertools.accumulate((tensor.numel() for tensor in self._given), initial=0)
         return ((tensor, slice(*ends)) for tensor, ends in zip(self._given, itertools.pairwise(bounds), strict=True))
 
-    def reduced_residual_of(self, chunk: Chunk) -> Tensor | None:
-        """With error feedback, what the sums that this group computed of a chunk lost on the wire."""
-        return self.reduced_residuals.get(chunk.start)
-
     def residuals(self) -> dict[str, Tensor]:
         """With error feedback, all that the codec has dropped, by name; float32."""
         reduced = {f"reduced_{start}": residual for start, residual in self.reduced_residuals.items()}
         return ({RESIDUAL: self.flats[RESIDUAL]} if RESIDUAL in self.flats else {}) | reduced
 
-    def reset_anchor(self) -> None:
-        """Takes the present parameters for those that all groups agreed on last."""
-        for chunk in self.chunks:
-            chunk.copy_parameters_to(chunk.of(self.anchor))
-
-    def restart(self) -> None:
-        """Sets the parameters to the anchor, in all fragments."""
-        for chunk in self.chunks:
-            chunk.set_parameters(chunk.of(self.anchor))
-
-    def parameters(self) -> Tensor:
-        """A copy of the main parameters in host memory, laid out as the flat buffers; float32, shape ``[numel]``."""
-        flat = torch.empty(self.numel, dtype=torch.float32)
+    def copy_parameters_to(self, flat: Tensor) -> Tensor:
+        """Reads the main parameters into ``flat``, laid out as the flat buffers: float32 of shape ``[numel]``."""
         for chunk in self.chunks:
             chunk.copy_parameters_to(chunk.of(flat))
         return flat
 
     def set_parameters(self, flat: Tensor) -> None:
-        """Writes the main parameters; the inverse of :meth:`parameters`."""
+        """Writes the main parameters; the inverse of :meth:`copy_parameters_to`."""
         for chunk in self.chunks:
             chunk.set_parameters(chunk.of(flat))
 

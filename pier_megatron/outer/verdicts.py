@@ -1,10 +1,18 @@
 """Which pseudo-gradients can be used: each group judges its own, and all groups learn all verdicts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer.outliers import OutlierDetector
+from pier_megatron.outer.staging import Staging, chunks_of, staged_ahead
+
+OverGroup = Callable[[Tensor, "dist.ReduceOp.RedOpType"], None]
+"""Reduces a tensor in place over the ranks that share the parameters of this group."""
 
 GOOD, NOT_FINITE, OUTLIER = 1, 0, -1
 """Verdicts on a group's pseudo-gradient."""
@@ -18,13 +26,7 @@ class Verdicts:
     """What all groups say of their pseudo-gradients of one round."""
 
     def __init__(self, exchange: GroupExchange, own: int, device: torch.device) -> None:
-        """Begins to collect the verdicts, without waiting for them.
-
-        Args:
-            exchange: Collectives between the groups.
-            own: On this group's pseudo-gradient, the same on all its ranks.
-            device: For the collective.
-        """
+        """Begins to collect the verdicts, of which the ``own`` is the same on all ranks of the group; waits for none."""
         self._rank, self._own = exchange.rank, own
         self._under_way = exchange.gather(torch.tensor([own], device=device))
         self._known: tuple[int, ...] | None = None
@@ -50,10 +52,7 @@ class Verdicts:
         return self._own == GOOD or (self._own == OUTLIER and self.counted()[self._rank])
 
     def check(self, iteration: int) -> None:
-        """Stops a run of which nothing is left. Waits for all groups.
-
-        Args:
-            iteration: Iterations completed.
+        """Stops a run of which nothing is left after ``iteration``. Waits for all groups.
 
         Raises:
             DivergedError: If no group counts.
@@ -74,3 +73,56 @@ class KnownVerdicts(Verdicts):
     def __init__(self, exchange: GroupExchange, verdicts: Sequence[int]) -> None:
         """Takes the verdicts of all groups, in group order."""
         self._rank, self._own, self._known = exchange.rank, verdicts[exchange.rank], tuple(verdicts)
+
+
+class Judge:
+    """Finds parameters that are not finite and, if the user wants that, pseudo-gradients that are too long.
+
+    It judges the pseudo-gradients of this group, alike on all ranks that share its parameters.
+
+    Attributes:
+        outliers: The history of this group's norms, or None.
+    """
+
+    def __init__(
+        self,
+        config: PierConfig,
+        stagings: Sequence[Staging],
+        exchange: GroupExchange,
+        over_group: OverGroup,
+        device: torch.device,
+    ) -> None:
+        """Begins without a history; ``device`` is for its collectives."""
+        self.outliers = OutlierDetector(config.outlier_zscore) if config.outlier_zscore is not None else None
+        self._stagings, self._exchange, self._over_group, self._device = stagings, exchange, over_group, device
+
+    def verdicts(self, fragments: Sequence[int]) -> Verdicts:
+        """Judges the pseudo-gradient of some fragments, and begins to collect the verdicts of the other groups."""
+        own, norms = self._judge(fragments)
+        verdicts = Verdicts(self._exchange, own, self._device)
+        if self.outliers is not None and norms and verdicts.own_counts():
+            for fragment, norm in zip(fragments, norms, strict=True):
+                self.outliers.add(norm, fragment)
+        return verdicts
+
+    def _judge(self, fragments: Sequence[int]) -> tuple[int, list[float]]:
+        """The own verdict, and the norms by fragment if they were looked at."""
+        finite = torch.ones((), dtype=torch.int32, device=self._device)
+        for staging in self._stagings:
+            finite *= staging.state.parameters_are_finite()
+        self._over_group(finite, dist.ReduceOp.MIN)
+        if not finite.item():
+            return NOT_FINITE, []
+        if self.outliers is None:
+            return GOOD, []
+        squares = torch.zeros(len(fragments), dtype=torch.float64, device=self._device)
+        for staged in staged_ahead(chunks_of(self._stagings, fragments)):
+            staged.subtract_parameters()
+            if staged.chunk.shards.is_counted:
+                squares[fragments.index(staged.chunk.fragment)] += torch.dot(staged.own, staged.own).double()
+            staged.staging.give_back(staged)
+        self._over_group(squares, dist.ReduceOp.SUM)
+        norms: list[float] = squares.sqrt().tolist()
+        # Each fragment by its own history, also after the last iteration, when all are due at once.
+        found = any(self.outliers.is_outlier(norm, fragment) for norm, fragment in zip(norms, fragments, strict=True))
+        return (OUTLIER if found else GOOD), norms

@@ -57,20 +57,25 @@ class Settings:
         return PierConfig(groups=self.groups, **self.config)
 
 
-def _only_the_due_fragment(state: OuterState) -> None:
+def _only_the_first_fragment(loop: OuterLoop) -> None:
     """What is not in the first fragment stays as it is."""
-    for chunk in state.chunks:
-        if chunk.fragment == 0:
-            chunk.set_parameters(chunk.of(state.anchor))
+    for chunk in (chunk for state in loop.states for chunk in state.chunks if chunk.fragment == 0):
+        chunk.set_parameters(chunk.of(loop.states[0].anchor))
+
+
+def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
+    """Nothing but the anchor finds its way into the parameters."""
+    for chunk in state.chunks if flat is state.anchor else ():
+        chunk.set_parameters(chunk.of(flat))
 
 
 # By name: what is replaced, and by what.
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "residuals are not written back": (Staging, "write_back", lambda staging, staged: None),
     "a group keeps its progress over a restart": (OuterRound, "forget_progress", lambda round_: None),
-    "one fragment is restarted": (OuterState, "restart", _only_the_due_fragment),
+    "one fragment is restarted": (OuterLoop, "_return_to_anchor", _only_the_first_fragment),
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
-    "the anchor stays in the model": (OuterState, "set_parameters", lambda state, flat: None),
+    "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
     "the anchor stays where the run began": (OuterLoop, "_reset_anchor", lambda loop: None),
     "nobody is restarted": (Members, "to_restart", lambda members, counted, begun: []),
 }

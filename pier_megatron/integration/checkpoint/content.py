@@ -1,7 +1,8 @@
 """What a checkpoint of Pier consists of, for saving and loading alike: whose state goes where, and under which keys."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -59,11 +60,10 @@ class Place:
 
     def outer_states(self, snapshot: Snapshot) -> list[ParameterState]:
         """Anchor and momentum, in the places of a main parameter and its first moment."""
-
-        def tensors(saved: Mapping[str, Tensor]) -> Callable[[Tensor, slice], Mapping[str, Tensor]]:
-            return lambda main, at: {"param": saved[ANCHOR][at], "exp_avg": saved[MOMENTUM][at]}
-
-        return [self._state(index, tensors(saved)) for index, saved in enumerate(snapshot["states"])]
+        return [
+            ParameterState(owner, {id(main): {"param": flat[ANCHOR][at], "exp_avg": flat[MOMENTUM][at]} for main, at in slices})
+            for owner, slices, flat in zip(self.owners, self.slices, snapshot["states"], strict=True)
+        ]
 
     def inner_states(self, trained: Sequence[Tensor] | None = None) -> list[ParameterState]:
         """Main parameters and Adam's moments.
@@ -72,17 +72,15 @@ class Place:
             trained: The main parameters as they are trained, laid out as the flat buffers, if the model shows others.
         """
 
-        def tensors(index: int) -> Callable[[Tensor, slice], Mapping[str, Tensor]]:
-            def of(main: Tensor, at: slice) -> Mapping[str, Tensor]:
-                parameter = main.detach() if trained is None else trained[index][at].view(main.shape)
-                return {"param": parameter, **inner_state(self.owners[index], main)}
+        def tensors(owner: Any, flat: Tensor | None, main: Tensor, at: slice) -> Mapping[str, Tensor]:
+            parameter = main.detach() if flat is None else flat[at].view(main.shape)
+            return {"param": parameter, **inner_state(owner, main)}
 
-            return of
-
-        return [self._state(index, tensors(index)) for index in range(len(self.owners))]
-
-    def _state(self, index: int, tensors: Callable[[Tensor, slice], Mapping[str, Tensor]]) -> ParameterState:
-        return ParameterState(self.owners[index], {id(main): tensors(main, at) for main, at in self.slices[index]})
+        flats = trained or itertools.repeat(None)
+        return [
+            ParameterState(owner, {id(main): tensors(owner, flat, main, at) for main, at in slices})
+            for owner, slices, flat in zip(self.owners, self.slices, flats, strict=False)
+        ]
 
     def exact_tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """What only a run of the same shape can go on with: residuals and exchanges under way."""

@@ -15,27 +15,26 @@ class DamagedCheckpointError(RuntimeError):
 
 
 def install() -> None:
-    """Looks at files before Megatron loads them. A run without ``--optimizer pier`` passes through unchanged."""
-    versions.wrap("megatron.core.dist_checkpointing", "load", _with_whole_files)
+    """Looks at files before Megatron loads them."""
+    versions.wrap("megatron.core.dist_checkpointing", "load", _load_whole_files)
 
 
-def _with_whole_files(load: Callable[..., Any]) -> Callable[..., Any]:
+@current.in_pier_runs
+def _load_whole_files(
+    load: Callable[..., Any], _: Any, /, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Looks at a checkpoint's files first: a rank that misses one stops, and the others would wait for it."""
-
-    def checked(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = Path(str(checkpoint_dir))
-        if current.pier_optimizer() is not None and folder.is_dir():
-            finding: list[str | None] = [damage(folder) if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(finding)
-            if finding[0]:
-                whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
-                raise DamagedCheckpointError(
-                    f"--load: {folder} is damaged: {finding[0]}. Choose another iteration with --ckpt-step; whole ones there: "
-                    f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
-                )
-        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-    return checked
+    folder = Path(str(checkpoint_dir))
+    if folder.is_dir():
+        finding: list[str | None] = [damage(folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(finding)
+        if finding[0]:
+            whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
+            raise DamagedCheckpointError(
+                f"--load: {folder} is damaged: {finding[0]}. Choose another iteration with --ckpt-step; whole ones there: "
+                f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
+            )
+    return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
@@ -53,7 +52,7 @@ def damage(folder: Path) -> str | None:
     try:
         for place in FileSystemReader(folder).read_metadata().storage_data.values():
             sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
-        found = {name: _size(folder / name) for name in sizes}
+        found = {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in sizes}
     except Exception as error:
         # A damaged pickle raises whatever the code that its bytes happen to name raises. Any of it in this rank alone would
         # leave the others waiting.
@@ -65,7 +64,3 @@ def damage(folder: Path) -> str | None:
         if there < size:
             return f"{name} has {there:,} of {size:,} bytes"
     return None
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None

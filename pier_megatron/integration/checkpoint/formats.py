@@ -59,14 +59,15 @@ class ParameterState:
             copy: Number of this copy among the groups that hold or want the same state, 0 for the first; None if that is
                 every group.
         """
-        write, _ = _FORMATS[format_of(metadata)]
+        kind = format_of(metadata)
+        write, _ = _FORMATS[kind]
         numbered = {} if copy is None else {"distributed_optimizer_instance_id": copy}
-        with self._in_place_of_the_state(format_of(metadata)), versions.replaced(self._optimizer, numbered):
+        with self._in_place_of_the_state(kind), versions.replaced(self._optimizer, numbered):
             state: dict[Any, Any] = getattr(self._optimizer, write)(model_state, is_loading, metadata)
         mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
         dict_utils = versions.require("megatron.core.dist_checkpointing", "dict_utils")
         versions.require("megatron.core.dist_checkpointing.utils", "add_prefix_for_sharding")(state, f"{prefix}.")
-        if copy is not None and format_of(metadata) == "fully_reshardable":
+        if copy is not None and kind == "fully_reshardable":
             # Copies are numbered over all data-parallel ranks there, group after group.
             ahead = (self._optimizer.distributed_optimizer_instance_id - copy) * self._optimizer.data_parallel_group.size()
             for value in dict_utils.nested_values(state):
@@ -76,8 +77,9 @@ class ParameterState:
 
     def load(self, state: Any, metadata: Mapping[str, Any]) -> None:
         """Takes over what was read for :meth:`sharded`."""
-        _, read = _FORMATS[format_of(metadata)]
-        with self._in_place_of_the_state(format_of(metadata)):
+        kind = format_of(metadata)
+        _, read = _FORMATS[kind]
+        with self._in_place_of_the_state(kind):
             getattr(self._optimizer, read)(state)
 
     def add(self, other: "ParameterState") -> None:

@@ -21,10 +21,10 @@ _TRAINING = "megatron.training.training"
 
 
 def install() -> None:
-    """Hooks the plugin into saving and loading. A run without ``--optimizer pier`` passes through unchanged."""
-    versions.wrap(_CHECKPOINTING, "_build_sharded_state_dict_metadata", _describing_the_run)
-    versions.wrap(_TRAINING, "save_checkpoint", _saving)
-    versions.wrap(_TRAINING, "load_checkpoint", _loading)
+    """Hooks the plugin into saving and loading."""
+    versions.wrap(_CHECKPOINTING, "_build_sharded_state_dict_metadata", _describe_the_run)
+    versions.wrap(_TRAINING, "save_checkpoint", _save)
+    versions.wrap(_TRAINING, "load_checkpoint", _load)
 
 
 def _place(optimizer: "PierOptimizer") -> Place:
@@ -39,55 +39,43 @@ def _place(optimizer: "PierOptimizer") -> Place:
     )
 
 
-def _describing_the_run(build_metadata: Callable[..., Any]) -> Callable[..., Any]:
-    def describing(*args: Any, **kwargs: Any) -> Any:
-        metadata = build_metadata(*args, **kwargs)
-        optimizer = current.pier_optimizer()
-        if optimizer is not None and isinstance(optimizer.saving, Saving):
-            metadata[ENTRY] = optimizer.saving.description.to_metadata()
-        return metadata
-
-    return describing
+@current.in_pier_runs
+def _describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+    metadata = build_metadata(*args, **kwargs)
+    if isinstance(pier.saving, Saving):
+        metadata[ENTRY] = pier.saving.description.to_metadata()
+    return metadata
 
 
-def _saving(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    def save(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        pier = current.pier_optimizer()
-        if pier is None:
-            return save_checkpoint(iteration, model, optimizer, opt_param_scheduler, *args, **kwargs)
-        loop = pier.loop
-        snapshot, checksums = loop.snapshot(), loop.checksums()
-        with contextlib.ExitStack() as stack:
-            trained = None if loop.is_synchronised else stack.enter_context(loop.anchor_in_model())
-            saving = Saving(_place(pier), snapshot, checksums, trained, opt_param_scheduler)
-            if dist.get_rank() == 0:
-                print(saving.announcement(), flush=True)
-            stack.enter_context(versions.replaced(pier, {"saving": saving}))
-            return save_checkpoint(iteration, model, optimizer, opt_param_scheduler, *args, **kwargs)
-
-    return save
+@current.in_pier_runs
+def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+    scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
+    loop = pier.loop
+    snapshot, checksums = loop.snapshot(), loop.checksums()
+    with contextlib.ExitStack() as stack:
+        trained = None if loop.is_synchronised else stack.enter_context(loop.anchor_in_model())
+        saving = Saving(_place(pier), snapshot, checksums, trained, scheduler)
+        if dist.get_rank() == 0:
+            print(saving.announcement(), flush=True)
+        stack.enter_context(versions.replaced(pier, {"saving": saving}))
+        return save_checkpoint(*args, **kwargs)
 
 
-def _loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        pier = current.pier_optimizer()
-        if pier is None:
-            return load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-        loop = pier.loop
-        loading = Loading(_place(pier), loop)
-        try:
-            with versions.replaced(pier, {"loading": loading}):
-                result = load_checkpoint(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-        except Exception as error:
-            error.add_note(
-                f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
-                "folder may be whole: choose one with --ckpt-step."
-            )
-            raise
-        found = loading.finish(result[0], opt_param_scheduler)
-        startup.check_groups_agree(loop.states, loop.exchange, loop.device)
-        if found and dist.get_rank() == 0:
-            print(found, flush=True)
-        return result
-
-    return load
+@current.in_pier_runs
+def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+    loop = pier.loop
+    loading = Loading(_place(pier), loop)
+    try:
+        with versions.replaced(pier, {"loading": loading}):
+            result = load_checkpoint(*args, **kwargs)
+    except Exception as error:
+        error.add_note(
+            f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
+            "folder may be whole: choose one with --ckpt-step."
+        )
+        raise
+    found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])
+    startup.check_groups_agree(loop.states, loop.exchange, loop.device)
+    if found and dist.get_rank() == 0:
+        print(found, flush=True)
+    return result

@@ -56,7 +56,9 @@ class Loading:
             return stock
         request = self._asked_of(Description.from_metadata(metadata[ENTRY]), metadata)
         self._request, place, saved = request, self._place, request.saved
-        copies = {source: self._readers(source).index(place.group) for source in request.sources}
+        # Of the groups that go on with the inner state of a saved one, each reads a copy.
+        sources_of = [self._sources(saved, group) for group in range(place.config.groups)]
+        copies = {source: sum(source in of for of in sources_of[: place.group]) for source in request.sources}
         entry: dict[str, Any] = {}
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             entry[f"outer{index}"] = outer.sharded(model_state, metadata, f"{OUTER}.{index}", is_loading=True)
@@ -90,14 +92,11 @@ class Loading:
             "rounds": rounds,
             "restarted": saved.restarted if is_exact else {},
         }
-        sources = saved.sources(place.group, config.groups, config.load_inner_state)
+        sources = self._sources(saved, place.group)
         return _Request(saved, is_exact, saved.has_layout_of(present), changes, metadata, sources, snapshot)
 
-    def _readers(self, source: int) -> list[int]:
-        """The groups that go on with the inner state of a saved one."""
-        assert self._request is not None
-        groups, rule = self._place.config.groups, self._place.config.load_inner_state
-        return [group for group in range(groups) if source in self._request.saved.sources(group, groups, rule)]
+    def _sources(self, saved: Description, group: int) -> list[int]:
+        return saved.sources(group, self._place.config.groups, self._place.config.load_inner_state)
 
     def restore(self, state: dict[Any, Any]) -> bool:
         """Takes over what was read; see :class:`pier_megatron.integration.optimizer.Restoration`."""
@@ -121,8 +120,9 @@ class Loading:
                 mean.divide(len(request.sources))
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             outer.load(entry[f"outer{index}"], request.metadata)
-        if request.is_exact:
-            self._take_exact_tensors(request.snapshot, entry["tensors"])
+        for name, tensor in place.exact_tensors(request.snapshot).items() if request.is_exact else ():
+            if tensor.numel():
+                tensor.copy_(entry["tensors"][name])
         request.snapshot["outliers"] = request.objects["outliers"]
         self._loop.restore(request.snapshot)
         return True
@@ -148,11 +148,6 @@ class Loading:
         """An owner's part of Megatron's own state, which numbers optimizers only where there are several."""
         chained = self._place.chained
         return state[chained.index(self._place.owners[index])] if len(chained) > 1 else state
-
-    def _take_exact_tensors(self, snapshot: Snapshot, read: dict[str, torch.Tensor]) -> None:
-        for name, tensor in self._place.exact_tensors(snapshot).items():
-            if tensor.numel():
-                tensor.copy_(read[name])
 
     def finish(self, iteration: int, opt_param_scheduler: Any) -> str | None:
         """Restores what Megatron keeps outside of the optimizer, and checks the result.

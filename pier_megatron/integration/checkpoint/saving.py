@@ -29,15 +29,7 @@ class Saving:
         trained: Sequence[Tensor] | None,
         opt_param_scheduler: Any,
     ) -> None:
-        """Prepares a checkpoint.
-
-        Args:
-            place: Of this rank.
-            snapshot: Of the outer loop.
-            checksums: Of the outer state, over all ranks of the group.
-            trained: The main parameters as they are trained, if the model shows others; see :meth:`Place.inner_states`.
-            opt_param_scheduler: Megatron's.
-        """
+        """Prepares a checkpoint of this rank; ``trained`` is as for :meth:`Place.inner_states`."""
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
         self.description = place.describe(
             snapshot["iteration"],

@@ -16,10 +16,7 @@ def owners(optimizers: Sequence[Any]) -> list[Any]:
 
 
 def main_parameters(optimizer: Any) -> list[Shards]:
-    """Finds the FP32 main parameters that this rank owns.
-
-    Args:
-        optimizer: A ``DistributedOptimizer``.
+    """Finds the FP32 main parameters that this rank owns in a ``DistributedOptimizer``.
 
     Returns:
         Those that are split over tensor-parallel ranks, then those of which each of these ranks holds a copy, then those
@@ -63,9 +60,6 @@ def commit_main_parameters(optimizers: Sequence[Any]) -> None:
 
     The gather is synchronous also under ``--overlap-param-gather``: Megatron registers its forward hooks only after the
     first successful step, and a model that computed with stale parameters would do so in silence.
-
-    Args:
-        optimizers: The ``DistributedOptimizer`` members on this rank.
     """
     chunks = {id(chunk): chunk for optimizer in optimizers for chunk in optimizer.model_chunks}.values()
     for chunk in chunks:

@@ -15,52 +15,43 @@ from pier_megatron.integration import versions
 
 def install() -> None:
     """Completes what Megatron leaves out. Optimizers of Transformer Engine and Apex pass through unchanged."""
-    distributed_optimizer = versions.require("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer")
-    versions.wrap_method(distributed_optimizer, "sharded_state_dict", _with_state)
-    versions.wrap_method(distributed_optimizer, "load_state_dict", _with_counters)
-    versions.wrap_method(distributed_optimizer, "_set_main_param_and_optimizer_states", _with_counter)
+    module = "megatron.core.optimizer.distrib_optimizer"
+    versions.wrap(module, "DistributedOptimizer.sharded_state_dict", _with_state)
+    versions.wrap(module, "DistributedOptimizer.load_state_dict", _with_counters)
+    versions.wrap(module, "DistributedOptimizer._set_main_param_and_optimizer_states", _with_counter)
 
 
 def _is_torch_adam(optimizer: Any) -> bool:
     return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _with_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    def with_state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_torch_adam(optimizer):
-            inner = optimizer.optimizer
-            for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-        return sharded_state_dict(optimizer, *args, **kwargs)
-
-    return with_state
+def _with_state(sharded_state_dict: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if _is_torch_adam(optimizer):
+        inner = optimizer.optimizer
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            if not inner.state[parameter]:
+                inner.state[parameter] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    return sharded_state_dict(optimizer, *args, **kwargs)
 
 
-def _with_counters(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    def with_counters(optimizer: Any, state: Any) -> Any:
-        result = load_state_dict(optimizer, state)
-        if _is_torch_adam(optimizer):
-            for group in optimizer.optimizer.param_groups:
-                for parameter in group["params"]:
-                    optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
-        return result
-
-    return with_counters
+def _with_counters(load_state_dict: Callable[..., Any], optimizer: Any, state: Any) -> Any:
+    result = load_state_dict(optimizer, state)
+    if _is_torch_adam(optimizer):
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+    return result
 
 
-def _with_counter(set_states: Callable[..., Any]) -> Callable[..., Any]:
-    def with_counter(optimizer: Any, model_parameter: Any, tensors: Any) -> Any:
-        if _is_torch_adam(optimizer):
-            group, order = optimizer.model_param_group_index_map[model_parameter]
-            main = optimizer.optimizer.param_groups[group]["params"][order]
-            tensors = {**tensors, "step": optimizer.optimizer.state[main]["step"]}
-        # In FP32 training the main parameters are the model's own, which autograd watches.
-        with torch.no_grad():
-            return set_states(optimizer, model_parameter, tensors)
-
-    return with_counter
+def _with_counter(set_states: Callable[..., Any], optimizer: Any, model_parameter: Any, tensors: Any) -> Any:
+    if _is_torch_adam(optimizer):
+        group, order = optimizer.model_param_group_index_map[model_parameter]
+        main = optimizer.optimizer.param_groups[group]["params"][order]
+        tensors = {**tensors, "step": optimizer.optimizer.state[main]["step"]}
+    # In FP32 training the main parameters are the model's own, which autograd watches.
+    with torch.no_grad():
+        return set_states(optimizer, model_parameter, tensors)
