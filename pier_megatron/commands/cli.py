@@ -10,9 +10,8 @@ from pier_megatron.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit status."""
-    from pier_megatron.commands import evaluate, export, plot
+    from pier_megatron.commands import doctor, evaluate, export, plot
     from pier_megatron.commands.demo import run as demo
-    from pier_megatron.commands.doctor import command as doctor
     from pier_megatron.commands.plan import command as plan
 
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")

@@ -270,7 +270,7 @@ class OuterLoop:
             with self._phase("outer_step"):
                 round_.verdicts.check(self.iteration)
                 round_.run()
-            self.is_synchronised = len(fragments) == self.config.fragments
+            self.is_synchronised = round_.rule.has_common_anchor and len(fragments) == self.config.fragments
             self._end(round_)
         round_.seconds += time.perf_counter() - begin
 

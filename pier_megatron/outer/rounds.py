@@ -44,6 +44,7 @@ class OuterRound:
     groups that count, and the rule makes the new anchor of it.
 
     Attributes:
+        rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
         verdicts: On the pseudo-gradients of all groups.
         sums: Sums of the products of :data:`PRODUCTS` over the chunks that this rank counts; float64, shape ``[4]``.
@@ -72,7 +73,7 @@ class OuterRound:
             begun: Iterations completed.
             device: Of the sums.
         """
-        self._exchange, self._rule = exchange, rule
+        self._exchange, self.rule = exchange, rule
         self._chunks = list(chunks_of(stagings, fragments))
         self._in_flight: list[_ChunkInFlight] = []
         self._is_advanced = False
@@ -158,7 +159,7 @@ class OuterRound:
         staged.subtract_parameters()
         if not counts:
             staged.own.zero_()  # Not a product with zero, which would keep every nan.
-        self._rule.send(staged)
+        self.rule.send(staged)
         return _ChunkInFlight(staged, self._exchange.sum(staged.shared, staged.residual, exactly=staged.chunk.shards.is_tied))
 
     def _apply(self, in_flight: "_ChunkInFlight", counted: int, keep_progress: bool) -> None:
@@ -173,7 +174,7 @@ class OuterRound:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
             own.sub_(anchor)
         is_alone = self._exchange.size == 1 and not keep_progress and self.verdicts.own_counts()
-        self._rule.receive(staged, is_alone)
+        self.rule.receive(staged, is_alone)
         if counts_here:
             self.sums += torch.stack([*products, torch.dot(staged.momentum, staged.momentum)]).double()
         if keep_progress:

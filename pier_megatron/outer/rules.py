@@ -5,7 +5,7 @@ what happens to the progress of a group meanwhile is the business of :mod:`pier_
 """
 
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -14,7 +14,13 @@ from pier_megatron.outer.staging import Staged
 
 
 class OuterRule(Protocol):
-    """One outer step's update, chunk by chunk. All groups hold the same anchor afterwards."""
+    """One outer step's update, chunk by chunk.
+
+    Attributes:
+        has_common_anchor: Whether all groups hold the same anchor afterwards.
+    """
+
+    has_common_anchor: ClassVar[bool]
 
     def send(self, staged: Staged) -> None:
         """Writes what this group sends to ``staged.shared``, given its pseudo-gradient in ``staged.own``."""
@@ -42,6 +48,7 @@ class Nesterov:
 
     mu: float
     eta: float
+    has_common_anchor: ClassVar[bool] = True
 
     def send(self, staged: Staged) -> None:
         """Sends the pseudo-gradient."""

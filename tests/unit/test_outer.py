@@ -11,6 +11,7 @@ from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.integration import startup
+from pier_megatron.outer import loop
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
@@ -220,3 +221,14 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None
         startup.check_host_memory(config, [numel], 8, is_pinned)
         with pytest.raises(PierConfigError, match=r"--pier-offload: .* 16 ranks.*takes (800\.0|1,099\.5) GB.*700\.0 GB are"):
             startup.check_host_memory(config, [numel], 16, is_pinned)
+
+
+def test_groups_without_a_common_anchor_are_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PierConfig(2, groups=1, sync_interval=1, lazy_start_iters=0)
+    seen = {}
+    for rule in (Nesterov, type("OfEachGroup", (Nesterov,), {"has_common_anchor": False})):
+        monkeypatch.setattr(loop, "rule_at", lambda config, iteration, rule=rule: rule(0.9, 0.7))
+        alone = loop.OuterLoop([[Shards(shards())]], config, EXCHANGE)
+        alone.skip_iteration()
+        seen[rule.__name__] = alone.is_synchronised
+    assert seen == {"Nesterov": True, "OfEachGroup": False}

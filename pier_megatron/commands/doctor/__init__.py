@@ -1,1 +1,0 @@
-"""`pier-megatron doctor`."""
