@@ -49,11 +49,11 @@ _DOMAINS = _JOB.replace("--nnodes 4 --nproc-per-node 4", "--nnodes 16 --nproc-pe
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
-    _JOB + "--eval-interval 75": "75 = 1 x 50 + 25",
+    _JOB + "--check-weight-hash-across-dp-replicas-interval 75": "75 = 1 x 50 + 25",
     _JOB.replace("--optimizer pier", "--optimizer adam"): "does not use Pier",
     _JOB.replace("--micro-batch-size 4", ""): "Megatron refuses the arguments",
     _JOB.replace("--train-iters 100000", ""): "neither --train-iters nor --train-samples",
-    _SAMPLES + "--eval-interval 75": "75 = 1 x 50 + 25",
+    _SAMPLES + "--check-weight-hash-across-dp-replicas-interval 75": "75 = 1 x 50 + 25",
     "python pretrain_gpt.py": "no torchrun in this command",
 }
 _LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
@@ -189,6 +189,6 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     assert "without the lazy start; nothing was loaded, saved or evaluated" in log
     # What the log of every iteration costs, and nothing else.
     [seen] = re.findall(r"Pier doctor: iteration 3, between outer steps, rank 0: [1-9]\d* .*, and across groups:\n(.*)\n", log)
-    assert "allreduce_" in seen
+    assert "allgather_" in seen
     assert "validation loss" not in log
     assert "iteration        4/" not in log
