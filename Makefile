@@ -26,9 +26,10 @@ $(VENV)/megatron-%: $(VENV)/.ready
 demo: setup
 	@$(BIN)/pier-megatron demo
 
-# One file waits for its processes while another one uses the cores. What a file's tests share stays in one process.
+# One file waits for its processes while another one uses the cores. What a file's tests share stays in one process. In the
+# order of their folders, the short tests come last and fill what is left of both processes.
 test: setup $(RELEASES)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 torture: setup
 	$(BIN)/python tests/end_to_end/torture.py

@@ -39,7 +39,7 @@ def sums(codec: str) -> dict[str, object]:
     return {"sum": result, "sent": exchange.wire.bytes_of_sum(NUMEL), "collectives": census.collectives}
 
 
-def drift(codec: str, feedback: bool, steps: int = 50) -> torch.Tensor:
+def drift(codec: str, feedback: bool, steps: int = 25) -> torch.Tensor:
     """Error of the running sum of many small vectors: what error feedback is for."""
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     residual = None

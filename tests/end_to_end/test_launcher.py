@@ -201,7 +201,7 @@ def test_stock_run_through_the_launcher_is_the_stock_run(tmp_path: Path, corpus:
     training = [*_TRAINING[: _TRAINING.index("--optimizer")], "--use-distributed-optimizer", *data]
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     through = execute(
-        [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training], tmp_path / "through.txt"
+        [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training], tmp_path / "through.txt"
     )
     # The same without the launcher: only the GPU is stood in for.
     bare_script = tmp_path / "bare.py"
@@ -212,7 +212,7 @@ def test_stock_run_through_the_launcher_is_the_stock_run(tmp_path: Path, corpus:
         "assert 'pier_megatron.integration.training' not in sys.modules\n"
         f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
     )
-    bare = execute([*torchrun(4), str(bare_script), *training], tmp_path / "bare.txt")
+    bare = execute([*torchrun(2), str(bare_script), *training], tmp_path / "bare.txt")
 
     def numbers(log: str) -> list[str]:
         # Other processes may print into the line before its first field.

@@ -14,9 +14,10 @@ def test_example_trains_and_groups_meet(tmp_path: Path) -> None:
     (absent / "megatron").mkdir(parents=True)
     (absent / "megatron" / "__init__.py").write_text("raise ImportError('Megatron is not needed here')")
     script = str(REPOSITORY / "examples" / "plain_pytorch.py")
-    log = execute([*torchrun(4), script, "--groups", "2", "--iterations", "100"], tmp_path / "log.txt", megatron=absent)
+    log = execute([*torchrun(4), script, "--groups", "2", "--iterations", "50"], tmp_path / "log.txt", megatron=absent)
     steps = [int(found) for found in re.findall(r"outer step after iteration +(\d+)", log)]
-    assert steps == list(range(20, 101, 10))
+    assert steps == list(range(20, 51, 10))
     losses = {(int(t), int(g)): float(loss) for t, g, loss in re.findall(r"iteration (\d+), group (\d): loss ([\d.]+)", log)}
-    assert set(losses) == {(50, 0), (50, 1), (100, 0), (100, 1)}
-    assert max(losses[100, 0], losses[100, 1]) < min(losses[50, 0], losses[50, 1]) < 3.5
+    assert set(losses) == {(50, 0), (50, 1)}
+    # An untrained model has log 256 = 5.5.
+    assert max(losses.values()) < 4
