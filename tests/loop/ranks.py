@@ -254,6 +254,8 @@ class Rank:
 
     def result(self) -> dict[str, Any]:
         """What has happened so far."""
+        # No run waits for a report; this does.
+        self.loop.reports.write_arrived(waits=True)
         return {"history": self.history, "reports": self.reports, "group": self.group, "part": self._part}
 
 
