@@ -90,11 +90,15 @@ class OuterStepReport:
 
 
 class OuterStepReports:
-    """Reports outer steps once their numbers have arrived, so that no group waits for another for the sake of a log line."""
+    """Reports outer steps once their numbers have arrived, so that no group waits for another for the sake of a log line.
+
+    Attributes:
+        write: Called for each outer step, in their order, on every rank.
+    """
 
     def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None]) -> None:
-        """Calls ``write`` for each outer step, in their order, on every rank."""
-        self._config, self._write = config, write
+        """Begins with none under way."""
+        self._config, self.write = config, write
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
@@ -111,7 +115,7 @@ class OuterStepReports:
         """Reports what has arrived, or everything if the caller ``waits``."""
         while self._unreported and (waits or self._unreported[0][1].is_complete()):
             round_, sums, restarted = self._unreported.pop(0)
-            self._write(self._report(round_, sums.result().cpu(), restarted))
+            self.write(self._report(round_, sums.result().cpu(), restarted))
 
     def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
         verdicts, counted = round_.verdicts.all(), round_.verdicts.counted()
