@@ -341,7 +341,7 @@ class Ranks:
             pipe.send((name, arguments))
         answers = []
         for pipe in self._pipes:
-            assert pipe.poll(60), "a rank hangs"
+            assert pipe.poll(300), "a rank hangs"
             answers.append(pipe.recv())
         failed = [answer for status, answer in answers if status == "failed"]
         if failed:
