@@ -38,6 +38,7 @@ class PierOptimizer(ChainedOptimizer):
         loop: The outer loop, over the FP32 shards that this rank owns.
         saving: While a checkpoint is saved, what the plugin adds to it.
         loading: While one is loaded, what the plugin asks of it.
+        has_seen_samples: Whether this process knows that the groups read different data, at a resume as at the beginning.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, loop: OuterLoop) -> None:
@@ -46,6 +47,7 @@ class PierOptimizer(ChainedOptimizer):
         self.loop = loop
         self.saving: Completion | None = None
         self.loading: Restoration | None = None
+        self.has_seen_samples = False
         self._gradients = GradientAveraging(self.model_chunks, loop.config.groups)
 
     def begin_iteration(self, iteration: int) -> None:

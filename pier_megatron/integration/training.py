@@ -101,9 +101,10 @@ def _report(report: Any) -> None:
 def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
-    if not optimizer.loop.iteration:
+    if not optimizer.has_seen_samples:
         device = torch.device(torch.cuda.current_device())
         check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
+        optimizer.has_seen_samples = True
     optimizer.begin_iteration(iteration)
     if not optimizer.loop.is_local:
         return train_step(*args, **kwargs)

@@ -53,6 +53,7 @@ _REFUSED = {
         ["a node without memory"],
         ["--pier-offload: the outer state of the 4 ranks on this node takes", "GB are available", "fewer ranks per node"],
     ),
+    "same data after a resume": (_PIER + _LOAD, ["all groups read the same"], ["Groups 0 and 1 read identical data"]),
     "same data": (_PIER, ["all groups read the same"], ["Groups 0 and 1 read identical data", "get_data_parallel_rank"]),
 }
 
