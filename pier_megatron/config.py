@@ -12,6 +12,9 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.schedules import PRESETS, Preset, value_at
 
+# What a few kernels and a message take time for, against which their overhead is small.
+_CHUNK_MIB = {"cpu": 16, "cuda": 64}
+
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
 _LONG_HORIZON = 0.03
 
@@ -88,7 +91,12 @@ class PierConfig:
     offload: bool = _setting(
         False, "Keep the outer state in pinned host memory instead of on the device. Default: on the device."
     )
-    chunk_mib: int = _setting(16, "Size in MiB, of FP32, of the pieces in which buffers are exchanged and updated.")
+    chunk_mib: int | None = _setting(
+        None,
+        "Size in MiB, of FP32, of the pieces in which buffers are exchanged and updated. Default: 64 on a GPU, 16 on a CPU, or "
+        "the number of groups if that is more.",
+        metavar="MIB",
+    )
     outlier_zscore: float | None = _setting(
         None,
         "Leave a group out of a round if the norm of its pseudo-gradient is more than this many standard deviations above the "
@@ -187,10 +195,16 @@ class PierConfig:
         """Whether what a low-bit exchange rounds away is kept for the next one."""
         return not (self.codec.lossless or self.no_error_feedback)
 
-    @property
-    def chunk_numel(self) -> int:
-        """Largest number of elements of a piece in which buffers are exchanged."""
-        return self.chunk_mib * 2**20 // 4
+    def chunk_mib_on(self, device_type: str) -> int:
+        """Size in MiB of the pieces in which buffers on a ``cpu`` or a ``cuda`` device are exchanged.
+
+        A piece is cut into one segment for each group, and segments far below a MiB are bound by latency.
+        """
+        return self.chunk_mib or max(_CHUNK_MIB[device_type], self.groups)
+
+    def chunk_numel_on(self, device_type: str) -> int:
+        """Largest number of elements of such a piece."""
+        return self.chunk_mib_on(device_type) * 2**20 // 4
 
     @cached_property
     def lazy_start(self) -> int:
@@ -326,8 +340,6 @@ class PierConfig:
                 f"{horizon:.0%} of this run (the paper's runs: about 0.5 %). Expect it to overshoot; --pier-preset pier-rising "
                 "is made for few outer steps; a shorter --pier-sync-interval or a lower --pier-outer-momentum helps too."
             )
-        if self.groups == 1:
-            found.append("there is one group, hence nothing to gain from relaxed communication: see --pier-groups.")
         return found
 
     def momentum_horizon(self) -> float:

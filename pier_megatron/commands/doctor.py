@@ -49,6 +49,7 @@ def examine(command: LaunchCommand) -> list[str]:
         PierConfigError: If it would not start.
     """
     from pier_megatron.integration import planned_job
+    from pier_megatron.integration.refusals import disappointments
     from pier_megatron.integration.startup import schedule
 
     lines = [f"{command.nodes} nodes of {command.ranks_per_node} ranks, Python {platform.python_version()}, " + _versions()]
@@ -63,7 +64,8 @@ def examine(command: LaunchCommand) -> list[str]:
     lines.append(_outer_state(args, config, command, planned_job.parameters_of_largest_shard(args)))
     checkpoint = planned_job.check_checkpoint(args, config, len(topology.members(0)))
     lines += [f"--load {checkpoint}"] if checkpoint else []
-    lines += [f"WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]]
+    disappointing = [*config.warnings(), *topology.warnings(), *disappointments(args, config)]
+    lines += [f"WARNING: {warning}" for warning in disappointing]
     if command.nodes > 1:
         lines += [
             f"{name}={os.environ[name]}" if name in os.environ else f"{name} {default}" for name, default in _NETWORK.items()
@@ -80,7 +82,7 @@ def examine(command: LaunchCommand) -> list[str]:
 
 def _outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, parameters: int | None) -> str:
     """What the outer state takes, and whether this machine's host memory would hold it."""
-    from pier_megatron.outer.state import bytes_per_parameter, host_bytes
+    from pier_megatron.outer.memory import bytes_per_parameter, host_bytes
 
     size = bytes_per_parameter(config)
     if parameters is None:

@@ -140,37 +140,33 @@ class _EncodedSum(Sum):
 
     def __init__(self, exchange: GroupExchange, vector: Tensor, residual: Residual | None) -> None:
         self._exchange, self._vector, self._residual = exchange, vector, residual
-        self._segment = exchange.wire.segment_numel(len(vector))
-        self._payload = exchange.codec.nbytes(self._segment)
-        padded = vector.new_zeros(exchange.size * self._segment)
-        padded[: len(vector)] = vector
+        codec, segment = exchange.codec, exchange.wire.segment_numel(len(vector))
+        rows = vector.new_zeros(exchange.size, segment)
+        padded = rows.view(-1)[: len(vector)]
+        padded.copy_(vector)
         if residual is not None:
-            padded[: len(vector)] += residual.sent
-        sent = torch.cat([exchange.codec.encode(segment) for segment in padded.split(self._segment)])
+            padded += residual.sent
+        self._sent = codec.encode(rows)
         if residual is not None:
-            torch.sub(padded[: len(vector)], self._decode(sent)[: len(vector)], out=residual.sent)
-        self._received = torch.empty_like(sent)
-        self._sent = sent
-        self._work = dist.all_to_all_single(self._received, sent, group=exchange.process_group, async_op=True)
+            torch.sub(padded, codec.decode(self._sent).view(-1)[: len(vector)], out=residual.sent)
+        self._received = torch.empty_like(self._sent)
+        self._work = dist.all_to_all_single(self._received, self._sent, group=exchange.process_group, async_op=True)
 
     def advance(self) -> None:
         self._work.wait()
         codec = self._exchange.codec
-        total = self._decode(self._received).view(self._exchange.size, self._segment).sum(0)
+        total = codec.decode(self._received).sum(0, keepdim=True)
         if self._residual is not None:
             total += self._residual.reduced
-        encoded = codec.encode(total)
+        self._sent = codec.encode(total)
         if self._residual is not None:
-            torch.sub(total, codec.decode(encoded), out=self._residual.reduced)
-        self._sent = encoded
-        self._work = dist.all_gather_into_tensor(self._received, encoded, group=self._exchange.process_group, async_op=True)
+            torch.sub(total[0], codec.decode(self._sent)[0], out=self._residual.reduced)
+        group = self._exchange.process_group
+        self._work = dist.all_gather_into_tensor(self._received, self._sent, group=group, async_op=True)
 
     def finish(self) -> None:
         self._work.wait()
-        self._vector.copy_(self._decode(self._received)[: len(self._vector)])
-
-    def _decode(self, payloads: Tensor) -> Tensor:
-        return torch.cat([self._exchange.codec.decode(payload) for payload in payloads.split(self._payload)])
+        self._vector.copy_(self._exchange.codec.decode(self._received).view(-1)[: len(self._vector)])
 
 
 class Gathered:

@@ -60,6 +60,12 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "one group with the optimizer state of another. Convert with --optimizer adam --use-distributed-optimizer, which "
             "reads the weights that all groups agree on and the inner state of group 0."
         )
+    if args.fp8 and args.fp8_recipe == "delayed":
+        raise PierConfigError(
+            "--fp8-recipe delayed cannot be used with --optimizer pier: it derives the scales of FP8 from a history of maxima "
+            "that each group has for itself, and a checkpoint holds the first group's only. Use --fp8-recipe tensorwise, "
+            "blockwise or mxfp8, which keep no history."
+        )
     if any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES):
         raise PierConfigError(
             "CUDA graphs of the full iteration cannot be used with --optimizer pier: they capture the gradient "
@@ -75,11 +81,6 @@ def _refuse_reductions_over_all_groups(args: argparse.Namespace) -> None:
                 f"--moe-router-load-balancing-type {balancing} counts tokens over all groups in every iteration. Use aux_loss "
                 "or seq_aux_loss."
             )
-    if args.fp8 and args.fp8_recipe == "delayed" and not args.tp_only_amax_red:
-        raise PierConfigError(
-            "--fp8-recipe delayed reduces the scales of FP8 over all data-parallel ranks in every iteration, hence across "
-            "groups. Add --tp-only-amax-red, or use another recipe."
-        )
 
 
 def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> None:
@@ -111,6 +112,25 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             f"--timing-log-level {args.timing_log_level} puts about ten barriers of all ranks into every iteration, so that "
             "every group would wait for the slowest. Add --no-barrier-with-level-1-timing."
         )
+
+
+def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
+    """What works, but not as the user may expect, one sentence each; of arguments that have been validated."""
+    found = []
+    if config.groups == 1 and args.data_parallel_size > 1:
+        replicas = args.data_parallel_size
+        found.append(
+            f"--pier-groups 1 (by default one per node): all {replicas} model replicas train as one group and nothing is "
+            f"exchanged, as with --optimizer adam. Pass --pier-groups {replicas}, or another divisor of {replicas}, to train "
+            "groups apart on one node."
+        )
+    if args.log_interval < config.overlap:
+        found.append(
+            f"--log-interval {args.log_interval}: at every log Megatron waits for the device, hence for what is on the wire "
+            f"then. With --pier-overlap {config.overlap} that is {-(-config.overlap // args.log_interval)} times in each "
+            f"exchange, and so much of it is not hidden. Log every {config.overlap} iterations or less often."
+        )
+    return found
 
 
 def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> None:

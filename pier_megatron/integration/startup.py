@@ -1,6 +1,7 @@
 """What a run says and checks before its first iteration."""
 
 import collections
+import os
 from collections.abc import Sequence
 
 import psutil
@@ -11,9 +12,8 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.topology import Topology
 from pier_megatron.outer import GroupExchange, OuterLoop
-from pier_megatron.outer.rounds import PIPELINE_DEPTH
-from pier_megatron.outer.staging import work_bytes_per_parameter
-from pier_megatron.outer.state import ANCHOR, OuterState, host_bytes
+from pier_megatron.outer.memory import host_bytes, work_bytes
+from pier_megatron.outer.state import ANCHOR, OuterState
 
 # Longer schedules are shown by their first, last and evenly spaced outer steps.
 _SCHEDULE_ROWS = 8
@@ -71,13 +71,16 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
         )
 
 
-def describe(topology: Topology, loop: OuterLoop, log_interval: int) -> str:
-    """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory."""
+def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str] = ()) -> str:
+    """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
     sent = sum(exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for state in states for chunk in state.chunks)
     synchronous = round(8 * parameters * (exchange.size - 1) / exchange.size)
-    place = "host" if config.offload else "device"
+    owned = [state.numel for state in states]
+    is_pinned = loop.device.type == "cuda"
+    size = sum(host_bytes(config, numel, is_pinned) for numel in owned) if config.offload else sum(s.nbytes for s in states)
+    chunk_mib = config.chunk_mib_on(loop.device.type)
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
@@ -88,46 +91,46 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int) -> str:
         *(f"  {line}" for line in topology.describe()),
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",
-        f"  exchange: {', '.join(option for option in options if option)}, in chunks of {config.chunk_mib} MiB",
+        f"  exchange: {', '.join(option for option in options if option)}, in chunks of {chunk_mib} MiB",
         *schedule(config),
         f"  per rank: {parameters:,} FP32 parameters; sends {sent / 1e6:,.2f} MB to other groups in {config.sync_interval} "
         f"iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 gradients)",
-        f"  outer state per rank: {sum(state.nbytes for state in states) / 1e6:,.2f} MB of {place} memory, and up to "
-        f"{working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way",
+        f"  outer state per rank: {size / 1e6:,.2f} MB of {'host' if config.offload else 'device'} memory, and up to "
+        f"{working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way"
+        + (", beside the buffers of one more NCCL communicator" if is_pinned else ""),
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
-        *(f"  WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]),
+        *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queued(loop))),
     ]
     return "\n".join(lines)
 
 
-def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
-    """Work memory of a rank: buffers are made when chunks first need them at once, and then kept.
+def _queued(loop: OuterLoop) -> list[str]:
+    """Whether collectives of one iteration hold up its kernels."""
+    config, device_type = loop.config, loop.device.type
+    if not config.overlap or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" or device_type != "cuda":
+        return []
+    chunks = max(sum(chunk.fragment == f for s in loop.states for chunk in s.chunks) for f in range(config.fragments))
+    iterations = max(config.overlap - 1, 1)
+    if chunks <= iterations:
+        return []
+    fitting = -(-chunks // iterations) * config.chunk_mib_on(device_type)
+    return [
+        f"--pier-overlap {config.overlap}: {chunks} chunks of {config.chunk_mib_on(device_type)} MiB in {iterations} iterations. "
+        "With CUDA_DEVICE_MAX_CONNECTIONS=1 the kernels of training wait behind all but the last collective of an iteration. "
+        f"--pier-chunk-mib {fitting} makes it one in each."
+    ]
 
-    With a low-bit exchange also what is on the wire, and what one chunk takes while it is encoded.
-    """
+
+def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
+    """Work memory of a rank on its device; with a low-bit exchange also what one chunk takes while it is encoded."""
     total = coding = 0
     for state in states:
         in_fragments = collections.Counter(chunk.fragment for chunk in state.chunks)
         longest = max((chunk.numel for chunk in state.chunks), default=0)
-        total += chunks_at_once(config, list(in_fragments.values())) * bytes_of_chunk(config, longest)
+        total += work_bytes(config, longest, list(in_fragments.values()))
         coding = max(coding, Wire(config.codec, config.groups).coding_bytes(longest))
     return total + coding
-
-
-def bytes_of_chunk(config: PierConfig, numel: int) -> int:
-    """Work memory of a chunk of ``numel`` elements on its way."""
-    return numel * work_bytes_per_parameter(config) + Wire(config.codec, config.groups).payload_bytes(numel)
-
-
-def chunks_at_once(config: PierConfig, in_fragments: Sequence[int]) -> int:
-    """Most chunks that a rank works on at a time; ``in_fragments`` is the number of chunks in each fragment."""
-    # Beside those on their way: one in hand, one staged ahead.
-    at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
-    if not config.overlap:
-        return at_once
-    underway = min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
-    return max(at_once, sum(sorted(in_fragments)[-underway:]))
 
 
 def schedule(config: PierConfig) -> list[str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, startup, versions
+from pier_megatron.integration import current, refusals, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.inner.adam import commit_main_parameters, inner_state, main_parameters, owners
@@ -52,6 +52,7 @@ def _build(optimizer: Any) -> Any:
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
+    config.codec.compile_for(config.groups, device)
     # All ranks meet here, so that none takes its host memory before the others have looked.
     topology = Topology.gather(_own_rank(config))
     topology.check()
@@ -68,8 +69,13 @@ def _build(optimizer: Any) -> Any:
     )
     startup.check_groups_agree(loop.states, loop.exchange, loop.device)
     pier = PierOptimizer(optimizer, loop)
+    if config.overlap:
+        for chunk in pier.model_chunks:
+            # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages: against a
+            # race that PyTorch mended long before the releases that are supported.
+            versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if dist.get_rank() == 0:
-        print(startup.describe(topology, loop, args.log_interval), flush=True)
+        print(startup.describe(topology, loop, args.log_interval, refusals.disappointments(args, config)), flush=True)
     return pier
 
 

@@ -77,10 +77,12 @@ class Description:
     version: str = __version__
 
     @classmethod
-    def of_run(cls, config: PierConfig, iteration: int, layout: Mapping[str, int], **content: Any) -> "Description":
+    def of_run(
+        cls, config: PierConfig, iteration: int, layout: Mapping[str, int], device_type: str, **content: Any
+    ) -> "Description":
         """Describes a run as it is, and what of it is stored."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
-        return cls(iteration, settings, dict(layout), config.chunk_mib, **content)
+        return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), **content)
 
     @classmethod
     def from_metadata(cls, found: Mapping[str, Any]) -> "Description":

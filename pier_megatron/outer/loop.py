@@ -1,7 +1,6 @@
 """The outer loop of one rank: when groups meet, and what they do then. Plain PyTorch; Megatron is one of its users."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from pier_megatron.outer.rounds import OuterRound, momentum_warmup
 from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import ANCHOR, COMMON, MOMENTUM, OuterState, Shards
+from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import DivergedError, Judge, KnownVerdicts, Verdicts
 
 Snapshot = dict[str, Any]
@@ -68,19 +68,21 @@ class OuterLoop:
             TypeError: If a parameter is not float32.
         """
         self.config, self.exchange = config, exchange
+        devices = (tensor.device for of_optimizer in shards for alike in of_optimizer for tensor in alike.tensors)
+        self.device = device or next(devices, torch.device("cpu"))
         self.states = [
             OuterState(
                 of_optimizer,
-                chunk_numel=config.chunk_numel,
+                chunk_numel=config.chunk_numel_on(self.device.type),
                 fragments=config.fragments,
                 offload=config.offload,
                 segment_numel=exchange.wire.segment_numel if config.has_error_feedback else None,
+                device=self.device,
             )
             for of_optimizer in shards
         ]
         self._stagings = [Staging(state) for state in self.states]
         self._group = group
-        self.device = device or next((state.device for state in self.states), torch.device("cpu"))
         self._inner_state, self._on_change = inner_state, on_change
         self.rounds: list[OuterRound] = []
         self.members = Members()
@@ -126,9 +128,10 @@ class OuterLoop:
 
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
+            AnchorsDifferError: If the groups do not hold the same anchor.
         """
         if self.is_local:
-            self._land_rounds()
+            self._move_rounds()
             self._begin_rounds()
             # Where all groups hold the same parameters they have just met: nobody waits.
             self.reports.write_arrived(waits=self.is_synchronised)
@@ -191,7 +194,8 @@ class OuterLoop:
                     residual.copy_(saved["residuals"][name])
         self.rounds = []
         for saved in snapshot["rounds"]:
-            round_ = self._round(saved["begun"], KnownVerdicts(self.exchange, saved["verdicts"]))
+            verdicts = KnownVerdicts(self.exchange, saved["verdicts"])
+            round_ = self._round(saved["begun"], verdicts, Stopwatch(self.device))
             round_.resume(saved["own"], saved["sum"])
             self.rounds.append(round_)
         self.members = Members(snapshot["restarted"])
@@ -243,54 +247,53 @@ class OuterLoop:
         self._is_committed = True
 
     def _reset_anchor(self) -> None:
-        for state in self.states:
-            state.copy_parameters_to(state.anchor)
+        for staging in self._stagings:
+            staging.synchronize()
+            staging.state.copy_parameters_to(staging.state.anchor)
 
     def _return_to_anchor(self) -> None:
         for staging in self._stagings:
             staging.synchronize()
             staging.state.set_parameters(staging.state.anchor)
 
-    def _round(self, begun: int, verdicts: Verdicts) -> OuterRound:
+    def _round(self, begun: int, verdicts: Verdicts, stopwatch: Stopwatch) -> OuterRound:
         fragments, rule = self.config.fragments_due(begun), rule_at(self.config, begun)
-        return OuterRound(self._stagings, self.exchange, fragments, rule, verdicts, begun, self.device)
+        return OuterRound(self._stagings, self.exchange, fragments, rule, verdicts, begun, stopwatch, self.device)
 
     def _begin_rounds(self) -> None:
         fragments = self.config.fragments_due(self.iteration)
         if not fragments:
             return
-        begin = time.perf_counter()
-        with self._phase("verdict"):
-            round_ = self._round(self.iteration, self._judge.verdicts(fragments))
-        if self.config.overlap and self.iteration < self.config.train_iters:
-            with self._phase("begin"):
-                round_.begin()
-            self.rounds.append(round_)
-        else:
+        stopwatch = Stopwatch(self.device)
+        with stopwatch.running():
+            with self._phase("verdict"):
+                round_ = self._round(self.iteration, self._judge.verdicts(fragments), stopwatch)
+            if self.config.overlap and self.iteration < self.config.train_iters:
+                with self._phase("begin"):
+                    round_.begin()
+                    round_.proceed(0, self.config.overlap)
+                self.rounds.append(round_)
+                return
             with self._phase("outer_step"):
                 round_.verdicts.check(self.iteration)
                 round_.run()
             self.is_synchronised = round_.rule.has_common_anchor and len(fragments) == self.config.fragments
             self._end(round_)
-        round_.seconds += time.perf_counter() - begin
 
-    def _land_rounds(self) -> None:
+    def _move_rounds(self) -> None:
         """Moves on the rounds that span iterations, at the same iterations on every rank."""
-        overlap = self.config.overlap
         for round_ in list(self.rounds):
-            begin = time.perf_counter()
-            age = self.iteration - round_.begun
-            is_due = age == overlap or self.iteration == self.config.train_iters
-            if is_due or age >= overlap // 2:
-                with self._phase("advance"):
-                    round_.advance()
-            if is_due:
-                with self._phase("finish"):
-                    round_.verdicts.check(self.iteration)
-                    round_.finish()
-                self.rounds.remove(round_)
-                self._end(round_)
-            round_.seconds += time.perf_counter() - begin
+            with round_.stopwatch.running():
+                age = self.iteration - round_.begun
+                if age < self.config.overlap and self.iteration < self.config.train_iters:
+                    with self._phase("proceed"):
+                        round_.proceed(age, self.config.overlap)
+                else:
+                    with self._phase("finish"):
+                        round_.verdicts.check(self.iteration)
+                        round_.finish()
+                    self.rounds.remove(round_)
+                    self._end(round_)
 
     def _end(self, round_: OuterRound) -> None:
         with self._phase("commit"):

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
-from pier_megatron.outer.rounds import OuterRound
+from pier_megatron.outer.rounds import PRODUCTS, OuterRound
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
 
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
 SCALAR_PREFIX = "pier/"
+
+
+class AnchorsDifferError(RuntimeError):
+    """What all groups should hold in common is not the same everywhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,7 @@ class OuterStepReport:
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
-        seconds: Wall-clock time, the wait for the slowest group included.
+        seconds: Time that training stood still for it, the wait for the slowest group included; on a GPU that of its stream.
         not_finite: Groups that were left out because their parameters were not finite.
         outliers: Groups that were left out because their pseudo-gradients were too long.
         restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
@@ -112,12 +116,18 @@ class OuterStepReports:
         self._unreported.append((round_, sums, restarted))
 
     def write_arrived(self, waits: bool) -> None:
-        """Reports what has arrived, or everything if the caller ``waits``."""
+        """Reports what has arrived, or everything if the caller ``waits``.
+
+        Raises:
+            AnchorsDifferError: If the groups do not hold the same anchor.
+        """
         while self._unreported and (waits or self._unreported[0][1].is_complete()):
             round_, sums, restarted = self._unreported.pop(0)
             self.write(self._report(round_, sums.result().cpu(), restarted))
 
     def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
+        if round_.rule.has_common_anchor:
+            _check_anchors(round_.begun, sums[:, PRODUCTS].tolist())
         verdicts, counted = round_.verdicts.all(), round_.verdicts.counted()
         pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, torch.tensor(counted))
         left_out = [group for group, counts in enumerate(counted) if not counts]
@@ -130,10 +140,22 @@ class OuterStepReports:
             mu=self._config.momentum_at(round_.begun),
             eta=self._config.learning_rate_at(round_.begun),
             bytes_sent=round_.bytes_sent,
-            seconds=round_.seconds,
+            seconds=round_.stopwatch.seconds(),
             not_finite=tuple(group for group in left_out if verdicts[group] == NOT_FINITE),
             outliers=tuple(group for group in left_out if verdicts[group] == OUTLIER),
             restarted=tuple(restarted),
+        )
+
+
+def _check_anchors(iteration: int, checksums: Sequence[float]) -> None:
+    differing = [group for group, checksum in enumerate(checksums) if checksum != checksums[0]]
+    if differing:
+        raise AnchorsDifferError(
+            f"After the outer step that began at iteration {iteration} the anchors of groups {differing} are not group 0's "
+            f"(checksums of a part of them, by group: {[int(checksum) for checksum in checksums]}), though all groups have "
+            "computed them from the same sums. A memory, a link or a kernel has gone wrong, in this outer step or in one of "
+            "the last ones, since each compares a part only. Restart from a checkpoint that is some outer steps older "
+            "(--ckpt-step), without the group's nodes if it happens again."
         )
 
 
@@ -141,14 +163,14 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
     """Evaluates the sums of all groups.
 
     Args:
-        sums: As of :class:`pier_megatron.outer.OuterRound`, over each group's whole model; shape ``[groups, 4]``.
+        sums: As of :class:`pier_megatron.outer.rounds.OuterRound`, over each group's whole model.
         contributes: Which groups count; boolean, shape ``[groups]``.
 
     Returns:
         Norm of the mean pseudo-gradient, norm of the momentum, smallest and mean cosine of the contributing groups. A
         cosine with a zero vector is 0.
     """
-    own, product, mean, momentum = sums[contributes].unbind(1)
+    own, product, mean, momentum = sums[contributes, :PRODUCTS].unbind(1)
     denominator = (own * mean).sqrt()
     cosine = torch.where(denominator > 0, product / denominator, torch.zeros_like(product))
     return mean[0].sqrt().item(), momentum[0].sqrt().item(), cosine.min().item(), cosine.mean().item()

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,9 @@ from torch import Tensor
 
 from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.outer.rules import OuterRule
-from pier_megatron.outer.staging import Staged, Staging, chunks_of, staged_ahead
+from pier_megatron.outer.staging import OWN, SHARED, Buffers, Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, sum_of_bits
+from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import Verdicts
 
 PIPELINE_DEPTH = 4
@@ -18,6 +22,14 @@ PIPELINE_DEPTH = 4
 
 PRODUCTS = 4
 """Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
+
+_STATE = (*COMMON, RESIDUAL)
+
+# Each round compares the groups' anchors in one of so many parts of what it has changed.
+_PARTS_TO_COMPARE = 16
+
+# Sums of so many of these numbers are exact in float64, as many as ranks can share a model.
+_CHECKSUMS_BELOW = 2**31
 
 
 def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
@@ -30,15 +42,68 @@ def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
         stagings: Of the outer states, which are changed in place.
         mu: Outer momentum coefficient.
     """
-    for staged in staged_ahead((staging, chunk) for staging in stagings for chunk in staging.state.chunks):
+    for staged in one_ahead(staging.lend(chunk, COMMON) for staging in stagings for chunk in staging.state.chunks):
         staged.subtract_parameters()
         torch.add(staged.own, staged.momentum, alpha=mu, out=staged.momentum)
         staged.chunk.copy_parameters_to(staged.anchor)
-        staged.staging.give_back(staged)
+        staged.give_back(COMMON)
+
+
+def window(index: int, number: int, span: int) -> tuple[int, int, int]:
+    """When a chunk of a round that spans iterations is on the wire, in iterations since the round began.
+
+    The chunks follow each other as evenly as the iterations allow: collectives that are queued back to back can hold up the
+    kernels that come after them (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do), and chunks that wait need no device memory.
+
+    Args:
+        index: Of the chunk.
+        number: Of chunks in the round.
+        span: Iterations after which the round ends, at least 1.
+
+    Returns:
+        When its sum begins, when it is sent on, and when it must have arrived, at most ``span``.
+    """
+    begin = index * max(span - 1, 1) // number
+    end = min(span, max(-(-(index + 1) * span // number), begin + 2))
+    return begin, max(begin + 1, (begin + end) // 2), end
+
+
+def chunks_on_the_wire(number: int, span: int) -> int:
+    """Most chunks of a round that are on the wire at a time; as for :func:`window`."""
+    ends = [window(index, number, span) for index in range(number)]
+    return max((sum(begin <= now < end for begin, _, end in ends) for now in range(span)), default=0)
+
+
+# How far a chunk of a round that spans iterations has come.
+_WAITING, _SENT, _SENT_ON, _ARRIVED = range(4)
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A chunk of a round that spans iterations.
+
+    Attributes:
+        staging: That lends it buffers.
+        chunk: The chunk.
+        kept: What the round keeps of it.
+        stage: How far it has come.
+        staged: Where it is worked on, while it is on the wire.
+        sum: The sum that it waits for then.
+    """
+
+    staging: Staging
+    chunk: Chunk
+    kept: Buffers
+    stage: int = _WAITING
+    staged: Staged | None = None
+    sum: Sum = dataclasses.field(default_factory=Sum)
+
+    def lend(self, *reads: str) -> Staged:
+        return self.staging.lend(self.chunk, reads, self.kept)
 
 
 class OuterRound:
-    """One outer step of some fragments, in the three moves that an exchange takes: begin, advance, finish.
+    """One outer step of some fragments: all at once, or spread over iterations, from :meth:`begin` to :meth:`finish`.
 
     A group sends what its rule makes of its parameters as they were when the round began. What arrives is averaged over the
     groups that count, and the rule makes the new anchor of it.
@@ -47,9 +112,10 @@ class OuterRound:
         rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
         verdicts: On the pseudo-gradients of all groups.
-        sums: Sums of the products of :data:`PRODUCTS` over the chunks that this rank counts; float64, shape ``[4]``.
+        sums: Sums of the products of :data:`PRODUCTS` over the chunks that this rank counts, then a checksum of a part of the
+            new anchor; float64, shape ``[PRODUCTS + 1]``.
         bytes_sent: By this rank to other groups.
-        seconds: Wall-clock time spent on it so far.
+        stopwatch: Time spent on it so far.
     """
 
     def __init__(
@@ -60,9 +126,10 @@ class OuterRound:
         rule: OuterRule,
         verdicts: Verdicts,
         begun: int,
+        stopwatch: Stopwatch,
         device: torch.device,
     ) -> None:
-        """Prepares a round; :meth:`run` it, or call the three moves in different iterations.
+        """Prepares a round: :meth:`run` it, or :meth:`begin` it and let it :meth:`proceed` until it can :meth:`finish`.
 
         Args:
             stagings: Of the outer states, which are changed in place.
@@ -71,59 +138,62 @@ class OuterRound:
             rule: What is sent, and what is made of what arrives.
             verdicts: A pseudo-gradient that does not count is not sent; its group is moved to the common point all the same.
             begun: Iterations completed.
+            stopwatch: That the caller runs while it works on the round.
             device: Of the sums.
         """
         self._exchange, self.rule = exchange, rule
         self._chunks = list(chunks_of(stagings, fragments))
-        self._in_flight: list[_ChunkInFlight] = []
-        self._is_advanced = False
-        self.begun, self.verdicts = begun, verdicts
-        self.sums = torch.zeros(PRODUCTS, dtype=torch.float64, device=device)
+        self._flights: list[_Flight] = []
+        self._forgets_progress = False
+        parts = max(1, min(_PARTS_TO_COMPARE, len(self._chunks)))
+        # The same on all ranks, and every part's turn comes whatever the intervals are.
+        self._compared = [chunk for _, chunk in self._chunks[random.Random(begun).randrange(parts) :: parts]]
+        self.begun, self.verdicts, self.stopwatch = begun, verdicts, stopwatch
+        self.sums = torch.zeros(PRODUCTS + 1, dtype=torch.float64, device=device)
         self.bytes_sent = sum(exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for _, chunk in self._chunks)
-        self.seconds = 0.0
 
     def begin(self) -> None:
-        """Takes the pseudo-gradients and sends them off."""
+        """Takes the pseudo-gradients."""
         counts = self.verdicts.own_counts()
-        self._in_flight = [self._send(staged, counts) for staged in staged_ahead(self._chunks)]
+        self._flights = [_Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
+        for staged in one_ahead(flight.lend(ANCHOR) for flight in self._flights):
+            self._subtract(staged, counts)
+            staged.give_back((OWN,))
 
-    def advance(self) -> None:
-        """Sends on what has arrived; does nothing when called again."""
-        if not self._is_advanced:
-            for in_flight in self._in_flight:
-                in_flight.sum.advance()
-            self._is_advanced = True
+    def proceed(self, age: int, span: int) -> None:
+        """Moves on what is due ``age`` iterations after :meth:`begin`, of ``span``; called at the same ages on every rank."""
+        for index, flight in enumerate(self._flights):
+            times = window(index, len(self._flights), span)
+            self._move(flight, sum(age >= time for time in times))
 
     def settle(self) -> dict[str, Any]:
-        """Waits for everything that is on the wire, so that only :meth:`finish` is left to do.
+        """Waits for everything to arrive, so that only :meth:`finish` is left to do.
 
         Returns:
             The round as plain data: when it began, the verdicts, its ``own`` pseudo-gradients, and the ``sum`` over the groups
             that has arrived; both float32 and as long as the round's chunks together.
         """
-        self.advance()
-        for in_flight in self._in_flight:
-            in_flight.sum.finish()
-            in_flight.sum = Sum()
-            # What the codec dropped on the way is known now, and part of the state wherever that lives.
-            in_flight.staged.staging.write_back(in_flight.staged)
-        staged = [in_flight.staged for in_flight in self._in_flight]
-        own, total = ([getattr(chunk, name) for chunk in staged] or [torch.empty(0)] for name in ("own", "shared"))
-        return {"begun": self.begun, "verdicts": list(self.verdicts.all()), "own": torch.cat(own), "sum": torch.cat(total)}
+        self._arrive()
+        for staging in {flight.staging for flight in self._flights}:
+            staging.synchronize()
+        parts = [flight.kept.of(flight.chunk) for flight in self._flights] or [dict.fromkeys((OWN, SHARED), torch.empty(0))]
+        own, total = (torch.cat([part[name] for part in parts]) for name in (OWN, SHARED))
+        if self._forgets_progress:
+            own.zero_()
+        return {"begun": self.begun, "verdicts": list(self.verdicts.all()), "own": own, "sum": total}
 
     def resume(self, own: Tensor, total: Tensor) -> None:
         """Goes on where :meth:`settle` has left another round; in place of :meth:`begin`."""
         sizes = [chunk.numel for _, chunk in self._chunks]
-        for staged, own_part, total_part in zip(staged_ahead(self._chunks), own.split(sizes), total.split(sizes), strict=True):
-            staged.own.copy_(own_part)
-            staged.shared.copy_(total_part)
-            self._in_flight.append(_ChunkInFlight(staged, Sum()))
-        self._is_advanced = True
+        for (staging, chunk), *parts in zip(self._chunks, own.split(sizes), total.split(sizes), strict=True):
+            flight = _Flight(staging, chunk, staging.keep(), _ARRIVED)
+            for kept, part in zip(flight.kept.of(chunk).values(), parts, strict=True):
+                kept.copy_(part)
+            self._flights.append(flight)
 
     def forget_progress(self) -> None:
         """Says that this group's parameters have been set to the anchor since :meth:`begin`: what it moved by is undone."""
-        for in_flight in self._in_flight:
-            in_flight.staged.own.zero_()
+        self._forgets_progress = True
 
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.
@@ -131,62 +201,85 @@ class OuterRound:
         The parameters become the new common point plus the way they have gone meanwhile, as in the delayed outer step of
         "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
+        self._arrive()
         counted = sum(self.verdicts.counted())
-        for in_flight in self._in_flight:
-            self._apply(in_flight, counted, keep_progress=True)
-        self._in_flight = []
+        lent = one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in self._flights)
+        for flight, staged in zip(self._flights, lent, strict=True):
+            if self._forgets_progress:
+                staged.own.zero_()
+            self._apply(staged, counted, keep_progress=True)
+            staged.give_back(COMMON)
+            flight.staging.release(flight.kept)
+        self._flights = []
 
     def run(self) -> None:
-        """Does all three moves at once, pipelined over the chunks; all groups hold the same parameters afterwards."""
+        """Does it all at once, pipelined over the chunks; all groups hold the same parameters afterwards."""
         counts = self.verdicts.own_counts()
-        in_flight: collections.deque[_ChunkInFlight] = collections.deque()
+        in_flight: collections.deque[tuple[Staged, Sum]] = collections.deque()
 
         def land() -> None:
-            self._apply(in_flight.popleft(), sum(self.verdicts.counted()), keep_progress=False)
+            staged, under_way = in_flight.popleft()
+            under_way.finish()
+            self._apply(staged, sum(self.verdicts.counted()), keep_progress=False)
+            staged.give_back(_STATE)
 
-        for staged in staged_ahead(self._chunks):
+        for staged in one_ahead(staging.lend(chunk, _STATE) for staging, chunk in self._chunks):
             if len(in_flight) == PIPELINE_DEPTH:
                 land()
             if in_flight:
-                in_flight[-1].sum.advance()
-            in_flight.append(self._send(staged, counts))
+                in_flight[-1][1].advance()
+            self._subtract(staged, counts)
+            in_flight.append((staged, self._send(staged)))
         if in_flight:
-            in_flight[-1].sum.advance()
+            in_flight[-1][1].advance()
         while in_flight:
             land()
 
-    def _send(self, staged: Staged, counts: bool) -> "_ChunkInFlight":
+    def _arrive(self) -> None:
+        for some in itertools.batched(self._flights, PIPELINE_DEPTH):
+            for stage in (_SENT, _SENT_ON, _ARRIVED):
+                for flight in some:
+                    self._move(flight, stage)
+
+    def _move(self, flight: _Flight, stage: int) -> None:
+        if flight.stage < _SENT <= stage:
+            [flight.staged] = one_ahead([flight.lend(OWN, RESIDUAL)])
+            flight.sum = self._send(flight.staged)
+        if flight.stage < _SENT_ON <= stage:
+            flight.sum.advance()
+        if flight.stage < _ARRIVED <= stage:
+            flight.sum.finish()
+            # What the codec dropped on the way is known now, and part of the state wherever that lives.
+            flight.staged.give_back((SHARED, RESIDUAL))  # type: ignore[union-attr]
+            flight.staged, flight.sum = None, Sum()
+        flight.stage = max(flight.stage, stage)
+
+    def _subtract(self, staged: Staged, counts: bool) -> None:
         staged.subtract_parameters()
         if not counts:
             staged.own.zero_()  # Not a product with zero, which would keep every nan.
-        self.rule.send(staged)
-        return _ChunkInFlight(staged, self._exchange.sum(staged.shared, staged.residual, exactly=staged.chunk.shards.is_tied))
 
-    def _apply(self, in_flight: "_ChunkInFlight", counted: int, keep_progress: bool) -> None:
-        staged = in_flight.staged
+    def _send(self, staged: Staged) -> Sum:
+        self.rule.send(staged)
+        return self._exchange.sum(staged.shared, staged.residual, exactly=staged.chunk.shards.is_tied)
+
+    def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:
         own, shared, anchor = staged.own, staged.shared, staged.anchor
-        in_flight.sum.finish()
         shared.div_(counted)
-        counts_here = staged.chunk.shards.is_counted
+        is_counted = staged.chunk.shards.is_counted
         # Before the update, which may overwrite what it was computed from.
-        products = [torch.dot(*pair) for pair in ((own, own), (own, shared), (shared, shared))] if counts_here else []
+        products = [torch.dot(*pair) for pair in ((own, own), (own, shared), (shared, shared))] if is_counted else []
         if keep_progress:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
             own.sub_(anchor)
         is_alone = self._exchange.size == 1 and not keep_progress and self.verdicts.own_counts()
         self.rule.receive(staged, is_alone)
-        if counts_here:
-            self.sums += torch.stack([*products, torch.dot(staged.momentum, staged.momentum)]).double()
+        if is_counted:
+            products.append(torch.dot(staged.momentum, staged.momentum))
+            self.sums[:PRODUCTS] += torch.stack(products).double()
+            if staged.chunk in self._compared:
+                self.sums[PRODUCTS] += sum_of_bits(anchor) % _CHECKSUMS_BELOW
         if keep_progress:
             staged.chunk.move_parameters(own.add_(anchor))
         else:
             staged.chunk.set_parameters(anchor)
-        staged.staging.give_back(staged)
-
-
-@dataclasses.dataclass
-class _ChunkInFlight:
-    """A chunk on its way, and the sum that it waits for."""
-
-    staged: Staged
-    sum: Sum

@@ -1,52 +1,90 @@
 """Work buffers for the chunks that are on their way, and the copies of offloaded state that go with them."""
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Residual
-from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterState, bytes_per_parameter
+from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterState
 
-# The own pseudo-gradient, and what is exchanged.
-_WORK_BUFFERS = 2
+OWN, SHARED = "own", "shared"
+WORK = (OWN, SHARED)
+"""Names of what a round works with beside the state: the own pseudo-gradient, and what is exchanged."""
+
+
+@dataclasses.dataclass
+class Buffers:
+    """Tensors to lend, float32, each as long as the longest chunk.
+
+    Attributes:
+        tensors: By name.
+        ready: Where copies run on streams: when nobody reads or writes the tensors any more.
+    """
+
+    tensors: dict[str, Tensor]
+    ready: torch.cuda.Event | None = None
+
+    def of(self, chunk: Chunk) -> dict[str, Tensor]:
+        """The part that a chunk fills."""
+        return {name: tensor[: chunk.numel] for name, tensor in self.tensors.items()}
 
 
 class Staged:
     """A chunk with everything that its outer step reads and writes, where the parameters are.
 
     Attributes:
-        staging: That lent the buffers.
         chunk: The stretch of the flat buffers that it is.
-        own: This group's pseudo-gradient; float32, shape ``[numel]``.
-        shared: What the group sends, then what arrives; the same shape.
-        flats: The chunk's part of the state by name: views of it, or copies of what is offloaded.
+        tensors: Its part of the state, of :data:`OWN` and of :data:`SHARED` by name, each float32 of shape ``[numel]``: in
+            place, or copies of what is offloaded.
         residual: What the codec has dropped here, if it drops anything.
     """
 
-    def __init__(self, staging: "Staging", chunk: Chunk, buffers: list[Tensor]) -> None:
-        """Lays a chunk over work buffers, each as long as the longest chunk."""
-        self.staging, self.chunk, self.buffers = staging, chunk, buffers
+    def __init__(self, staging: "Staging", chunk: Chunk, kept: Buffers | None) -> None:
+        """Lays a chunk over work buffers, or over those that are ``kept`` for it."""
+        self._staging, self.chunk = staging, chunk
         state = staging.state
-        views = [buffer[: chunk.numel] for buffer in buffers]
-        self.own, self.shared = views[:_WORK_BUFFERS]
-        parts = {name: chunk.of(flat) for name, flat in state.flats.items()}
-        self.flats = dict(zip(parts, views[_WORK_BUFFERS:], strict=True)) if state.offload else parts
-        self.anchor, self.momentum = self.flats[ANCHOR], self.flats[MOMENTUM]
+        in_state = {name: chunk.of(flat) for name, flat in state.flats.items()}
+        in_place = kept if kept is not None and not state.offload else None
+        self.lent = None if in_place else staging.take_work()
+        self.tensors = in_state | (in_place or self.lent).of(chunk)  # type: ignore[union-attr]
+        self.homes = in_state | (kept.of(chunk) if kept is not None else {}) if state.offload else {}
+        self.copied_in: torch.cuda.Event | None = None
         reduced = state.reduced_residuals.get(chunk.start)
-        self.residual = None if reduced is None else Residual(self.flats[RESIDUAL], reduced)
+        self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
+
+    @property
+    def own(self) -> Tensor:
+        """This group's pseudo-gradient."""
+        return self.tensors[OWN]
+
+    @property
+    def shared(self) -> Tensor:
+        """What the group sends, then what arrives."""
+        return self.tensors[SHARED]
+
+    @property
+    def anchor(self) -> Tensor:
+        """The chunk's part of the anchor."""
+        return self.tensors[ANCHOR]
+
+    @property
+    def momentum(self) -> Tensor:
+        """The chunk's part of the momentum."""
+        return self.tensors[MOMENTUM]
 
     def subtract_parameters(self) -> None:
         """Computes ``own = anchor - parameters``."""
         self.chunk.copy_parameters_to(self.own)
         torch.sub(self.anchor, self.own, out=self.own)
 
-
-def work_bytes_per_parameter(config: PierConfig) -> int:
-    """Work memory of a chunk on its way, for each of its parameters."""
-    return 4 * _WORK_BUFFERS + (bytes_per_parameter(config) if config.offload else 0)
+    def give_back(self, writes: Collection[str] = ()) -> None:
+        """Gives the work buffers back, and begins to copy what is named to where it lives."""
+        self._staging.take_back(self, writes)
 
 
 class Staging:
@@ -59,60 +97,80 @@ class Staging:
     def __init__(self, state: OuterState) -> None:
         """Starts without buffers."""
         self.state = state
-        self._free: collections.deque[list[Tensor]] = collections.deque()
         self._longest = max((chunk.numel for chunk in state.chunks), default=0)
-        self._copies_on_streams = state.offload and state.device.type == "cuda"
-        if self._copies_on_streams:
+        self._work: collections.deque[Buffers] = collections.deque()
+        # In place, a chunk is worked on where it is kept.
+        self._kept: collections.deque[Buffers] = collections.deque() if state.offload else self._work
+        self._written: dict[int, torch.cuda.Event] = {}
+        if state.copies_on_streams:
             self._inward, self._outward = torch.cuda.Stream(state.device), torch.cuda.Stream(state.device)
 
-    def lend(self, chunk: Chunk) -> Staged:
-        """Lends buffers to a chunk and begins to copy its part of the state into them."""
-        # The buffers that were given back longest ago: their copies back are done soonest.
-        staged = Staged(self, chunk, self._free.popleft() if self._free else self._new_buffers())
-        if self._copies_on_streams:
-            # What a chunk brings back must be there before it is read again, and before its buffers are overwritten.
-            self._inward.wait_stream(self._outward)
-            with torch.cuda.stream(self._inward):
-                self._copy_in(staged)
-        elif self.state.offload:
-            self._copy_in(staged)
+    def lend(self, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
+        """Lends buffers to a chunk, and begins to copy what is named into them: wait with :func:`one_ahead`.
+
+        Args:
+            chunk: Of the state.
+            reads: Names of what will be read.
+            kept: What :meth:`keep` has set aside for it, if it does more than pass by.
+        """
+        staged = Staged(self, chunk, kept)
+        if not self.state.offload:
+            return staged
+        with contextlib.ExitStack() as stack:
+            if self.state.copies_on_streams:
+                # Nobody else may use the buffers any more, and what the chunk brought back last must have arrived.
+                for event in (staged.lent.ready if staged.lent else None, self._written.get(chunk.start)):
+                    if event is not None:
+                        self._inward.wait_event(event)
+                stack.enter_context(torch.cuda.stream(self._inward))
+            for name, home in staged.homes.items():
+                if name in reads:
+                    staged.tensors[name].copy_(home, non_blocking=True)
+            if self.state.copies_on_streams:
+                staged.copied_in = self._inward.record_event()
         return staged
 
-    def wait_for_copies(self) -> None:
-        """Lets the work that follows wait for all copies begun so far."""
-        if self._copies_on_streams:
-            torch.cuda.current_stream().wait_stream(self._inward)
+    def take_back(self, staged: Staged, writes: Collection[str]) -> None:
+        """See :meth:`Staged.give_back`."""
+        if staged.lent is None:
+            return
+        with contextlib.ExitStack() as stack:
+            if self.state.copies_on_streams:
+                self._outward.wait_stream(torch.cuda.current_stream())
+                stack.enter_context(torch.cuda.stream(self._outward))
+            for name, home in staged.homes.items():
+                if name in writes:
+                    home.copy_(staged.tensors[name], non_blocking=True)
+            if self.state.copies_on_streams:
+                staged.lent.ready = self._written[staged.chunk.start] = self._outward.record_event()
+        self._work.append(staged.lent)
 
-    def give_back(self, staged: Staged) -> None:
-        """Takes buffers back and begins to copy their part of the state to where it lives."""
-        self.write_back(staged)
-        self._free.append(staged.buffers)
+    def keep(self) -> Buffers:
+        """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
+        return self._kept.popleft() if self._kept else self._new(WORK, **self.state.place)
 
-    def write_back(self, staged: Staged) -> None:
-        """Begins to copy a chunk's part of the state to where it lives; the chunk goes on to use its buffers."""
-        if self._copies_on_streams:
-            self._outward.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._outward):
-                self._copy_out(staged)
-        elif self.state.offload:
-            self._copy_out(staged)
+    def release(self, kept: Buffers) -> None:
+        """Takes back what :meth:`keep` has set aside."""
+        self._kept.append(kept)
+
+    def take_work(self) -> Buffers:
+        """Work buffers on the device."""
+        # Those that were given back longest ago: their copies back are done soonest.
+        if self._work:
+            return self._work.popleft()
+        buffers = self._new((*WORK, *(self.state.flats if self.state.offload else ())), device=self.state.device)
+        if self.state.copies_on_streams:
+            # The memory may be what kernels of the present stream, still to run, have been given before.
+            buffers.ready = torch.cuda.current_stream().record_event()
+        return buffers
 
     def synchronize(self) -> None:
-        """Waits until the state is whole where it lives."""
-        if self._copies_on_streams:
+        """Waits until the state, and all that is kept, is whole where it lives."""
+        if self.state.copies_on_streams:
             self._outward.synchronize()
 
-    def _copy_in(self, staged: Staged) -> None:
-        for name, copy in staged.flats.items():
-            copy.copy_(staged.chunk.of(self.state.flats[name]), non_blocking=True)
-
-    def _copy_out(self, staged: Staged) -> None:
-        for name, copy in staged.flats.items():
-            staged.chunk.of(self.state.flats[name]).copy_(copy, non_blocking=True)
-
-    def _new_buffers(self) -> list[Tensor]:
-        number = _WORK_BUFFERS + (len(self.state.flats) if self.state.offload else 0)
-        return [torch.empty(self._longest, dtype=torch.float32, device=self.state.device) for _ in range(number)]
+    def _new(self, names: Iterable[str], **place: object) -> Buffers:
+        return Buffers({name: torch.empty(self._longest, dtype=torch.float32, **place) for name in names})  # type: ignore[call-overload]
 
 
 def chunks_of(stagings: Sequence[Staging], fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
@@ -120,16 +178,15 @@ def chunks_of(stagings: Sequence[Staging], fragments: Sequence[int]) -> Iterator
     return ((staging, chunk) for staging in stagings for chunk in staging.state.chunks if chunk.fragment in fragments)
 
 
-def staged_ahead(chunks: Iterable[tuple[Staging, Chunk]]) -> Iterator[Staged]:
-    """Stages one chunk ahead, so that the copies of offloaded state run beside the work on the chunk before."""
-    ahead: Staged | None = None
-    for staging, chunk in chunks:
-        staged = ahead
-        if staged is not None:
-            staged.staging.wait_for_copies()
-        ahead = staging.lend(chunk)
-        if staged is not None:
-            yield staged
-    if ahead is not None:
-        ahead.staging.wait_for_copies()
-        yield ahead
+def one_ahead(chunks: Iterable[Staged]) -> Iterator[Staged]:
+    """Hands out chunks that are staged lazily, each once its copies are there.
+
+    It stages one chunk ahead, so that the copies of offloaded state run beside the work on the chunk before.
+    """
+    before: Staged | None = None
+    for staged in itertools.chain(chunks, (None,)):
+        if before is not None:
+            if before.copied_in is not None:
+                torch.cuda.current_stream().wait_event(before.copied_in)
+            yield before
+        before = staged

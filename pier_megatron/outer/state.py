@@ -3,11 +3,10 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from pier_megatron.config import PierConfig
 
 ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
 """Names of the flat buffers."""
@@ -16,21 +15,13 @@ COMMON = (ANCHOR, MOMENTUM)
 """Those that all groups agree on."""
 
 
-def bytes_per_parameter(config: PierConfig) -> int:
-    """What the outer state takes for each parameter that a rank owns: FP32 in each flat buffer."""
-    return 4 * len(_names(config.has_error_feedback))
+def sum_of_bits(vector: Tensor) -> Tensor:
+    """Sums the bits of float32 numbers, taken for integers; an int64 scalar on their device."""
+    return vector.view(torch.int32).sum(dtype=torch.int64)
 
 
-def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
-    """Host memory that the offloaded state of ``numel`` parameters takes.
-
-    PyTorch's allocator rounds pinned buffers up to a power of two, which may double them.
-    """
-    names, nbytes = _names(config.has_error_feedback), 4 * numel
-    return len(names) * (1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes)
-
-
-def _names(has_residual: bool) -> tuple[str, ...]:
+def state_names(has_residual: bool) -> tuple[str, ...]:
+    """Names of the flat buffers, with or without error feedback."""
     return (*COMMON, RESIDUAL) if has_residual else COMMON
 
 
@@ -96,6 +87,7 @@ class OuterState:
         numel: Number of parameters that this rank owns.
         device: Where they are.
         offload: Whether the outer state is in host memory.
+        place: Where the outer state is, as arguments of what makes tensors.
         flats: The flat buffers by name; float32, shape ``[numel]`` each. With error feedback one is the residual: what this
             group's own pseudo-gradients lost on the wire.
         chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
@@ -108,6 +100,7 @@ class OuterState:
         fragments: int = 1,
         offload: bool = False,
         segment_numel: Callable[[int], int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Starts with the anchor at the present parameters and no momentum.
 
@@ -119,6 +112,7 @@ class OuterState:
             offload: Keep the flat buffers in host memory, pinned where there is a device to copy to.
             segment_numel: With error feedback, the number of elements of a chunk that this group sums for all, by the
                 chunk's length.
+            device: Of the main parameters, where there may be none.
 
         Raises:
             TypeError: If a tensor is not float32.
@@ -132,11 +126,13 @@ class OuterState:
                 raise ValueError(f"The outer optimizer works on contiguous main parameters, but one has {tensor.stride()=}.")
         self._flattened = [tensor.detach().view(-1) for tensor in self._given]
         self.numel = sum(tensor.numel() for tensor in self._given)
-        self.device = self._given[0].device if self._given else torch.device("cpu")
+        self.device = self._given[0].device if self._given else device or torch.device("cpu")
         self.offload = offload
-        place = {"device": "cpu", "pin_memory": self.device.type == "cuda"} if offload else {"device": self.device}
-        names = _names(segment_numel is not None)
-        self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **place) for name in names}
+        self.place: dict[str, Any] = {"device": self.device}
+        if offload:
+            self.place = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        names = state_names(segment_numel is not None)
+        self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.place) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
         self.reduced_residuals: dict[int, Tensor] = {}
         if segment_numel:
@@ -155,6 +151,11 @@ class OuterState:
     def momentum(self) -> Tensor:
         """Sum of past pseudo-gradients, before the outer learning rate; float32, shape ``[numel]``."""
         return self.flats[MOMENTUM]
+
+    @property
+    def copies_on_streams(self) -> bool:
+        """Whether chunks are copied to the device and back beside the work on others."""
+        return self.offload and self.device.type == "cuda"
 
     @property
     def nbytes(self) -> int:
@@ -195,13 +196,13 @@ class OuterState:
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for chunk in self.chunks:
             if chunk.shards.is_counted:
-                total += chunk.of(self.flats[name]).view(torch.int32).sum(dtype=torch.int64).to(self.device)
+                total += sum_of_bits(chunk.of(self.flats[name])).to(self.device)
         return total
 
     def parameters_are_finite(self) -> Tensor:
         """Returns a boolean scalar on the shards' device: no inf and no nan in any main parameter."""
         if not self._flattened:
-            return torch.ones((), dtype=torch.bool)
+            return torch.ones((), dtype=torch.bool, device=self.device)
         # A norm carries every inf and nan to one number per shard without a mask as long as the shard.
         return torch.stack(torch._foreach_norm(self._flattened)).isfinite().all()
 

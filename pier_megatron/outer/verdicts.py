@@ -9,7 +9,8 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.outliers import OutlierDetector
-from pier_megatron.outer.staging import Staging, chunks_of, staged_ahead
+from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
+from pier_megatron.outer.state import ANCHOR
 
 OverGroup = Callable[[Tensor, "dist.ReduceOp.RedOpType"], None]
 """Reduces a tensor in place over the ranks that share the parameters of this group."""
@@ -116,11 +117,11 @@ class Judge:
         if self.outliers is None:
             return GOOD, []
         squares = torch.zeros(len(fragments), dtype=torch.float64, device=self._device)
-        for staged in staged_ahead(chunks_of(self._stagings, fragments)):
+        for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging, chunk in chunks_of(self._stagings, fragments)):
             staged.subtract_parameters()
             if staged.chunk.shards.is_counted:
                 squares[fragments.index(staged.chunk.fragment)] += torch.dot(staged.own, staged.own).double()
-            staged.staging.give_back(staged)
+            staged.give_back()
         self._over_group(squares, dist.ReduceOp.SUM)
         norms: list[float] = squares.sqrt().tolist()
         # Each fragment by its own history, also after the last iteration, when all are due at once.

@@ -14,6 +14,7 @@ from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 NUMEL = 5000
@@ -68,10 +69,12 @@ def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, to
             parameter.sub_(part)
         device = torch.device("cpu")
         verdicts = Verdicts(exchange, NOT_FINITE if exchange.rank == 3 and step else GOOD, device)
-        round_ = OuterRound(stagings, exchange, (0,), Nesterov(mu=0.9, eta=0.7), verdicts, step, device)
+        rule = Nesterov(mu=0.9, eta=0.7)
+        round_ = OuterRound(stagings, exchange, (0,), rule, verdicts, step, Stopwatch(device), device)
         if spans_iterations:
             round_.begin()
-            round_.advance()
+            for age in range(5):
+                round_.proceed(age, span=5)
             round_.finish()
         else:
             round_.run()

@@ -31,6 +31,7 @@ from megatron.core import (  # noqa: E402
     rerun_state_machine,
 )
 from megatron.core.optimizer import ChainedOptimizer  # noqa: E402
+from megatron.core.utils import get_model_config  # noqa: E402
 from megatron.training import global_vars  # noqa: E402
 from megatron.training import training as megatron_training  # noqa: E402
 from sabotage import planted  # noqa: E402
@@ -187,6 +188,7 @@ class Recorder:
             self.save_weights("final")
         self.record["group_of"] = group_of_every_rank()
         self.record["parameters"] = sum(parameter.numel() for parameter in self.main_parameters())
+        self.record["P2P waits for the device"] = get_model_config(self.model[0]).batch_p2p_sync if self.model else None
         self.record["group"] = 0
         self.record["data_parallel_rank"] = parallel_state.get_data_parallel_rank()
         inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)

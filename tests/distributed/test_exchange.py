@@ -94,13 +94,13 @@ def summed(vectors: list[torch.Tensor], codec: str, sent: list[torch.Tensor], re
     arrived = []
     for given, residual in zip(vectors, sent, strict=True):
         padded = torch.nn.functional.pad(given + residual, (0, groups * segment - len(given)))
-        decoded = torch.cat([coded.decode(coded.encode(part)) for part in padded.split(segment)])
+        decoded = torch.cat([coded.decode(coded.encode(part[None]))[0] for part in padded.split(segment)])
         residual.copy_((padded - decoded)[: len(given)])
         arrived.append(decoded)
     result = []
     for place in range(groups):
         total = torch.stack([decoded.split(segment)[place] for decoded in arrived]).sum(0) + reduced[place]
-        decoded = coded.decode(coded.encode(total))
+        decoded = coded.decode(coded.encode(total[None]))[0]
         reduced[place].copy_(total - decoded)
         result.append(decoded)
     return torch.cat(result)[: len(vectors[0])]

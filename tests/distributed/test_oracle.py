@@ -102,6 +102,11 @@ def test_tied_embeddings_across_pipeline_stages_equal_the_reference(runs: dict[s
     assert error(runs["tied"], **_TIED) < _TOLERANCE
 
 
+def test_transfers_between_pipeline_stages_do_not_wait_for_an_exchange(runs: dict[str, Recorded]) -> None:
+    waits = {name: {rank["P2P waits for the device"] for rank in runs[name].ranks} for name in ("tied", "PP 2")}
+    assert waits == {"tied": {False}, "PP 2": {True}}
+
+
 def test_iterations_that_megatron_skips_equal_the_reference(runs: dict[str, Recorded]) -> None:
     # The last one of the lazy start, one with an outer step, and the last of all.
     config = PierConfig(**_CONFIG, preset="diloco")

@@ -10,7 +10,7 @@ import io
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -25,8 +25,9 @@ from pier_megatron.integration import startup
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
 from pier_megatron.outer.members import Members
 from pier_megatron.outer.rounds import OuterRound
-from pier_megatron.outer.staging import Staging
-from pier_megatron.outer.state import OuterState
+from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.staging import Staged, Staging
+from pier_megatron.outer.state import RESIDUAL, OuterState
 
 WORLD = 4
 
@@ -69,10 +70,34 @@ def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
         chunk.set_parameters(chunk.of(flat))
 
 
+_take_back, _settle = Staging.take_back, OuterRound.settle
+
+
+def _settle_without_residuals(round_: OuterRound) -> dict[str, Any]:
+    """What arrives for the sake of a snapshot leaves the residuals as they were."""
+
+    def take_back(staging: Staging, staged: Staged, writes: Collection[str]) -> None:
+        _take_back(staging, staged, [name for name in writes if name != RESIDUAL])
+
+    with mock.patch.object(Staging, "take_back", take_back):
+        return _settle(round_)
+
+
+_receive = Nesterov.receive
+
+
+def _receive_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -> None:
+    """One bit of one number in the memory of one group."""
+    _receive(rule, staged, is_alone)
+    if dist.get_rank() == 1 and staged.chunk.start == 0:
+        staged.anchor[0:1].view(torch.int32).bitwise_xor_(1)
+
+
 # By name: what is replaced, and by what.
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "residuals are not written back": (Staging, "write_back", lambda staging, staged: None),
+    "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
     "a group keeps its progress over a restart": (OuterRound, "forget_progress", lambda round_: None),
+    "a bit of an anchor flips": (Nesterov, "receive", _receive_with_a_flipped_bit),
     "one fragment is restarted": (OuterLoop, "_return_to_anchor", _only_the_first_fragment),
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
@@ -242,11 +267,14 @@ class Rank:
     def memory(self) -> tuple[int, int]:
         """Work memory that is in use now, and what the start-up block says of it, in bytes."""
         [staging] = self.loop._stagings
-        chunks = [in_flight for round_ in self.loop.rounds for in_flight in round_._in_flight]
-        buffers = [*staging._free, *(in_flight.staged.buffers for in_flight in chunks)]
-        encoded = [in_flight.sum for in_flight in chunks if not self.loop.config.codec.lossless]
+        flights = [flight for round_ in self.loop.rounds for flight in round_._flights]
+        on_the_wire = [flight for flight in flights if flight.staged is not None]
+        buffers = [*staging._work, *(flight.staged.lent for flight in on_the_wire if flight.staged.lent)]
+        if not self.loop.config.offload:
+            buffers += [flight.kept for flight in flights]
+        encoded = [flight.sum for flight in on_the_wire if not self.loop.config.codec.lossless]
         payloads = [payload for sum_ in encoded for payload in (sum_._sent, sum_._received)]
-        used = sum(tensor.nbytes for buffer in buffers for tensor in buffer) + sum(payload.nbytes for payload in payloads)
+        used = sum(tensor.nbytes for lent in buffers for tensor in lent.tensors.values()) + sum(p.nbytes for p in payloads)
         # What one chunk takes while it is encoded is gone by now.
         longest = max(chunk.numel for chunk in staging.state.chunks)
         said = startup.working_bytes(self.loop.config, self.loop.states) - self.loop.exchange.wire.coding_bytes(longest)
@@ -285,7 +313,7 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
     communicators = Communicators()
     present: Rank | None = None
     planted = contextlib.ExitStack()
-    with mock.patch.object(PierConfig, "chunk_numel", CHUNK_NUMEL):
+    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=CHUNK_NUMEL):
         while True:
             name, arguments = pipe.recv()
             try:

@@ -110,6 +110,13 @@ def test_all_groups_bad_is_a_clear_stop(ranks: Ranks) -> None:
         program((4, QUIET), (1, {"bad": [0, 1]}), (1, QUIET)).run(ranks)
 
 
+@pytest.mark.parametrize("config", [{}, {"overlap": 1, "exchange_dtype": "int8"}, {"fragments": 2, "offload": True}])
+def test_anchors_that_differ_in_one_bit_are_seen_before_long(ranks: Ranks, config: dict[str, Any]) -> None:
+    config = {"sync_interval": 2, "lazy_start_iters": 2, "train_iters": 80} | config
+    with pytest.raises(FailedError, match=r"AnchorsDifferError: .* of groups \[1\] are not group 0's .*--ckpt-step"):
+        program((80, QUIET), **config, sabotage="a bit of an anchor flips").run(ranks)
+
+
 # Outliers.
 
 _STEADY: dict[str, Any] = {

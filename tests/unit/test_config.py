@@ -1,8 +1,11 @@
 """Phases, and what is refused: every message must name the flag, the values, the arithmetic and a remedy."""
 
+import argparse
+
 import pytest
 
 from pier_megatron import PierConfig, PierConfigError
+from pier_megatron.integration.refusals import disappointments
 
 
 def test_phases_of_a_run() -> None:
@@ -85,5 +88,22 @@ def test_warnings() -> None:
     assert PierConfig(train_iters=2000, groups=2, preset="pier-rising").warnings() == []
     [horizon] = PierConfig(train_iters=2000, groups=2, preset="pier-rising", outer_momentum=0.9).warnings()
     assert "500 iterations, 25%" in horizon
-    [single] = PierConfig(train_iters=100_000, groups=1).warnings()
-    assert "one group" in single
+
+
+def test_settings_of_megatron_that_disappoint() -> None:
+    args = argparse.Namespace(data_parallel_size=8, log_interval=10)
+    assert disappointments(args, PierConfig(train_iters=1000, groups=2, overlap=10)) == []
+    [log] = disappointments(args, PierConfig(train_iters=1000, groups=2, overlap=25))
+    assert "--log-interval 10" in log
+    assert "3 times in each exchange" in log
+    assert "Log every 25 iterations" in log
+    [single] = disappointments(args, PierConfig(train_iters=1000, groups=1))
+    assert "all 8 model replicas train as one group" in single
+    assert "Pass --pier-groups 8" in single
+
+
+def test_chunks_follow_the_device_and_the_groups() -> None:
+    config = PierConfig(train_iters=1000, groups=2)
+    assert (config.chunk_mib_on("cpu"), config.chunk_mib_on("cuda")) == (16, 64)
+    assert PierConfig(train_iters=1000, groups=128).chunk_mib_on("cuda") == 128
+    assert PierConfig(train_iters=1000, groups=128, chunk_mib=8).chunk_mib_on("cuda") == 8

@@ -12,10 +12,11 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop
-from pier_megatron.outer.rounds import OuterRound, momentum_warmup
+from pier_megatron.outer.rounds import OuterRound, chunks_on_the_wire, momentum_warmup, window
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 EXCHANGE = GroupExchange()
@@ -34,7 +35,7 @@ def outer_round(
 
 
 def a_round(stagings: list[Staging], fragments: Sequence[int], mu: float, eta: float, verdicts: Verdicts) -> OuterRound:
-    return OuterRound(stagings, EXCHANGE, fragments, Nesterov(mu, eta), verdicts, begun=1, device=CPU)
+    return OuterRound(stagings, EXCHANGE, fragments, Nesterov(mu, eta), verdicts, 1, Stopwatch(CPU), CPU)
 
 
 # How the state may be cut and kept; none of it may change a result.
@@ -126,7 +127,7 @@ def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) 
     progress = torch.zeros(23)
     if spans_iterations:
         round_.begin()
-        round_.advance()
+        round_.proceed(0, span=2)
         progress = torch.linspace(-0.3, 0.3, 23)
         for parameter, step in zip(parameters, progress.split([5, 1, 17]), strict=True):
             parameter.add_(step)
@@ -139,7 +140,33 @@ def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) 
     torch.testing.assert_close(state.anchor.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.cat(parameters), state.anchor + progress, rtol=1e-5, atol=1e-6)
     norms = torch.stack([delta @ delta, delta @ delta, delta @ delta, expected_momentum @ expected_momentum])
-    torch.testing.assert_close(round_.sums, norms, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(round_.sums[:4], norms, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 24, 25, 60])
+@pytest.mark.parametrize("span", [1, 2, 3, 12, 25])
+def test_chunks_follow_each_other_over_the_iterations(number: int, span: int) -> None:
+    windows = [window(index, number, span) for index in range(number)]
+    assert windows == sorted(windows)
+    assert all(0 <= begin < sent_on <= end <= span for begin, sent_on, end in windows)
+    assert windows[-1][2] == span
+    # As few begin together as the iterations allow; what is summed in low bits must be sent on before the end.
+    begun = [sum(begin == now for begin, _, _ in windows) for now in range(span)]
+    assert max(begun) <= -(-number // max(span - 1, 1))
+    assert chunks_on_the_wire(number, span) == max(sum(b <= now < e for b, _, e in windows) for now in range(span))
+
+
+def test_chunks_of_an_overlapped_round_are_sent_one_by_one() -> None:
+    state = OuterState([Shards(shards())], chunk_numel=4)
+    round_ = outer_round(state)
+    with mock.patch.object(GroupExchange, "sum", autospec=True, side_effect=GroupExchange.sum) as sums:
+        round_.begin()
+        sent = []
+        for age in range(8):
+            round_.proceed(age, span=8)
+            sent.append(sums.call_count)
+        round_.finish()
+    assert sent == [1, 2, 3, 4, 5, 6, 6, 6]
 
 
 def test_blocking_step_leaves_parameters_and_anchor_equal_to_the_last_bit() -> None:

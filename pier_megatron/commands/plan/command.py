@@ -94,13 +94,12 @@ def _job(args: argparse.Namespace) -> Job:
 
 def _outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
     """What Pier takes of a GPU's memory, in bytes, for so many owned parameters."""
-    from pier_megatron.integration.startup import bytes_of_chunk, chunks_at_once
-    from pier_megatron.outer.state import bytes_per_parameter
+    from pier_megatron.outer.memory import bytes_per_parameter, work_bytes
 
     in_fragment = owned / config.fragments
-    chunk = math.ceil(min(config.chunk_numel, in_fragment))
-    at_once = chunks_at_once(config, [math.ceil(in_fragment / chunk)] * config.fragments)
-    work = {"chunks of an outer step on their way": float(at_once * bytes_of_chunk(config, chunk))}
+    chunk = math.ceil(min(config.chunk_numel_on("cuda"), in_fragment))
+    in_fragments = [math.ceil(in_fragment / chunk)] * config.fragments
+    work = {"chunks of an outer step on their way": float(work_bytes(config, chunk, in_fragments))}
     state = {} if config.offload else {"outer state, --pier-offload to move it": bytes_per_parameter(config) * owned}
     return state | work
 

@@ -39,6 +39,7 @@ class Place:
 
     Attributes:
         config: Of the run.
+        device_type: Where it trains, ``cuda`` or ``cpu``.
         group: Index of this rank's group.
         ranks: The ranks of the group.
         chained: All of Megatron's optimizers on this rank.
@@ -47,6 +48,7 @@ class Place:
     """
 
     config: PierConfig
+    device_type: str
     group: int
     ranks: dist.ProcessGroup
     chained: Sequence[Any]
@@ -56,7 +58,7 @@ class Place:
     def describe(self, iteration: int, **content: Any) -> Description:
         """Describes this run, and what of it is stored."""
         layout = layout_of(versions.megatron_args(), self.ranks.size())
-        return Description.of_run(self.config, iteration, layout, **content)
+        return Description.of_run(self.config, iteration, layout, self.device_type, **content)
 
     def outer_states(self, snapshot: Snapshot) -> list[ParameterState]:
         """Anchor and momentum, in the places of a main parameter and its first moment."""

@@ -31,6 +31,7 @@ def _place(optimizer: "PierOptimizer") -> Place:
     loop = optimizer.loop
     return Place(
         config=loop.config,
+        device_type=loop.device.type,
         group=loop.exchange.rank,
         ranks=optimizer.get_grad_stats_parallel_group(),
         chained=optimizer.chained_optimizers,

@@ -1,0 +1,58 @@
+"""What the outer optimizer takes of a rank's memory, before it is taken."""
+
+import math
+from collections.abc import Sequence
+
+from pier_megatron.config import PierConfig
+from pier_megatron.exchange.collectives import Wire
+from pier_megatron.outer.rounds import PIPELINE_DEPTH, chunks_on_the_wire
+from pier_megatron.outer.staging import WORK
+from pier_megatron.outer.state import state_names
+
+_FP32 = 4
+
+
+def bytes_per_parameter(config: PierConfig) -> int:
+    """What the outer state takes for each parameter that a rank owns: FP32 in each flat buffer."""
+    return _FP32 * len(state_names(config.has_error_feedback))
+
+
+def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
+    """Host memory that the offloaded state of ``numel`` parameters takes, with what rounds under way keep.
+
+    PyTorch's allocator rounds pinned buffers up to a power of two, which may double them.
+    """
+
+    def taken(numel: int) -> int:
+        nbytes = _FP32 * numel
+        return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
+
+    chunk = min(numel, config.chunk_numel_on("cuda" if is_pinned else "cpu"))
+    in_flight = math.ceil(numel / config.fragments / chunk) * _rounds_at_once(config) if chunk else 0
+    return len(state_names(config.has_error_feedback)) * taken(numel) + len(WORK) * in_flight * taken(chunk)
+
+
+def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) -> int:
+    """Device memory for the chunks that a rank works on at a time. It is made when it is first needed, and then kept.
+
+    Args:
+        config: Of the run.
+        longest: Number of elements of the longest chunk.
+        in_fragments: Number of chunks in each fragment.
+    """
+    wire = Wire(config.codec, config.groups)
+    # Beside those on their way in a blocking step: one in hand, one staged ahead.
+    at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
+    under_way = sorted(in_fragments, reverse=True)[: _rounds_at_once(config)]
+    on_the_wire = sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
+    # Where the state is in place, chunks that wait keep their buffers.
+    lent = max(at_once, on_the_wire + 2 if config.offload else sum(under_way))
+    of_chunk = longest * (_FP32 * len(WORK) + (bytes_per_parameter(config) if config.offload else 0))
+    return lent * of_chunk + max(at_once, on_the_wire) * wire.payload_bytes(longest)
+
+
+def _rounds_at_once(config: PierConfig) -> int:
+    """Rounds that span iterations and are under way at a time."""
+    if not config.overlap:
+        return 0
+    return min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)

@@ -1,0 +1,136 @@
+"""The order of copies and kernels of offloaded state, on stand-in streams: no GPU needed."""
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from streams import RaceDetector, RaceError, new_work
+
+from pier_megatron import PierConfig
+from pier_megatron.exchange.codecs import CODECS
+from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
+from pier_megatron.outer import OuterLoop, Shards, rounds
+from pier_megatron.outer.staging import Buffers, Staged, Staging
+from pier_megatron.outer.state import OuterState
+from pier_megatron.outer.stopwatch import Stopwatch
+
+
+class _Exchange(GroupExchange):
+    """Two groups that always say the same, on a communicator with a stream of its own."""
+
+    def __init__(self, detector: RaceDetector, codec: str) -> None:
+        super().__init__(codec=CODECS[codec])
+        self.size, self._detector = 2, detector
+        self.wire = Wire(self.codec, 2)
+
+    def sum(self, vector: torch.Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
+        if residual is not None:
+            vector += residual.sent
+            residual.sent.mul_(0.5)
+        waits = new_work(self._detector, lambda: vector.mul_(2.0))
+        under_way = Sum()
+        under_way.finish = waits
+        return under_way
+
+
+def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) -> None:
+    """Trains with offloaded state, in which a race is an error."""
+    detector = RaceDetector()
+    keep = Staging.keep
+
+    def kept_on_host(staging: Staging) -> Buffers:
+        buffers = keep(staging)
+        detector.on_host |= {tensor.untyped_storage().data_ptr() for tensor in buffers.tensors.values()}
+        return buffers
+
+    config = PierConfig(
+        train_iters=20, groups=2, sync_interval=4, lazy_start_iters=4, preset="pier-rising", offload=True, **settings
+    )
+    parameters = [torch.randn(size) for size in (5, 1, 17, 30)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
+        stack.enter_context(mock.patch.object(OuterState, "copies_on_streams", True))
+        stack.enter_context(mock.patch.object(Staging, "keep", kept_on_host))
+        stack.enter_context(detector.watching())
+        loop = OuterLoop([[Shards(parameters)]], config, _Exchange(detector, config.exchange_dtype))
+        detector.on_host |= {flat.untyped_storage().data_ptr() for state in loop.states for flat in state.flats.values()}
+        for iteration in range(1, config.train_iters + 1):
+            loop.begin_iteration(iteration)
+            for parameter in parameters:
+                parameter.add_(0.1)
+            loop.end_iteration()
+            if iteration in save_at:
+                loop.snapshot()
+                loop.checksums()
+                with loop.anchor_in_model():
+                    pass
+
+
+_SETTINGS = [
+    {},
+    {"exchange_dtype": "int8"},
+    {"outlier_zscore": 3.0},
+    {"overlap": 1},
+    {"overlap": 3, "exchange_dtype": "int8"},
+    {"overlap": 2, "fragments": 3, "exchange_dtype": "int4", "outlier_zscore": 3.0},
+]
+
+
+@pytest.mark.parametrize("settings", _SETTINGS)
+@pytest.mark.parametrize("chunk_numel", [10, 100])
+def test_nothing_is_read_or_written_too_early(settings: dict[str, Any], chunk_numel: int) -> None:
+    train(chunk_numel, save_at=(3, 9, 14), **settings)
+
+
+_take_work, _lend = Staging.take_work, Staging.lend
+
+
+def _take_unfinished_work(staging: Staging) -> Buffers:
+    buffers = _take_work(staging)
+    buffers.ready = None
+    return buffers
+
+
+def _lend_without_the_last_write(staging: Staging, *args: Any, **kwargs: Any) -> Staged:
+    staging._written.clear()
+    return _lend(staging, *args, **kwargs)
+
+
+# What is left out, and the settings under which that is a race.
+_BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
+    "new buffers are written at once": (Staging, "take_work", _take_unfinished_work, {}),
+    "a chunk is read while it is written back": (
+        Staging,
+        "lend",
+        _lend_without_the_last_write,
+        {"overlap": 3, "fragments": 2, "chunk_numel": 10},
+    ),
+    "copies are not waited for": (rounds, "one_ahead", iter, {}),
+    "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),
+}
+
+
+@pytest.mark.parametrize("name", _BUGS)
+def test_the_race_is_seen(name: str) -> None:
+    owner, attribute, bug, settings = _BUGS[name]
+    with mock.patch.object(owner, attribute, bug), pytest.raises(RaceError):
+        train(save_at=(3, 9, 14), **settings)
+
+
+def test_stopwatch_reads_events_only_when_asked() -> None:
+    made: list[mock.Mock] = []
+
+    def event(enable_timing: bool) -> mock.Mock:
+        made.append(mock.Mock(elapsed_time=lambda end: 250.0))
+        return made[-1]
+
+    stopwatch = Stopwatch(torch.device("cuda"))
+    with mock.patch.object(torch.cuda, "Event", event):
+        for _ in range(2):
+            with stopwatch.running():
+                pass
+    assert not any(begin_or_end.synchronize.called for begin_or_end in made)
+    assert [stopwatch.seconds(), stopwatch.seconds()] == [0.5, 0.5]
+    assert [begin_or_end.synchronize.called for begin_or_end in made] == [False, True, False, True]
