@@ -116,7 +116,7 @@ def _queued(loop: OuterLoop) -> list[str]:
         return []
     fitting = -(-chunks // iterations) * config.chunk_mib_on(device_type)
     return [
-        f"--pier-overlap {config.overlap}: {chunks} chunks of {config.chunk_mib_on(device_type)} MiB in {iterations} iterations. "
+        f"--pier-overlap {config.overlap}: {chunks} chunks of {config.chunk_mib_on(device_type)} MiB, {iterations} iterations. "
         "With CUDA_DEVICE_MAX_CONNECTIONS=1 the kernels of training wait behind all but the last collective of an iteration. "
         f"--pier-chunk-mib {fitting} makes it one in each."
     ]

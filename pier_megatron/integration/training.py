@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import faulthandler
 import os
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,8 @@ def _build(optimizer: Any) -> Any:
     )
     startup.check_groups_agree(loop.states, loop.exchange, loop.device)
     pier = PierOptimizer(optimizer, loop)
+    # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
+    faulthandler.enable()
     if config.overlap:
         for chunk in pier.model_chunks:
             # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages: against a

@@ -68,7 +68,7 @@ _REFUSED = {
     f"{_PIER} --bf16 --use-precision-aware-optimizer": ["--use-precision-aware-optimizer", "FusedAdam"],
     f"{_PIER} --optimizer-cpu-offload": ["--optimizer-cpu-offload", "host"],
     f"{_PIER} --fp8-param-gather": ["--fp8-param-gather", "FP8"],
-    f"{_PIER} --fp8-format hybrid --tp-only-amax-red": ["--fp8-recipe delayed", "first group's only", "blockwise"],
+    f"{_PIER} --fp8-format hybrid": ["--fp8-recipe delayed", "first group's only", "blockwise"],
     f"{_PIER} --data-parallel-random-init": ["--data-parallel-random-init", "identical weights"],
     f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel", "across groups"],
     f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],

@@ -11,7 +11,9 @@ from pier_megatron.outer.description import Description
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:
     config = PierConfig(**({"train_iters": 1000, "groups": groups} | changes))  # type: ignore[arg-type]
-    return Description.of_run(config, 400, {"ranks in a group": 2}, own_inner_state=own, is_local=True, is_synchronised=True)
+    return Description.of_run(
+        config, 400, {"ranks in a group": 2}, "cpu", own_inner_state=own, is_local=True, is_synchronised=True
+    )
 
 
 def test_metadata_is_plain_and_comes_back() -> None:

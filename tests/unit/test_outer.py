@@ -259,3 +259,17 @@ def test_groups_without_a_common_anchor_are_not_synchronised(monkeypatch: pytest
         alone.skip_iteration()
         seen[rule.__name__] = alone.is_synchronised
     assert seen == {"Nesterov": True, "OfEachGroup": False}
+
+
+def test_chunks_queued_back_to_back_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    said = {}
+    for mib in (1, 2):
+        config = PierConfig(1000, groups=2, overlap=5, chunk_mib=mib)
+        running = loop.OuterLoop([[Shards([torch.zeros(7 * 2**18)])]], config, EXCHANGE)
+        running.device = torch.device("cuda")
+        said[mib] = startup._queued(running)
+    [warning] = said[1]
+    assert "7 chunks of 1 MiB, 4 iterations" in warning
+    assert "--pier-chunk-mib 2 " in warning
+    assert said[2] == []
