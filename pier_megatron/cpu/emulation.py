@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from pier_megatron.cpu import products
+
 _CPU = torch.device("cpu")
 
 # What makes tensors and takes a device, as functions of torch or methods of its tensors.
@@ -199,6 +201,7 @@ def install() -> None:
     # Megatron leaves its process groups to the interpreter's exit, which may tear gloo's threads down while they run.
     atexit.register(_destroy_process_groups)
     _send_tensors_to_cpu()
+    products.install()
 
 
 def _keeping_random_state(function: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,51 @@
+"""Products of matrices on CPUs without units for low precision."""
+
+import pytest
+import torch
+
+from pier_megatron.cpu.products import in_fp32
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((5, 300), (300, 7)))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_product_and_gradients_are_those_of_fp32_rounded_once(dtype: torch.dtype) -> None:
+    left, right = matrices(dtype)
+    product = in_fp32(torch.matmul, _DTYPES)(left, right)
+    product.sum().backward()
+    wide_left, wide_right = (matrix.detach().float().requires_grad_() for matrix in (left, right))
+    (wide_left @ wide_right).sum().backward()
+    assert product.dtype == left.grad.dtype == right.grad.dtype == dtype
+    assert torch.equal(product, (wide_left @ wide_right).to(dtype))
+    assert torch.equal(left.grad, wide_left.grad.to(dtype))
+    assert torch.equal(right.grad, wide_right.grad.to(dtype))
+    # What the processor's own product says, up to the order in which it sums.
+    torch.testing.assert_close(product, torch.matmul(left, right))
+
+
+def test_addend_and_scalars_pass_through() -> None:
+    left, right = (matrix.detach()[None] for matrix in matrices(torch.bfloat16))
+    addend = torch.full((1, 5, 7), float("nan"), dtype=torch.bfloat16)
+    found = in_fp32(torch.baddbmm, _DTYPES)(addend, left, right, beta=0.0, alpha=0.5)
+    torch.testing.assert_close(found, 0.5 * torch.bmm(left, right))
+
+
+def test_output_is_written_where_it_is_wanted() -> None:
+    left, right = (matrix.detach() for matrix in matrices(torch.float16))
+    out = torch.empty(5, 7, dtype=torch.float16)
+    assert in_fp32(torch.mm, _DTYPES)(left, right, out=out) is out
+    torch.testing.assert_close(out, left @ right)
+
+
+def test_other_types_are_left_alone() -> None:
+    def refused(*args: torch.Tensor) -> torch.Tensor:
+        assert [arg.dtype for arg in args] == [torch.float32, torch.float32]
+        return args[0]
+
+    wide = torch.ones(2, 2)
+    assert in_fp32(refused, _DTYPES)(wide, wide) is wide
