@@ -2,33 +2,55 @@
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
+from pier_megatron.commands.suggestion import suggestion
 from pier_megatron.errors import PierConfigError
 from pier_megatron.version import __version__
 
+COMMANDS = {
+    "demo": "watch a small GPT train with Pier, on GPUs or on the CPU",
+    "doctor": "check a job before it is queued",
+    "plan": "predict what a job will cost and win on a cluster",
+    "plot": "overlay runs from their TensorBoard logs",
+    "export": "turn a checkpoint into a Hugging Face GPT-2",
+    "evaluate": "run the paper's thirteen downstream tasks on a model",
+}
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit status."""
+
+def parser() -> argparse.ArgumentParser:
+    """Builds the parser, which shtab, for one, makes shell completion of."""
     from pier_megatron.commands import doctor, evaluate, export, plot
     from pier_megatron.commands.demo import run as demo
     from pier_megatron.commands.plan import command as plan
 
+    modules = {"demo": demo, "doctor": doctor, "plan": plan, "plot": plot, "export": export, "evaluate": evaluate}
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"pier-megatron {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module, purpose in (
-        ("demo", demo, "watch a small GPT train with Pier, on GPUs or on the CPU"),
-        ("doctor", doctor, "check a job before it is queued"),
-        ("plan", plan, "predict what a job will cost and win on a cluster"),
-        ("plot", plot, "overlay runs from their TensorBoard logs"),
-        ("export", export, "turn a checkpoint into a Hugging Face GPT-2"),
-        ("evaluate", evaluate, "run the paper's thirteen downstream tasks on a model"),
-    ):
-        command = commands.add_parser(name, help=purpose)
-        module.add_arguments(command)
-        command.set_defaults(name=name, run=module.run)
-    options = parser.parse_args(argv)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="name")
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+        modules[name].add_arguments(command)
+        command.set_defaults(run=modules[name].run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand, or lists them if none is given; returns the exit status."""
+    # Nine modules of Megatron say that Transformer Engine is absent. No command needs it, and doctor says so in one line.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    words = sys.argv[1:] if argv is None else list(argv)
+    understood = parser()
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        understood.error(f"{words[0]}: no such command{suggestion(words[0], COMMANDS)}")
+    options, unknown = understood.parse_known_args(words)
+    if unknown:
+        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        understood.error(f"{unknown[0]}: {options.name or understood.prog} does not know it{suggestion(unknown[0], known)}")
+    if options.name is None:
+        understood.print_help()
+        return 0
     try:
         status: int = options.run(options)
     except PierConfigError as error:

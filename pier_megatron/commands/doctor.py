@@ -5,17 +5,27 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from pathlib import Path
 
 import psutil
 
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
+from pier_megatron.commands.suggestion import suggestion
 from pier_megatron.config import PierConfig
+from pier_megatron.integration.datasets import compiled_for_another_python
 from pier_megatron.integration.examination import VARIABLE
 
-# What decides between nodes whether NCCL finds the fast network, and what happens when it does not.
+# What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {
     "NCCL_SOCKET_IFNAME": "unset: NCCL picks a network interface by itself, on some nodes another one than on others",
+    "GLOO_SOCKET_IFNAME": "unset: gloo takes the interface of the host's name, which may be one that other nodes cannot reach",
     "NCCL_IB_HCA": "unset: NCCL uses all InfiniBand adapters that it finds, those for storage among them",
+}
+# What decides how fast NCCL is over sockets.
+_SOCKETS = {
+    "NCCL_SOCKET_NTHREADS": "unset: one thread sends for each connection; NCCL advises 4 for 100 Gbit/s",
+    "NCCL_NSOCKS_PERTHREAD": "unset: one socket per thread; 4 or more where one TCP stream does not fill the link, as over a "
+    "long distance. Threads x sockets may be 64",
 }
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "pier-megatron")
 
@@ -49,35 +59,78 @@ def examine(command: LaunchCommand) -> list[str]:
         PierConfigError: If it would not start.
     """
     from pier_megatron.integration import planned_job
-    from pier_megatron.integration.refusals import disappointments
+    from pier_megatron.integration.refusals import disappointments, flag
     from pier_megatron.integration.startup import schedule
 
-    lines = [f"{command.nodes} nodes of {command.ranks_per_node} ranks, Python {platform.python_version()}, " + _versions()]
+    where = f"{_count(command.nodes, 'node')} of {_count(command.ranks_per_node, 'rank')}"
+    lines = [f"{where}, Python {platform.python_version()}, {_versions()}"]
     job = command.planned_job()
     args, config = job.args, job.config
     if job.unknown:
-        lines.append(f"WARNING: not Megatron's: {' '.join(job.unknown)}; right if {command.script} knows them, else misspelt")
+        meant = suggestion(job.unknown[0], map(flag, vars(args)))
+        lines.append(
+            f"WARNING: not Megatron's: {' '.join(job.unknown)}; right if {command.script} knows them, else misspelt{meant}"
+        )
     topology = planned_job.planned_topology(args, command.ranks_per_node)
     topology.check()
-    lines += [f"{config.groups} groups of {len(topology.members(0))} ranks, preset {config.preset}", *topology.describe()]
+    groups = f"{_count(config.groups, 'group')} of {_count(len(topology.members(0)), 'rank')}"
+    lines += [f"{groups}, preset {config.preset}", *topology.describe()]
     lines += [line.removeprefix("  ") for line in schedule(config)]
     lines.append(_outer_state(args, config, command, planned_job.parameters_of_largest_shard(args)))
     checkpoint = planned_job.check_checkpoint(args, config, len(topology.members(0)))
     lines += [f"--load {checkpoint}"] if checkpoint else []
-    disappointing = [*config.warnings(), *topology.warnings(), *disappointments(args, config)]
+    disappointing = [
+        *config.warnings(),
+        *topology.warnings(),
+        *disappointments(args, config),
+        *_start_troubles(args, config, command),
+    ]
     lines += [f"WARNING: {warning}" for warning in disappointing]
     if command.nodes > 1:
-        lines += [
-            f"{name}={os.environ[name]}" if name in os.environ else f"{name} {default}" for name, default in _NETWORK.items()
-        ]
-        if os.environ.get("NCCL_IB_DISABLE") == "1":
-            lines.append("WARNING: NCCL_IB_DISABLE=1 keeps NCCL off InfiniBand: everything between nodes goes over sockets")
-    if command.restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        lines.append(
-            f"WARNING: --max-restarts {command.restarts}: a restarted job may meet at the addresses of the one that has died. "
-            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-        )
+        lines += _network()
     return lines
+
+
+def _start_troubles(args: argparse.Namespace, config: PierConfig, command: LaunchCommand) -> list[str]:
+    """What keeps a job from starting, or from starting as it is meant, that the arguments alone do not show."""
+    found = []
+    if command.nodes > 1 and command.rendezvous is None:
+        found.append(
+            f"--nnodes {command.nodes} without --master-addr or --rdzv-endpoint: each node would wait for itself. Give "
+            "all nodes the address of the first one"
+        )
+    if command.nodes > config.groups and command.rendezvous not in (None, "static"):
+        found.append(
+            f"--rdzv-backend {command.rendezvous} numbers the nodes as they arrive, so that the nodes of a group need not be "
+            "neighbours. Where groups are sites or racks, use --node-rank with --master-addr instead"
+        )
+    if command.restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        found.append(
+            f"--max-restarts {command.restarts}: a restarted job may meet at the addresses of the one that has died. Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
+    needs_order = args.distributed_backend == "nccl" and args.tensor_model_parallel_size * args.context_parallel_size > 1
+    if needs_order and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        found.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS is not 1, without which Megatron refuses tensor and context parallelism on GPUs before "
+            "Blackwell"
+        )
+    in_vain = compiled_for_another_python(Path(command.script).resolve().parent / "megatron" / "core" / "datasets")
+    return [*found, in_vain] if in_vain else found
+
+
+def _network() -> list[str]:
+    """What the environment says of the network between nodes."""
+    over_sockets = os.environ.get("NCCL_IB_DISABLE") == "1"
+    shown = _NETWORK | (_SOCKETS if over_sockets else {})
+    lines = [f"{name}={os.environ[name]}" if name in os.environ else f"{name} {default}" for name, default in shown.items()]
+    if over_sockets:
+        lines.append("WARNING: NCCL_IB_DISABLE=1 keeps NCCL off InfiniBand: everything between nodes goes over sockets")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, parameters: int | None) -> str:

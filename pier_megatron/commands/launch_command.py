@@ -12,6 +12,9 @@ from pier_megatron.errors import PierConfigError
 if TYPE_CHECKING:
     from pier_megatron.integration.planned_job import PlannedJob
 
+# Where torchrun meets if it is told nothing.
+_NO_ADDRESS = "127.0.0.1"
+
 
 @dataclasses.dataclass(frozen=True)
 class LaunchCommand:
@@ -23,6 +26,8 @@ class LaunchCommand:
         script: The training script.
         arguments: The script's own.
         restarts: How often torchrun starts it again after a failure.
+        rendezvous: How its nodes find each other: ``static`` if ``--node-rank`` numbers them, otherwise torchrun's backend that
+            does; None without an address to meet at.
     """
 
     nodes: int
@@ -30,6 +35,7 @@ class LaunchCommand:
     script: str
     arguments: tuple[str, ...]
     restarts: int = 0
+    rendezvous: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -69,7 +75,9 @@ class LaunchCommand:
                 f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."
             )
         nodes = int(options.nnodes.split(":")[-1])
-        return cls(nodes, int(options.nproc_per_node), script, tuple(arguments), int(options.max_restarts))
+        has_address = options.rdzv_endpoint or options.master_addr != _NO_ADDRESS
+        rendezvous = options.rdzv_backend if has_address else None
+        return cls(nodes, int(options.nproc_per_node), script, tuple(arguments), int(options.max_restarts), rendezvous)
 
     def planned_job(self) -> "PlannedJob":
         """The job as Megatron will see it; needs no GPU.

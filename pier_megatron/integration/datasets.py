@@ -1,16 +1,23 @@
 """Megatron's compiled dataset helper."""
 
+import importlib.machinery
 import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import versions
 
 _UTILS = "megatron.core.datasets.utils"
+_HELPER = "helpers_cpp"
 
 
 def install() -> None:
-    """Skips compiling the helper where it is already compiled and cannot be compiled.
+    """Skips compiling the helper where it is already compiled and cannot be compiled, and refuses to compile it in vain.
 
     Megatron compiles it at every start with the Makefile of a source checkout. Its wheel holds the compiled helper but no
     Makefile, so that a run from the wheel would exit there.
@@ -19,8 +26,42 @@ def install() -> None:
 
 
 def _compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
-    helper = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    helper = importlib.util.find_spec(f"megatron.core.datasets.{_HELPER}")
     utils = importlib.util.find_spec(_UTILS)
-    has_makefile = utils is not None and (Path(str(utils.origin)).parent / "Makefile").exists()
-    if helper is None or has_makefile:
+    folder = Path(str(utils.origin)).parent if utils else Path()
+    if helper is None or (folder / "Makefile").exists():
+        in_vain = compiled_for_another_python(folder)
+        if in_vain:
+            raise PierConfigError(in_vain)
         compile_helpers()
+
+
+def compiled_for_another_python(folder: Path) -> str | None:
+    """Why this Python could not import the helper that a checkout compiles, with the remedy; None if it can.
+
+    The Makefile compiles for the ``python3`` on the PATH and names the result after the ``python3-config`` there. A virtual
+    environment has the one and not the other.
+
+    Args:
+        folder: Of the Makefile, ``megatron/core/datasets`` of a checkout.
+    """
+    if not (folder / "Makefile").exists():
+        return None
+    if any((folder / f"{_HELPER}{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES):
+        return None
+    python, config = shutil.which("python3"), shutil.which("python3-config")
+    named = _printed(config, "--extension-suffix") if config else ""
+    asked = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
+    compiled = _printed(python, "-c", asked) if python else ""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if named == compiled == suffix:
+        return None
+    return (
+        f"{folder / 'Makefile'} compiles the dataset helper for {python or 'no python3'} and names it "
+        f"{_HELPER}{named}, after {config or 'no python3-config'}; this Python imports {_HELPER}{suffix} only. Run once: "
+        f"PATH={Path(sys.executable).parent}:$PATH make -C {folder} LIBEXT={suffix}"
+    )
+
+
+def _printed(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -117,7 +117,12 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
 def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
     """What works, but not as the user may expect, one sentence each; of arguments that have been validated."""
     found = []
-    if config.groups == 1 and args.data_parallel_size > 1:
+    if args.data_parallel_size == 1:
+        found.append(
+            "one model replica (data-parallel size 1): nobody to train apart from, so that outer steps act on this replica "
+            "alone and nothing is exchanged. Use more ranks, or less tensor, pipeline or context parallelism."
+        )
+    elif config.groups == 1:
         replicas = args.data_parallel_size
         found.append(
             f"--pier-groups 1 (by default one per node): all {replicas} model replicas train as one group and nothing is "

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.processes
 
 _DOCTOR = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor"]
 _JOB = (
-    "torchrun --nnodes 4 --nproc-per-node 4 -m pier_megatron pretrain_gpt.py --num-layers 12 --hidden-size 768 "
-    "--num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 512 "
+    "torchrun --nnodes 4 --nproc-per-node 4 --master-addr first -m pier_megatron pretrain_gpt.py --num-layers 12 "
+    "--hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 512 "
     "--train-iters 100000 --lr 6e-4 --bf16 --tensor-model-parallel-size 2 --vocab-size 50257 --mock-data --optimizer pier "
 )
 
@@ -39,7 +39,11 @@ print("SAID", json.dumps(said))
 """
 
 _DOUBTFUL = (
-    _JOB.replace("torchrun ", "torchrun --max-restarts 3 ") + "--pipeline-model-parallel-size 2 --misspelt 3 --pier-offload"
+    _JOB.replace("torchrun ", "torchrun --max-restarts 3 ").replace("--master-addr first", "")
+    + "--pipeline-model-parallel-size 2 --pier-groop 2 --pier-offload"
+)
+_ALONE = _JOB.replace("--nnodes 4 --nproc-per-node 4 --master-addr first", "--nproc-per-node 1") + (
+    "--tensor-model-parallel-size 1"
 )
 _SAMPLES = _JOB.replace("--train-iters 100000", "--train-samples 51200000")
 # The first 2,560,000 samples in batches half as large; the thresholds are tokens.
@@ -68,7 +72,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     """Exit status, standard output and error, by command and job."""
-    looks = [("doctor", job) for job in (_JOB, _DOUBTFUL, _DOMAINS, _SAMPLES, _GROWING, *_REFUSED)]
+    looks = [("doctor", job) for job in (_JOB, _DOUBTFUL, _ALONE, _DOMAINS, _SAMPLES, _GROWING, *_REFUSED)]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING)] + [("plan", job) for job in (_JOB, _LARGE)]
     flags = {"doctor": "", "plan": "--cluster perlmutter", "plan --json": f"--cluster perlmutter --plot {picture}"}
     process = subprocess.run(
@@ -91,16 +95,31 @@ def test_healthy_job(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     assert re.search(r"8 bytes x [\d,]+ parameters / 2 ranks = 0\.\d+ GB per rank of device memory", findings)
     assert "NCCL_SOCKET_IFNAME unset" in findings
     assert "WARNING: NCCL_IB_DISABLE=1" in findings
+    assert "NCCL_NSOCKS_PERTHREAD unset" in findings
     assert "WARNING: not Megatron's" not in findings
+    assert "each node would wait for itself" not in findings
 
 
 def test_what_deserves_a_warning(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     status, findings, _ = said["doctor", _DOUBTFUL]
     assert status == 0
-    assert "WARNING: not Megatron's: --misspelt 3" in findings
+    assert "WARNING: not Megatron's: --pier-groop 2" in findings
+    assert "Did you mean --pier-groups?" in findings
+    assert "each node would wait for itself" in findings
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in findings
     assert "not contiguous over nodes (ranks 0-1, 8-9)" in findings
     assert "GB of host memory per node" in findings
+
+
+def test_one_rank(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, findings, error = said["doctor", _ALONE]
+    assert status == 0
+    assert "1 node of 1 rank," in findings
+    assert "1 group of 1 rank," in findings
+    assert "WARNING: one model replica" in findings
+    assert "NCCL_" not in findings
+    # Of what is not installed the first line tells; Megatron would tell once per module.
+    assert error == ""
 
 
 def test_fast_networks_that_span_nodes(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:

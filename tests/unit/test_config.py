@@ -100,6 +100,8 @@ def test_settings_of_megatron_that_disappoint() -> None:
     [single] = disappointments(args, PierConfig(train_iters=1000, groups=1))
     assert "all 8 model replicas train as one group" in single
     assert "Pass --pier-groups 8" in single
+    [alone] = disappointments(argparse.Namespace(data_parallel_size=1, log_interval=10), PierConfig(train_iters=1000, groups=1))
+    assert "one model replica (data-parallel size 1)" in alone
 
 
 def test_chunks_follow_the_device_and_the_groups() -> None:

@@ -24,6 +24,20 @@ def test_command_is_read(command: str) -> None:
     assert expected.ranks == 32
 
 
+@pytest.mark.parametrize(
+    ("flags", "rendezvous"),
+    [
+        ("", None),
+        ("--master-addr first --node-rank 1", "static"),
+        ("--rdzv-backend c10d", None),
+        ("--rdzv-backend c10d --rdzv-endpoint first:29500", "c10d"),
+    ],
+)
+def test_how_nodes_find_each_other(flags: str, rendezvous: str | None) -> None:
+    command = LaunchCommand.parse(f"torchrun --nnodes 2 --nproc-per-node 8 {flags} pretrain_gpt.py".split())
+    assert command.rendezvous == rendezvous
+
+
 def test_command_on_the_cpu_gets_what_the_launcher_adds() -> None:
     command = "torchrun --nproc-per-node 2 -m pier_megatron --device cpu pretrain_gpt.py --num-workers 2"
     arguments = LaunchCommand.parse(shlex.split(command)).arguments
