@@ -10,13 +10,13 @@ export PATH := $(BIN):$(PATH)
 MEGATRON_RELEASES := 0.17.1 0.18.2
 RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
-.PHONY: setup demo test torture bench study lint typecheck format clean
+.PHONY: setup demo test test-newest-torch torture bench study lint typecheck format docs package clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt tools/find_python.sh Makefile
 	@test -x $(BIN)/python || { python=$$(tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[data,dev,downstream]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[data,dev,docs,downstream]'
 	@touch $@
 
 $(VENV)/megatron-%: $(VENV)/.ready
@@ -30,6 +30,11 @@ demo: setup
 # order of their folders, the short tests come last and fill what is left of both processes.
 test: setup $(RELEASES)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# On the newest PyTorch of the registry instead of the pinned one; by hand, since it is a download of gigabytes.
+test-newest-torch: setup
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest-torch torch
+	PYTHONPATH=$(CURDIR)/$(VENV)/newest-torch $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 torture: setup
 	$(BIN)/python tests/end_to_end/torture.py
@@ -53,6 +58,16 @@ typecheck: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site goes to runs/docs. What nothing links to, or links to nothing, is an error.
+docs: setup
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs --builder dirhtml . runs/docs
+
+package: setup
+	rm -rf build dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	tools/try_package.sh $(BIN)/python
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

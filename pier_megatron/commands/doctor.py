@@ -112,8 +112,8 @@ def _start_troubles(args: argparse.Namespace, config: PierConfig, command: Launc
     needs_order = args.distributed_backend == "nccl" and args.tensor_model_parallel_size * args.context_parallel_size > 1
     if needs_order and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         found.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS is not 1, without which Megatron refuses tensor and context parallelism on GPUs before "
-            "Blackwell"
+            "CUDA_DEVICE_MAX_CONNECTIONS is not 1, without which Megatron refuses tensor and context parallelism on GPUs "
+            "before Blackwell"
         )
     in_vain = compiled_for_another_python(Path(command.script).resolve().parent / "megatron" / "core" / "datasets")
     return [*found, in_vain] if in_vain else found

@@ -116,7 +116,7 @@ class Topology:
             nodes = ", ".join(dict.fromkeys(self.ranks[rank].node for rank in members))
             domains = ", ".join(dict.fromkeys(self.ranks[rank].domain for rank in members))
             where = nodes if self._kind_of_domain == "node" else f"{domains} ({nodes})"
-            lines.append(f"group {group}: ranks {_ranges(members)} on {where}")
+            lines.append(f"group {group}: {'ranks' if len(members) > 1 else 'rank'} {_ranges(members)} on {where}")
         return lines
 
     def new_communicator(self, timeout: datetime.timedelta | None) -> dist.ProcessGroup | None:

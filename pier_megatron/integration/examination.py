@@ -74,10 +74,11 @@ def _look_on(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kw
 
 def _findings(where: str, group_of: Sequence[int]) -> list[str]:
     crossing = _census.crossing(dict(enumerate(group_of)))
-    inside = len(_census.collectives) - len(crossing)
+    inside = [found for found in _census.collectives if found not in crossing]
+    megabytes = sum(found.nbytes for found in inside) / 1e6
     return [
         "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
-        f"Pier doctor: {where}, rank 0: {inside} collectives inside its group, "
+        f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
     ]

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.processes
 _DOCTOR = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor"]
 _JOB = (
     "torchrun --nnodes 4 --nproc-per-node 4 --master-addr first -m pier_megatron pretrain_gpt.py --num-layers 12 "
-    "--hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 512 "
-    "--train-iters 100000 --lr 6e-4 --bf16 --tensor-model-parallel-size 2 --vocab-size 50257 --mock-data --optimizer pier "
+    "--hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 "
+    "--global-batch-size 512 --train-iters 100000 --lr 6e-4 --bf16 --tensor-model-parallel-size 2 --vocab-size 50257 "
+    "--mock-data --optimizer pier "
 )
 
 
