@@ -11,6 +11,27 @@ torch.set_num_threads(1)
 
 sys.path[:0] = [str(Path(__file__).parent / "distributed"), str(Path(__file__).parents[1] / "tools")]
 
+import one_gpu
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="where the outer loop and the exchange are tested; by default on a GPU if there is one",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_CHOSEN] = one_gpu.choose(config.getoption("--device"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"outer loop and exchange on: {config.stash[_CHOSEN]}"
+
+
+_CHOSEN = pytest.StashKey[str]()
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""Ranks that run the outer loop on a small problem, without Megatron: real processes on gloo, kept for many programs.
+"""Ranks that run the outer loop on a small problem, without Megatron: real processes, kept for many programs.
 
 The problem: each group is drawn to targets of its own, so groups drift apart; AdamW inside. Everything is a function of
 group and iteration, so ``pier_megatron.reference`` can train on the same.
@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+import one_gpu
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -90,7 +91,7 @@ def initial(part: int) -> list[Tensor]:
 def gradient(parameters: list[Tensor], part: int, group: int, iteration: int, bad: bool = False) -> list[Tensor]:
     """Draws the parameters of a group to its targets in an iteration; nan where it is ``bad``."""
     wanted = [*_targets(part, group, iteration, SPLIT), *_targets(99, group, iteration, COPIED)]
-    grads = [parameter - target.to(parameter.dtype) for parameter, target in zip(parameters, wanted, strict=True)]
+    grads = [parameter - target.to(parameter) for parameter, target in zip(parameters, wanted, strict=True)]
     if bad:
         grads[1].view(-1)[3] = float("nan")
     return grads
@@ -100,6 +101,10 @@ def _targets(part: int, group: int, iteration: int, shapes: list[tuple[int, ...]
     always = torch.Generator().manual_seed(1000 + 10 * part + group)
     now = torch.Generator().manual_seed(100_000 + 1000 * part + 100 * group + iteration)
     return [2 + 0.5 * torch.randn(shape, generator=always) + 0.3 * torch.randn(shape, generator=now) for shape in shapes]
+
+
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
 def inner_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -120,7 +125,7 @@ class Rank:
 
     def _build(self) -> None:
         settings = self._settings
-        self.parameters = initial(self._part)
+        self.parameters = [parameter.to(one_gpu.device()) for parameter in initial(self._part)]
         self._optimizer = inner_optimizer(self.parameters)
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
         between, inside = self._communicators.of(settings)
@@ -168,11 +173,13 @@ class Rank:
             for parameter in self.parameters[:1] if self.group in jump else ():
                 parameter += 100.0
             self.loop.end_iteration()
+        # Offloaded state may still be on its way to the host.
+        one_gpu.synchronize()
         self.history.append(
             {
-                "parameters": [parameter.clone() for parameter in self.parameters],
-                "anchor": self.loop.states[0].anchor.clone(),
-                "momentum": self.loop.states[0].momentum.clone(),
+                "parameters": on_cpu(self.parameters),
+                "anchor": self.loop.states[0].anchor.to("cpu", copy=True),
+                "momentum": self.loop.states[0].momentum.to("cpu", copy=True),
                 "is_synchronised": self.loop.is_synchronised,
             }
         )
@@ -221,7 +228,7 @@ class Rank:
         with contextlib.suppress(KeyboardInterrupt):
             view = contextlib.nullcontext() if self.loop.is_synchronised else self.loop.anchor_in_model()
             with view:
-                seen = [parameter.clone() for parameter in self.parameters]
+                seen = on_cpu(self.parameters)
                 if fails:
                     raise KeyboardInterrupt
         untouched = all(map(torch.equal, before, self.parameters)) or any(not tensor.isfinite().all() for tensor in before)
@@ -281,7 +288,8 @@ class Communicators:
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    one_gpu.become_rank(rank)
+    dist.init_process_group(one_gpu.backend(), init_method=f"file://{store}", rank=rank, world_size=WORLD)
     communicators = Communicators()
     present: Rank | None = None
     planted = contextlib.ExitStack()
@@ -315,8 +323,11 @@ class Ranks:
     """Processes that do the same at the same time."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["warm"])
+        # A server of forks saves seconds for each rank; with a GPU each begins anew, so that no fork can inherit its driver.
+        on_gpu = one_gpu.device().type == "cuda"
+        context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+        if not on_gpu:
+            context.set_forkserver_preload(["warm"])
         store = tempfile.mktemp()
         self._pipes, self._processes = [], []
         for rank in range(WORLD):
