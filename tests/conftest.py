@@ -24,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CHOSEN] = one_gpu.choose(config.getoption("--device"))
+    if one_gpu.device().type == "cuda":
+        # While it can be seen: some folders hide it from what they start.
+        torch.cuda.init()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

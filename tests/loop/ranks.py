@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+import device_memory
 import one_gpu
 import torch
 import torch.distributed as dist
@@ -36,6 +37,9 @@ SPLIT, COPIED = [(7,), (3, 5), (11, 2)], [(5,), (4, 2)]
 
 # Chunks far shorter than a user's, so that there are many and they cut tensors.
 CHUNK_NUMEL = 16
+
+# As where memory is counted, and all that is not chunks shall not count.
+_LONG_CHUNK_NUMEL = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +262,13 @@ class Rank:
         longest = max(chunk.numel for chunk in staging.state.chunks)
         said = startup.working_bytes(self.loop.config, self.loop.states) - self.loop.exchange.wire.coding_bytes(longest)
         return used, said
+
+    def device_memory(self) -> tuple[int, int]:
+        """Most memory that a loop of these settings over more parameters takes, and what the start-up block says of it."""
+        config = self._settings.pier()
+        between, _ = self._communicators.of(self._settings)
+        with mock.patch.object(PierConfig, "chunk_numel", _LONG_CHUNK_NUMEL):
+            return device_memory.used_and_said(config, GroupExchange(between, config.codec), 16 * _LONG_CHUNK_NUMEL)
 
     def result(self) -> dict[str, Any]:
         """What has happened so far."""

@@ -206,6 +206,14 @@ def test_work_memory_is_what_the_start_says(ranks: Ranks, dtype: str, fragments:
         assert 0.5 * said <= used <= said, (used, said)
 
 
+@pytest.mark.parametrize(("dtype", "overlap"), [("fp32", 0), ("fp32", 2), ("bf16", 0), ("int8", 0), ("int8", 2), ("int4", 0)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_device_memory_is_what_the_start_says(ranks: Ranks, dtype: str, overlap: int, offload: bool) -> None:
+    program(exchange_dtype=dtype, overlap=overlap, offload=offload, lazy_start_iters=0).run(ranks)
+    for used, said in ranks.do("device_memory"):
+        assert abs(used - said) <= 0.05 * said, (used, said)
+
+
 def test_rank_without_parameters_takes_part_on_its_device() -> None:
     devices = []
 
