@@ -80,7 +80,8 @@ def _row(name: str, make: Make) -> Row:
 def _initial() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.nn.Parameter(torch.randn(size, generator=generator).to(one_gpu.device())) for size in ((33, 17), (129,), (2, 3, 5))
+        torch.nn.Parameter(torch.randn(size, generator=generator).to(one_gpu.device()))
+        for size in ((33, 17), (129,), (2, 3, 5))
     ]
 
 

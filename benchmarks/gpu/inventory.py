@@ -10,7 +10,7 @@ import one_gpu
 import torch
 from table import Row, Rows, checked
 
-_NEEDED_BY_MEGATRON = ("numpy", "einops", "psutil", "pybind11")
+_NEEDED_BY_MEGATRON = ("numpy", "einops", "psutil", "pybind11", "packaging")
 _OPTIONAL = ("triton", "transformer_engine", "apex", "pytest", "hypothesis", "megatron.core")
 
 

@@ -33,7 +33,9 @@ def passes() -> Rows:
         (_, copy), *others = seconds.items()
         yield Row(f"memory copy of {_parameters():,} FP32", f"{copy * 1e3:.2f} ms")
         for name, median in others:
-            result = f"{median * 1e3:.2f} ms, {median / copy:.2f} x a copy (floor of an outer step {outer_step_passes.FLOOR:.0f} x)"
+            result = (
+                f"{median * 1e3:.2f} ms, {median / copy:.2f} x a copy (floor of an outer step {outer_step_passes.FLOOR:.0f} x)"
+            )
             yield Row(f"{name}, chunks of {chunk_mib} MiB", result)
 
 
@@ -125,7 +127,8 @@ def offload() -> Rows:
         yield Row(f"pinned copy {name}", f"{rates[name]:.1f} GB/s")
     del on_device, on_host
     kept, offloaded = (
-        outer_step_passes.measure(numel, _SHARDS, _CHUNK_MIB, away, _REPETITIONS, one_gpu.device().type) for away in (False, True)
+        outer_step_passes.measure(numel, _SHARDS, _CHUNK_MIB, away, _REPETITIONS, one_gpu.device().type)
+        for away in (False, True)
     )
     for name in list(kept)[1:]:
         # Anchor and momentum, there and back, each way beside the other.

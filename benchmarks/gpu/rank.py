@@ -81,7 +81,7 @@ def _matrix_products(seconds: float) -> Callable[[], None]:
 
 def memory() -> dict[str, tuple[int, int]]:
     """Bytes that an outer loop took at once and those of the start-up block, by its settings."""
-    numel = 64_000_000 if is_gpu() else 2_000_000
+    numel = 64_000_000 if is_gpu() else 4_000_000
     found = {}
     for dtype in ("fp32", "bf16", "int8", "int4"):
         for overlapped in (0, 2):

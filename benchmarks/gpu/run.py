@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _importable(megatron: Path | None) -> "contextlib.AbstractContextManager[None]":  # type: ignore[misc]
+def _importable(megatron: Path | None) -> Iterator[None]:
     """Lets the processes that are started inside import the plugin and Megatron."""
     with tempfile.TemporaryDirectory() as unpacked:
         folders = [str(folder) for folder in _FOLDERS[:3]]

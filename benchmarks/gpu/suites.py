@@ -13,12 +13,10 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _SUMMARY = re.compile(r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s")
 
 
-def _run(*paths: str) -> Rows:
-    if not inventory.has("pytest"):
-        raise SkippedError("pytest is missing")
-    for module in ("psutil", "hypothesis"):
-        if not inventory.has(module) and any("crossings" in path or module == "psutil" for path in paths):
-            raise SkippedError(f"{module} is missing")
+def _run(*paths: str, needs: tuple[str, ...] = ()) -> Rows:
+    missing = [module for module in ("pytest", "psutil", *needs) if not inventory.has(module)]
+    if missing:
+        raise SkippedError(f"missing: {', '.join(missing)}")
     command = [sys.executable, "-m", "pytest", "--device", one_gpu.device().type, "--maxfail", "5", *paths]
     process = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True)
     # Into the log of the check.
@@ -46,4 +44,4 @@ def loop() -> Rows:
 
 def crossings() -> Rows:
     """The outer loop on four ranks, everything at once."""
-    yield from _run("tests/loop/test_crossings.py")
+    yield from _run("tests/loop/test_crossings.py", needs=("hypothesis",))

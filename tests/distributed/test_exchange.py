@@ -109,7 +109,6 @@ def summed(vectors: list[torch.Tensor], codec: str, sent: list[torch.Tensor], re
 def two_rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor and momentum after the two rounds of the workers, chunk by chunk in one process; group 3 counts in the first."""
 
-
     def zeros(numel: int = NUMEL) -> torch.Tensor:
         # Where the ranks compute: other devices add up in other orders.
         return torch.zeros(numel, device=DEVICE)
