@@ -9,7 +9,8 @@ import torch
 # The cores belong to the processes that tests start; threads of this one that wait for each other are in their way.
 torch.set_num_threads(1)
 
-sys.path[:0] = [str(Path(__file__).parent / "distributed"), str(Path(__file__).parents[1] / "tools")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 import one_gpu
 

@@ -36,8 +36,8 @@ def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tu
             loop.skip_iteration()
         loop.reports.write_arrived(waits=True)
     kept = [buffer for state in loop.states for buffer in (*state.flats.values(), *state.reduced_residuals.values())]
-    # What is offloaded does not count here; on the CPU there is no other place for it.
-    on_device = sum(buffer.nbytes for buffer in kept if here.type == "cpu" or buffer.device.type == here.type)
+    # On a GPU, what is offloaded is elsewhere.
+    on_device = sum(buffer.nbytes for buffer in kept if buffer.device.type == here.type)
     return peak[0], on_device + startup.working_bytes(config, loop.states)
 
 

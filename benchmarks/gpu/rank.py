@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("", "tools")]
-
 import device_memory
 import one_gpu
 import torch

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_FOLDERS = [REPOSITORY, REPOSITORY / "tools", REPOSITORY / "benchmarks", Path(__file__).parent]
-sys.path[:0] = [str(folder) for folder in _FOLDERS]
+_FOLDERS = [REPOSITORY, REPOSITORY / "tools", REPOSITORY / "benchmarks"]
+sys.path.extend(map(str, _FOLDERS))
 
 import inner_optimizers
 import inventory
@@ -106,7 +106,7 @@ def main() -> int:
 def _importable(megatron: Path | None) -> Iterator[None]:
     """Lets the processes that are started inside import the plugin and Megatron."""
     with tempfile.TemporaryDirectory() as unpacked:
-        folders = [str(folder) for folder in _FOLDERS[:3]]
+        folders = [str(folder) for folder in _FOLDERS]
         if megatron is not None and megatron.is_dir():
             folders.append(str(megatron.resolve()))
         elif megatron is not None:
