@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-# The cores belong to the processes that tests start; threads of this one that wait for each other are in their way.
-torch.set_num_threads(1)
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 import one_gpu
+
+# The cores belong to the processes that tests start; threads of this one that wait for each other are in their way.
+torch.set_num_threads(1)
+
+_CHOSEN = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,9 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"outer loop and exchange on: {config.stash[_CHOSEN]}"
-
-
-_CHOSEN = pytest.StashKey[str]()
 
 
 @pytest.fixture(scope="session")

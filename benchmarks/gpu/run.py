@@ -19,9 +19,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-_FOLDERS = [REPOSITORY, REPOSITORY / "tools", REPOSITORY / "benchmarks"]
-sys.path.extend(map(str, _FOLDERS))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import inner_optimizers
 import inventory
@@ -31,6 +31,8 @@ import suites
 import trainings
 import two_ranks
 from table import Results, Row, Rows, SkippedError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,7 @@ def main() -> int:
 def _importable(megatron: Path | None) -> Iterator[None]:
     """Lets the processes that are started inside import the plugin and Megatron."""
     with tempfile.TemporaryDirectory() as unpacked:
-        folders = [str(folder) for folder in _FOLDERS]
+        folders = [str(REPOSITORY / folder) for folder in ("", "tools", "benchmarks")]
         if megatron is not None and megatron.is_dir():
             folders.append(str(megatron.resolve()))
         elif megatron is not None:
