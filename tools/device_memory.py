@@ -46,6 +46,9 @@ def _peak() -> Iterator[list[int]]:
     """Appends the most bytes that were allocated at once inside, beside those from before."""
     found: list[int] = []
     if one_gpu.device().type == "cuda":
+        # cuBLAS takes its workspace once, with the first product of a process.
+        one = torch.ones(1, device="cuda")
+        torch.dot(one, one)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

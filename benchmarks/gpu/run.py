@@ -122,7 +122,7 @@ def _importable(megatron: Path | None) -> Iterator[None]:
 
 def _run_part(part: str, only: str | None, results: Results, logs: Path) -> None:
     command = f"python benchmarks/gpu/run.py --part {part} --device {one_gpu.device().type}"
-    results.begin(part, inventory.about(command))
+    results.begin(part, inventory.about(command), forgets=only is None)
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     for name, check in _PARTS[part].items():

@@ -48,9 +48,10 @@ class Results:
         self._path = path
         self.parts: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
 
-    def begin(self, part: str, about: dict[str, str]) -> None:
-        """Forgets what a part has found before."""
-        self.parts[part] = {"about": about | {"date": datetime.date.today().isoformat()}, "checks": {}}
+    def begin(self, part: str, about: dict[str, str], forgets: bool) -> None:
+        """Begins a part, which ``forgets`` what it has found before or replaces some of it."""
+        kept = {} if forgets or part not in self.parts else self.parts[part]["checks"]
+        self.parts[part] = {"about": about | {"date": datetime.date.today().isoformat()}, "checks": kept}
 
     def add(self, part: str, check: str, rows: list[Row]) -> None:
         """Keeps what a check has found."""
