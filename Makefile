@@ -10,7 +10,7 @@ export PATH := $(BIN):$(PATH)
 MEGATRON_RELEASES := 0.17.1 0.18.2
 RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
-.PHONY: setup demo test torture bench study lint typecheck format clean
+.PHONY: setup demo test torture bench gpu study lint typecheck format clean
 
 setup: $(VENV)/.ready
 
@@ -37,6 +37,9 @@ torture: setup
 bench: setup
 	$(BIN)/python benchmarks/interconnect.py --output runs/bench
 	$(BIN)/python benchmarks/outer_step_passes.py
+
+gpu: setup
+	$(BIN)/python benchmarks/gpu/run.py --into docs/gpu.md
 
 study: setup
 	$(BIN)/python study/run.py

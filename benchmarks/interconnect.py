@@ -2,8 +2,8 @@
 
 ``make bench``, on Linux, as root or where user namespaces are allowed. Real Megatron on the CPU and gloo, one process per
 node; the links are emulated, see ``pier_megatron/cpu/nodes.py``. Prints a table and leaves it, the raw numbers and a plot in
-the output folder. Compare numbers of one run only, as ratios. On a machine that others share, noise only ever adds: beside the medians stand the fastest tenth of all
-iterations and the best interval, which are what ratios should be taken of.
+the output folder. Compare numbers of one run only, as ratios. On a machine that others share, noise only ever adds: beside
+the medians stand the fastest tenth of all iterations and the best interval, which are what ratios should be taken of.
 """
 
 import argparse
