@@ -10,7 +10,7 @@ export PATH := $(BIN):$(PATH)
 MEGATRON_RELEASES := 0.17.1 0.18.2
 RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
-.PHONY: setup demo test test-newest-torch torture bench study lint typecheck format docs package clean
+.PHONY: setup demo test test-newest-torch torture bench gpu study lint typecheck format docs package clean
 
 setup: $(VENV)/.ready
 
@@ -42,6 +42,9 @@ torture: setup
 bench: setup
 	$(BIN)/python benchmarks/interconnect.py --output runs/bench
 	$(BIN)/python benchmarks/outer_step_passes.py
+
+gpu: setup
+	$(BIN)/python benchmarks/gpu/run.py --into docs/gpu.md
 
 study: setup
 	$(BIN)/python study/run.py

@@ -1,9 +1,9 @@
 """What crosses the network between nodes, and what it costs: stock Megatron and Pier side by side on emulated nodes.
 
-``make bench``, as root on Linux. Real Megatron on the CPU and gloo, one process per node; the links are emulated, see
-``cluster.py``. Prints a table and leaves it, the raw numbers and a plot in the output folder. Compare numbers of one run
-only, as ratios. On a machine that others share, noise only ever adds: beside the medians stand the fastest tenth of all
-iterations and the best interval, which are what ratios should be taken of.
+``make bench``, on Linux, as root or where user namespaces are allowed. Real Megatron on the CPU and gloo, one process per
+node; the links are emulated, see ``pier_megatron/cpu/nodes.py``. Prints a table and leaves it, the raw numbers and a plot in
+the output folder. Compare numbers of one run only, as ratios. On a machine that others share, noise only ever adds: beside
+the medians stand the fastest tenth of all iterations and the best interval, which are what ratios should be taken of.
 """
 
 import argparse
@@ -19,9 +19,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster
-
 from pier_megatron.commands.demo import corpus
+from pier_megatron.cpu.nodes import EmulatedNodes
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -97,7 +96,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--only {', '.join(sorted(unknown))}: not among {', '.join(_CONFIGURATIONS)}")
     chosen = {_LIMIT, _SYNCHRONISED, *options.only} if options.only else _CONFIGURATIONS.keys()
-    with tempfile.TemporaryDirectory() as scratch, Cluster(2) as cluster:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNodes(2) as cluster:
         data = corpus.write(Path(scratch) / "corpus")
         measured: dict[str, list[dict[str, Any]]] = {}
         for repetition in range(options.repetitions):
@@ -123,7 +122,7 @@ def main() -> None:
     print(f"\n{table}\n\nWritten to {options.output}")
 
 
-def _run(cluster: Cluster, scratch: Path, data: tuple[Path, Path], chosen: Set[str], together: bool) -> dict[str, Any]:
+def _run(cluster: EmulatedNodes, scratch: Path, data: tuple[Path, Path], chosen: Set[str], together: bool) -> dict[str, Any]:
     """Runs configurations on all nodes, as one job or as one job per node at the same time."""
     train, validation = data
     paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
@@ -142,7 +141,7 @@ def _run(cluster: Cluster, scratch: Path, data: tuple[Path, Path], chosen: Set[s
             output = scratch / ("results.json" if together else f"results{node}.json")
             command = [*launcher, *place, str(_FOLDER / "training_worker.py"), str(scratch / "specification.json"), str(output)]
             log = stack.enter_context((scratch / f"log{node}.txt").open("w"))
-            processes.append(stack.enter_context(cluster.start(node, command, log, _ENVIRONMENT)))
+            processes.append(stack.enter_context(cluster.running_on(node)(command, log, _ENVIRONMENT)))
         for node, process in enumerate(processes):
             if process.wait() != 0:
                 print((scratch / f"log{node}.txt").read_text()[-5000:], file=sys.stderr)

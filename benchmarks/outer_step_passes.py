@@ -15,6 +15,8 @@ from pier_megatron.outer import GroupExchange, OuterLoop, Shards
 
 # What no implementation can avoid: read parameters, anchor and momentum, write all three.
 _UNAVOIDABLE_PASSES = 6
+FLOOR = _UNAVOIDABLE_PASSES / 2
+"""In copies, each of which reads and writes."""
 
 
 def main() -> None:
@@ -28,40 +30,39 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
-    size = options.parameters // options.shards
-    shards = Shards([torch.randn(size, device=options.device) for _ in range(options.shards)])
+    seconds = measure(**vars(options))
+    parameters = options.parameters // options.shards * options.shards
+    copy, *_ = seconds.values()
+    print(f"{parameters:,} FP32 parameters in {options.shards} shards, {options.device}, median of {options.repetitions}")
+    print(f"{'':34} {'ms':>9} {'ns/parameter':>13} {'x a copy':>9}")
+    for name, median in seconds.items():
+        print(f"{name:34} {median * 1e3:9.2f} {median / parameters * 1e9:13.3f} {median / copy:9.2f}")
+    print(f"{f'floor ({_UNAVOIDABLE_PASSES} passes of memory)':34} {'':9} {'':13} {FLOOR:9.2f}")
+
+
+def measure(parameters: int, shards: int, chunk_mib: int, offload: bool, repetitions: int, device: str) -> dict[str, float]:
+    """Median seconds of a memory copy, which comes first, and of the passes, by name; as the flags of the command line."""
+    of_rank = Shards([torch.randn(parameters // shards, device=device) for _ in range(shards)])
     config = PierConfig(
-        train_iters=10**9,
-        groups=1,
-        sync_interval=1,
-        lazy_start_iters=10**6,
-        chunk_mib=options.chunk_mib,
-        offload=options.offload,
+        train_iters=10**9, groups=1, sync_interval=1, lazy_start_iters=10**6, chunk_mib=chunk_mib, offload=offload
     )
-    lazy, local = (OuterLoop([[shards]], config, GroupExchange()) for _ in range(2))
+    lazy, local = (OuterLoop([[of_rank]], config, GroupExchange()) for _ in range(2))
     local.reset(iteration=config.lazy_start)
-    state = local.states[0]
-    source, target = (torch.ones(state.numel, device=options.device) for _ in range(2))
+    source, target = (torch.ones(local.states[0].numel, device=device) for _ in range(2))
     measured: dict[str, Callable[[], object]] = {
         "memory copy (read and write)": lambda: target.copy_(source),
         "momentum warmup": lazy.skip_iteration,
         "outer step without its exchange": local.skip_iteration,
     }
     seconds: dict[str, list[float]] = {name: [] for name in measured}
-    for _ in range(options.repetitions):
+    for _ in range(repetitions):
         for name, run in measured.items():  # Interleaved, so that a slow moment hits all alike.
             begin = time.perf_counter()
             run()
-            if options.device == "cuda":
+            if device == "cuda":
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - begin)
-
-    copy, *_ = medians = [statistics.median(times) for times in seconds.values()]
-    print(f"{state.numel:,} FP32 parameters in {options.shards} shards, {options.device}, median of {options.repetitions}")
-    print(f"{'':34} {'ms':>9} {'ns/parameter':>13} {'x a copy':>9}")
-    for name, median in zip(seconds, medians, strict=True):
-        print(f"{name:34} {median * 1e3:9.2f} {median / state.numel * 1e9:13.3f} {median / copy:9.2f}")
-    print(f"{f'floor ({_UNAVOIDABLE_PASSES} passes of memory)':34} {'':9} {'':13} {_UNAVOIDABLE_PASSES / 2:9.2f}")
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 if __name__ == "__main__":

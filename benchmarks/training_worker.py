@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.cpu import emulation
+from pier_megatron.cpu.nodes import sent_bytes
 
 emulation.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from cluster import sent_bytes  # noqa: E402
 from megatron.training import training as megatron_training  # noqa: E402
 
 from pier_megatron import register  # noqa: E402

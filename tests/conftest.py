@@ -6,10 +6,34 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+
+import one_gpu
+
 # The cores belong to the processes that tests start; threads of this one that wait for each other are in their way.
 torch.set_num_threads(1)
 
-sys.path[:0] = [str(Path(__file__).parent / "distributed"), str(Path(__file__).parents[1] / "tools")]
+_CHOSEN = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="where the outer loop and the exchange are tested; by default on a GPU if there is one",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_CHOSEN] = one_gpu.choose(config.getoption("--device"))
+    if one_gpu.device().type == "cuda":
+        # While it can be seen: some folders hide it from what they start.
+        torch.cuda.init()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"outer loop and exchange on: {config.stash[_CHOSEN]}"
 
 
 @pytest.fixture(scope="session")

@@ -74,7 +74,7 @@ def _quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     blocks = rows.view(len(rows), -1, BLOCK)
     scales = blocks.abs().amax(2) / (2 ** (bits - 1) - 1)
     # A block of zeros has no scale; what it is divided by does not matter.
-    integers = torch.div(blocks, scales.masked_fill(scales == 0, 1.0)[:, :, None]).round().to(torch.int8)
+    integers = torch.div(blocks, scales.masked_fill(scales == 0, 1.0)[:, :, None]).round_().to(torch.int8)
     if bits == 4:
         low, high = (integers + 8).view(torch.uint8).view(len(rows), -1, 2).unbind(2)
         return low | (high << 4), scales

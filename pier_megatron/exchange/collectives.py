@@ -44,7 +44,7 @@ class Wire:
 
     def coding_bytes(self, numel: int) -> int:
         """Memory that encoding or decoding ``numel`` elements takes for a moment: a padded copy, and what is made of it."""
-        return 0 if self._is_plain else 3 * 4 * self.groups * self.segment_numel(numel)
+        return 0 if self._is_plain else 2 * 4 * self.groups * self.segment_numel(numel)
 
     @property
     def _is_plain(self) -> bool:

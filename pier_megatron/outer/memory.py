@@ -46,9 +46,10 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
     under_way = sorted(in_fragments, reverse=True)[: _rounds_at_once(config)]
     on_the_wire = sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
     # Where the state is in place, chunks that wait keep their buffers.
-    lent = max(at_once, on_the_wire + 2 if config.offload else sum(under_way))
+    lent = max(at_once, on_the_wire if config.offload else sum(under_way))
     of_chunk = longest * (_FP32 * len(WORK) + (bytes_per_parameter(config) if config.offload else 0))
-    return lent * of_chunk + max(at_once, on_the_wire) * wire.payload_bytes(longest)
+    encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), on_the_wire)
+    return lent * of_chunk + encoded * wire.payload_bytes(longest)
 
 
 def _rounds_at_once(config: PierConfig) -> int:

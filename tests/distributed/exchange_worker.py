@@ -1,9 +1,11 @@
-"""The processes of the test of the exchange: ``python exchange_worker.py DIRECTORY WORLD_SIZE``. No Megatron, gloo."""
+"""The processes of the test of the exchange: ``python exchange_worker.py DIRECTORY WORLD_SIZE``. No Megatron."""
 
+import os
 import sys
 from pathlib import Path
 
 import forked_ranks
+import one_gpu
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,7 @@ from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 NUMEL = 5000
+DEVICE = one_gpu.device()
 
 
 def vector(rank: int, step: int = 0) -> torch.Tensor:
@@ -26,7 +29,7 @@ def vector(rank: int, step: int = 0) -> torch.Tensor:
     common = torch.sin(torch.arange(NUMEL) / 50.0)
     values = common + 0.5 * torch.randn(NUMEL, generator=generator)
     values[17 * rank] = 30.0
-    return values
+    return values.to(DEVICE)
 
 
 def sums(codec: str) -> dict[str, object]:
@@ -37,7 +40,7 @@ def sums(codec: str) -> dict[str, object]:
         under_way = exchange.sum(result)
         under_way.advance()
         under_way.finish()
-    return {"sum": result, "sent": exchange.wire.bytes_of_sum(NUMEL), "collectives": census.collectives}
+    return {"sum": result.cpu(), "sent": exchange.wire.bytes_of_sum(NUMEL), "collectives": census.collectives}
 
 
 def drift(codec: str, feedback: bool, steps: int = 25) -> torch.Tensor:
@@ -45,8 +48,9 @@ def drift(codec: str, feedback: bool, steps: int = 25) -> torch.Tensor:
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     residual = None
     if feedback:
-        residual = Residual(torch.zeros(NUMEL), torch.zeros(exchange.wire.segment_numel(NUMEL)))
-    total, exact = torch.zeros(NUMEL), torch.zeros(NUMEL)
+        sizes = (NUMEL, exchange.wire.segment_numel(NUMEL))
+        residual = Residual(*(torch.zeros(size, device=DEVICE) for size in sizes))
+    total, exact = torch.zeros(NUMEL, device=DEVICE), torch.zeros(NUMEL, device=DEVICE)
     for step in range(steps):
         result = vector(exchange.rank, step)
         under_way = exchange.sum(result, residual)
@@ -54,23 +58,22 @@ def drift(codec: str, feedback: bool, steps: int = 25) -> torch.Tensor:
         under_way.finish()
         total += result
         exact += sum(vector(rank, step) for rank in range(exchange.size))
-    return (total - exact).abs().mean()
+    return (total - exact).abs().mean().cpu()
 
 
 def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, torch.Tensor]:
     """Two outer steps on real parameters."""
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
-    parameters = [torch.zeros(3000), torch.zeros(2000)]
+    parameters = [torch.zeros(size, device=DEVICE) for size in (3000, 2000)]
     feedback = None if exchange.codec.lossless else exchange.wire.segment_numel
     state = OuterState([Shards(parameters)], chunk_numel=chunk_numel, segment_numel=feedback)
     stagings = [Staging(state)]
     for step in range(2):
         for parameter, part in zip(parameters, vector(exchange.rank, step).split([3000, 2000]), strict=True):
             parameter.sub_(part)
-        device = torch.device("cpu")
-        verdicts = Verdicts(exchange, NOT_FINITE if exchange.rank == 3 and step else GOOD, device)
+        verdicts = Verdicts(exchange, NOT_FINITE if exchange.rank == 3 and step else GOOD, DEVICE)
         rule = Nesterov(mu=0.9, eta=0.7)
-        round_ = OuterRound(stagings, exchange, (0,), rule, verdicts, step, Stopwatch(device), device)
+        round_ = OuterRound(stagings, exchange, (0,), rule, verdicts, step, Stopwatch(DEVICE), DEVICE)
         if spans_iterations:
             round_.begin()
             for age in range(5):
@@ -78,11 +81,13 @@ def rounds(codec: str, chunk_numel: int, spans_iterations: bool) -> dict[str, to
             round_.finish()
         else:
             round_.run()
-    return {"anchor": state.anchor.clone(), "momentum": state.momentum.clone(), "parameters": torch.cat(parameters)}
+    found = {"anchor": state.anchor, "momentum": state.momentum, "parameters": torch.cat(parameters)}
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    one_gpu.become_rank(int(os.environ["RANK"]))
+    dist.init_process_group(one_gpu.backend())
     record = {
         "sums": {codec: sums(codec) for codec in CODECS},
         "drift": {(codec, on): drift(codec, on) for codec in ("bf16", "int8", "int4") for on in (True, False)},

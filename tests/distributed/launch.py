@@ -112,7 +112,8 @@ def launch(
         )
     )
     command = [sys.executable, str(Path(__file__).parent / "worker.py"), str(specification), str(directory), str(world_size)]
-    execute(command, directory / "log.txt", megatron)
+    # What stands in for a GPU had better find none.
+    execute(command, directory / "log.txt", megatron, CUDA_VISIBLE_DEVICES="")
     return {run.name: Recorded(directory, run, world_size) for run in runs}
 
 

@@ -1,4 +1,4 @@
-"""Ranks that run the outer loop on a small problem, without Megatron: real processes on gloo, kept for many programs.
+"""Ranks that run the outer loop on a small problem, without Megatron: real processes, kept for many programs.
 
 The problem: each group is drawn to targets of its own, so groups drift apart; AdamW inside. Everything is a function of
 group and iteration, so ``pier_megatron.reference`` can train on the same.
@@ -15,13 +15,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+import device_memory
+import one_gpu
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.integration import startup
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
 from pier_megatron.outer.members import Members
 from pier_megatron.outer.rounds import OuterRound
@@ -36,6 +37,9 @@ SPLIT, COPIED = [(7,), (3, 5), (11, 2)], [(5,), (4, 2)]
 
 # Chunks far shorter than a user's, so that there are many and they cut tensors.
 CHUNK_NUMEL = 16
+
+# As where memory is counted, and all that is not chunks shall not count.
+_LONG_CHUNK_NUMEL = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,7 @@ def initial(part: int) -> list[Tensor]:
 def gradient(parameters: list[Tensor], part: int, group: int, iteration: int, bad: bool = False) -> list[Tensor]:
     """Draws the parameters of a group to its targets in an iteration; nan where it is ``bad``."""
     wanted = [*_targets(part, group, iteration, SPLIT), *_targets(99, group, iteration, COPIED)]
-    grads = [parameter - target.to(parameter.dtype) for parameter, target in zip(parameters, wanted, strict=True)]
+    grads = [parameter - target.to(parameter) for parameter, target in zip(parameters, wanted, strict=True)]
     if bad:
         grads[1].view(-1)[3] = float("nan")
     return grads
@@ -125,6 +129,10 @@ def _targets(part: int, group: int, iteration: int, shapes: list[tuple[int, ...]
     always = torch.Generator().manual_seed(1000 + 10 * part + group)
     now = torch.Generator().manual_seed(100_000 + 1000 * part + 100 * group + iteration)
     return [2 + 0.5 * torch.randn(shape, generator=always) + 0.3 * torch.randn(shape, generator=now) for shape in shapes]
+
+
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
 def inner_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -145,7 +153,7 @@ class Rank:
 
     def _build(self) -> None:
         settings = self._settings
-        self.parameters = initial(self._part)
+        self.parameters = [parameter.to(one_gpu.device()) for parameter in initial(self._part)]
         self._optimizer = inner_optimizer(self.parameters)
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
         between, inside = self._communicators.of(settings)
@@ -193,11 +201,13 @@ class Rank:
             for parameter in self.parameters[:1] if self.group in jump else ():
                 parameter += 100.0
             self.loop.end_iteration()
+        # Offloaded state may still be on its way to the host.
+        one_gpu.synchronize()
         self.history.append(
             {
-                "parameters": [parameter.clone() for parameter in self.parameters],
-                "anchor": self.loop.states[0].anchor.clone(),
-                "momentum": self.loop.states[0].momentum.clone(),
+                "parameters": on_cpu(self.parameters),
+                "anchor": self.loop.states[0].anchor.to("cpu", copy=True),
+                "momentum": self.loop.states[0].momentum.to("cpu", copy=True),
                 "is_synchronised": self.loop.is_synchronised,
             }
         )
@@ -246,7 +256,7 @@ class Rank:
         with contextlib.suppress(KeyboardInterrupt):
             view = contextlib.nullcontext() if self.loop.is_synchronised else self.loop.anchor_in_model()
             with view:
-                seen = [parameter.clone() for parameter in self.parameters]
+                seen = on_cpu(self.parameters)
                 if fails:
                     raise KeyboardInterrupt
         untouched = all(map(torch.equal, before, self.parameters)) or any(not tensor.isfinite().all() for tensor in before)
@@ -264,21 +274,12 @@ class Rank:
         """Begins an iteration too late."""
         self.loop.begin_iteration(self.loop.iteration + 2)
 
-    def memory(self) -> tuple[int, int]:
-        """Work memory that is in use now, and what the start-up block says of it, in bytes."""
-        [staging] = self.loop._stagings
-        flights = [flight for round_ in self.loop.rounds for flight in round_._flights]
-        on_the_wire = [flight for flight in flights if flight.staged is not None]
-        buffers = [*staging._work, *(flight.staged.lent for flight in on_the_wire if flight.staged.lent)]
-        if not self.loop.config.offload:
-            buffers += [flight.kept for flight in flights]
-        encoded = [flight.sum for flight in on_the_wire if not self.loop.config.codec.lossless]
-        payloads = [payload for sum_ in encoded for payload in (sum_._sent, sum_._received)]
-        used = sum(tensor.nbytes for lent in buffers for tensor in lent.tensors.values()) + sum(p.nbytes for p in payloads)
-        # What one chunk takes while it is encoded is gone by now.
-        longest = max(chunk.numel for chunk in staging.state.chunks)
-        said = startup.working_bytes(self.loop.config, self.loop.states) - self.loop.exchange.wire.coding_bytes(longest)
-        return used, said
+    def device_memory(self) -> tuple[int, int]:
+        """Most memory that a loop of these settings over more parameters takes, and what the start-up block says of it."""
+        config = self._settings.pier()
+        between, _ = self._communicators.of(self._settings)
+        with mock.patch.object(PierConfig, "chunk_numel_on", return_value=_LONG_CHUNK_NUMEL):
+            return device_memory.used_and_said(config, GroupExchange(between, config.codec), 16 * _LONG_CHUNK_NUMEL)
 
     def result(self) -> dict[str, Any]:
         """What has happened so far."""
@@ -309,7 +310,8 @@ class Communicators:
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    one_gpu.become_rank(rank)
+    dist.init_process_group(one_gpu.backend(), init_method=f"file://{store}", rank=rank, world_size=WORLD)
     communicators = Communicators()
     present: Rank | None = None
     planted = contextlib.ExitStack()
@@ -343,8 +345,11 @@ class Ranks:
     """Processes that do the same at the same time."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["warm"])
+        # A server of forks saves seconds for each rank; with a GPU each begins anew, so that no fork can inherit its driver.
+        on_gpu = one_gpu.device().type == "cuda"
+        context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+        if not on_gpu:
+            context.set_forkserver_preload(["warm"])
         store = tempfile.mktemp()
         self._pipes, self._processes = [], []
         for rank in range(WORLD):

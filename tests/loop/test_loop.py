@@ -199,18 +199,12 @@ def test_clock_that_jumps_is_refused(ranks: Ranks) -> None:
 # Memory and devices.
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fragments", "overlap"),
-    [("fp32", 1, 0), ("fp32", 1, 2), ("fp32", 2, 2), ("int8", 1, 2), ("int4", 1, 2), ("int8", 3, 2)],
-)
+@pytest.mark.parametrize(("dtype", "overlap"), [("fp32", 0), ("fp32", 2), ("bf16", 0), ("int8", 0), ("int8", 2), ("int4", 0)])
 @pytest.mark.parametrize("offload", [False, True])
-def test_work_memory_is_what_the_start_says(ranks: Ranks, dtype: str, fragments: int, overlap: int, offload: bool) -> None:
-    config = {"exchange_dtype": dtype, "fragments": fragments, "overlap": overlap, "offload": offload}
-    # Just after an exchange has begun, when as much is on the wire as there ever is.
-    planned = program((9, QUIET), **config)
-    planned.run(ranks)
-    for used, said in ranks.do("memory"):
-        assert 0.5 * said <= used <= said, (used, said)
+def test_device_memory_is_what_the_start_says(ranks: Ranks, dtype: str, overlap: int, offload: bool) -> None:
+    program(exchange_dtype=dtype, overlap=overlap, offload=offload, lazy_start_iters=0).run(ranks)
+    for used, said in ranks.do("device_memory"):
+        assert abs(used - said) <= 0.05 * said, (used, said)
 
 
 def test_rank_without_parameters_takes_part_on_its_device() -> None:

@@ -1,5 +1,6 @@
 """What the wire does to numbers."""
 
+import one_gpu
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,11 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 LOSSY = ["bf16", "int8", "int4"]
+DEVICE = one_gpu.device()
 
 
 def rows(blocks: int = 9, number: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(number, blocks * BLOCK, generator=generator) * torch.logspace(-6, 2, blocks).repeat_interleave(BLOCK)
+    values = torch.randn(number, blocks * BLOCK, generator=generator) * torch.logspace(-6, 2, blocks).repeat_interleave(BLOCK)
+    return values.to(DEVICE)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -44,7 +47,7 @@ def test_bf16_keeps_eight_bits() -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_zeros_stay_zeros(name: str) -> None:
-    zeros = torch.zeros(2, 2 * BLOCK)
+    zeros = torch.zeros(2, 2 * BLOCK, device=DEVICE)
     assert torch.equal(CODECS[name].decode(CODECS[name].encode(zeros)), zeros)
 
 

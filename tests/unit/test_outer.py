@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from unittest import mock
 
+import one_gpu
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -20,22 +21,28 @@ from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 EXCHANGE = GroupExchange()
-CPU = torch.device("cpu")
+DEVICE = one_gpu.device()
 
 
 def shards(seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(size, generator=generator) for size in (5, 1, 17)]
+    return [torch.randn(size, generator=generator).to(DEVICE) for size in (5, 1, 17)]
+
+
+def seen(*tensors: torch.Tensor) -> torch.Tensor:
+    """What is in tensors, wherever they are, once all copies on their way have arrived."""
+    one_gpu.synchronize()
+    return torch.cat([tensor.cpu() for tensor in tensors])
 
 
 def outer_round(
     state: OuterState, mu: float = 0.9, eta: float = 0.7, contributes: bool = True, fragments: tuple[int, ...] = (0,)
 ) -> OuterRound:
-    return a_round([Staging(state)], fragments, mu, eta, Verdicts(EXCHANGE, GOOD if contributes else NOT_FINITE, CPU))
+    return a_round([Staging(state)], fragments, mu, eta, Verdicts(EXCHANGE, GOOD if contributes else NOT_FINITE, DEVICE))
 
 
 def a_round(stagings: list[Staging], fragments: Sequence[int], mu: float, eta: float, verdicts: Verdicts) -> OuterRound:
-    return OuterRound(stagings, EXCHANGE, fragments, Nesterov(mu, eta), verdicts, 1, Stopwatch(CPU), CPU)
+    return OuterRound(stagings, EXCHANGE, fragments, Nesterov(mu, eta), verdicts, 1, Stopwatch(DEVICE), DEVICE)
 
 
 # How the state may be cut and kept; none of it may change a result.
@@ -50,7 +57,7 @@ LAYOUTS = [
 
 def test_starts_at_the_parameters_without_momentum() -> None:
     state = OuterState([Shards(shards())])
-    torch.testing.assert_close(state.anchor, torch.cat(shards()), rtol=0, atol=0)
+    torch.testing.assert_close(seen(state.anchor), seen(*shards()), rtol=0, atol=0)
     assert not state.momentum.any()
     assert (state.numel, state.nbytes) == (23, 8 * 23)
 
@@ -104,13 +111,13 @@ def test_momentum_warmup_does_not_move_the_parameters(layout: dict[str, int]) ->
     parameters = shards()
     state = OuterState([Shards(parameters)], **layout)
     state.momentum.fill_(2.0)
-    before = state.anchor.clone()
+    before = seen(state.anchor)
     for parameter in parameters:
         parameter.add_(0.5)
     momentum_warmup([Staging(state)], mu=0.9)
-    torch.testing.assert_close(state.momentum, torch.full_like(before, 0.9 * 2.0 - 0.5))
-    torch.testing.assert_close(state.anchor, torch.cat(parameters), rtol=0, atol=0)
-    torch.testing.assert_close(state.anchor, before + 0.5)
+    torch.testing.assert_close(seen(state.momentum), torch.full_like(before, 0.9 * 2.0 - 0.5))
+    torch.testing.assert_close(seen(state.anchor), seen(*parameters), rtol=0, atol=0)
+    torch.testing.assert_close(seen(state.anchor), before + 0.5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,11 +125,11 @@ def test_momentum_warmup_does_not_move_the_parameters(layout: dict[str, int]) ->
 def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) -> None:
     parameters = shards()
     state = OuterState([Shards(parameters)], **layout)
-    anchor, momentum = state.anchor.clone().double(), torch.linspace(-1, 1, 23)
+    anchor, momentum = seen(state.anchor).double(), torch.linspace(-1, 1, 23)
     state.momentum.copy_(momentum)
     for parameter in parameters:
         parameter.mul_(0.9).add_(0.1)
-    delta = anchor - torch.cat(parameters).double()
+    delta = anchor - seen(*parameters).double()
     round_ = outer_round(state)
     progress = torch.zeros(23)
     if spans_iterations:
@@ -130,17 +137,17 @@ def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) 
         round_.proceed(0, span=2)
         progress = torch.linspace(-0.3, 0.3, 23)
         for parameter, step in zip(parameters, progress.split([5, 1, 17]), strict=True):
-            parameter.add_(step)
+            parameter.add_(step.to(DEVICE))
         round_.finish()
     else:
         round_.run()
     expected_momentum = 0.9 * momentum.double() + delta
     expected = anchor - 0.7 * (delta + 0.9 * expected_momentum)
-    torch.testing.assert_close(state.momentum.double(), expected_momentum, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(state.anchor.double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.cat(parameters), state.anchor + progress, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen(state.momentum).double(), expected_momentum, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen(state.anchor).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen(*parameters), seen(state.anchor) + progress, rtol=1e-5, atol=1e-6)
     norms = torch.stack([delta @ delta, delta @ delta, delta @ delta, expected_momentum @ expected_momentum])
-    torch.testing.assert_close(round_.sums[:4], norms, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(seen(round_.sums)[:4], norms, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 24, 25, 60])
@@ -194,7 +201,7 @@ def test_fragment_leaves_the_others_alone() -> None:
 
 def test_unit_step_of_a_single_group_is_the_identity_to_the_last_bit() -> None:
     # (anchor - (anchor - p)) == p does not hold in floating point, for example here.
-    anchor, parameter = torch.tensor([1e-3]), torch.tensor([-3.1415926e-8])
+    anchor, parameter = torch.tensor([[1e-3], [-3.1415926e-8]], device=DEVICE)
     assert anchor - (anchor - parameter) != parameter
     shard = anchor.clone()
     state = OuterState([Shards([shard])])
@@ -234,7 +241,7 @@ def test_bytes_of_a_sum() -> None:
 def test_groups_are_compared_without_copies_of_the_model() -> None:
     state = OuterState([Shards([torch.randn(300_000), torch.randn(200_000)])], chunk_numel=10_000)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        startup.check_groups_agree([state], EXCHANGE, CPU)
+        startup.check_groups_agree([state], EXCHANGE, state.device)
     allocated = [event.self_cpu_memory_usage for event in profiled.events()]
     # An anchor in int64 or float64 would be 4 MB.
     assert 0 < max(allocated) <= 2 * 8 * 10_000

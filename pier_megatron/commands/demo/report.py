@@ -1,56 +1,109 @@
-"""What a demo run ended with: numbers from its TensorBoard log, and a plot."""
+"""What the demo's two trainings ended with: numbers from their TensorBoard logs, and one picture."""
 
 import argparse
 import ast
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
-from pier_megatron.config import PierConfig
-from pier_megatron.integration.arguments import config_from_args, uses_pier
+from pier_megatron.integration.arguments import config_from_args
 from pier_megatron.outer.report import SCALAR_PREFIX
 
-Points = list[tuple[int, float]]
+_LOSS, _VALIDATION = "lm loss", "lm loss validation"
+_NAMES = {"synchronous": "synchronous AdamW", "pier": "Pier"}
 
 
-def summarise(output: Path) -> str:
-    """Reads a finished run and plots it.
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A loss over a training.
+
+    Attributes:
+        iterations: At which it was measured.
+        seconds: Of training up to there, since the first iteration that was logged.
+        losses: In nats per byte.
+    """
+
+    iterations: list[int]
+    seconds: list[float]
+    losses: list[float]
+
+    def seconds_to(self, loss: float) -> float | None:
+        """When the loss was reached, on the straight lines between the points; None if it never was."""
+        points = list(zip(self.seconds, self.losses, strict=True))
+        if points and points[0][1] <= loss:
+            return points[0][0]
+        for (before, high), (after, low) in itertools.pairwise(points):
+            if low <= loss:
+                return before + (after - before) * (high - loss) / (high - low)
+        return None
+
+
+def curve(log: TensorBoardLog, name: str) -> Curve:
+    """Reads a curve; of an iteration that comes again, the first value counts: Megatron writes its test loss there too."""
+    begin = log.scalars[_LOSS].times[0]
+    series = log.scalars[name]
+    first: dict[int, tuple[float, float]] = {}
+    for step, time, value in zip(series.steps, series.times, series.values, strict=True):
+        first.setdefault(step, (time - begin, value))
+    seconds, losses = zip(*first.values(), strict=True)
+    return Curve(list(first), list(seconds), list(losses))
+
+
+def summarise(output: Path, megabits: float | None) -> str:
+    """Compares the two trainings and draws them.
 
     Args:
-        output: Its folder, with ``tensorboard`` in it; ``loss.png`` is written beside it.
+        output: Folder of the demo, with a folder for each training; ``loss.png`` is written into it.
+        megabits: Rate of the emulated link, None if there is none.
 
     Returns:
         A few lines for people.
     """
-    log = TensorBoardLog(output)
-    train, validation = log.mean("lm loss"), log.mean("lm loss validation")
-    sent = log.mean(f"{SCALAR_PREFIX}bytes-sent")
-    args = argparse.Namespace(**{name: _value(text) for name, text in log.arguments.items()})
-    config = config_from_args(args) if uses_pier(args) else None
-    _plot(output / "loss.png", train, validation, config, [iteration for iteration, _ in sent])
-    lines = [""]
-    if validation:
-        iteration, loss = validation[-1]
-        lines.append(f"Validation loss after {iteration} iterations, on synchronised parameters: {loss:.4f} nats per byte")
-    if config is not None and config.groups > 1 and sent:
-        outer = sum(nbytes for _, nbytes in sent) * args.world_size
-        # As many bytes as a gradient has.
-        if config.exchange_dtype == "fp32" and config.fragments == 1:
-            synchronous = sent[0][1] * config.train_iters * args.world_size
-            pier = sent[0][1] * config.lazy_start * args.world_size + outer
-            lines.append(
-                f"Crossed the groups, all ranks together: {pier / 1e6:,.0f} MB ({config.lazy_start} synchronous iterations, "
-                f"{len(sent)} outer steps); synchronous training: {synchronous / 1e6:,.0f} MB, "
-                f"{synchronous / pier:.1f} x as much"
-            )
-        else:
-            lines.append(f"Crossed the groups in {len(sent)} outer steps, all ranks together: {outer / 1e6:,.0f} MB")
-    lines += [
-        f"Loss curves: {output / 'loss.png'}",
-        f"TensorBoard: tensorboard --logdir {output / 'tensorboard'}",
-        f"Checkpoint:  {output / 'checkpoint'}",
+    logs = {name: TensorBoardLog(output / name) for name in _NAMES}
+    validation = {name: curve(log, _VALIDATION) for name, log in logs.items()}
+    said = [*verdict(validation["synchronous"], validation["pier"]), *_bytes(logs["pier"])]
+    _draw(output / "loss.png", logs, validation, said[0], megabits)
+    return "\n".join(
+        [
+            "",
+            *said,
+            f"Picture:     {output / 'loss.png'}",
+            f"TensorBoard: tensorboard --logdir {output}",
+            f"Checkpoints: {output / 'synchronous' / 'checkpoint'}, {output / 'pier' / 'checkpoint'}",
+        ]
+    )
+
+
+def verdict(synchronous: Curve, pier: Curve) -> list[str]:
+    """How much sooner, and at what price: of the lowest validation loss that both have reached."""
+    loss = max(min(synchronous.losses), min(pier.losses))
+    times = {name: found.seconds_to(loss) for name, found in (("synchronous", synchronous), ("pier", pier))}
+    slow, fast = times["synchronous"], times["pier"]
+    assert slow is not None
+    assert fast is not None
+    gap = pier.losses[-1] - synchronous.losses[-1]
+    ratio = f"{slow / fast:.1f} x sooner" if slow >= fast > 0 else "no sooner"
+    return [
+        f"Pier reached a validation loss of {loss:.3f} {ratio}: after {fast:.0f} s, synchronous AdamW after {slow:.0f} s",
+        f"After the same tokens: {pier.losses[-1]:.3f} and {synchronous.losses[-1]:.3f} nats per byte, Pier {gap:+.3f}, "
+        f"in {pier.seconds[-1]:.0f} s and {synchronous.seconds[-1]:.0f} s",
     ]
-    return "\n".join(lines)
+
+
+def _bytes(log: TensorBoardLog) -> list[str]:
+    """What has crossed the groups, and what synchronous training sends: as many bytes for a gradient as for an outer step."""
+    args = argparse.Namespace(**{name: _value(text) for name, text in log.arguments.items()})
+    config = config_from_args(args)
+    sent = [nbytes * args.world_size / 1e6 for _, nbytes in log.mean(f"{SCALAR_PREFIX}bytes-sent")]
+    if not sent or config.exchange_dtype != "fp32" or config.fragments > 1:
+        return []
+    pier, synchronous = sent[0] * config.lazy_start + sum(sent), sent[0] * config.train_iters
+    return [
+        f"Crossed the groups: {pier:,.0f} MB with Pier ({config.lazy_start} synchronous iterations, {len(sent)} outer steps), "
+        f"{synchronous:,.0f} MB without"
+    ]
 
 
 def _value(text: str) -> Any:
@@ -61,30 +114,32 @@ def _value(text: str) -> Any:
         return text
 
 
-def _plot(path: Path, train: Points, validation: Points, config: PierConfig | None, outer_steps: list[int]) -> None:
+def _draw(
+    path: Path, logs: dict[str, TensorBoardLog], validation: dict[str, Curve], title: str, megabits: float | None
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    axes.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.6, linewidth=1, label="train")
-    axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=4, label="validation")
-    if config is not None:
-        axes.axvspan(0, config.lazy_start, color="tab:green", alpha=0.1, linewidth=0, label="lazy start (synchronous)")
-        axes.axvline(config.lazy_start, color="tab:green", linewidth=1, label="switch")
-    if outer_steps:
-        axes.plot(
-            outer_steps,
-            [0.02] * len(outer_steps),
-            "|",
-            color="black",
-            markersize=8,
-            transform=axes.get_xaxis_transform(),
-            label="outer steps",
-        )
-    axes.set(xlabel="iteration", ylabel="loss (nats per byte)", xlim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
+    figure, (over_time, over_tokens) = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    for name, log in logs.items():
+        color = {"synchronous": "tab:gray", "pier": "tab:blue"}[name]
+        per_iteration = float(log.arguments["global_batch_size"]) * float(log.arguments["seq_length"]) / 1e6
+        for found, style in (
+            (curve(log, _LOSS), {"alpha": 0.35, "linewidth": 1}),
+            (validation[name], {"marker": "o", "markersize": 4, "label": _NAMES[name]}),
+        ):
+            over_time.plot(found.seconds, found.losses, color=color, **style)
+            over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, color=color, **style)
+    link = "" if megabits is None else f", {megabits:g} Mbit/s between two nodes"
+    over_time.set(xlabel=f"seconds of training{link}", ylabel="loss, nats per byte", xlim=(0, None))
+    over_tokens.set(xlabel="tokens, in millions", xlim=(0, None))
+    lowest = min(min(found.losses) for found in validation.values())
+    over_time.set_ylim(0.95 * lowest, max(found.losses[0] for found in validation.values()) + 0.1)
+    for axes in (over_time, over_tokens):
+        axes.grid(alpha=0.3)
+    over_tokens.legend(title="validation (dots), training")
+    figure.suptitle(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

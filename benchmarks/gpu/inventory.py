@@ -1,0 +1,77 @@
+"""What there is: the device, its driver, the libraries, and what is missing."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+
+import one_gpu
+import torch
+from table import Row, Rows, checked
+
+_NEEDED_BY_MEGATRON = ("numpy", "einops", "psutil", "pybind11", "packaging")
+_OPTIONAL = ("triton", "transformer_engine", "apex", "pytest", "hypothesis", "megatron.core")
+
+
+def version(module: str) -> str | None:
+    """Version of a module that is there, None of one that is not."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        return None
+    try:
+        return str(getattr(importlib.import_module(module), "__version__", "there"))
+    except Exception as error:
+        # A library that was built for another PyTorch is there and cannot be used.
+        return f"cannot be imported: {error}"
+
+
+def has(module: str) -> bool:
+    """Whether a module is there and can be imported."""
+    found = version(module)
+    return found is not None and not found.startswith("cannot")
+
+
+def device_name() -> str:
+    """What computes here."""
+    return torch.cuda.get_device_name(0) if one_gpu.device().type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def about(command: str) -> dict[str, str]:
+    """What stands above a table."""
+    known = {"device": device_name(), "PyTorch": torch.__version__}
+    if one_gpu.device().type == "cuda":
+        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return known | {"ranks over": one_gpu.backend(), "command": command}
+
+
+def look() -> Rows:
+    """Lists everything."""
+    yield Row("device", device_name())
+    if one_gpu.device().type == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        yield Row("device memory", f"{properties.total_memory / 2**30:.1f} GiB, {properties.multi_processor_count} SMs")
+        yield Row("compute capability", f"{properties.major}.{properties.minor}")
+        yield Row("driver", _driver())
+    yield Row("Python", platform.python_version())
+    yield Row("PyTorch", f"{torch.__version__}, CUDA {torch.version.cuda}")
+    yield Row("several ranks on the device talk over", one_gpu.backend())
+    for module in _NEEDED_BY_MEGATRON:
+        found = version(module)
+        yield checked(f"{module}, which Megatron or the plugin needs", found is not None, found or "", "missing")
+    for module in _OPTIONAL:
+        yield Row(module, version(module) or "not there")
+    if has("megatron.core"):
+        adam = importlib.import_module("megatron.core.optimizer").Adam
+        yield Row("inner AdamW that Megatron picks", f"{adam.__module__}.{adam.__qualname__}")
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown: {error}"

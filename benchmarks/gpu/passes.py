@@ -1,0 +1,128 @@
+"""The outer step on one rank: its passes, its codecs, its copies to the host, each against what memory can do."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import one_gpu
+import outer_step_passes
+import torch
+import torch.distributed as dist
+from measuring import copy_rate, gigabytes_per_second, is_gpu, launches, median_seconds
+from table import Row, Rows
+
+from pier_megatron import PierConfig
+from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
+from pier_megatron.outer import GroupExchange, OuterLoop, Shards
+
+_REPETITIONS = 5
+_SHARDS = 200
+_CHUNK_MIB = 16
+_GROUPS = (4, 64)
+_PER = 100_000_000
+
+
+def _parameters() -> int:
+    return _PER if is_gpu() else 2_000_000
+
+
+def passes() -> Rows:
+    """The passes over parameters, anchor and momentum, without any exchange."""
+    device = one_gpu.device().type
+    for chunk_mib in (_CHUNK_MIB, 64):
+        seconds = outer_step_passes.measure(_parameters(), _SHARDS, chunk_mib, False, _REPETITIONS, device)
+        (_, copy), *others = seconds.items()
+        for name, median in others:
+            result = f"{median * 1e3:.2f} ms, {median / copy:.2f} x a copy of {_parameters():,} FP32 ({copy * 1e3:.2f} ms)"
+            yield Row(f"{name}, chunks of {chunk_mib} MiB", result)
+    yield Row("floor of an outer step", f"{outer_step_passes.FLOOR:.0f} x a copy")
+
+
+def codecs() -> Rows:
+    """Encoding and decoding alone, then whole outer steps between groups that are not there."""
+    numel = _CHUNK_MIB * 2**20 // 4 if is_gpu() else 64 * BLOCK * 16
+    copy = copy_rate(numel)
+    yield Row(f"memory copy of a chunk of {numel:,}", f"{copy:.1f} GB/s read and written")
+    for codec in CODECS.values():
+        for groups in _GROUPS if not codec.lossless else ():
+            yield _coding(codec, groups, numel, copy)
+    for codec in CODECS.values():
+        for groups in _GROUPS:
+            yield _whole_step(codec, groups)
+
+
+def _coding(codec: Codec, groups: int, numel: int, copy: float) -> Row:
+    segment = GroupExchange(None, codec).wire.segment_numel(numel // groups)
+    matrix = torch.randn(groups, segment, device=one_gpu.device())
+    payloads = codec.encode(matrix)
+    moved = matrix.nbytes + payloads.nbytes
+    found = []
+    for name, run in (("encode", lambda: codec.encode(matrix)), ("decode", lambda: codec.decode(payloads))):
+        rate = gigabytes_per_second(moved, median_seconds(run, repetitions=_REPETITIONS))
+        found.append(f"{name} {rate:.1f} GB/s, {rate / copy:.0%} of a copy, {launches(run)} launches")
+    return Row(f"{codec.name}, a chunk for {groups} groups", "; ".join(found))
+
+
+def _whole_step(codec: Codec, groups: int) -> Row:
+    config = PierConfig(
+        train_iters=10**9,
+        groups=groups,
+        sync_interval=1,
+        lazy_start_iters=0,
+        chunk_mib=_CHUNK_MIB,
+        exchange_dtype=codec.name,
+    )
+    parameters = [torch.zeros(_parameters() // _SHARDS, device=one_gpu.device()) for _ in range(_SHARDS)]
+    with _absent_groups(groups) as between:
+        loop = OuterLoop([[Shards(parameters)]], config, GroupExchange(between, codec))
+
+        def begin_anew() -> None:
+            # What never arrives may be anything, also nan.
+            for state in loop.states:
+                for tensor in (*parameters, *state.residuals().values()):
+                    tensor.zero_()
+            loop.reset()
+
+        seconds = median_seconds(loop.skip_iteration, begin_anew, _REPETITIONS)
+        begin_anew()
+        started = launches(loop.skip_iteration)
+    share = _PER / loop.states[0].numel
+    result = f"{seconds * share * 1e3:.1f} ms and {round(started * share):,} launches for each {_PER:,} parameters"
+    return Row(f"{codec.name}, outer step of {groups} groups without a wire", result)
+
+
+@contextlib.contextmanager
+def _absent_groups(groups: int) -> Iterator[dist.ProcessGroup]:
+    """A communicator to groups that are not there: whatever is sent is gone, and what arrives is what was in memory."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=groups)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def offload() -> Rows:
+    """Outer steps with state in host memory, against what copies to and from pinned memory can do."""
+    numel, device = _parameters(), one_gpu.device()
+    slowest = 0.0
+    for way, (source, target) in {"to the device": ("cpu", device), "to the host": (device, "cpu")}.items():
+        tensors = [torch.ones(numel, device=place, pin_memory=is_gpu() and place == "cpu") for place in (source, target)]
+        seconds = median_seconds(functools.partial(_copy, *tensors), repetitions=_REPETITIONS)
+        slowest = max(slowest, seconds)
+        yield Row(f"pinned copy {way}", f"{gigabytes_per_second(4 * numel, seconds):.1f} GB/s")
+    kept, offloaded = (
+        outer_step_passes.measure(numel, _SHARDS, _CHUNK_MIB, away, _REPETITIONS, device.type) for away in (False, True)
+    )
+    for name in list(kept)[1:]:
+        # Anchor and momentum, there and back; one way runs beside the other.
+        result = (
+            f"{offloaded[name] * 1e3:.1f} ms; its copies alone {2 * slowest * 1e3:.1f} ms; "
+            f"not offloaded {kept[name] * 1e3:.1f} ms"
+        )
+        yield Row(f"{name}, offloaded", result)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)

@@ -1,0 +1,173 @@
+"""Everything that needs a GPU, on one GPU: ``python benchmarks/gpu/run.py [--part N] [--device cuda|cpu]``.
+
+Each part takes less than ten minutes and needs nothing but PyTorch, NumPy and, for what trains, Megatron's wheel
+(``--megatron``) with einops, psutil and pybind11. What is missing is said and skipped, what fails does not stop the rest.
+With ``--device cpu`` everything is small and shows only that it runs. Results: ``runs/gpu/results.json`` and ``.md``.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import inner_optimizers
+import inventory
+import one_gpu
+import passes
+import suites
+import trainings
+import two_ranks
+from table import Results, Row, Rows, SkippedError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Something to look at, in a process of its own.
+
+    Attributes:
+        look: That yields rows.
+        seconds: After which it is given up.
+    """
+
+    look: Callable[[], Rows]
+    seconds: int
+
+
+_PARTS: dict[str, dict[str, Check]] = {
+    "1": {
+        "inventory": Check(inventory.look, 60),
+        "tests of updates and codecs": Check(suites.unit, 60),
+        "tests of the exchange": Check(suites.exchange, 90),
+        "tests of the loop": Check(suites.loop, 130),
+        "random lives of the loop": Check(suites.crossings, 170),
+    },
+    "2": {
+        "inner optimizers": Check(inner_optimizers.compare, 60),
+        "a killed rank": Check(two_ranks.killed, 120),
+        "Megatron": Check(trainings.resumed, 360),
+    },
+    "3": {
+        "passes of an outer step": Check(passes.passes, 60),
+        "codecs": Check(passes.codecs, 120),
+        "offload": Check(passes.offload, 80),
+        "overlap": Check(two_ranks.overlap, 150),
+        "memory": Check(two_ranks.memory, 120),
+    },
+}
+
+
+def main() -> int:
+    """Runs what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=list(_PARTS), action="append", help="run this one; all by default")
+    parser.add_argument("--only", help="name of the only check to run, of the parts that are run")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="by default cuda, which must be there", default="cuda")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], help="between ranks; by default what answers, NCCL first")
+    parser.add_argument("--megatron", type=Path, help="wheel of megatron-core, or a folder with an unpacked one")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs/gpu/results.json", help="(%(default)s)")
+    parser.add_argument("--into", type=Path, help="also show the tables in this document, such as docs/gpu.md")
+    parser.add_argument("--render", action="store_true", help="run nothing, only show what --output holds")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rows:
+        return _look(_PARTS[options.part[0]][options.only], options.rows)
+
+    results = Results(options.output)
+    if not options.render:
+        try:
+            print(f"Device and backend: {one_gpu.choose(options.device, options.backend)}", flush=True)
+        except RuntimeError as error:
+            parser.error(f"{error} --device cpu shows that everything runs, and measures nothing.")
+        with _importable(options.megatron):
+            for part in options.part or list(_PARTS):
+                _run_part(part, options.only, results, options.output.parent / "logs")
+        print(f"\n{results.markdown()}\n{options.output}", flush=True)
+    if options.into:
+        results.write_into(options.into)
+    for failure in results.failed():
+        print(f"FAILED {failure}", file=sys.stderr)
+    return bool(results.failed())
+
+
+@contextlib.contextmanager
+def _importable(megatron: Path | None) -> Iterator[None]:
+    """Lets the processes that are started inside import the plugin and Megatron."""
+    with tempfile.TemporaryDirectory() as unpacked:
+        folders = [str(REPOSITORY / folder) for folder in ("", "tools", "benchmarks")]
+        if megatron is not None and megatron.is_dir():
+            folders.append(str(megatron.resolve()))
+        elif megatron is not None:
+            # Its compiled helper cannot be imported from within a file.
+            with zipfile.ZipFile(megatron) as wheel:
+                wheel.extractall(unpacked)
+            folders.append(unpacked)
+        os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+        yield
+
+
+def _run_part(part: str, only: str | None, results: Results, logs: Path) -> None:
+    command = f"python benchmarks/gpu/run.py --part {part} --device {one_gpu.device().type}"
+    results.begin(part, inventory.about(command), forgets=only is None)
+    logs.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    for name, check in _PARTS[part].items():
+        if only in (None, name):
+            print(f"part {part}: {name} ...", flush=True)
+            results.add(part, name, _run_check(part, name, check, logs / f"{part} {name}.log".replace(" ", "-")))
+    print(f"part {part}: {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def _run_check(part: str, name: str, check: Check, log: Path) -> list[Row]:
+    """The rows of a check, and one more that says why if it did not come to its end."""
+    command = [sys.executable, __file__, "--part", part, "--only", name]
+    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
+        rows = Path(folder) / "rows.json"
+        process = subprocess.Popen(
+            [*command, "--rows", str(rows)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(check.seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        with contextlib.suppress(ProcessLookupError):
+            # Also the ranks that it has started.
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        found = [Row(**row) for row in json.loads(rows.read_text())] if rows.exists() else []
+    if status is None:
+        found.append(Row(name, "", "failed", f"no end after {check.seconds} s: {one_gpu.last_lines(log)}"))
+    elif status:
+        found.append(Row(name, "", "failed", one_gpu.last_lines(log)))
+    return found
+
+
+def _look(check: Check, rows: Path) -> int:
+    """Does one check, in the process that is its own."""
+    found: list[Row] = []
+    try:
+        for row in check.look():
+            found.append(row)
+            rows.write_text(json.dumps([dataclasses.asdict(row) for row in found]))
+    except SkippedError as reason:
+        found.append(Row("all", "", "skipped", str(reason)))
+    rows.write_text(json.dumps([dataclasses.asdict(row) for row in found]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

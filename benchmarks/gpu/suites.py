@@ -1,0 +1,47 @@
+"""The project's own tests of the outer loop and the exchange, on the device."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import inventory
+import one_gpu
+from table import Row, Rows, SkippedError
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_SUMMARY = re.compile(r"\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s")
+
+
+def _run(*paths: str, needs: tuple[str, ...] = ()) -> Rows:
+    missing = [module for module in ("pytest", "psutil", *needs) if not inventory.has(module)]
+    if missing:
+        raise SkippedError(f"missing: {', '.join(missing)}")
+    command = [sys.executable, "-m", "pytest", "--device", one_gpu.device().type, "--maxfail", "5", *paths]
+    process = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True)
+    # Into the log of the check.
+    print(process.stdout, process.stderr, flush=True)
+    summary = _SUMMARY.search(process.stdout)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", process.stdout, re.MULTILINE)
+    status, why = ("ok", "") if process.returncode == 0 else ("failed", "; ".join(failed) or process.stderr[-500:])
+    yield Row(" ".join(paths), summary[0] if summary else "no summary", status, why)
+
+
+def unit() -> Rows:
+    """Flat buffers, updates and codecs, in one process."""
+    yield from _run("tests/unit/test_outer.py", "tests/unit/test_codecs.py")
+
+
+def exchange() -> Rows:
+    """The exchange between four groups."""
+    yield from _run("tests/distributed/test_exchange.py")
+
+
+def loop() -> Rows:
+    """The outer loop on four ranks, one thing at a time."""
+    yield from _run("tests/loop/test_loop.py")
+
+
+def crossings() -> Rows:
+    """The outer loop on four ranks, everything at once."""
+    yield from _run("tests/loop/test_crossings.py", needs=("hypothesis",))

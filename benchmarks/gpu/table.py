@@ -1,0 +1,90 @@
+"""What a GPU run found: rows, kept as JSON by part, shown as Markdown."""
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+"""Between them a document shows the table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing that was looked at.
+
+    Attributes:
+        what: It was.
+        result: That was found.
+        status: ``ok``, ``failed``, ``skipped``, or ``measured`` where nothing can fail.
+        why: It failed or was skipped.
+    """
+
+    what: str
+    result: str = ""
+    status: str = "measured"
+    why: str = ""
+
+
+class SkippedError(Exception):
+    """A check cannot be made here; the text says why."""
+
+
+Rows = Iterator[Row]
+
+
+def checked(what: str, is_right: bool, result: str, why: str = "") -> Row:
+    """A row that says whether something is as it must be."""
+    return Row(what, result, "ok", "") if is_right else Row(what, result, "failed", why)
+
+
+class Results:
+    """Rows by part and check, in a file that outlives a run which ends early."""
+
+    def __init__(self, path: Path) -> None:
+        """Goes on with what the file holds, if there is one."""
+        self._path = path
+        self.parts: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def begin(self, part: str, about: dict[str, str], forgets: bool) -> None:
+        """Begins a part, which ``forgets`` what it has found before or replaces some of it."""
+        kept = {} if forgets or part not in self.parts else self.parts[part]["checks"]
+        self.parts[part] = {"about": about | {"date": datetime.date.today().isoformat()}, "checks": kept}
+
+    def add(self, part: str, check: str, rows: list[Row]) -> None:
+        """Keeps what a check has found."""
+        self.parts[part]["checks"][check] = [dataclasses.asdict(row) for row in rows]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.parts, indent=1) + "\n")
+        self._path.with_suffix(".md").write_text(self.markdown())
+
+    def failed(self) -> list[str]:
+        """What has failed in any part."""
+        found = [Row(**row) for part in self.parts.values() for rows in part["checks"].values() for row in rows]
+        return [f"{row.what}: {row.why}" for row in found if row.status == "failed"]
+
+    def markdown(self) -> str:
+        """The tables of all parts."""
+        lines = []
+        for part, found in sorted(self.parts.items()):
+            about = ", ".join(f"{name} {value}" for name, value in found["about"].items() if name != "command")
+            lines += [f"### Part {part}", "", about, "", f"`{found['about']['command']}`", ""]
+            lines += ["| check | what | result | |", "|---|---|---|---|"]
+            for check, rows in found["checks"].items():
+                for row in (Row(**row) for row in rows):
+                    status = f"{row.status}: {row.why}" if row.why else row.status
+                    lines.append("| " + " | ".join(map(_cell, (check, row.what, row.result, status))) + " |")
+            lines.append("")
+        return "\n".join(lines)
+
+    def write_into(self, document: Path) -> None:
+        """Shows the tables between the marks of a document."""
+        before, rest = document.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        document.write_text(f"{before}{BEGIN}\n\n{self.markdown()}\n{END}{after}")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

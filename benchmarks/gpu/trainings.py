@@ -1,0 +1,119 @@
+"""Megatron with Pier on four ranks: a run that is stopped and resumed against the run that never stopped, bit for bit."""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import inventory
+import one_gpu
+import torch
+from table import Row, Rows, SkippedError, checked
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_SCRIPT = _REPOSITORY / "pier_megatron/commands/demo/pretrain_bytes.py"
+_RANKS, _STOP, _END = 4, 8, 12
+_SECONDS = 110
+
+# Eight is within an interval, and with the hidden exchange one is in flight then.
+_FLAGS = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 8 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer "
+    "--vocab-size 257 --hidden-dropout 0.1 --attention-dropout 0.1 --lr 2e-3 --lr-decay-style constant --bf16 "
+    "--log-interval 1 --eval-interval 1000000 --eval-iters 1 --num-workers 0 --tensor-model-parallel-size 2 "
+    f"--train-iters {_END} --save-interval 4 --optimizer pier --pier-groups 2 --pier-sync-interval 3 "
+    "--pier-lazy-start-iters 6 --deterministic-mode"
+).split()
+_HIDDEN = "--pier-overlap 2 --pier-exchange-dtype int8 --pier-offload".split()
+_TRANSFORMER_ENGINE = (
+    "--transformer-impl transformer_engine --no-gradient-accumulation-fusion --attention-backend unfused".split()
+)
+
+_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NCCL_ALGO": "Ring",
+    # Compiled functions need a compiler, which need not be there.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def resumed() -> Rows:
+    """A row for each way to train."""
+    for module in ("megatron.core", "einops", "psutil", "pybind11"):
+        if not inventory.has(module):
+            raise SkippedError(f"{module}: {inventory.version(module) or 'missing'}")
+    on_gpu = one_gpu.device().type == "cuda"
+    has_te, has_apex = (on_gpu and inventory.has(module) for module in ("transformer_engine", "apex"))
+    local = _local_flags()
+    with tempfile.TemporaryDirectory() as folder:
+        yield _compare("TP 2 x 2 groups", Path(folder) / "plain", local)
+        yield _compare("TP 2 x 2 groups, int8 overlapped and offloaded", Path(folder) / "hidden", [*local, *_HIDDEN])
+        if has_te or has_apex:
+            own = _TRANSFORMER_ENGINE if has_te else local
+            flags = [*own, "--sequence-parallel", "--distributed-backend", one_gpu.backend()]
+            yield _compare("TP 2 x 2 groups, sequence parallelism", Path(folder) / "sequence", flags)
+        else:
+            why = "neither Transformer Engine nor Apex is there" if on_gpu else "needs a GPU"
+            yield Row("TP 2 x 2 groups, sequence parallelism", "", "skipped", why)
+
+
+def _local_flags() -> list[str]:
+    """The path through plain PyTorch, which needs no library that may be missing."""
+    from pier_megatron.cpu.emulation import missing_cpu_flags
+
+    backend = ["--distributed-backend", one_gpu.backend()]
+    return [*backend, *missing_cpu_flags([*_FLAGS, *backend])]
+
+
+def _compare(what: str, folder: Path, flags: list[str]) -> Row:
+    try:
+        whole = _train(folder / "whole", flags, "--save", str(folder / "whole"))
+        load = ["--load", str(folder / "whole"), "--ckpt-step", str(_STOP), "--exit-on-missing-checkpoint"]
+        again = _train(folder / "again", flags, "--save", str(folder / "again"), *load)
+        ends = [_stored(folder / run) for run in ("whole", "again")]
+    except Exception as error:
+        return Row(what, "", "failed", f"{type(error).__name__}: {error}")
+    differing = [name for name in ends[0] | ends[1] if not _same(ends[0].get(name), ends[1].get(name))]
+    # The second line that Megatron prints after a start is the mean of both iterations.
+    compared = {_STOP + 1, *range(_STOP + 3, _END + 1)}
+    if any(again[iteration] != whole[iteration] for iteration in compared):
+        differing.append("losses")
+    result = f"loss {whole[1]} to {whole[_END]}; {len(ends[0])} weights and checksums after {_END} iterations"
+    return checked(f"{what}: resumed at {_STOP}", not differing, result, f"differs: {', '.join(differing[:5])}")
+
+
+def _train(folder: Path, flags: list[str], *more: str) -> dict[int, str]:
+    """Trains; returns the losses that Megatron printed, by iteration."""
+    from pier_megatron.commands.demo.corpus import write_documents
+
+    corpus = write_documents(folder.parent / "corpus", [_REPOSITORY / "LICENSE"])
+    data = [word for kind in ("train", "valid", "test") for word in (f"--{kind}-data-path", str(corpus))]
+    launcher = [sys.executable, "-m", "pier_megatron", "--device", one_gpu.device().type, str(_SCRIPT)]
+    logs = folder.with_name(f"{folder.name}-logs")
+    one_gpu.run([*launcher, *_FLAGS, *data, *flags, *more], _RANKS, logs, _SECONDS, **_ENVIRONMENT)
+    printed = (logs / f"rank{_RANKS - 1}.log").read_text()
+    print(printed, flush=True)
+    return {int(t): loss for t, loss in re.findall(r" iteration +(\d+)/.* lm loss: (\S+) ", printed)}
+
+
+def _stored(checkpoints: Path) -> dict[str, Any]:
+    """The weights of the last checkpoint, and its checksums of anchor and momentum."""
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    folder = checkpoints / f"iter_{_END:07d}"
+    whole = checkpoints / "whole.pt"
+    dcp_to_torch_save(folder, whole)
+    found = torch.load(whole, weights_only=False, map_location="cpu")
+    # What an optimizer stores is padded with whatever was in memory.
+    is_weight = re.compile("embedding|decoder|output_layer")
+    weights = {name: value for name, value in found.items() if is_weight.match(name) and isinstance(value, torch.Tensor)}
+    checksums = dist_checkpointing.load_content_metadata(str(folder))["pier"]["checksums"]
+    return weights | {f"checksum of {name}": torch.tensor(value) for name, value in checksums.items()}
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)

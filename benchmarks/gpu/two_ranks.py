@@ -1,0 +1,60 @@
+"""Two ranks on the device: overlap beside real work, memory, and the death of one of them."""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import one_gpu
+from measuring import is_gpu
+from table import Row, Rows, checked
+
+_TOLERANCE = 0.05
+
+
+def _ask(job: str, seconds: float) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        one_gpu.run([sys.executable, str(Path(__file__).with_name("rank.py")), job, str(answer)], 2, Path(folder), seconds)
+        return json.loads(answer.read_text())
+
+
+def overlap() -> Rows:
+    """Iterations that are matrix products, with and without an exchange beside them."""
+    found = _ask("overlap", 140)
+    alone = found["no exchange"]
+    for name, seconds in found.items():
+        yield Row(f"mean iteration, {name}", f"{seconds * 1e3:.2f} ms, {seconds / alone:.3f} x without exchange")
+
+
+def memory() -> Rows:
+    """The start-up block's figure against what was allocated at once."""
+    counted = "PyTorch's count" if is_gpu() else "counted by operator"
+    for name, (used, said) in _ask("memory", 110).items():
+        result = f"{used / 1e6:.1f} MB at once ({counted}), {said / 1e6:.1f} MB said: {used / said:.3f}"
+        yield checked(name, abs(used - said) <= _TOLERANCE * said, result, f"off by more than {_TOLERANCE:.0%}")
+
+
+def killed() -> Rows:
+    """What the other rank prints, and how long it takes to end."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(Path(__file__).with_name("rank.py")), "killed", "no answer"]
+        with one_gpu.started(command, 2, Path(folder)) as (survivor, victim):
+            victim.wait(60)
+            begin = time.monotonic()
+            status = None
+            while status is None and time.monotonic() - begin < 90:
+                time.sleep(0.02)
+                status = survivor.poll()
+            seconds = time.monotonic() - begin
+        log = (Path(folder) / "rank0.log").read_text(errors="replace")
+        printed = one_gpu.last_lines(Path(folder) / "rank0.log", 4)
+    print(log, flush=True)
+    what = f"a rank is killed between outer steps, {one_gpu.backend()}"
+    result = f"the other ended with {status} after {seconds:.1f} s" if status is not None else "the other went on for 90 s"
+    yield checked(what, bool(status), result, "it did not end with an error")
+    yield Row("what it printed", printed[:1500])
+    names_phase = "Pier: group 0 was in phase" in log
+    yield Row("its message names the phase of the outer step", "yes" if names_phase else "no")

@@ -1,0 +1,185 @@
+"""Emulated nodes on one Linux machine: a network namespace each, joined by a switch over links of a chosen rate.
+
+Namespaces have no names and live in processes, so nothing is left behind, however the program that made them ends.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from pier_megatron.cpu import namespace
+
+INTERFACE = "eth0"
+"""Name of each node's link, inside its namespace."""
+
+
+class NoNetworkError(RuntimeError):
+    """This machine cannot, or may not, emulate a network; the text says why and what would help."""
+
+
+class EmulatedNodes:
+    """Nodes that live as long as the ``with`` block.
+
+    Attributes:
+        size: Number of nodes.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Plans ``size`` nodes."""
+        self.size = size
+        self._holders: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> "EmulatedNodes":
+        """Makes the nodes.
+
+        Raises:
+            NoNetworkError: If tools are missing, or this process may make no namespaces or links.
+        """
+        if sys.platform != "linux":
+            raise NoNetworkError("network namespaces are Linux's")
+        missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+        if missing:
+            raise NoNetworkError(f"{' and '.join(missing)} not found: install iproute2")
+        try:
+            self._hold()
+            self._at_switch("ip link add name bridge type bridge")
+            self._at_switch("ip link set bridge up")
+            for node in range(self.size):
+                holder, port = self._hold(self._switch), f"port{node}"
+                self._at_switch(f"ip link add name {INTERFACE} netns {holder} type veth peer name {port}")
+                self._at_switch(f"ip link set {port} master bridge up")
+                _run(f"ip address add {self.address(node)}/24 dev {INTERFACE}", holder)
+                for device in (INTERFACE, "lo"):
+                    _run(f"ip link set {device} up", holder)
+        except subprocess.CalledProcessError as error:
+            self.__exit__()
+            raise NoNetworkError(
+                f"{' '.join(error.cmd)} failed ({(error.stderr or '').strip()}); it needs root or user namespaces (sysctl "
+                "kernel.unprivileged_userns_clone, user.max_user_namespaces), in a container --cap-add SYS_ADMIN,NET_ADMIN"
+            ) from error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for holder in self._holders:
+            holder.kill()
+            holder.communicate()
+        self._holders = []
+
+    @property
+    def _switch(self) -> int:
+        return self._holders[0].pid
+
+    def _hold(self, *of: int) -> int:
+        command = [sys.executable, "-I", str(namespace.__file__), *map(str, of)]
+        pipe = subprocess.PIPE
+        # Of a session of its own: Ctrl-C is for the program that made it.
+        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        if holder.stdout.readline().strip() != namespace.READY:
+            _, said = holder.communicate()
+            raise subprocess.CalledProcessError(1, ["unshare"], stderr=said.strip().rpartition("\n")[2])
+        return holder.pid
+
+    def _at_switch(self, command: str) -> None:
+        _run(command, self._switch)
+
+    @staticmethod
+    def address(node: int) -> str:
+        """Address of a node on the switch."""
+        return f"10.199.0.{node + 1}"
+
+    def set_rate(self, megabits: float | None) -> None:
+        """Limits every link in both directions; None takes the limit off."""
+        for node, holder in enumerate(self._holders[1:]):
+            for place, device in ((holder.pid, INTERFACE), (self._switch, f"port{node}")):
+                with contextlib.suppress(subprocess.CalledProcessError):  # There may be no limit to take off.
+                    _run(f"tc qdisc delete dev {device} root", place)
+                if megabits is not None:
+                    # Bursts of some 5 ms, but of two packets as TCP hands them over: longer ones the kernel would cut up, at
+                    # the cost of the cores that train. And room for a window of TCP in the queue.
+                    burst = max(int(megabits * 1e6 / 8 * 0.005), 2 * 65_536)
+                    limit = max(int(megabits * 1e6 / 8 * 0.4), 1_000_000)
+                    _run(f"tc qdisc add dev {device} root tbf rate {megabits}mbit burst {burst} limit {limit}", place)
+
+    def running_on(self, node: int) -> Callable[..., contextlib.AbstractContextManager["subprocess.Popen[str]"]]:
+        """As :func:`running`, on a node."""
+        before = functools.partial(_settle, self._holders[1 + node].pid, node)
+
+        def start(
+            command: Sequence[str], log: IO[str], environment: Mapping[str, str]
+        ) -> contextlib.AbstractContextManager["subprocess.Popen[str]"]:
+            return running(command, log, {"GLOO_SOCKET_IFNAME": INTERFACE, **environment}, before)
+
+        return start
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], log: IO[str], environment: Mapping[str, str], before: Callable[[], None] = lambda: None
+) -> Iterator["subprocess.Popen[str]"]:
+    """Runs a command while the ``with`` block lasts; then asks it to end, and ends all that is left of it.
+
+    Args:
+        command: The command.
+        log: For its output.
+        environment: Beside this process's own.
+        before: Called in its process before it begins.
+    """
+    process = subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Of a session of its own: Ctrl-C is for the program that runs it.
+        start_new_session=True,
+        preexec_fn=before,
+    )
+    try:
+        yield process
+    finally:
+        children: list[psutil.Process] = []
+        try:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Also where somebody has lost patience meanwhile.
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            process.wait()
+
+
+def sent_bytes(holder: int | str = "self") -> int:
+    """Bytes that the node of a process has sent over its link, packet headers included; 0 outside of all nodes."""
+    for line in Path(f"/proc/{holder}/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    return 0
+
+
+def _settle(holder: int, node: int) -> None:
+    namespace.enter(holder)
+    # Nodes do not take each other's cores, as far as there are enough.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[node % len(cores)]})
+
+
+def _run(command: str, holder: int) -> None:
+    enter = functools.partial(namespace.enter, holder)
+    subprocess.run(command.split(), check=True, capture_output=True, text=True, preexec_fn=enter)

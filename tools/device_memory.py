@@ -1,0 +1,88 @@
+"""What an outer loop really takes of its device's memory, against what a run's start says of it."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import one_gpu
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pier_megatron import PierConfig
+from pier_megatron.integration import startup
+from pier_megatron.outer import GroupExchange, OuterLoop, Shards
+
+_INTERVALS = 3
+
+
+def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tuple[int, int]:
+    """Trains for some intervals; every rank of ``exchange`` calls it.
+
+    Args:
+        config: Of the outer loop; without a lazy start.
+        exchange: Between the groups.
+        numel: Number of parameters.
+
+    Returns:
+        Most bytes that the loop took at once beside the parameters, and the bytes of the start-up block.
+    """
+    here = one_gpu.device()
+    parameters = [torch.zeros(numel // 8, device=here) for _ in range(8)]
+    with _peak() as peak:
+        loop = OuterLoop([[Shards(parameters)]], config, exchange)
+        for _ in range(_INTERVALS * config.sync_interval):
+            loop.skip_iteration()
+        loop.reports.write_arrived(waits=True)
+    in_state = sum(buffer.nbytes for state in loop.states for buffer in state.flats.values())
+    reduced = sum(buffer.nbytes for state in loop.states for buffer in state.reduced_residuals.values())
+    said = reduced + startup.working_bytes(config, loop.states)
+    if not config.offload:
+        return peak[0], in_state + said
+    # Where the host is the device too, what is offloaded and what is kept beside it was counted.
+    lent = [flight.kept for round_ in loop.rounds for flight in round_._flights]
+    kept = [buffer for buffers in (*loop._stagings[0]._kept, *lent) for buffer in buffers.tensors.values()]
+    on_host = in_state + sum(buffer.nbytes for buffer in kept) if here.type == "cpu" else 0
+    return peak[0] - on_host, said
+
+
+@contextlib.contextmanager
+def _peak() -> Iterator[list[int]]:
+    """Appends the most bytes that were allocated at once inside, beside those from before."""
+    found: list[int] = []
+    if one_gpu.device().type == "cuda":
+        # cuBLAS takes its workspace once, with the first product of a process.
+        one = torch.ones(1, device="cuda")
+        torch.dot(one, one)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield found
+        torch.cuda.synchronize()
+        found.append(torch.cuda.max_memory_allocated() - before)
+    else:
+        with _HostMemory() as memory:
+            yield found
+        found.append(memory.most)
+
+
+class _HostMemory(TorchDispatchMode):
+    """Counts what operators return, which PyTorch does for GPUs only; what they take inside for a moment is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if id(storage) not in given and id(storage) not in self._sizes:
+                    self._sizes[id(storage)] = storage.nbytes()
+                    weakref.finalize(storage, self._sizes.pop, id(storage), None)
+        self.most = max(self.most, sum(self._sizes.values()))
+        return result
