@@ -13,7 +13,9 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-from pier_megatron.commands.demo import corpus, pretrain_bytes
+from pier_megatron.commands.demo import corpus
+
+_SCRIPT = Path(corpus.__file__).with_name("pretrain_bytes.py")
 
 # 13 million parameters: large enough for the files to matter beside what every checkpoint costs.
 _MODEL = (
@@ -69,7 +71,7 @@ def main() -> None:
 def _milliseconds(timer: str, arguments: str) -> float:
     """Runs a training; returns what the slowest rank took for its checkpoint, by Megatron's own timers."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*launcher, "-m", "pier_megatron", "--device", "cpu", pretrain_bytes.__file__, *arguments.split()]
+    command = [*launcher, "-m", "pier_megatron", "--device", "cpu", str(_SCRIPT), *arguments.split()]
     process = subprocess.run(command, capture_output=True, text=True)
     found = re.search(rf"{timer}-checkpoint\s*\.+: \(([\d.]+), ([\d.]+)\)", process.stdout)
     if process.returncode or found is None:

@@ -32,7 +32,7 @@ def main() -> None:
     PRESETS.update(ABLATIONS)
     results = Results(Study(options.runs.resolve()))
     sections = [_sweep(results), *(_section(results, table) for table in TABLES)]
-    heading = f"`make study` or `python study/report.py`, {date.today().isoformat()}."
+    heading = f"# Tables of the study\n\n`make study` or `python study/report.py`, {date.today().isoformat()}."
     (options.output / "study-tables.md").write_text("\n\n".join([heading, *sections]) + "\n")
     (options.output / "study.json").write_text(json.dumps(results.raw(), indent=1, sort_keys=True))
     _plot(results, options.output / "study.png")
@@ -99,7 +99,7 @@ class Results:
 
 
 def _sweep(results: Results) -> str:
-    lines = ["### Learning rate of synchronous AdamW\n", "| lr | final loss, nats per byte |", "|---|---|"]
+    lines = ["## Learning rate of synchronous AdamW\n", "| lr | final loss, nats per byte |", "|---|---|"]
     for rate in LEARNING_RATES:
         rows = (row for row in learning_rate_sweep(len(_SEEDS)) if row.learning_rate == rate)
         lines.append(f"| {rate:g} | {_spread(results.final(row) for row in rows)} |")
@@ -111,7 +111,7 @@ def _section(results: Results, table: Table) -> str:
         *("", "outer schedule", "H / (1 - mu) / T", "loss at the switch", "rise after it", "final loss", "gap"),
         *("cosine", "momentum length"),
     )
-    lines = [f"### {table.title}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = [f"## {table.title}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, changes in table.variants.items():
         baselines = [row.baseline for row in _of_all_seeds(SYNCHRONOUS, changes)]
         lines.append(f"| {name} | synchronous AdamW | | | | {_spread(map(results.final, baselines))} | | | |")

@@ -1,0 +1,31 @@
+"""How ``make docs`` builds the site: the Markdown of this repository where it lies, and the public docstrings."""
+
+import datetime
+import logging
+import warnings
+
+from pier_megatron.version import __version__
+
+# Megatron, which PierOptimizer extends, says when it is imported what it does without.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+logging.disable(logging.INFO)
+
+project = "pier_megatron"
+author = "the pier_megatron authors"
+version = release = __version__
+project_copyright = f"{datetime.date.today().year}, {author}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# The source directory is the repository's root, so that links are the same here and where the repository is browsed.
+root_doc = "docs/index"
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "examples/README.md"]
+
+# Anchors of headings, as a browser of the repository makes them.
+myst_heading_anchors = 4
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+
+html_theme = "furo"
+templates_path = ["templates"]
+html_additional_pages = {"index": "redirect.html"}
+html_title = f"pier_megatron {__version__}"

@@ -1,0 +1,142 @@
+"""The commands that README and documentation show, through the parsers of what they call. What they do is tested elsewhere."""
+
+import argparse
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from pier_megatron.commands import cli
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.integration.arguments import add_pier_arguments
+
+_REPOSITORY = Path(__file__).parents[2]
+_PAGES = sorted(
+    page
+    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md")
+    for page in _REPOSITORY.glob(pattern)
+)
+_PROGRAMS = ("pier-megatron", "torchrun", "make", "pip", "pytest", "python", "shtab", "git", "train.sh", "sbatch")
+
+
+def shown(text: str) -> Iterator[list[str]]:
+    """The words of each command in the code of a page, without what a reader fills in or leaves out."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    rest = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
+    for code in (*lines, *spans):
+        code = re.sub(r"^[+-] |\[--[^]]*\]|(^|\s)#.*|\.\.\.", " ", code).replace("$NODE", "0")
+        try:
+            words = shlex.split(code.split(" > ")[0])
+        except ValueError:
+            continue  # prose in a diagram or a log
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            del words[0]
+        if words and (Path(words[0]).name in _PROGRAMS or (len(words) > 1 and words[0].endswith(".py"))):
+            yield words
+
+
+_COMMANDS = sorted({(page.name, shlex.join(words)) for page in _PAGES for words in shown(page.read_text())})
+
+
+def test_commands_are_found() -> None:
+    programs = {Path(shlex.split(command)[0]).name for _, command in _COMMANDS}
+    assert {*_PROGRAMS} <= programs
+
+
+@pytest.mark.parametrize(("page", "command"), _COMMANDS)
+def test_command_is_understood(page: str, command: str) -> None:
+    program, *words = shlex.split(command)
+    match Path(program).name:
+        case "pier-megatron":
+            understand_own(words)
+        case "torchrun":
+            understand_launch([program, *words])
+        case "make":
+            environment = {"PATH": "/usr/bin:/bin"}
+            subprocess.run(["make", "--dry-run", *words], cwd=_REPOSITORY, env=environment, check=True, capture_output=True)
+        case "pip":
+            extras = {extra for found in re.findall(r"\[([\w,]+)\]", command) for extra in found.split(",")}
+            project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text())["project"]
+            assert extras <= project["optional-dependencies"].keys()
+        case "python" | "pytest":
+            understand_script(words)
+        case "shtab":
+            assert callable(getattr(sys.modules[words[2].rpartition(".")[0]], words[2].rpartition(".")[2]))
+        case "git" | "train.sh" | "sbatch":
+            # Tested with all that they start: test_checkouts.py, test_examples.py.
+            files = [word for word in (program, *words) if Path(word).suffix in (".sh", ".slurm", ".patch")]
+            assert all((_REPOSITORY / word).exists() or (_REPOSITORY / "examples" / word).exists() for word in files)
+        case _:
+            understand_script([program, *words])
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_flags_of_the_plugin_exist(page: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_pier_arguments(parser)
+    assert set(re.findall(r"--pier-[a-z-]*[a-z]", page.read_text())) <= set(re.findall(r"--pier-[a-z-]+", parser.format_help()))
+
+
+def understand_own(words: list[str]) -> None:
+    if len(words) < 2:  # named, not shown
+        assert not words or words[0] in cli.COMMANDS
+        return
+    options, unknown = cli.parser().parse_known_args(words)
+    assert not unknown
+    started = getattr(options, "command", [])
+    if "torchrun" in started:
+        understand_launch(started)
+    understand_flags(getattr(options, "arguments", []))
+
+
+def understand_launch(words: list[str]) -> None:
+    if "-m" not in words and not any(word.endswith(".py") for word in words):
+        words = [words[0], "pretrain_gpt.py", *words[1:]]
+    understand_flags(list(LaunchCommand.parse(words).arguments))
+
+
+def understand_flags(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_pier_arguments(parser)
+    _, of_megatron = parser.parse_known_args(words)
+    assert not [word for word in of_megatron if word.startswith("--pier")]
+
+
+class _UnderstoodError(Exception):
+    """A script has parsed its command line, and shall do no more."""
+
+
+def understand_script(words: list[str]) -> None:
+    script, *arguments = words
+    path = _REPOSITORY / script
+    if (_REPOSITORY / "examples" / script).exists():
+        return  # tested with all that it does: test_data_preparation.py
+    assert path.exists()
+    if path.suffix != ".py" or "argparse" not in path.read_text():
+        return
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def only_parse(parser: argparse.ArgumentParser, *given: Sequence[str]) -> None:
+        parse_args(parser, *given)
+        raise _UnderstoodError
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", only_parse),
+        mock.patch.object(sys, "argv", [str(path), *arguments]),
+        mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
+        pytest.raises(_UnderstoodError),
+    ):
+        runpy.run_path(str(path), run_name="__main__")
+    # Another folder may have modules of the same names.
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").parent == path.parent:
+            del sys.modules[name]
