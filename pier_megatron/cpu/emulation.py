@@ -17,6 +17,7 @@ import functools
 import logging
 import os
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -193,6 +194,7 @@ def install() -> None:
     torch.accelerator.current_stream = stand_ins["current_stream"]
     torch.accelerator.current_device_index = stand_ins["current_device"]
 
+    silence_missing_extensions()
     # Megatron warns at every draw that the CPU's generator moved along with the GPU's; here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "RNG state" not in record.msg)
     # On a GPU this draws from another generator than dropout does.
@@ -202,6 +204,12 @@ def install() -> None:
     atexit.register(_destroy_process_groups)
     _send_tensors_to_cpu()
     products.install()
+
+
+def silence_missing_extensions() -> None:
+    """Keeps every module of every rank from warning that GPU extensions are missing: on a CPU they always are."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.msg)
 
 
 def _keeping_random_state(function: Callable[..., None]) -> Callable[..., None]:
