@@ -48,7 +48,7 @@ def examine(command: LaunchCommand) -> list[str]:
     Raises:
         PierConfigError: If it would not start.
     """
-    from pier_megatron.integration import planned_job
+    from pier_megatron.integration import planned_job, refusals
     from pier_megatron.integration.startup import schedule
 
     lines = [f"{command.nodes} nodes of {command.ranks_per_node} ranks, Python {platform.python_version()}, " + _versions()]
@@ -63,7 +63,7 @@ def examine(command: LaunchCommand) -> list[str]:
     lines.append(_outer_state(args, config, command, planned_job.parameters_of_largest_shard(args)))
     checkpoint = planned_job.check_checkpoint(args, config, len(topology.members(0)))
     lines += [f"--load {checkpoint}"] if checkpoint else []
-    lines += [f"WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]]
+    lines += [f"WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings(), *refusals.warnings(args)]]
     if command.nodes > 1:
         lines += [
             f"{name}={os.environ[name]}" if name in os.environ else f"{name} {default}" for name, default in _NETWORK.items()

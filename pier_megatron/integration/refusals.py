@@ -125,6 +125,16 @@ def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> N
         )
 
 
+def warnings(args: argparse.Namespace) -> list[str]:
+    """What a validated job asks for and Megatron does not do, one sentence each."""
+    if not getattr(args, "pier_waits_for_saves", False):
+        return []
+    return [
+        "--async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing: training waits for every "
+        "save. Add that flag, with --async-strategy mcore without nvidia-resiliency-ext 0.6, or drop --async-save."
+    ]
+
+
 def flag(name: str) -> str:
     """The flag that sets an attribute of Megatron's arguments."""
     return "--" + name.replace("_", "-")

@@ -71,8 +71,8 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
         )
 
 
-def describe(topology: Topology, loop: OuterLoop, log_interval: int) -> str:
-    """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory."""
+def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str]) -> str:
+    """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, warnings of its own and those given."""
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
     sent = sum(exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for state in states for chunk in state.chunks)
@@ -96,7 +96,7 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int) -> str:
         f"{working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way",
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
-        *(f"  WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings()]),
+        *(f"  WARNING: {warning}" for warning in [*config.warnings(), *topology.warnings(), *warnings]),
     ]
     return "\n".join(lines)
 

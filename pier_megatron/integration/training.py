@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, startup, versions
+from pier_megatron.integration import current, refusals, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.inner.adam import commit_main_parameters, inner_state, main_parameters, owners
@@ -69,7 +69,7 @@ def _build(optimizer: Any) -> Any:
     startup.check_groups_agree(loop.states, loop.exchange, loop.device)
     pier = PierOptimizer(optimizer, loop)
     if dist.get_rank() == 0:
-        print(startup.describe(topology, loop, args.log_interval), flush=True)
+        print(startup.describe(topology, loop, args.log_interval, refusals.warnings(args)), flush=True)
     return pier
 
 
