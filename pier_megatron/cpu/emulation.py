@@ -9,6 +9,7 @@ Assumptions and limits:
 * One emulated device per process, index 0. Streams and events are empty: everything happens in program order.
 * The emulated CUDA generator *is* the CPU's default generator, which is what CPU kernels draw from.
 * What needs Transformer Engine (context parallelism, sequence parallelism, FP8) stays out of reach.
+* Host memory is emulated device memory, too: what another process gets is a copy, as from a device, and never shared.
 """
 
 import atexit
@@ -19,9 +20,11 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from pier_megatron.cpu import products
 
@@ -98,6 +101,11 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return on_cpu
+
+
+def _copy_to_other_processes() -> None:
+    """Gives other processes copies of tensors, as those that write checkpoints take from a device before training goes on."""
+    ForkingPickler.register(torch.Tensor, lambda tensor: reductions.reduce_tensor(tensor.detach().clone()))
 
 
 def _on_cpu(device: Any) -> Any:
@@ -203,6 +211,7 @@ def install() -> None:
     # Megatron leaves its process groups to the interpreter's exit, which may tear gloo's threads down while they run.
     atexit.register(_destroy_process_groups)
     _send_tensors_to_cpu()
+    _copy_to_other_processes()
     products.install()
 
 

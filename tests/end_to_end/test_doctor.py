@@ -38,8 +38,8 @@ for command in json.load(sys.stdin):
 print("SAID", json.dumps(said))
 """
 
-_DOUBTFUL = (
-    _JOB.replace("torchrun ", "torchrun --max-restarts 3 ") + "--pipeline-model-parallel-size 2 --misspelt 3 --pier-offload"
+_DOUBTFUL = _JOB.replace("torchrun ", "torchrun --max-restarts 3 ") + (
+    "--pipeline-model-parallel-size 2 --misspelt 3 --pier-offload --async-save"
 )
 _SAMPLES = _JOB.replace("--train-iters 100000", "--train-samples 51200000")
 # The first 2,560,000 samples in batches half as large; the thresholds are tokens.
@@ -101,6 +101,7 @@ def test_what_deserves_a_warning(said: dict[tuple[str, str], tuple[int, str, str
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in findings
     assert "not contiguous over nodes (ranks 0-1, 8-9)" in findings
     assert "GB of host memory per node" in findings
+    assert "WARNING: --async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing" in findings
 
 
 def test_fast_networks_that_span_nodes(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
