@@ -10,7 +10,7 @@ export PATH := $(BIN):$(PATH)
 MEGATRON_RELEASES := 0.17.1 0.18.2
 RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
-.PHONY: setup demo test test-newest-torch torture bench gpu study lint typecheck format docs package clean
+.PHONY: setup demo test test-newest-torch torture bench gpu study lint typecheck format docs links package clean
 
 setup: $(VENV)/.ready
 
@@ -62,9 +62,14 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site goes to runs/docs. What nothing links to, or links to nothing, is an error.
+# The site goes to runs/docs. A link that leads nowhere in this repository is an error, and so is a page without a place.
+SPHINX = $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs
 docs: setup
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs --builder dirhtml . runs/docs
+	$(SPHINX) --builder dirhtml . runs/docs
+
+# Also those into the Internet; by hand.
+links: setup
+	$(SPHINX) --builder linkcheck . runs/links
 
 package: setup
 	rm -rf build dist

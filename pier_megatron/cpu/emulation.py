@@ -9,6 +9,7 @@ Assumptions and limits:
 * One emulated device per process, index 0. Streams and events are empty: everything happens in program order.
 * The emulated CUDA generator *is* the CPU's default generator, which is what CPU kernels draw from.
 * What needs Transformer Engine (context parallelism, sequence parallelism, FP8) stays out of reach.
+* Host memory is emulated device memory, too: what another process gets is a copy, as from a device, and never shared.
 """
 
 import atexit
@@ -17,10 +18,13 @@ import functools
 import logging
 import os
 import types
+import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from pier_megatron.cpu import products
 
@@ -97,6 +101,11 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return on_cpu
+
+
+def _copy_to_other_processes() -> None:
+    """Gives other processes copies of tensors, as those that write checkpoints take from a device before training goes on."""
+    ForkingPickler.register(torch.Tensor, lambda tensor: reductions.reduce_tensor(tensor.detach().clone()))
 
 
 def _on_cpu(device: Any) -> Any:
@@ -193,6 +202,7 @@ def install() -> None:
     torch.accelerator.current_stream = stand_ins["current_stream"]
     torch.accelerator.current_device_index = stand_ins["current_device"]
 
+    silence_missing_extensions()
     # Megatron warns at every draw that the CPU's generator moved along with the GPU's; here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "RNG state" not in record.msg)
     # On a GPU this draws from another generator than dropout does.
@@ -201,7 +211,14 @@ def install() -> None:
     # Megatron leaves its process groups to the interpreter's exit, which may tear gloo's threads down while they run.
     atexit.register(_destroy_process_groups)
     _send_tensors_to_cpu()
+    _copy_to_other_processes()
     products.install()
+
+
+def silence_missing_extensions() -> None:
+    """Keeps every module of every rank from warning that GPU extensions are missing: on a CPU they always are."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.msg)
 
 
 def _keeping_random_state(function: Callable[..., None]) -> Callable[..., None]:

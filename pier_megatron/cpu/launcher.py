@@ -52,7 +52,10 @@ def main(argv: Sequence[str]) -> None:
 
         added = missing_cpu_flags(options.arguments)
         if added and os.environ.get("RANK", "0") == "0":
-            print(f"--device cpu adds: {' '.join(added)}", flush=True)
+            print(
+                f"--device cpu trains without Transformer Engine, Apex and compiled kernels, and adds: {' '.join(added)}",
+                flush=True,
+            )
         sys.argv += added
     _prepare(script)
     _run_as_main(script)

@@ -124,13 +124,13 @@ class EmulatedNodes:
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], log: IO[str], environment: Mapping[str, str], before: Callable[[], None] = lambda: None
+    command: Sequence[str], log: IO[str] | int, environment: Mapping[str, str], before: Callable[[], None] = lambda: None
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs a command while the ``with`` block lasts; then asks it to end, and ends all that is left of it.
 
     Args:
         command: The command.
-        log: For its output.
+        log: For its output, as ``subprocess.Popen`` takes it.
         environment: Beside this process's own.
         before: Called in its process before it begins.
     """

@@ -149,8 +149,11 @@ def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest
     if uses_pier(args):
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
         refusals.refuse_what_cannot_work(args)
+    saves_behind = args.async_save
     result = validate_args(args, *rest, **kwargs)
     if uses_pier(args):
+        if saves_behind and not args.async_save:
+            args.pier_waits_for_saves = True
         check_arguments(args)
     return result
 

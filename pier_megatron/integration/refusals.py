@@ -117,6 +117,11 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
 def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
     """What works, but not as the user may expect, one sentence each; of arguments that have been validated."""
     found = []
+    if getattr(args, "pier_waits_for_saves", False):
+        found.append(
+            "--async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing: training waits for every "
+            "save. Add that flag, with --async-strategy mcore without nvidia-resiliency-ext 0.6, or drop --async-save."
+        )
     if args.data_parallel_size == 1:
         found.append(
             "one model replica (data-parallel size 1): nobody to train apart from, so that outer steps act on this replica "

@@ -71,7 +71,7 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
         )
 
 
-def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str] = ()) -> str:
+def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str]) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)

@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+import multiprocessing
+import re
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,11 +14,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
+from torch.multiprocessing import reductions
 
-from pier_megatron.integration import gradients, startup
+from pier_megatron.integration import current, gradients, startup
 from pier_megatron.integration.inner.adam import owners
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
@@ -101,6 +106,54 @@ def _group_1_waits_for_group_0(directory: Path) -> Patch:
         return result
 
     return mock.patch.object(ChainedOptimizer, "step", waiting_step)
+
+
+@contextlib.contextmanager
+def _slow_writers_that_share_host_memory(directory: Path) -> Iterator[None]:
+    """A checkpoint is written two iterations after its own, or at the end, by processes that share offloaded buffers.
+
+    The emulation copies them, because it cannot tell them from what would be on a device.
+    """
+    step, write = ChainedOptimizer.step, FileSystemWriterAsync.write_preloaded_data_multithread
+    copied = ForkingPickler._extra_reducers[torch.Tensor]
+    # Shared with the process that writes, a child of this one.
+    ended = multiprocessing.Value("i", 0)
+
+    def counting_step(optimizer: Any) -> Any:
+        result = step(optimizer)
+        ended.value = optimizer.loop.iteration
+        return result
+
+    @functools.wraps(write)
+    def late(transforms: Any, use_msc: bool, rank: int, buckets: Any, results: Any) -> None:
+        saved = re.search(r"/iter_(\d+)/", str(buckets[0][0]))
+        assert saved
+        deadline = time.monotonic() + 60
+        while ended.value < min(int(saved[1]) + 2, 12):
+            assert time.monotonic() < deadline, "training waits for the save"
+            time.sleep(0.02)
+        write(transforms, use_msc, rank, buckets, results)
+
+    def reduced(tensor: torch.Tensor) -> Any:
+        pier = current.pier_optimizer()
+        assert pier
+        offloaded = {flat.untyped_storage().data_ptr() for state in pier.loop.states for flat in state.flats.values()}
+        is_shared = tensor.untyped_storage().data_ptr() in offloaded
+        return reductions.reduce_tensor(tensor) if is_shared else copied(tensor)
+
+    with (
+        mock.patch.object(ChainedOptimizer, "step", counting_step),
+        mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multithread", staticmethod(late)),
+        mock.patch.dict(ForkingPickler._extra_reducers, {torch.Tensor: reduced}),
+        # A process that has used a device cannot be forked. This one can, and its child knows what is patched here.
+        mock.patch.object(torch.multiprocessing, "get_context", return_value=multiprocessing.get_context("fork")),
+    ):
+        yield
+
+
+def _no_copies_of_host_memory(directory: Path) -> Patch:
+    """Offloaded buffers themselves go to the processes that write a checkpoint in the background."""
+    return mock.patch("pier_megatron.integration.checkpoint.saving._copy_host_memory")
 
 
 def _newer_plugin(directory: Path) -> Patch:
@@ -212,5 +265,7 @@ _ALL = {
     "a node without memory": _no_memory,
     "all groups read the same": _same_data,
     "group 1 waits for group 0": _group_1_waits_for_group_0,
+    "slow writers that share host memory": _slow_writers_that_share_host_memory,
+    "no copies of host memory": _no_copies_of_host_memory,
     "no progress kept": _no_progress_kept,
 }

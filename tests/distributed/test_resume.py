@@ -86,6 +86,25 @@ _CONTROLS = [
     Run("one group for all, resumed", _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--load {directory}/first --ckpt-step 9", _PROBES),
 ]
 
+# Saves that go on behind training, of exchanges under way in offloaded fragments.
+_BEHIND = _LAYOUTS["inner DP 2"] + "--bf16 " + _PIER + _HIDDEN + "--pier-fragments 3 "
+_ASYNCHRONOUS = "--async-save --use-persistent-ckpt-worker --async-strategy mcore --save-interval 12 "
+_SLOWLY = "slow writers that share host memory"
+_BACKGROUND = [
+    Run("nothing behind", _BEHIND, _PROBES),
+    Run("behind", _BEHIND + _ASYNCHRONOUS + "--save {directory}/behind-checkpoints", _PROBES, [_SLOWLY], saves=[4, 10]),
+    Run("behind-from-4", _BEHIND + "--load {directory}/behind-checkpoints --ckpt-step 4", _PROBES),
+    Run("behind-from-10", _BEHIND + "--load {directory}/behind-checkpoints --ckpt-step 10", _PROBES),
+    Run(
+        "changed behind",
+        _BEHIND + _ASYNCHRONOUS + "--save {directory}/changed",
+        _PROBES,
+        [_SLOWLY, "no copies of host memory"],
+        saves=[10],
+    ),
+    Run("changed-from-10", _BEHIND + "--load {directory}/changed --ckpt-step 10", _PROBES),
+]
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -94,7 +113,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    everything = [run for layout in _LAYOUTS for run in _runs(layout)] + _CONTROLS
+    everything = [run for layout in _LAYOUTS for run in _runs(layout)] + _CONTROLS + _BACKGROUND
     return launch(directory, corpus, everything)
 
 
@@ -144,3 +163,16 @@ def test_inner_state_of_one_group_is_not_that_of_all(runs: dict[str, Recorded]) 
         goes_on_exactly(runs["one group for all, resumed"], runs["never saved"], 9)
     ends = [runs["one group for all, resumed"].of_group(group)[0]["main"][12] for group in (0, 1)]
     assert torch.equal(*ends)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(runs: dict[str, Recorded]) -> None:
+    reference = runs["nothing behind"]
+    goes_on_exactly(runs["behind"], reference, 0)
+    for stop in (4, 10):
+        goes_on_exactly(runs[f"behind-from-{stop}"], reference, stop)
+
+
+def test_checkpoint_that_changes_while_it_is_written_is_seen(runs: dict[str, Recorded]) -> None:
+    goes_on_exactly(runs["changed behind"], runs["nothing behind"], 0)
+    with pytest.raises(AssertionError):
+        goes_on_exactly(runs["changed-from-10"], runs["nothing behind"], 10)

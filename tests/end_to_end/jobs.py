@@ -154,10 +154,10 @@ class Attempt:
         self.wait_for(rf"iteration +{iteration}/")
 
     def send(self, number: signal.Signals, *ranks: int) -> None:
-        """Sends a signal to some ranks."""
+        """Sends a signal to some ranks and all processes that they have started, as torchrun and Slurm do."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int((self._folder / f"rank{rank}.pid").read_text()), number)
+                os.killpg(int((self._folder / f"rank{rank}.pid").read_text()), number)
 
     def losses(self) -> dict[int, str]:
         """The losses that Megatron logged, to the last bit, by iteration; of iterations that were trained again, the last."""

@@ -41,7 +41,7 @@ print("SAID", json.dumps(said))
 
 _DOUBTFUL = (
     _JOB.replace("torchrun ", "torchrun --max-restarts 3 ").replace("--master-addr first", "")
-    + "--pipeline-model-parallel-size 2 --pier-groop 2 --pier-offload"
+    + "--pipeline-model-parallel-size 2 --pier-groop 2 --pier-offload --async-save"
 )
 _ALONE = _JOB.replace("--nnodes 4 --nproc-per-node 4 --master-addr first", "--nproc-per-node 1") + (
     "--tensor-model-parallel-size 1"
@@ -110,6 +110,7 @@ def test_what_deserves_a_warning(said: dict[tuple[str, str], tuple[int, str, str
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in findings
     assert "not contiguous over nodes (ranks 0-1, 8-9)" in findings
     assert "GB of host memory per node" in findings
+    assert "WARNING: --async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing" in findings
 
 
 def test_one_rank(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:

@@ -1,55 +1,126 @@
-"""The demo around its training: what it starts and what it says afterwards."""
+"""The demo around its trainings: what it says of them, and the emulated nodes."""
 
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from pier_megatron.commands import cli
-from pier_megatron.commands.demo import corpus, run
+from pier_megatron.commands.demo import report
+from pier_megatron.commands.demo.report import Curve, verdict
+from pier_megatron.commands.tensorboard_log import TensorBoardLog
+from pier_megatron.cpu import nodes
+from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError
 
 
-@pytest.fixture
-def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs the demo with a training that leaves the log of one with the given arguments, and outer steps at H = 10."""
-
-    def run_demo(flags: str, **arguments: object) -> str:
-        from torch.utils.tensorboard import SummaryWriter
-
-        def show(command: Sequence[str], log: Path) -> int:
-            writer = SummaryWriter(str(tmp_path / "tensorboard"))
-            for name, value in {"world_size": 4, "train_iters": 20, **arguments}.items():
-                writer.add_text(name, str(value), global_step=0)
-            writer.add_scalar("lm loss", 5.0, 20)
-            writer.add_scalar("lm loss validation", 5.0, 20)
-            if "pier_groups" in arguments:
-                for iteration in (10, 20):
-                    writer.add_scalar("pier/bytes-sent", 1e6, iteration)
-            writer.close()
-            return 0
-
-        monkeypatch.setattr(run, "_show", show)
-        monkeypatch.setattr(corpus, "write", lambda folder: (folder / "train", folder / "validation"))
-        assert cli.main(["demo", "--iterations", "20", "--output", str(tmp_path), *flags.split()]) == 0
-        return capsys.readouterr().out
-
-    return run_demo
+def curve(*points: tuple[float, float]) -> Curve:
+    seconds, losses = zip(*points, strict=True)
+    return Curve(list(range(len(points))), list(seconds), list(losses))
 
 
-def test_synchronous_run_needs_no_room_for_a_lazy_start(demo) -> None:
-    said = demo("--synchronous", pier=False)
-    assert "Validation loss after 20 iterations" in said
-    assert "Crossed" not in said
+_SLOW = curve((10, 4.0), (20, 3.0), (30, 2.0))
 
 
-def test_report_is_on_the_run_and_not_on_the_flags_of_the_demo(demo) -> None:
-    arguments = {"pier_groups": 4, "pier_sync_interval": 10, "pier_preset": "diloco", "pier_lazy_start_iters": 0}
-    said = demo("-- --pier-sync-interval 10", pier=True, pier_lazy_start_fraction=None, **arguments)
-    # 4 ranks, 1 MB in each of two outer steps, and in each of twenty iterations of a synchronous run.
-    assert "8 MB (0 synchronous iterations, 2 outer steps); synchronous training: 80 MB, 10.0 x as much" in said
+def test_verdict_compares_at_the_lowest_loss_that_both_have_reached() -> None:
+    sooner, tokens = verdict(_SLOW, curve((2, 4.0), (4, 3.0), (6, 2.5)))
+    # Synchronous training passed 2.5 half way between 20 s and 30 s.
+    assert sooner == "Pier reached a validation loss of 2.500 4.2 x sooner: after 6 s, synchronous AdamW after 25 s"
+    assert tokens == "After the same tokens: 2.500 and 2.000 nats per byte, Pier +0.500, in 6 s and 30 s"
 
 
-def test_report_on_a_low_bit_exchange_compares_no_bytes(demo) -> None:
-    arguments = {"pier_groups": 2, "pier_sync_interval": 10, "pier_lazy_start_iters": 0, "pier_exchange_dtype": "int8"}
-    said = demo("", pier=True, **arguments)
-    assert "Crossed the groups in 2 outer steps, all ranks together: 8 MB" in said
+def test_verdict_does_not_flatter() -> None:
+    sooner, _ = verdict(_SLOW, curve((40, 4.0), (60, 2.0)))
+    assert sooner == "Pier reached a validation loss of 2.000 no sooner: after 60 s, synchronous AdamW after 30 s"
+
+
+def test_curve_leaves_the_test_loss_out(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    for name, step, value, when in (
+        ("lm loss", 10, 5.0, 100),
+        ("lm loss validation", 20, 4.0, 120),
+        ("lm loss validation", 40, 3.0, 140),
+        ("lm loss validation", 40, 9.0, 150),
+    ):
+        writer.add_scalar(name, value, step, walltime=when)
+    writer.close()
+    found = report.curve(TensorBoardLog(tmp_path), "lm loss validation")
+    assert found == Curve([20, 40], [20.0, 40.0], [4.0, 3.0])
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[EmulatedNodes]:
+    try:
+        with EmulatedNodes(2) as emulated:
+            yield emulated
+    except NoNetworkError as error:
+        pytest.skip(str(error))
+
+
+_SERVER = """
+import socket
+connection, _ = socket.create_server(("0.0.0.0", 5000)).accept()
+while connection.recv(2**16):
+    pass
+"""
+_CLIENT = """
+import socket, sys, time
+from pier_megatron.cpu.nodes import sent_bytes
+while True:
+    try:
+        connection = socket.create_connection((sys.argv[1], 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.1)
+begin, before = time.monotonic(), sent_bytes()
+connection.sendall(bytes(4_000_000))
+connection.shutdown(socket.SHUT_WR)
+connection.recv(1)
+print(time.monotonic() - begin, sent_bytes() - before)
+"""
+
+
+def test_emulated_link_has_its_rate(two_nodes: EmulatedNodes, tmp_path: Path) -> None:
+    two_nodes.set_rate(40)
+    with (tmp_path / "log").open("w+") as log:
+        serve, ask = ([sys.executable, "-c", code, two_nodes.address(0)] for code in (_SERVER, _CLIENT))
+        with two_nodes.running_on(0)(serve, log, {}), two_nodes.running_on(1)(ask, log, {}) as client:
+            assert client.wait(30) == 0
+        log.seek(0)
+        seconds, sent = map(float, log.read().split())
+    assert 4_000_000 < sent < 4_400_000
+    # 4 MB at 40 Mbit/s; a link without a limit takes a few hundredths of it.
+    assert seconds > 0.5
+
+
+def test_what_runs_ends_with_all_that_it_has_started() -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(100)"
+    starts = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(100)"
+    with nodes.running([sys.executable, "-c", starts], subprocess.DEVNULL, {}) as process:
+        deadline = time.monotonic() + 10
+        while not (children := psutil.Process(process.pid).children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert process.returncode == -signal.SIGTERM
+    assert psutil.wait_procs(children, 10)[1] == []
+
+
+def test_machine_without_tools_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NoNetworkError, match="ip and tc not found: install iproute2"), EmulatedNodes(2):
+        pass
+
+
+def test_progress_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pier_megatron.commands.demo.machine import _follow
+
+    log = tmp_path / "log"
+    log.write_text(" [2026-11-22] iteration       50/     300 | consumed | lm loss: 2.9553E+00 | grad norm\n")
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
+    _follow([process], log)
+    assert "iteration 50 of 300, loss 2.955" in capsys.readouterr().out

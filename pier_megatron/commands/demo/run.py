@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pier_megatron.commands.demo import corpus, report
 from pier_megatron.commands.demo.machine import this_machine
+from pier_megatron.cpu.emulation import silence_missing_extensions
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
 _MODEL = (
@@ -48,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         print("Writing the sources of Python's standard library as bytes into Megatron's dataset format ...", flush=True)
+        silence_missing_extensions()
         data = corpus.write(output / "corpus")
         with this_machine(options.rate) as machine:
             print(machine.description, flush=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.random_states import random_states
 from pier_megatron.outer import Snapshot
@@ -77,7 +78,21 @@ class Saving:
         }
         entry["objects"] = sharded_object(place.group, place.ranks.rank(), objects, copy=(0, 0))
         entry["tensors"] = place.sharded_tensors(place.exact_tensors(snapshot))
+        if versions.megatron_args().async_save:
+            _copy_host_memory(entry)
         if snapshot["is_local"] and place.group > 0:
             # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
             stock = without_sharded(stock)
         return {**stock, ENTRY: entry}
+
+
+def _copy_host_memory(state: dict[Any, Any]) -> None:
+    """Replaces sharded tensors in host memory by copies, for a save that goes on behind training.
+
+    What is on a device Megatron copies before training goes on. A buffer on the host it would give to the process that writes:
+    moved out of pinned into shared memory, and read while the next outer steps change it.
+    """
+    mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
+    for value in versions.require("megatron.core.dist_checkpointing.dict_utils", "nested_values")(state):
+        if isinstance(value, mapping.ShardedTensor | mapping.ShardedTensorFactory) and value.data.device.type == "cpu":
+            value.data = value.data.clone()
