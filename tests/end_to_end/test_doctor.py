@@ -164,8 +164,8 @@ def test_plan(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) 
     assert plan["bytes between groups per outer step and rank"] == pytest.approx(8 * 3 / 4 * plan["parameters per rank"] / 2)
     owned = plan["parameters per rank"] / 2
     assert plan["memory"]["outer state, --pier-offload to move it"] == pytest.approx(8 * owned)
-    # Of 16 MiB each: four on the wire, one in hand, one staged ahead; the pseudo-gradient and its mean.
-    assert plan["memory"]["chunks of an outer step on their way"] == pytest.approx(2 * 6 * 16 * 2**20)
+    # Of 64 MiB each, and there are only two; the pseudo-gradient and its mean.
+    assert plan["memory"]["chunks of an outer step on their way"] == pytest.approx(2 * 2 * 64 * 2**20)
     sizes = list(map(int, plan["scaling"]))
     assert sizes == [plan["gpus"] // 4 * 2**power for power in range(len(sizes))]
     assert plan["scaling"][str(plan["gpus"])]["synchronous"] == plan["modes"]["synchronous"]
