@@ -208,22 +208,30 @@ def _table(rate: float, rows: list[dict[str, Any]]) -> str:
 
 
 def _plot(path: Path, rows: dict[float, list[dict[str, Any]]]) -> None:
+    """Draws how many times as long as without a network an iteration takes, a panel for each rate."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [row["name"] for row in next(iter(rows.values()))]
-    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
-    height = 0.8 / len(rows)
-    for index, (rate, found) in enumerate(rows.items()):
-        positions = [place + index * height for place in range(len(names))]
-        axes.barh(positions, [row["best"] * 1e3 for row in found], height, label=f"{rate:g} Mbit/s")
-    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names)
-    axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="mean iteration of the best interval, outer steps included (ms)")
-    axes.legend()
-    axes.grid(axis="x", alpha=0.3)
+    figure, panels = pyplot.subplots(
+        1, len(rows), figsize=(4 * len(rows) + 2, 5), sharey=True, layout="constrained", squeeze=False
+    )
+    for axes, (rate, found) in zip(panels.flat, sorted(rows.items(), reverse=True), strict=True):
+        limit = next(row["best"] for row in found if row["name"] == _LIMIT)
+        shown = [row for row in found if row["name"] not in _ALONE]
+        times = [row["best"] / limit for row in shown]
+        colors = ["tab:gray" if "stock" in row["name"] or "lazy" in row["name"] else "tab:blue" for row in shown]
+        bars = axes.barh([row["name"] for row in shown], times, color=colors)
+        axes.bar_label(bars, fmt="%.2f", padding=3)
+        axes.axvline(1, color="black", linewidth=1, label="without a network")
+        axes.set(title=f"{rate:g} Mbit/s", xlim=(0, 1.15 * max(times)))
+        axes.grid(axis="x", alpha=0.3)
+    panels[0, 0].invert_yaxis()
+    panels[0, 0].legend(loc="lower right")
+    figure.supxlabel(
+        "mean iteration, outer steps included, in iterations of one group alone (best interval)", fontsize="medium"
+    )
     figure.savefig(path, dpi=120)
 
 

@@ -173,10 +173,12 @@ def _plot(results: Results, path: Path) -> None:
                 places, means, spreads = zip(*points, strict=True)
                 axis.errorbar(places, means, spreads, marker="o", capsize=3, color=colors[method], label=method)
         values = [changes[varied] for changes in table.variants.values()]
-        axis.set(xscale="log", xlabel=varied, ylabel="final loss above synchronous AdamW, nats per byte")
+        named = {"groups": "groups", "interval": "iterations between outer steps"}[varied]
+        axis.set(xscale="log", xlabel=named, ylabel="final loss above synchronous AdamW, nats per byte")
         axis.set_xticks(values, labels=[str(value) for value in values])
         axis.minorticks_off()
-        axis.axhline(0, color="black", linewidth=0.8)
+        axis.axhline(0, color="black", linewidth=1.5, label="synchronous AdamW")
+        axis.set_ylim(bottom=-0.02)
         axis.legend()
         axis.grid(alpha=0.3)
     shown = [Row(method, 1) for method in METHODS]

@@ -331,7 +331,8 @@ def main() -> None:
             if not run["fails"]:
                 raise
             said = [str(error), *getattr(error, "__notes__", ())]
-            torch.save({"error": f"{type(error).__name__}: {' '.join(said)}", "group": 0}, record)
+            failed = {"error": f"{type(error).__name__}: {' '.join(said)}", "group": 0}
+            torch.save(recorder.record | failed, record)
         else:
             assert not run["fails"], f"{name} should have failed"
             recorder.finish(record)
