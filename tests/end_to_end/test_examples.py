@@ -83,7 +83,8 @@ def examine(commands: list[list[str]], megatron: Path | None = None) -> Iterator
     path = [str(folder) for folder in (megatron, REPOSITORY) if folder]
     process = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        # As train.sh, which sets it for doctor and job.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         input=json.dumps(commands),
         capture_output=True,
         text=True,
