@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from pier_megatron.commands.demo import corpus, report
@@ -58,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
                 folder = output / name
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-                status = machine.train([*_arguments(options, data, folder), *optimizer, *options.arguments], folder)
+                given = options.arguments if name == "pier" else _without_pier(options.arguments)
+                status = machine.train([*_arguments(options, data, folder), *optimizer, *given], folder)
                 if status:
                     return status
         print(report.summarise(output, options.rate if machine.nodes else None))
@@ -66,6 +68,16 @@ def run(options: argparse.Namespace) -> int:
         print("\nInterrupted: all processes and emulated links are gone.")
         return 130
     return 0
+
+
+def _without_pier(arguments: Sequence[str]) -> list[str]:
+    """Arguments without the flags of Pier and their values."""
+    kept, is_kept = [], True
+    for argument in arguments:
+        if argument.startswith("--"):
+            is_kept = not argument.startswith("--pier-")
+        kept += [argument] if is_kept else []
+    return kept
 
 
 def _arguments(options: argparse.Namespace, data: tuple[Path, Path], folder: Path) -> list[str]:
