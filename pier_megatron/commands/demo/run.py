@@ -16,7 +16,7 @@ _MODEL = (
     "--hidden-dropout 0 --attention-dropout 0 --bf16 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 16"
 ).split()
 _TRAINING = (
-    "--micro-batch-size 8 --global-batch-size 16 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine "
+    "--micro-batch-size 8 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
     "--lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --eval-iters 8 "
     "--log-interval 10 --tensorboard-log-interval 10"
 ).split()
@@ -30,7 +30,7 @@ _EVALUATIONS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's own flags."""
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for what it writes (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=400, help="length of both trainings (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=300, help="length of both trainings (%(default)s)")
     parser.add_argument("--sync-interval", type=int, default=20, help="iterations between outer steps (%(default)s)")
     parser.add_argument("--preset", default="pier-rising", help="outer schedule, as --pier-preset (%(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and data order (%(default)s)")
@@ -83,7 +83,7 @@ def _without_pier(arguments: Sequence[str]) -> list[str]:
 def _arguments(options: argparse.Namespace, data: tuple[Path, Path], folder: Path) -> list[str]:
     train, validation = data
     # After an outer step, where evaluation sees what is trained.
-    interval = max(options.iterations // options.sync_interval // _EVALUATIONS, 1) * options.sync_interval
+    interval = max(round(options.iterations / options.sync_interval / _EVALUATIONS), 1) * options.sync_interval
     return [
         *_MODEL,
         *_TRAINING,
