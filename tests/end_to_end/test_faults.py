@@ -1,8 +1,11 @@
 """What happens to jobs on clusters, and what is left of them: nothing is lost beyond the last save, nothing hangs."""
 
+import contextlib
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import ITERATIONS, Job, differing, outer_checksums
 
@@ -10,6 +13,18 @@ pytestmark = pytest.mark.processes
 
 _SAVING = "--save-interval 8"
 _BEHIND_TRAINING = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
+
+
+def _orphans() -> list[str]:
+    """Processes that this test has started, and whose parents are gone, some seconds after the last job has ended."""
+    time.sleep(2)
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            of_test = process.environ().get("PYTEST_CURRENT_TEST", "").startswith("tests/end_to_end/test_faults.py")
+            if of_test and process.ppid() == 1 and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+    return found
 
 
 def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
@@ -56,9 +71,11 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert job.last_saved() in (20, ITERATIONS)
     seen |= attempt.losses()
 
-    # torchrun starts it again by itself.
+    # torchrun starts it again by itself, and the rank that was killed leaves no helper behind.
     attempt = job.run(
-        faults=[{"fault": "dies in the exchange", "rank": 0, "iteration": 20}], restarts=1, flags="--ckpt-step 16"
+        faults=[{"fault": "dies in the exchange", "rank": 0, "iteration": 20}],
+        restarts=1,
+        flags=f"{_BEHIND_TRAINING} --ckpt-step 16",
     )
     assert attempt.wait() == 0, attempt.log[-5000:]
     assert attempt.log.count("Pier goes on exactly from iteration 16") == 2
@@ -75,6 +92,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert job.last_saved() == ITERATIONS
     assert outer_checksums(job, ITERATIONS) == outer_checksums(undisturbed, ITERATIONS)
     assert differing(job.weights(ITERATIONS), undisturbed.weights(ITERATIONS)) == []
+    assert _orphans() == []
 
 
 def test_all_groups_bad_is_a_clear_stop(tmp_path: Path, corpus: tuple[Path, Path]) -> None:

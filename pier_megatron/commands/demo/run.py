@@ -16,8 +16,8 @@ _MODEL = (
     "--hidden-dropout 0 --attention-dropout 0 --bf16 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 16"
 ).split()
 _TRAINING = (
-    "--micro-batch-size 8 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
-    "--lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --eval-iters 8 "
+    "--micro-batch-size 4 --global-batch-size 8 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
+    "--lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --eval-iters 24 "
     "--log-interval 10 --tensorboard-log-interval 10"
 ).split()
 
@@ -46,8 +46,9 @@ def run(options: argparse.Namespace) -> int:
     pier = ["--optimizer", "pier", "--pier-groups", "2", "--pier-preset", options.preset]
     pier += ["--pier-sync-interval", str(options.sync_interval)]
     runs = {"synchronous": _SYNCHRONOUS, "pier": pier}
-    # Whoever is asked to end this way shall clean up as at Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Asked to end in either way, and also in the background of a shell, which ignores the first: clean up.
+    for asked in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(asked, signal.default_int_handler)
     try:
         print("Writing the sources of Python's standard library as bytes into Megatron's dataset format ...", flush=True)
         silence_missing_extensions()

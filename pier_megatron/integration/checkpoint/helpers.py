@@ -1,10 +1,12 @@
-"""The processes that help Megatron save, and the signal that makes a run save and end.
+"""The processes that help Megatron save: they outlive the signal that makes a run save and end, and never their rank.
 
-torchrun and Slurm send it to every process of a rank. With ``--exit-signal-handler`` the rank goes on to where the groups meet,
-and saves; without its helpers that save fails, or never ends.
+torchrun and Slurm send the signal to every process of a rank. With ``--exit-signal-handler`` the rank goes on to where the
+groups meet, and saves; without its helpers that save fails, or never ends. A rank that is killed would leave its persistent
+worker behind, with memory of the GPU, and the job could not start again.
 """
 
 import atexit
+import ctypes
 import multiprocessing
 import signal
 from collections.abc import Callable
@@ -14,11 +16,20 @@ from typing import Any
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import uses_pier
 
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+
 
 def install() -> None:
-    """Lets helpers outlive the signal."""
+    """Lets helpers live as long as they are needed."""
     versions.wrap("megatron.training.initialize", "init_persistent_async_worker", _start_deaf)
-    versions.wrap("megatron.core.dist_checkpointing.strategies.filesystem_async", "get_write_results_queue", _start_deaf)
+    versions.wrap(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", _start_deaf)
+    versions.wrap(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", _end_with_the_rank)
+
+
+def _end_with_the_rank(async_loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The worker's main function: has the kernel (Linux's prctl, PR_SET_PDEATHSIG) kill it when its rank dies."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    return async_loop(*args, **kwargs)
 
 
 def _start_deaf(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
