@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from pier_megatron.errors import PierConfigError
+from pier_megatron.errors import PierConfigError, division, no_multiple
 from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.schedules import PRESETS, Preset, value_at
 
@@ -164,7 +164,7 @@ class PierConfig:
             if self.lazy_start_iters < 0:
                 raise PierConfigError(f"{given}: must not be negative.")
             if self.lazy_start_iters % interval:
-                raise _no_multiple(given, self.lazy_start_iters, interval, "the momentum warmup ends on a sync iteration")
+                raise no_multiple(given, self.lazy_start_iters, interval, "the momentum warmup ends on a sync iteration")
         else:
             target = self.lazy_start_fraction * steps
             given = f"--pier-lazy-start-fraction {self.lazy_start_fraction} of --train-iters {steps}"
@@ -297,7 +297,7 @@ class PierConfig:
         )
         raise PierConfigError(
             f"--pier-groups {self.groups} does not divide the data-parallel size {data_parallel_size} "
-            f"({_division(data_parallel_size, self.groups)}): every group needs the same number of whole model "
+            f"({division(data_parallel_size, self.groups)}): every group needs the same number of whole model "
             f"replicas{cut}. Use one of {', '.join(map(str, divisors))}."
         )
 
@@ -326,7 +326,7 @@ class PierConfig:
         if interval % self.sync_interval == 0 or interval > self.train_iters:
             return
         why = f"{purpose} would find groups whose parameters have drifted apart"
-        raise _no_multiple(f"{flag} {interval}", interval, self.sync_interval, why, remedy)
+        raise no_multiple(f"{flag} {interval}", interval, self.sync_interval, why, remedy)
 
     def warnings(self) -> list[str]:
         """What is allowed but likely to disappoint, one sentence each."""
@@ -345,15 +345,3 @@ class PierConfig:
     def momentum_horizon(self) -> float:
         """``H / (1 - mu) / T`` with the final ``mu``: the share of the run that the outer momentum remembers."""
         return self.sync_interval / (1 - self.momentum_at(self.train_iters)) / self.train_iters
-
-
-def _division(value: int, by: int) -> str:
-    return f"{value} = {value // by} x {by} + {value % by}"
-
-
-def _no_multiple(given: str, value: int, interval: int, why: str, remedy: str = "") -> PierConfigError:
-    lower = value // interval * interval
-    return PierConfigError(
-        f"{given} is no multiple of --pier-sync-interval {interval} ({_division(value, interval)}): {why}. "
-        f"Use {f'{lower} or ' if lower else ''}{lower + interval}{remedy}."
-    )

@@ -6,3 +6,17 @@ class PierConfigError(ValueError):
 
     Its message names the flag, its value, the arithmetic and a remedy, because it is read at 3 a.m. next to a failed job.
     """
+
+
+def division(value: int, by: int) -> str:
+    """Writes a division with its remainder, as messages show it."""
+    return f"{value} = {value // by} x {by} + {value % by}"
+
+
+def no_multiple(given: str, value: int, interval: int, why: str, remedy: str = "") -> PierConfigError:
+    """The error for an interval, ``given`` as a flag and its value, that is no multiple of the sync interval."""
+    lower = value // interval * interval
+    return PierConfigError(
+        f"{given} is no multiple of --pier-sync-interval {interval} ({division(value, interval)}): {why}. "
+        f"Use {f'{lower} or ' if lower else ''}{lower + interval}{remedy}."
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pier_megatron.config import PierConfig, flag_of
-from pier_megatron.errors import PierConfigError
+from pier_megatron.errors import PierConfigError, division
 from pier_megatron.integration import refusals, versions
 
 _PREFIX = "pier_"
@@ -125,7 +125,7 @@ def _number_of_domains(ranks: int | None) -> int | None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 1 or world % ranks:
         divisors = [n for n in range(1, world + 1) if world % n == 0]
-        arithmetic = f": {world} = {world // ranks} x {ranks} + {world % ranks}" if ranks > 0 else ""
+        arithmetic = f": {division(world, ranks)}" if ranks > 0 else ""
         raise PierConfigError(
             f"--pier-ranks-per-domain {ranks} does not divide the world size {world}{arithmetic}. Every fast network needs the "
             f"same number of ranks: use one of {', '.join(map(str, divisors))}."
