@@ -94,7 +94,10 @@ def _execute(script: Path, namespace: dict[str, object]) -> None:
 
 
 if __name__ == "__mp_main__":
+    from pier_megatron.integration.checkpoint.helpers import end_with_parent
+
     # A helper process: what the script defines at module level may be unpickled here.
+    end_with_parent()
     _script = Path(os.environ[_SCRIPT_VARIABLE])
     _prepare(_script)
     _execute(_script, globals())

@@ -117,5 +117,5 @@ def test_anything_goes(ranks: Ranks) -> None:
 
     Here.ranks = ranks
     health = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    how = settings(max_examples=40, stateful_step_count=6, deadline=None, suppress_health_check=health, derandomize=True)
+    how = settings(max_examples=30, stateful_step_count=6, deadline=None, suppress_health_check=health, derandomize=True)
     run_state_machine_as_test(Here, settings=how)

@@ -71,7 +71,7 @@ def summarise(output: Path, megabits: float | None) -> str:
             *said,
             f"Picture:     {output / 'loss.png'}",
             f"TensorBoard: tensorboard --logdir {output}",
-            f"Checkpoints: {output / 'synchronous' / 'checkpoint'}, {output / 'pier' / 'checkpoint'}",
+            f"Checkpoint:  {output / 'pier' / 'checkpoint'}",
         ]
     )
 

@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs the demo; returns the exit status."""
     output: Path = options.output.resolve()
     pier = ["--optimizer", "pier", "--pier-groups", "2", "--pier-preset", options.preset]
-    pier += ["--pier-sync-interval", str(options.sync_interval)]
+    pier += ["--pier-sync-interval", str(options.sync_interval), "--save-interval", str(options.iterations)]
+    pier += ["--save", str(output / "pier" / "checkpoint")]
     runs = {"synchronous": _SYNCHRONOUS, "pier": pier}
     # Asked to end in either way, and also in the background of a shell, which ignores the first: clean up.
     for asked in (signal.SIGINT, signal.SIGTERM):
@@ -89,7 +90,6 @@ def _arguments(options: argparse.Namespace, data: tuple[Path, Path], folder: Pat
         *_MODEL,
         *_TRAINING,
         *("--vocab-size", str(corpus.VOCABULARY), "--train-iters", str(options.iterations), "--seed", str(options.seed)),
-        *("--eval-interval", str(interval), "--save-interval", str(options.iterations)),
+        *("--eval-interval", str(interval), "--tensorboard-dir", str(folder / "tensorboard")),
         *("--train-data-path", str(train), "--valid-data-path", str(validation), "--test-data-path", str(validation)),
-        *("--save", str(folder / "checkpoint"), "--tensorboard-dir", str(folder / "tensorboard")),
     ]

@@ -8,7 +8,10 @@ worker behind, with memory of the GPU, and the job could not start again.
 import atexit
 import ctypes
 import multiprocessing
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
@@ -19,29 +22,50 @@ from pier_megatron.integration.arguments import uses_pier
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
+# Whether processes that are forked now are helpers.
+_is_starting = False
+
+
 def install() -> None:
     """Lets helpers live as long as they are needed."""
-    versions.wrap("megatron.training.initialize", "init_persistent_async_worker", _start_deaf)
-    versions.wrap(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", _start_deaf)
+    versions.wrap("megatron.training.initialize", "init_persistent_async_worker", _start)
+    versions.wrap(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", _start)
     versions.wrap(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", _end_with_the_rank)
+    os.register_at_fork(after_in_child=lambda: end_with_parent() if _is_starting else None)
 
 
 def _end_with_the_rank(async_loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The worker's main function: has the kernel (Linux's prctl, PR_SET_PDEATHSIG) kill it when its rank dies."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    """The worker's main function; between it and the rank there may be a server that forks."""
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        threading.Thread(target=_end_with, args=(rank,), daemon=True).start()
     return async_loop(*args, **kwargs)
 
 
-def _start_deaf(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _end_with(process: Any) -> None:
+    process.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when its parent dies: Linux's prctl, PR_SET_PDEATHSIG. Elsewhere nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _start(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _is_starting
     settings = versions.megatron_args()
-    if not (uses_pier(settings) and settings.exit_signal_handler):
+    if not uses_pier(settings):
         return start(*args, **kwargs)
-    # Python's own helper, which would take the signal off the mask that children inherit.
+    # Python's own helper, which would take a signal off the mask that children inherit.
     resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {settings.exit_signal})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {settings.exit_signal} if settings.exit_signal_handler else ())
+    _is_starting = True
     try:
         return start(*args, **kwargs)
     finally:
+        _is_starting = False
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         atexit.unregister(_end_helpers)
         atexit.register(_end_helpers)
