@@ -126,20 +126,15 @@ def _draw(
     for name, log in logs.items():
         color = {"synchronous": "tab:gray", "pier": "tab:blue"}[name]
         per_iteration = float(log.arguments["global_batch_size"]) * float(log.arguments["seq_length"]) / 1e6
-        for found, style in (
-            (curve(log, _LOSS), {"alpha": 0.35, "linewidth": 1}),
-            (validation[name], {"marker": "o", "markersize": 4, "label": _NAMES[name]}),
-        ):
-            over_time.plot(found.seconds, found.losses, color=color, **style)
-            over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, color=color, **style)
+        found = validation[name]
+        over_time.plot(found.seconds, found.losses, color=color, marker="o", label=_NAMES[name])
+        over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, color=color, marker="o")
     link = "" if megabits is None else f", {megabits:g} Mbit/s between two nodes"
-    over_time.set(xlabel=f"seconds of training{link}", ylabel="loss, nats per byte", xlim=(0, None))
+    over_time.set(xlabel=f"seconds of training{link}", ylabel="validation loss, nats per byte", xlim=(0, None))
     over_tokens.set(xlabel="tokens, in millions", xlim=(0, None))
-    lowest = min(min(found.losses) for found in validation.values())
-    over_time.set_ylim(0.95 * lowest, max(found.losses[0] for found in validation.values()) + 0.1)
     for axes in (over_time, over_tokens):
         axes.grid(alpha=0.3)
-    over_tokens.legend(title="validation (dots), training")
+    over_time.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
