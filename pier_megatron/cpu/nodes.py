@@ -164,9 +164,9 @@ def running(
             process.wait()
 
 
-def sent_bytes(holder: int | str = "self") -> int:
-    """Bytes that the node of a process has sent over its link, packet headers included; 0 outside of all nodes."""
-    for line in Path(f"/proc/{holder}/net/dev").read_text().splitlines():
+def sent_bytes() -> int:
+    """Bytes that the node of this process has sent over its link, packet headers included; 0 outside of all nodes."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
             return int(counters.split()[8])

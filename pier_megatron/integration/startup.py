@@ -77,9 +77,8 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
     parameters = sum(state.numel for state in states)
     sent = sum(exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for state in states for chunk in state.chunks)
     synchronous = round(8 * parameters * (exchange.size - 1) / exchange.size)
-    owned = [state.numel for state in states]
     is_pinned = loop.device.type == "cuda"
-    size = sum(host_bytes(config, numel, is_pinned) for numel in owned) if config.offload else sum(s.nbytes for s in states)
+    size = sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states)
     chunk_mib = config.chunk_mib_on(loop.device.type)
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",

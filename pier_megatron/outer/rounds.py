@@ -13,7 +13,7 @@ from torch import Tensor
 from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.staging import OWN, SHARED, Buffers, Staged, Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, sum_of_bits
+from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, state_names, sum_of_bits
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import Verdicts
 
@@ -23,7 +23,7 @@ PIPELINE_DEPTH = 4
 PRODUCTS = 4
 """Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
 
-_STATE = (*COMMON, RESIDUAL)
+_STATE = state_names(has_residual=True)
 
 # Each round compares the groups' anchors in one of so many parts of what it has changed.
 _PARTS_TO_COMPARE = 16

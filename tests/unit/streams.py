@@ -51,6 +51,11 @@ class _Access:
     operation: str
 
 
+def is_view(operation: Any) -> bool:
+    """Whether an operation of the dispatcher only looks at memory in another way."""
+    return any(returned.alias_info and not returned.alias_info.is_write for returned in operation._schema.returns)
+
+
 class RaceDetector(TorchDispatchMode):
     """Finds races inside a ``with`` block.
 
@@ -93,11 +98,9 @@ class RaceDetector(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if is_view(func):
+            return result  # Nothing is read.
         arguments = func._schema.arguments
-        if not any(argument.alias_info and argument.alias_info.is_write for argument in arguments) and any(
-            returned.alias_info for returned in func._schema.returns
-        ):
-            return result  # A view: nothing is read.
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         touched = [
             (tensor, bool(argument.alias_info and argument.alias_info.is_write))

@@ -79,8 +79,7 @@ def summarise(output: Path, megabits: float | None) -> str:
 def verdict(synchronous: Curve, pier: Curve) -> list[str]:
     """How much sooner, and at what price: of the lowest validation loss that both have reached."""
     loss = max(min(synchronous.losses), min(pier.losses))
-    times = {name: found.seconds_to(loss) for name, found in (("synchronous", synchronous), ("pier", pier))}
-    slow, fast = times["synchronous"], times["pier"]
+    slow, fast = synchronous.seconds_to(loss), pier.seconds_to(loss)
     assert slow is not None
     assert fast is not None
     gap = pier.losses[-1] - synchronous.losses[-1]
