@@ -4,6 +4,7 @@ Every check names the flag, its value, the arithmetic and a remedy, because it i
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -69,6 +70,24 @@ class PierConfig:
         None,
         "Constant outer momentum coefficient, in [0, 1), in place of the preset's schedule, momentum warmup included. "
         "Default: the preset's.",
+    )
+    subgroup_size: int | None = _setting(
+        None,
+        "Number of groups that meet at an outer step, drawn anew for each: NoLoCo (arXiv 2506.10911). Default: all, or 2 with "
+        "--pier-preset noloco.",
+        metavar="N",
+    )
+    subgroup_gamma: float | None = _setting(
+        None,
+        "How strongly slow weights are pulled to the mean of the groups that meet, NoLoCo's gamma. Default: the outer learning "
+        "rate, with which half as many bytes cross in FP32.",
+        metavar="GAMMA",
+    )
+    subgroup_seed: int = _setting(0, "Of the drawing.", metavar="SEED")
+    evaluate_mean: bool = _setting(
+        False,
+        "Where groups never agree, evaluate the mean of their slow weights, at the cost of an all-reduce of the parameters. "
+        "Default: each its own, and log mean and spread of the losses.",
     )
     overlap: int = _setting(
         0,
@@ -153,9 +172,34 @@ class PierConfig:
                 f"{self.fragments}: groups then never hold the same parameters, and what all but the first have learned since "
                 "their last outer step would be lost. Save all."
             )
+        self._check_subgroups()
         if not 0 <= self.lazy_start_fraction < 1:
             raise PierConfigError(f"--pier-lazy-start-fraction {self.lazy_start_fraction}: must be in [0, 1).")
         self._check_lazy_start()
+
+    def _check_subgroups(self) -> None:
+        if self.subgroup_size is not None and not 2 <= self.subgroup_size <= self.groups:
+            raise PierConfigError(
+                f"--pier-subgroup-size {self.subgroup_size}: must be from 2 to --pier-groups {self.groups}, or left out for "
+                "outer steps of all groups together."
+            )
+        if self.subgroup is None:
+            for name in ("subgroup_gamma", "evaluate_mean"):
+                if getattr(self, name) not in (None, False):
+                    raise PierConfigError(
+                        f"{flag_of(name)} is for runs in which groups never agree, but all groups of this one meet at every "
+                        "outer step: drop it, or add --pier-preset noloco or --pier-subgroup-size."
+                    )
+            return
+        if self.subgroup_gamma is not None and not self.subgroup_gamma >= 0:
+            raise PierConfigError(
+                f"--pier-subgroup-gamma {self.subgroup_gamma}: must not be negative, which drives groups apart."
+            )
+        if self.save_inner_state == "first":
+            raise PierConfigError(
+                "--pier-save-inner-state first cannot be used where groups never agree (--pier-preset noloco or "
+                "--pier-subgroup-size): each has weights and outer momentum of its own, which would be lost. Save all."
+            )
 
     def _check_lazy_start(self) -> None:
         steps, interval = self.train_iters, self.sync_interval
@@ -194,6 +238,29 @@ class PierConfig:
     def has_error_feedback(self) -> bool:
         """Whether what a low-bit exchange rounds away is kept for the next one."""
         return not (self.codec.lossless or self.no_error_feedback)
+
+    @property
+    def subgroup(self) -> int | None:
+        """How many groups meet at an outer step; None if all do and agree."""
+        size = self.subgroup_size or self._preset.subgroup_size
+        return None if size is None else min(size, self.groups)
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether groups that meet send their pseudo-gradients, and their slow weights apart from them, ahead.
+
+        With gamma = eta the sum of parameters says all. But those cross the groups exactly or not at all.
+        """
+        return self.subgroup_gamma is not None or not self.codec.lossless
+
+    @property
+    def pulls(self) -> bool:
+        """Whether slow weights cross the groups, ahead of the outer step that needs them."""
+        return self.subgroup is not None and self.sends_differences and self.subgroup_gamma != 0
+
+    def pull_at(self, iteration: int) -> float:
+        """``gamma / eta(t)``, what the momentum takes of the distance of slow weights to the mean of those that meet."""
+        return 1.0 if self.subgroup_gamma is None else self.subgroup_gamma / self.learning_rate_at(iteration)
 
     def chunk_mib_on(self, device_type: str) -> int:
         """Size in MiB of the pieces in which buffers on a ``cpu`` or a ``cuda`` device are exchanged.
@@ -245,11 +312,16 @@ class PierConfig:
         begin, end = ((self.fragments * n) // self.sync_interval for n in (through - 1, through))
         return range(begin, end)
 
+    def next_outer_step(self, fragment: int, iteration: int) -> int | None:
+        """The iteration after which a fragment's next outer step begins, later than ``iteration``; None if there is none."""
+        later = range(iteration + 1, min(iteration + self.sync_interval, self.train_iters) + 1)
+        return next((t for t in later if fragment in self.fragments_due(t)), None)
+
     def is_synchronised(self, iteration: int) -> bool:
         """Whether all groups hold the same parameters at the end of ``iteration`` (1-based)."""
         if self.is_lazy(iteration) or iteration == self.train_iters:
             return True
-        return self.overlap == 0 and self.fragments == 1 and self.is_outer_step(iteration)
+        return self.subgroup is None and self.overlap == 0 and self.fragments == 1 and self.is_outer_step(iteration)
 
     def outer_steps(self) -> Iterator[int]:
         """The iterations after which an outer step begins, in order."""
@@ -340,7 +412,24 @@ class PierConfig:
                 f"{horizon:.0%} of this run (the paper's runs: about 0.5 %). Expect it to overshoot; --pier-preset pier-rising "
                 "is made for few outer steps; a shorter --pier-sync-interval or a lower --pier-outer-momentum helps too."
             )
-        return found
+        return found + self._warnings_of_subgroups()
+
+    def _warnings_of_subgroups(self) -> list[str]:
+        """What arXiv 2506.10911 says of its constants: within them the spread of the groups stays bounded."""
+        n = self.subgroup
+        if n is None or self.groups == 1 or (n == self.groups and self.subgroup_gamma == 0):
+            return []
+        for step in self.outer_steps():
+            alpha = self.momentum_at(step)
+            gamma = self.pull_at(step) * self.learning_rate_at(step)
+            low, high = (math.sqrt(n / (2 * (n - 1)) * of) for of in (alpha**2, 2 + alpha**2))
+            if not low < gamma < high:
+                return [
+                    f"at the outer step after iteration {step} gamma = {gamma:.3g} is not between {low:.3g} and {high:.3g} "
+                    f"(outer momentum {alpha:.3g}, {n} groups that meet; arXiv 2506.10911): the groups may drift apart. Change "
+                    "--pier-subgroup-gamma, or take the momentum of --pier-preset noloco, 0.5."
+                ]
+        return []
 
     def momentum_horizon(self) -> float:
         """``H / (1 - mu) / T`` with the final ``mu``: the share of the run that the outer momentum remembers."""

@@ -2,17 +2,18 @@
 
 This is the oracle of the tests: what the distributed implementation computes must equal what this page computes.
 
-Reference: Fan & Zhang, "Pier: Efficient Large Language Model pretraining with Relaxed Global Communication",
-arXiv 2511.17849, built on DiLoCo, arXiv 2311.08105.
+References: Fan & Zhang, "Pier: Efficient Large Language Model pretraining with Relaxed Global Communication",
+arXiv 2511.17849, built on DiLoCo, arXiv 2311.08105; Kolehmainen et al., "NoLoCo", arXiv 2506.10911, where groups meet in pairs.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
+from pier_megatron.exchange.pairs import draw_subgroups
 
 Gradient = Callable[[Sequence[Tensor], int, int], Sequence[Tensor] | None]
 InnerOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -55,38 +56,40 @@ def train(
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
 
     Returns:
-        The parameters that all groups agree on after the last iteration, float64.
+        The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
+        mean of their slow weights.
     """
     groups = [[tensor.detach().to(torch.float64, copy=True) for tensor in initial] for _ in range(config.groups)]
     optimizers = [inner_optimizer(theta) for theta in groups]
-    anchor = [tensor.clone() for tensor in groups[0]]
-    momentum = [torch.zeros_like(tensor) for tensor in anchor]
-    masks = fragment_masks or [[torch.ones_like(tensor, dtype=torch.bool) for tensor in anchor]]
+    # Of each group. Where all groups meet at every outer step, all hold the same.
+    anchors = [[tensor.clone() for tensor in theta] for theta in groups]
+    momenta = [[torch.zeros_like(tensor) for tensor in anchor] for anchor in anchors]
+    masks = fragment_masks or [[torch.ones_like(tensor, dtype=torch.bool) for tensor in initial]]
     underway: list[_Exchange] = []
     restarted = [-1] * config.groups  # Iteration at whose end a group was restarted last.
 
     def land(exchange: _Exchange, t: int) -> None:
-        """Outer step of one fragment: Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite."""
-        mu, eta = config.momentum_at(exchange.begun), config.learning_rate_at(exchange.begun)
-        good = [all(bool(tensor.isfinite().all()) for tensor in theta) for theta in exchange.sent]
-        usable = [theta for theta, counts in zip(exchange.sent, good, strict=True) if counts]
-        for i, mask in enumerate(masks[exchange.fragment]):
-            delta = torch.stack([anchor[i] - theta[i] for theta in usable]).mean(0)
-            new_momentum = mu * momentum[i] + delta
-            new_anchor = anchor[i] - eta * (delta + mu * new_momentum)
-            for theta, was in zip(groups, exchange.since, strict=True):
-                # The new common point, plus the way that the group has gone meanwhile.
-                theta[i].copy_(torch.where(mask, new_anchor + (theta[i] - was[i]), theta[i]))
-            momentum[i] = torch.where(mask, new_momentum, momentum[i])
-            anchor[i] = torch.where(mask, new_anchor, anchor[i])
-        # A group that was left out is restarted as a whole, once for all exchanges that saw it in trouble.
-        for group in (group for group, counts in enumerate(good) if not counts and restarted[group] <= exchange.begun):
-            for parameter, common in zip(groups[group], anchor, strict=True):
-                parameter.copy_(common)
-            _hand_over(optimizers[good.index(True)], optimizers[group])
-            restarted[group] = t
-            for other in underway:
-                other.since[group] = [tensor.clone() for tensor in anchor]
+        """Outer step of one fragment, in each subgroup of groups that meet."""
+        for met in _meetings(config, exchange.begun):
+            good = [group for group in met if all(bool(tensor.isfinite().all()) for tensor in exchange.sent[group])]
+            for i, mask in enumerate(masks[exchange.fragment]):
+                own = {group: anchors[group][i] - exchange.sent[group][i] for group in good}
+                step = _nesterov if config.subgroup is None else _noloco
+                stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
+                for group, (new_anchor, new_momentum) in stepped.items():
+                    # The new slow weights, plus the way that the group has gone meanwhile.
+                    theta, since = groups[group][i], exchange.since[group][i]
+                    theta.copy_(torch.where(mask, new_anchor + (theta - since), theta))
+                    momenta[group][i] = torch.where(mask, new_momentum, momenta[group][i])
+                    anchors[group][i] = torch.where(mask, new_anchor, anchors[group][i])
+            # A group that was left out is restarted as a whole, once for all exchanges that saw it in trouble.
+            for group in (group for group in met if group not in good and restarted[group] <= exchange.begun):
+                for parameter, anchor in zip(groups[group], anchors[group], strict=True):
+                    parameter.copy_(anchor)
+                _hand_over(optimizers[good[0]] if good else None, optimizers[group])
+                restarted[group] = t
+                for other in underway:
+                    other.since[group] = [tensor.clone() for tensor in anchors[group]]
 
     for t in range(1, config.train_iters + 1):
         # Inner step. In the lazy start the gradient is the mean over all groups, later over the samples of one group.
@@ -105,9 +108,12 @@ def train(
         # Momentum warmup: the groups are identical, nothing is communicated, the parameters stay.
         if config.is_momentum_warmup(t):
             mu = config.momentum_at(t)
-            momentum = [mu * m + (a - p) for m, a, p in zip(momentum, anchor, groups[0], strict=True)]
+            momenta = [
+                [mu * m + (a - p) for m, a, p in zip(momentum, anchor, theta, strict=True)]
+                for momentum, anchor, theta in zip(momenta, anchors, groups, strict=True)
+            ]
         if config.is_lazy(t) and t % config.sync_interval == 0:
-            anchor = [parameter.clone() for parameter in groups[0]]
+            anchors = [[parameter.clone() for parameter in theta] for theta in groups]
 
         # Outer steps that began earlier take effect `overlap` iterations later, at the latest after the last iteration.
         is_last = t == config.train_iters
@@ -121,8 +127,50 @@ def train(
         else:
             for exchange in due:
                 land(exchange, t)
+        if is_last and config.subgroup is not None:
+            for i, of_groups in enumerate(zip(*anchors, strict=True)):
+                mean = torch.stack(of_groups).mean(0)
+                for theta, anchor in zip(groups, anchors, strict=True):
+                    theta[i].copy_(mean)
+                    anchor[i] = mean
         on_iteration(t, groups)
-    return anchor
+    return anchors[0]
+
+
+_State = tuple[Tensor, Tensor]  # Anchor and momentum of one group.
+
+
+def _nesterov(config: PierConfig, begun: int, states: Mapping[int, _State], own: Mapping[int, Tensor]) -> dict[int, _State]:
+    """Nesterov in PyTorch's form on the mean pseudo-gradient of the groups that are finite."""
+    mu, eta = config.momentum_at(begun), config.learning_rate_at(begun)
+    delta = torch.stack(list(own.values())).mean(0)
+    stepped = {}
+    for group, (anchor, momentum) in states.items():
+        new_momentum = mu * momentum + delta
+        stepped[group] = anchor - eta * (delta + mu * new_momentum), new_momentum
+    return stepped
+
+
+def _noloco(config: PierConfig, begun: int, states: Mapping[int, _State], own: Mapping[int, Tensor]) -> dict[int, _State]:
+    """Heavy ball with a pull to the mean of the anchors that meet: arXiv 2506.10911, equation 2 with the sign of equation 32.
+
+    Its ``delta`` is ``-eta * momentum`` here. A group that is not finite counts as one that has not moved.
+    """
+    alpha, eta = config.momentum_at(begun), config.learning_rate_at(begun)
+    delta = torch.stack([own.get(group, torch.zeros_like(anchor)) for group, (anchor, _) in states.items()]).mean(0)
+    mean_anchor = torch.stack([anchor for anchor, _ in states.values()]).mean(0)
+    stepped = {}
+    for group, (anchor, momentum) in states.items():
+        new_momentum = alpha * momentum + delta + config.pull_at(begun) * (anchor - mean_anchor)
+        stepped[group] = anchor - eta * new_momentum, new_momentum
+    return stepped
+
+
+def _meetings(config: PierConfig, begun: int) -> list[tuple[int, ...]]:
+    """Which groups meet in the outer steps that begin after an iteration."""
+    if config.subgroup is None:
+        return [tuple(range(config.groups))]
+    return draw_subgroups(config.groups, config.subgroup, config.subgroup_seed, begun)
 
 
 def _mean(groups: Sequence[Sequence[Tensor] | None]) -> list[Tensor] | None:
@@ -132,10 +180,10 @@ def _mean(groups: Sequence[Sequence[Tensor] | None]) -> list[Tensor] | None:
     return [torch.stack([tensor.double() for tensor in tensors]).mean(0) for tensors in zip(*known, strict=True)]
 
 
-def _hand_over(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Moments of one group for another; nothing but zeros if one of the two has not stepped yet."""
-    pairs = zip(source.param_groups, target.param_groups, strict=True)
+def _hand_over(source: torch.optim.Optimizer | None, target: torch.optim.Optimizer) -> None:
+    """Moments of one group for another; nothing but zeros if there is none, or one of the two has not stepped yet."""
+    pairs = zip((source or target).param_groups, target.param_groups, strict=True)
     for one, other in ((one, other) for of, to in pairs for one, other in zip(of["params"], to["params"], strict=True)):
         for name, moment in target.state[other].items():
             if moment.shape == other.shape:
-                moment.copy_(source.state[one][name]) if source.state[one] else moment.zero_()
+                moment.copy_(source.state[one][name]) if source and source.state[one] else moment.zero_()

@@ -4,7 +4,7 @@ Presets are data. Every length in them is a fraction of the run counted from the
 shorter lazy start shifts all break points with it.
 
 Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``),
-docs/study.md (``pier-rising``).
+arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``).
 """
 
 import dataclasses
@@ -56,12 +56,14 @@ class Preset:
         learning_rate: ``eta`` over the local phase.
         longest_horizon: ``mu`` does not rise above ``warmup_momentum`` to where ``1 / (1 - mu)`` exceeds this share of the
             local phase's outer steps; None for no such limit.
+        subgroup_size: How many groups meet at an outer step; None for all of them.
     """
 
     warmup_momentum: float | None
     momentum: tuple[Segment, ...]
     learning_rate: tuple[Segment, ...]
     longest_horizon: float | None = None
+    subgroup_size: int | None = None
 
 
 PRESETS: dict[str, Preset] = {
@@ -83,6 +85,7 @@ PRESETS: dict[str, Preset] = {
         longest_horizon=0.4,
     ),
     "diloco": Preset(warmup_momentum=None, momentum=(_constant(0.9),), learning_rate=(_constant(0.7),)),
+    "noloco": Preset(warmup_momentum=None, momentum=(_constant(0.5),), learning_rate=(_constant(0.7),), subgroup_size=2),
     "local-sgd": Preset(warmup_momentum=None, momentum=(_constant(0.0),), learning_rate=(_constant(1.0),)),
 }
 

@@ -1,6 +1,8 @@
 """How pseudo-gradients cross the groups: a communicator that carries nothing else."""
 
+import abc
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,32 +53,25 @@ class Wire:
         return self.groups == 1 or self.codec.lossless
 
 
-class GroupExchange:
-    """Collectives between the ranks that own the same parameters, one rank of each group.
+class Exchange(abc.ABC):
+    """Collectives between some groups: the ranks that own the same parameters, one of each group.
 
     Every rank must call the same methods in the same order. None of them waits for the other groups before its result is
     asked for.
 
     Attributes:
-        size: Number of groups.
-        rank: Index of this rank's group.
+        codec: What sums look like on the wire.
+        groups: The groups that meet here, by their index among all groups, in order.
+        size: How many they are.
+        rank: Of this rank's group among them.
         wire: What sums cost.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, codec: Codec = CODECS["fp32"]) -> None:
-        """Wraps the plugin's own communicator.
+    def __init__(self, codec: Codec, groups: Sequence[int], rank: int, wire: "Wire") -> None:
+        """Takes the attributes."""
+        self.codec, self.groups, self.size, self.rank, self.wire = codec, tuple(groups), len(groups), rank, wire
 
-        Args:
-            process_group: One rank of each group, in group order. None stands for a single group: there is nobody to
-                talk to.
-            codec: What sums look like on the wire.
-        """
-        self.process_group = process_group
-        self.codec = codec
-        self.size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.wire = Wire(codec, self.size)
-
+    @abc.abstractmethod
     def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":
         """Begins to sum ``vector`` over the groups.
 
@@ -88,6 +83,37 @@ class GroupExchange:
         Returns:
             The sum under way.
         """
+
+    @abc.abstractmethod
+    def gather(self, vector: Tensor) -> "Gathered":
+        """Begins to collect a short vector of each group, shape ``[n]``."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
+        """Copies the tensor of the ``source`` to the ``targets``, in place; called by all groups, by indices among them."""
+
+
+class GroupExchange(Exchange):
+    """Collectives between all groups.
+
+    Attributes:
+        process_group: One rank of each group, in group order; None if there is a single one.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, codec: Codec = CODECS["fp32"]) -> None:
+        """Wraps the plugin's own communicator.
+
+        Args:
+            process_group: One rank of each group, in group order. None stands for a single group: there is nobody to
+                talk to.
+            codec: What sums look like on the wire.
+        """
+        size, rank = (1, 0) if process_group is None else (dist.get_world_size(process_group), dist.get_rank(process_group))
+        super().__init__(codec, range(size), rank, Wire(codec, size))
+        self.process_group = process_group
+
+    def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":
+        """Begins to sum ``vector`` over all groups; see :meth:`Exchange.sum`."""
         if self.process_group is None:
             return Sum()
         if exactly or self.codec.lossless:
@@ -96,7 +122,15 @@ class GroupExchange:
 
     def gather(self, vector: Tensor) -> "Gathered":
         """Begins to collect a short vector of each group, shape ``[n]``."""
-        return Gathered(self, vector)
+        vectors = [vector.clone() for _ in range(self.size)]
+        if self.process_group is None:
+            return Gathered(vectors)
+        return Gathered(vectors, [dist.all_gather(vectors, vector, group=self.process_group, async_op=True)])
+
+    def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
+        """Copies a tensor of one group to others; see :meth:`Exchange.broadcast`."""
+        received = tensor if self.rank in (*targets, source) else torch.empty_like(tensor)
+        dist.broadcast(received, group=self.process_group, group_src=source)
 
 
 class Sum:
@@ -170,21 +204,18 @@ class _EncodedSum(Sum):
 
 
 class Gathered:
-    """Short vectors of all groups, on their way."""
+    """Short vectors of some groups, on their way."""
 
-    def __init__(self, exchange: GroupExchange, vector: Tensor) -> None:
-        """Begins to collect ``vector``, shape ``[n]``."""
-        self._vectors = [vector.clone() for _ in range(exchange.size)]
-        self._work: dist.Work | None = None
-        if exchange.process_group is not None:
-            self._work = dist.all_gather(self._vectors, vector, group=exchange.process_group, async_op=True)
+    def __init__(self, vectors: Sequence[Tensor], works: Sequence[dist.Work] = ()) -> None:
+        """Takes what will hold the vectors, of shape ``[n]`` each, once the ``works`` are done."""
+        self._vectors, self._works = vectors, works
 
     def is_complete(self) -> bool:
         """Whether :meth:`result` would not wait."""
-        return self._work is None or self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
     def result(self) -> Tensor:
-        """Waits for all groups; shape ``[groups, n]``, the same on every rank."""
-        if self._work is not None:
-            self._work.wait()
-        return torch.stack(self._vectors)
+        """Waits for these groups; shape ``[groups, n]``, the same on every rank."""
+        for work in self._works:
+            work.wait()
+        return torch.stack(list(self._vectors))

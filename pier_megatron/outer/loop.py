@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer.members import Members, hand_over
+from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange
+from pier_megatron.outer.meetings import meeting_at, wire_of, write_mean_of_anchors
+from pier_megatron.outer.members import NEVER, hand_over, to_restart
+from pier_megatron.outer.pulls import Pulls
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
-from pier_megatron.outer.rounds import OuterRound, momentum_warmup
+from pier_megatron.outer.rounds import DISTANCE, OuterRound, momentum_warmup
 from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import ANCHOR, COMMON, MOMENTUM, OuterState, Shards
@@ -76,7 +78,7 @@ class OuterLoop:
                 chunk_numel=config.chunk_numel_on(self.device.type),
                 fragments=config.fragments,
                 offload=config.offload,
-                segment_numel=exchange.wire.segment_numel if config.has_error_feedback else None,
+                segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
                 device=self.device,
             )
             for of_optimizer in shards
@@ -85,8 +87,9 @@ class OuterLoop:
         self._group = group
         self._inner_state, self._on_change = inner_state, on_change
         self.rounds: list[OuterRound] = []
-        self.members = Members()
-        self._judge = Judge(config, self._stagings, exchange, self._over_group, self.device)
+        self._pulls = Pulls(config, self._stagings, exchange, self.device)
+        self._last_restart = NEVER
+        self._judge = Judge(config, self._stagings, self._over_group, self.device)
         self.reports = OuterStepReports(config, report)
         self.iteration = 0
         self.is_local, self.is_synchronised, self._is_committed = False, True, True
@@ -94,7 +97,8 @@ class OuterLoop:
     @property
     def groups_meet(self) -> bool:
         """Whether all groups are together at the end of this iteration, whatever else they do."""
-        return self.iteration % self.config.sync_interval == 0 or self.iteration == self.config.train_iters
+        is_due = self.config.subgroup is None and self.iteration % self.config.sync_interval == 0
+        return is_due or self.iteration == self.config.train_iters
 
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock to the iteration (1-based) that begins, before its first micro-batch.
@@ -131,8 +135,15 @@ class OuterLoop:
             AnchorsDifferError: If the groups do not hold the same anchor.
         """
         if self.is_local:
+            self._pulls.proceed(self.iteration)
             self._move_rounds()
             self._begin_rounds()
+            if self.config.subgroup is not None and self.iteration == self.config.train_iters:
+                with self._phase("agree"):
+                    write_mean_of_anchors(self._stagings, self.exchange)
+                    self._reset_anchor()
+                    self._commit()
+                self.is_synchronised = True
             # Where all groups hold the same parameters they have just met: nobody waits.
             self.reports.write_arrived(waits=self.is_synchronised)
         elif self.config.is_momentum_warmup(self.iteration):
@@ -149,6 +160,7 @@ class OuterLoop:
         self._reset_anchor()
         for state in self.states:
             state.momentum.zero_()
+        self._pulls.restart()
         self.iteration = self.iteration if iteration is None else iteration
 
     def snapshot(self) -> Snapshot:
@@ -159,7 +171,10 @@ class OuterLoop:
         Returns:
             Numbers and tensors by name; the flat buffers are views of the loop's own.
         """
+        self._pulls.finish(range(self.config.fragments))
         rounds = [round_.settle() for round_ in self.rounds]
+        own = [self._last_restart, *(round_.verdicts.own for round_ in self.rounds)]
+        restarts, *verdicts = self.exchange.gather(torch.tensor(own, device=self.device)).result().T.tolist()
         self.reports.write_arrived(waits=True)
         for staging in self._stagings:
             staging.synchronize()
@@ -170,8 +185,9 @@ class OuterLoop:
             "states": [
                 {ANCHOR: state.anchor, MOMENTUM: state.momentum, "residuals": state.residuals()} for state in self.states
             ],
-            "rounds": rounds,
-            "restarted": dict(self.members.restarted),
+            "rounds": [round_ | {"verdicts": found} for round_, found in zip(rounds, verdicts, strict=True)],
+            "pulled": sorted(self._pulls.done),
+            "restarted": {group: iteration for group, iteration in enumerate(restarts) if iteration != NEVER},
             "outliers": self._judge.outliers.state_dict() if self._judge.outliers else {},
         }
 
@@ -192,13 +208,15 @@ class OuterLoop:
             for name, residual in state.residuals().items():
                 if name in saved["residuals"]:
                     residual.copy_(saved["residuals"][name])
+        self._pulls.restart(snapshot["pulled"])
         self.rounds = []
         for saved in snapshot["rounds"]:
-            verdicts = KnownVerdicts(self.exchange, saved["verdicts"])
-            round_ = self._round(saved["begun"], verdicts, Stopwatch(self.device))
+            meeting = meeting_at(self.config, self.exchange, saved["begun"])
+            verdicts = KnownVerdicts(meeting, saved["verdicts"])
+            round_ = self._round(saved["begun"], meeting, verdicts, Stopwatch(self.device))
             round_.resume(saved["own"], saved["sum"])
             self.rounds.append(round_)
-        self.members = Members(snapshot["restarted"])
+        self._last_restart = snapshot["restarted"].get(self.exchange.rank, NEVER)
         if self._judge.outliers:
             self._judge.outliers.load_state_dict(snapshot["outliers"])
         self._commit()
@@ -219,18 +237,24 @@ class OuterLoop:
         return dict(zip(COMMON, sums.tolist(), strict=True))
 
     @contextlib.contextmanager
-    def anchor_in_model(self) -> Iterator[list[Tensor]]:
-        """Inside, the parameters are what all groups agreed on last.
+    def anchor_in_model(self, as_mean: bool = False) -> Iterator[list[Tensor]]:
+        """Inside, the parameters are what all groups agreed on last; where they never do, the group's own slow weights.
 
-        For evaluation and saving while the groups have drifted apart or an exchange is under way: the anchor is the same
-        everywhere, and training goes on as if nobody had looked.
+        For evaluation and saving while the groups have drifted apart or an exchange is under way: training goes on as if nobody
+        had looked.
+
+        Args:
+            as_mean: Show the mean of all groups' slow weights instead, at the cost of an all-reduce.
 
         Yields:
             The parameters as they are trained, laid out as the flat buffers of each state.
         """
         with torch.no_grad():
             trained = [state.copy_parameters_to(torch.empty(state.numel, dtype=torch.float32)) for state in self.states]
-            self._return_to_anchor()
+            if as_mean:
+                write_mean_of_anchors(self._stagings, self.exchange)
+            else:
+                self._return_to_anchor()
         try:
             self._commit()
             yield trained
@@ -256,18 +280,23 @@ class OuterLoop:
             staging.synchronize()
             staging.state.set_parameters(staging.state.anchor)
 
-    def _round(self, begun: int, verdicts: Verdicts, stopwatch: Stopwatch) -> OuterRound:
-        fragments, rule = self.config.fragments_due(begun), rule_at(self.config, begun)
-        return OuterRound(self._stagings, self.exchange, fragments, rule, verdicts, begun, stopwatch, self.device)
+    def _round(self, begun: int, meeting: Exchange, verdicts: Verdicts, stopwatch: Stopwatch) -> OuterRound:
+        fragments, rule = self.config.fragments_due(begun), rule_at(self.config, begun, frozenset(self._pulls.done))
+        return OuterRound(self._stagings, meeting, fragments, rule, verdicts, begun, stopwatch, self.device)
 
     def _begin_rounds(self) -> None:
         fragments = self.config.fragments_due(self.iteration)
         if not fragments:
             return
-        stopwatch = Stopwatch(self.device)
+        stopwatch, meeting = Stopwatch(self.device), meeting_at(self.config, self.exchange, self.iteration)
         with stopwatch.running():
+            with self._phase("pull"):
+                distance, bytes_sent = self._pulls.finish(fragments)
             with self._phase("verdict"):
-                round_ = self._round(self.iteration, self._judge.verdicts(fragments), stopwatch)
+                verdicts = self._judge.verdicts(fragments, meeting)
+            round_ = self._round(self.iteration, meeting, verdicts, stopwatch)
+            round_.sums[DISTANCE] = distance
+            round_.bytes_sent += bytes_sent
             if self.config.overlap and self.iteration < self.config.train_iters:
                 with self._phase("begin"):
                     round_.begin()
@@ -275,7 +304,7 @@ class OuterLoop:
                 self.rounds.append(round_)
                 return
             with self._phase("outer_step"):
-                round_.verdicts.check(self.iteration)
+                self._check(round_)
                 round_.run()
             self.is_synchronised = round_.rule.has_common_anchor and len(fragments) == self.config.fragments
             self._end(round_)
@@ -290,38 +319,47 @@ class OuterLoop:
                         round_.proceed(age, self.config.overlap)
                 else:
                     with self._phase("finish"):
-                        round_.verdicts.check(self.iteration)
+                        self._check(round_)
                         round_.finish()
                     self.rounds.remove(round_)
                     self._end(round_)
 
+    def _check(self, round_: OuterRound) -> None:
+        """Stops a run of which nothing is left. A subgroup cannot know that of the others, and has another try."""
+        sees_all = len(round_.meeting.groups) == self.exchange.size
+        if sees_all or 0 < round_.begun - self._last_restart <= self.config.sync_interval:
+            round_.verdicts.check(self.iteration)
+
     def _end(self, round_: OuterRound) -> None:
         with self._phase("commit"):
             counted = round_.verdicts.counted()
-            restarted = self.members.to_restart(counted, round_.begun)
+            restarted = to_restart(round_.meeting, counted, round_.begun, self._last_restart, self.device)
             if restarted:
-                self._restart(restarted, source=counted.index(True))
+                self._restart(round_.meeting, restarted, source=counted.index(True) if any(counted) else None)
             self._commit()
         self._over_group(round_.sums)
-        self.reports.add(round_, self.exchange.gather(round_.sums), restarted)
+        # Where groups have anchors of their own, each reports for itself: nobody waits for those that it has met.
+        sums = self.exchange.gather(round_.sums) if round_.rule.has_common_anchor else Gathered([round_.sums])
+        self.reports.add(round_, sums, restarted)
+        self._pulls.begin(round_.begun, self.iteration)
 
-    def _restart(self, groups: Sequence[int], source: int) -> None:
-        """Restarts groups from the anchor, with the moments of one that counted.
+    def _restart(self, meeting: Exchange, groups: Sequence[int], source: int | None) -> None:
+        """Restarts groups of a meeting from their anchor, with the moments of one that counted.
 
         What made the parameters of a group useless is in its moments too, and would make the next ones useless.
         """
-        if self.exchange.rank in groups:
+        if meeting.rank in groups:
             self._return_to_anchor()
             for round_ in self.rounds:
                 round_.forget_progress()
-        self.members.restart(groups, self.iteration)
+            self._last_restart = self.iteration
         moments = [
             moment
             for state in self.states
             for parameter, _ in state.slices()
             for _, moment in sorted(self._inner_state(parameter).items())
         ]
-        hand_over(moments, self.exchange, groups, source, self.device)
+        hand_over(moments, meeting, groups, source, self.device)
 
     def _over_group(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         if self._group is not None:

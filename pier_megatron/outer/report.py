@@ -1,6 +1,7 @@
 """What an operator sees of an outer step: one line in the log, scalars in TensorBoard and Weights & Biases."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
-from pier_megatron.outer.rounds import PRODUCTS, OuterRound
+from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
+from pier_megatron.outer.spread import SpreadWatch
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
 
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
@@ -22,7 +24,7 @@ class AnchorsDifferError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class OuterStepReport:
-    """One outer step, the same on all ranks except for ``seconds``.
+    """One outer step, the same on all ranks except for ``seconds``; where groups never agree, each reports its own.
 
     Attributes:
         iteration: Iterations completed.
@@ -37,6 +39,9 @@ class OuterStepReport:
         seconds: Time that training stood still for it, the wait for the slowest group included; on a GPU that of its stream.
         not_finite: Groups that were left out because their parameters were not finite.
         outliers: Groups that were left out because their pseudo-gradients were too long.
+        spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
+            parameters: of the weights that they met with, or of their slow weights if those crossed ahead. None for one group.
+        spread_grows: Whether that has become much more, where the rule is to keep it bounded.
         restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
     """
 
@@ -49,6 +54,8 @@ class OuterStepReport:
     eta: float
     bytes_sent: int
     seconds: float
+    spread: float | None = None
+    spread_grows: bool = False
     not_finite: tuple[int, ...] = ()
     outliers: tuple[int, ...] = ()
     restarted: tuple[int, ...] = ()
@@ -64,7 +71,10 @@ class OuterStepReport:
             f" outer step after iteration {self.iteration:8d} | mu: {self.mu:.3f} | eta: {self.eta:.3f} | "
             f"pseudo-gradient norm: {self.pseudo_gradient_norm:.4E} | momentum norm: {self.momentum_norm:.4E} | "
             f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
-            f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |" + left_out
+            + (f"spread of weights: {self.spread:.3E} | " if self.spread is not None else "")
+            + ("WEIGHTS DRIFT APART, see docs/troubles.md | " if self.spread_grows else "")
+            + f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |"
+            + left_out
         )
 
     def scalars(self) -> dict[str, float]:
@@ -72,7 +82,8 @@ class OuterStepReport:
         return {
             SCALAR_PREFIX + field.name.replace("_", "-"): float(getattr(self, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("iteration", "not_finite", "outliers", "restarted")
+            if field.name not in ("iteration", "spread_grows", "not_finite", "outliers", "restarted")
+            and getattr(self, field.name) is not None
         } | {SCALAR_PREFIX + "groups-left-out": float(len(self.not_finite) + len(self.outliers))}
 
     def write(self, print_line: Callable[[str], None], tensorboard: Any, wandb: Any, now: int) -> None:
@@ -103,6 +114,7 @@ class OuterStepReports:
     def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None]) -> None:
         """Begins with none under way."""
         self._config, self.write = config, write
+        self._watch = SpreadWatch()
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
@@ -110,8 +122,8 @@ class OuterStepReports:
 
         Args:
             round_: That has finished.
-            sums: As for :func:`norms_and_cosines`, under way.
-            restarted: Groups that were restarted at its end.
+            sums: As for :func:`norms_and_cosines`, under way: of all groups that met, or of the own one.
+            restarted: Groups that were restarted at its end, by their index among those that met.
         """
         self._unreported.append((round_, sums, restarted))
 
@@ -126,11 +138,14 @@ class OuterStepReports:
             self.write(self._report(round_, sums.result().cpu(), restarted))
 
     def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
-        if round_.rule.has_common_anchor:
-            _check_anchors(round_.begun, sums[:, PRODUCTS].tolist())
-        verdicts, counted = round_.verdicts.all(), round_.verdicts.counted()
-        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, torch.tensor(counted))
-        left_out = [group for group, counts in enumerate(counted) if not counts]
+        verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.meeting.groups
+        is_common = round_.rule.has_common_anchor
+        if is_common:
+            _check_anchors(round_.begun, sums[:, CHECKSUM].tolist())
+        contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
+        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
+        found = spread(sums[contributes], len(groups))
+        left_out = [index for index, counts in enumerate(counted) if not counts]
         return OuterStepReport(
             iteration=round_.begun,
             pseudo_gradient_norm=pseudo_gradient,
@@ -141,9 +156,11 @@ class OuterStepReports:
             eta=self._config.learning_rate_at(round_.begun),
             bytes_sent=round_.bytes_sent,
             seconds=round_.stopwatch.seconds(),
-            not_finite=tuple(group for group in left_out if verdicts[group] == NOT_FINITE),
-            outliers=tuple(group for group in left_out if verdicts[group] == OUTLIER),
-            restarted=tuple(restarted),
+            spread=found,
+            spread_grows=not is_common and found is not None and self._watch.grows(found),
+            not_finite=tuple(groups[index] for index in left_out if verdicts[index] == NOT_FINITE),
+            outliers=tuple(groups[index] for index in left_out if verdicts[index] == OUTLIER),
+            restarted=tuple(groups[index] for index in restarted),
         )
 
 
@@ -174,3 +191,16 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
     denominator = (own * mean).sqrt()
     cosine = torch.where(denominator > 0, product / denominator, torch.zeros_like(product))
     return mean[0].sqrt().item(), momentum[0].sqrt().item(), cosine.min().item(), cosine.mean().item()
+
+
+def spread(sums: Tensor, groups: int) -> float | None:
+    """Standard deviation of a parameter over the groups, root mean square over the parameters, of sums as above.
+
+    From the distances of groups to the mean of all ``groups`` that met; a single one of them stands for its meeting.
+    """
+    if groups == 1 or not sums[:, ELEMENTS].any():
+        return None
+    own, product, mean, _ = sums[:, :PRODUCTS].unbind(1)
+    # All measured from the anchor: what is left of the difference is where the weights are.
+    distance = torch.where(sums[:, DISTANCE] > 0, sums[:, DISTANCE], own - 2 * product + mean).clamp(min=0)
+    return math.sqrt((distance / sums[:, ELEMENTS]).mean().item() * groups / (groups - 1))

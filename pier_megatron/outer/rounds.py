@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import GroupExchange, Sum
+from pier_megatron.exchange.collectives import Exchange, Sum
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.staging import OWN, SHARED, Buffers, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, state_names, sum_of_bits
@@ -22,6 +22,10 @@ PIPELINE_DEPTH = 4
 
 PRODUCTS = 4
 """Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
+
+CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
+"""Behind the products: bits of a part of the new anchor; squares of the distance of the own weights to the mean of those that
+met, where their rule lets groups have weights of their own; numbers that were summed up."""
 
 _STATE = state_names(has_residual=True)
 
@@ -105,15 +109,15 @@ class _Flight:
 class OuterRound:
     """One outer step of some fragments: all at once, or spread over iterations, from :meth:`begin` to :meth:`finish`.
 
-    A group sends what its rule makes of its parameters as they were when the round began. What arrives is averaged over the
-    groups that count, and the rule makes the new anchor of it.
+    A group sends what its rule makes of its parameters as they were when the round began, and the rule makes the new anchor of
+    what arrives.
 
     Attributes:
+        meeting: The groups that exchange something.
         rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
         verdicts: On the pseudo-gradients of all groups.
-        sums: Sums of the products of :data:`PRODUCTS` over the chunks that this rank counts, then a checksum of a part of the
-            new anchor; float64, shape ``[PRODUCTS + 1]``.
+        sums: Over the chunks that this rank counts, in the order of :data:`PRODUCTS` and what follows it; float64.
         bytes_sent: By this rank to other groups.
         stopwatch: Time spent on it so far.
     """
@@ -121,7 +125,7 @@ class OuterRound:
     def __init__(
         self,
         stagings: Sequence[Staging],
-        exchange: GroupExchange,
+        meeting: Exchange,
         fragments: Sequence[int],
         rule: OuterRule,
         verdicts: Verdicts,
@@ -133,7 +137,7 @@ class OuterRound:
 
         Args:
             stagings: Of the outer states, which are changed in place.
-            exchange: Collectives between the groups.
+            meeting: The groups that exchange something.
             fragments: Which take part.
             rule: What is sent, and what is made of what arrives.
             verdicts: A pseudo-gradient that does not count is not sent; its group is moved to the common point all the same.
@@ -141,7 +145,7 @@ class OuterRound:
             stopwatch: That the caller runs while it works on the round.
             device: Of the sums.
         """
-        self._exchange, self.rule = exchange, rule
+        self.meeting, self.rule = meeting, rule
         self._chunks = list(chunks_of(stagings, fragments))
         self._flights: list[_Flight] = []
         self._forgets_progress = False
@@ -149,8 +153,8 @@ class OuterRound:
         # The same on all ranks, and every part's turn comes whatever the intervals are.
         self._compared = [chunk for _, chunk in self._chunks[random.Random(begun).randrange(parts) :: parts]]
         self.begun, self.verdicts, self.stopwatch = begun, verdicts, stopwatch
-        self.sums = torch.zeros(PRODUCTS + 1, dtype=torch.float64, device=device)
-        self.bytes_sent = sum(exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for _, chunk in self._chunks)
+        self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
+        self.bytes_sent = sum(meeting.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for _, chunk in self._chunks)
 
     def begin(self) -> None:
         """Takes the pseudo-gradients."""
@@ -170,8 +174,8 @@ class OuterRound:
         """Waits for everything to arrive, so that only :meth:`finish` is left to do.
 
         Returns:
-            The round as plain data: when it began, the verdicts, its ``own`` pseudo-gradients, and the ``sum`` over the groups
-            that has arrived; both float32 and as long as the round's chunks together.
+            The round as plain data: when it began, its ``own`` pseudo-gradients, and the ``sum`` over the groups that has
+            arrived; both float32 and as long as the round's chunks together.
         """
         self._arrive()
         for staging in {flight.staging for flight in self._flights}:
@@ -180,7 +184,7 @@ class OuterRound:
         own, total = (torch.cat([part[name] for part in parts]) for name in (OWN, SHARED))
         if self._forgets_progress:
             own.zero_()
-        return {"begun": self.begun, "verdicts": list(self.verdicts.all()), "own": own, "sum": total}
+        return {"begun": self.begun, "own": own, "sum": total}
 
     def resume(self, own: Tensor, total: Tensor) -> None:
         """Goes on where :meth:`settle` has left another round; in place of :meth:`begin`."""
@@ -261,24 +265,25 @@ class OuterRound:
 
     def _send(self, staged: Staged) -> Sum:
         self.rule.send(staged)
-        return self._exchange.sum(staged.shared, staged.residual, exactly=staged.chunk.shards.is_tied)
+        return self.meeting.sum(staged.shared, staged.residual, exactly=staged.chunk.shards.is_tied)
 
     def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:
         own, shared, anchor = staged.own, staged.shared, staged.anchor
-        shared.div_(counted)
+        self.rule.combine(staged, self.meeting.size, counted)
         is_counted = staged.chunk.shards.is_counted
         # Before the update, which may overwrite what it was computed from.
         products = [torch.dot(*pair) for pair in ((own, own), (own, shared), (shared, shared))] if is_counted else []
         if keep_progress:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
             own.sub_(anchor)
-        is_alone = self._exchange.size == 1 and not keep_progress and self.verdicts.own_counts()
-        self.rule.receive(staged, is_alone)
+        is_alone = self.meeting.size == 1 and not keep_progress and self.verdicts.own_counts()
+        self.rule.update(staged, is_alone)
         if is_counted:
             products.append(torch.dot(staged.momentum, staged.momentum))
             self.sums[:PRODUCTS] += torch.stack(products).double()
+            self.sums[ELEMENTS] += staged.chunk.numel
             if staged.chunk in self._compared:
-                self.sums[PRODUCTS] += sum_of_bits(anchor) % _CHECKSUMS_BELOW
+                self.sums[CHECKSUM] += sum_of_bits(anchor) % _CHECKSUMS_BELOW
         if keep_progress:
             staged.chunk.move_parameters(own.add_(anchor))
         else:

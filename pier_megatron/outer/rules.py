@@ -23,13 +23,25 @@ class OuterRule(Protocol):
     has_common_anchor: ClassVar[bool]
 
     def send(self, staged: Staged) -> None:
-        """Writes what this group sends to ``staged.shared``, given its pseudo-gradient in ``staged.own``."""
+        """Writes what this group sends to ``staged.shared``, given its pseudo-gradient in ``staged.own``.
 
-    def receive(self, staged: Staged, is_alone: bool) -> None:
+        That is zero if it does not count.
+        """
+
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
+        """Makes of the sum in ``staged.shared`` what this group is to descend along.
+
+        Args:
+            staged: With the sum over the groups that met of what they sent in ``staged.shared``.
+            size: How many groups met.
+            counted: How many of them count.
+        """
+
+    def update(self, staged: Staged, is_alone: bool) -> None:
         """Updates ``staged.anchor`` and ``staged.momentum``.
 
         Args:
-            staged: With the mean over the groups of what they sent in ``staged.shared``.
+            staged: With what :meth:`combine` has left in ``staged.shared``.
             is_alone: Whether that is what this group sent, and the parameters have not moved since.
         """
 
@@ -54,7 +66,11 @@ class Nesterov:
         """Sends the pseudo-gradient."""
         staged.shared.copy_(staged.own)
 
-    def receive(self, staged: Staged, is_alone: bool) -> None:
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
+        """Takes the mean over the groups that count."""
+        staged.shared.div_(counted)
+
+    def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step."""
         delta, anchor, momentum = staged.shared, staged.anchor, staged.momentum
         torch.add(delta, momentum, alpha=self.mu, out=momentum)
@@ -68,6 +84,68 @@ class Nesterov:
         anchor.add_(momentum, alpha=-self.eta * self.mu)
 
 
-def rule_at(config: PierConfig, iteration: int) -> OuterRule:
-    """The rule of the outer step that begins after ``iteration`` (1-based)."""
-    return Nesterov(config.momentum_at(iteration), config.learning_rate_at(iteration))
+@dataclasses.dataclass(frozen=True)
+class NoLoCo:
+    """Heavy-ball momentum among the few groups that meet; arXiv 2506.10911, equations 2 and 3 with the sign of its equation 32.
+
+    ``momentum = alpha * momentum + anchor - mean(parameters)``, ``anchor = anchor - beta * momentum``: the paper's ``delta``
+    is ``-beta * momentum``, and its gamma is beta, so that pseudo-gradients and anchors need not cross apart. A group that does
+    not count is taken for one that has not moved.
+
+    Attributes:
+        alpha: Outer momentum coefficient.
+        beta: Outer learning rate.
+    """
+
+    alpha: float
+    beta: float
+    has_common_anchor: ClassVar[bool] = False
+
+    def send(self, staged: Staged) -> None:
+        """Sends the parameters."""
+        torch.sub(staged.anchor, staged.own, out=staged.shared)
+
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
+        """Takes the distance to the mean of the parameters."""
+        torch.sub(staged.anchor, staged.shared, alpha=1 / size, out=staged.shared)
+
+    def update(self, staged: Staged, is_alone: bool) -> None:
+        """Takes the step."""
+        torch.add(staged.shared, staged.momentum, alpha=self.alpha, out=staged.momentum)
+        staged.anchor.add_(staged.momentum, alpha=-self.beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoLoCoOfDifferences(NoLoCo):
+    """The same with any gamma, or in few bits, which only differences survive: pseudo-gradients cross, and slow weights ahead.
+
+    ``momentum = alpha * momentum + gamma / beta * (anchor - mean(anchor)) + mean(anchor - parameters)``; what the slow weights
+    say has been taken into the momentum by :class:`pier_megatron.outer.pulls.Pull` before.
+
+    Attributes:
+        pulled: Fragments for which it has been, alpha included.
+    """
+
+    pulled: frozenset[int]
+
+    def send(self, staged: Staged) -> None:
+        """Sends the pseudo-gradient."""
+        staged.shared.copy_(staged.own)
+
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
+        """Takes the mean over the groups that met."""
+        staged.shared.div_(size)
+
+    def update(self, staged: Staged, is_alone: bool) -> None:
+        """Takes the step."""
+        alpha = 1.0 if staged.chunk.fragment in self.pulled else self.alpha
+        torch.add(staged.shared, staged.momentum, alpha=alpha, out=staged.momentum)
+        staged.anchor.add_(staged.momentum, alpha=-self.beta)
+
+
+def rule_at(config: PierConfig, iteration: int, pulled: frozenset[int] = frozenset()) -> OuterRule:
+    """The rule of the outer step that begins after ``iteration`` (1-based); ``pulled`` as in :class:`NoLoCoOfDifferences`."""
+    mu, eta = config.momentum_at(iteration), config.learning_rate_at(iteration)
+    if config.subgroup is None:
+        return Nesterov(mu, eta)
+    return NoLoCoOfDifferences(mu, eta, pulled) if config.sends_differences else NoLoCo(mu, eta)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.collectives import Exchange
 from pier_megatron.outer.outliers import OutlierDetector
 from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR
@@ -24,22 +24,26 @@ class DivergedError(RuntimeError):
 
 
 class Verdicts:
-    """What all groups say of their pseudo-gradients of one round."""
+    """What the groups that meet say of their pseudo-gradients of one round.
 
-    def __init__(self, exchange: GroupExchange, own: int, device: torch.device) -> None:
-        """Begins to collect the verdicts, of which the ``own`` is the same on all ranks of the group; waits for none."""
-        self._rank, self._own = exchange.rank, own
-        self._under_way = exchange.gather(torch.tensor([own], device=device))
+    Attributes:
+        own: That on this group, the same on all its ranks.
+    """
+
+    def __init__(self, meeting: Exchange, own: int, device: torch.device) -> None:
+        """Begins to collect the verdicts, of which this rank gives its ``own``; waits for none."""
+        self._meeting, self.own = meeting, own
+        self._under_way = meeting.gather(torch.tensor([own], device=device))
         self._known: tuple[int, ...] | None = None
 
     def all(self) -> tuple[int, ...]:
-        """The verdicts in group order. Waits for all groups."""
+        """The verdicts in group order. Waits for all groups that meet."""
         if self._known is None:
             self._known = tuple(self._under_way.result().flatten().tolist())
         return self._known
 
     def counted(self) -> list[bool]:
-        """Which groups count in the mean. Waits for all groups.
+        """Which groups count in the mean. Waits for all that meet.
 
         What is unusual in every group alike (a batch that all found hard) is unusual in none: where nobody is good,
         outliers count.
@@ -50,17 +54,17 @@ class Verdicts:
 
     def own_counts(self) -> bool:
         """Whether this group counts. Waits for the others only if this group is an outlier."""
-        return self._own == GOOD or (self._own == OUTLIER and self.counted()[self._rank])
+        return self.own == GOOD or (self.own == OUTLIER and self.counted()[self._meeting.rank])
 
     def check(self, iteration: int) -> None:
-        """Stops a run of which nothing is left after ``iteration``. Waits for all groups.
+        """Stops a run of which nothing is left after ``iteration``. Waits for all groups that meet.
 
         Raises:
             DivergedError: If no group counts.
         """
         if any(self.counted()):
             return
-        said = ", ".join(f"group {group} not finite" for group in range(len(self.all())))
+        said = ", ".join(f"group {group} not finite" for group in self._meeting.groups)
         raise DivergedError(
             f"After iteration {iteration} no group has a pseudo-gradient that can be used ({said}): the run has diverged and "
             "nothing was synchronised. The last checkpoint is untouched: restart from it, with a lower learning rate or other "
@@ -71,9 +75,10 @@ class Verdicts:
 class KnownVerdicts(Verdicts):
     """Verdicts that were exchanged before the run was stopped."""
 
-    def __init__(self, exchange: GroupExchange, verdicts: Sequence[int]) -> None:
-        """Takes the verdicts of all groups, in group order."""
-        self._rank, self._own, self._known = exchange.rank, verdicts[exchange.rank], tuple(verdicts)
+    def __init__(self, meeting: Exchange, of_groups: Sequence[int]) -> None:
+        """Takes the verdicts of all groups, in group order, also of those that do not meet."""
+        self._meeting, self.own = meeting, of_groups[meeting.groups[meeting.rank]]
+        self._known = tuple(of_groups[group] for group in meeting.groups)
 
 
 class Judge:
@@ -89,18 +94,17 @@ class Judge:
         self,
         config: PierConfig,
         stagings: Sequence[Staging],
-        exchange: GroupExchange,
         over_group: OverGroup,
         device: torch.device,
     ) -> None:
         """Begins without a history; ``device`` is for its collectives."""
         self.outliers = OutlierDetector(config.outlier_zscore) if config.outlier_zscore is not None else None
-        self._stagings, self._exchange, self._over_group, self._device = stagings, exchange, over_group, device
+        self._stagings, self._over_group, self._device = stagings, over_group, device
 
-    def verdicts(self, fragments: Sequence[int]) -> Verdicts:
-        """Judges the pseudo-gradient of some fragments, and begins to collect the verdicts of the other groups."""
+    def verdicts(self, fragments: Sequence[int], meeting: Exchange) -> Verdicts:
+        """Judges the pseudo-gradient of some fragments, and begins to collect the verdicts of the groups that are met."""
         own, norms = self._judge(fragments)
-        verdicts = Verdicts(self._exchange, own, self._device)
+        verdicts = Verdicts(meeting, own, self._device)
         if self.outliers is not None and norms and verdicts.own_counts():
             for fragment, norm in zip(fragments, norms, strict=True):
                 self.outliers.add(norm, fragment)

@@ -92,7 +92,7 @@ def check(program: Program, ranks: Ranks, results: list[dict[str, Any]], fragmen
                 torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance, equal_nan=True)
         for part in range(parts):
             first, *others = states[part::parts]
-            for key in ("anchor", "momentum"):
+            for key in ("anchor", "momentum") if program.settings.pier().subgroup is None else ():
                 assert all(torch.equal(first[key], other[key]) for other in others), (key, t + 1)
             if first["is_synchronised"]:
                 assert all(
@@ -109,13 +109,16 @@ def are_the_same(results: list[dict[str, Any]], others: list[dict[str, Any]]) ->
     def bits(tensor: Tensor) -> Tensor:
         return tensor.contiguous().view(torch.int32)
 
+    def tensors(state: dict[str, Any], is_last: bool) -> list[Tensor]:
+        # When slow weights that cross ahead find their way into the momentum before an outer step does not matter.
+        momentum = [state["momentum"]] if is_last or not state["is_pulling"] else []
+        return [*state["parameters"], state["anchor"], *momentum]
+
     return all(
         torch.equal(bits(mine), bits(theirs))
         for result, other in zip(results, others, strict=True)
         for state, same in zip(result["history"], other["history"], strict=True)
         for mine, theirs in zip(
-            [*state["parameters"], state["anchor"], state["momentum"]],
-            [*same["parameters"], same["anchor"], same["momentum"]],
-            strict=True,
+            tensors(state, state is result["history"][-1]), tensors(same, same is other["history"][-1]), strict=True
         )
     )

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer import OuterLoop, OuterStepReport, Shards
-from pier_megatron.outer.members import Members
+from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, loop
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staged, Staging
@@ -87,12 +86,12 @@ def _settle_without_residuals(round_: OuterRound) -> dict[str, Any]:
         return _settle(round_)
 
 
-_receive = Nesterov.receive
+_update = Nesterov.update
 
 
-def _receive_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -> None:
+def _update_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -> None:
     """One bit of one number in the memory of one group."""
-    _receive(rule, staged, is_alone)
+    _update(rule, staged, is_alone)
     if dist.get_rank() == 1 and staged.chunk.start == 0:
         staged.anchor[0:1].view(torch.int32).bitwise_xor_(1)
 
@@ -101,12 +100,12 @@ def _receive_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) 
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
     "a group keeps its progress over a restart": (OuterRound, "forget_progress", lambda round_: None),
-    "a bit of an anchor flips": (Nesterov, "receive", _receive_with_a_flipped_bit),
+    "a bit of an anchor flips": (Nesterov, "update", _update_with_a_flipped_bit),
     "one fragment is restarted": (OuterLoop, "_return_to_anchor", _only_the_first_fragment),
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
     "the anchor stays where the run began": (OuterLoop, "_reset_anchor", lambda loop: None),
-    "nobody is restarted": (Members, "to_restart", lambda members, counted, begun: []),
+    "nobody is restarted": (loop, "to_restart", lambda *given: []),
 }
 
 
@@ -208,6 +207,7 @@ class Rank:
                 "parameters": on_cpu(self.parameters),
                 "anchor": self.loop.states[0].anchor.to("cpu", copy=True),
                 "momentum": self.loop.states[0].momentum.to("cpu", copy=True),
+                "is_pulling": self.loop.config.pulls,
                 "is_synchronised": self.loop.is_synchronised,
             }
         )
@@ -249,12 +249,12 @@ class Rank:
         self._optimizer.load_state_dict(found["optimizer"])
         self.loop.restore(found["loop"])
 
-    def evaluate(self, fails: bool = False) -> dict[str, Any]:
+    def evaluate(self, fails: bool = False, as_mean: bool = False) -> dict[str, Any]:
         """What evaluation sees; with an error in its middle on demand."""
         before = [parameter.clone() for parameter in self.parameters]
         seen: list[Tensor] = []
         with contextlib.suppress(KeyboardInterrupt):
-            view = contextlib.nullcontext() if self.loop.is_synchronised else self.loop.anchor_in_model()
+            view = contextlib.nullcontext() if self.loop.is_synchronised else self.loop.anchor_in_model(as_mean)
             with view:
                 seen = on_cpu(self.parameters)
                 if fails:

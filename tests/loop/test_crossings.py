@@ -27,9 +27,13 @@ def runs(draw: st.DrawFn) -> Settings:
         "overlap": draw(st.integers(0, interval - 1)),
         "exchange_dtype": draw(st.sampled_from(["fp32", "bf16", "int8", "int4"])),
         "offload": draw(st.booleans()),
-        "preset": draw(st.sampled_from(["pier-rising", "diloco", "local-sgd"])),
+        "preset": draw(st.sampled_from(["pier-rising", "diloco", "local-sgd", "noloco"])),
         "no_error_feedback": draw(st.booleans()),
     }
+    if config["preset"] == "noloco" or draw(st.booleans()):
+        config["subgroup_size"] = draw(st.integers(2, groups))
+        config["subgroup_gamma"] = draw(st.sampled_from([None, 0.0, 0.9]))
+        config["subgroup_seed"] = draw(st.integers(0, 3))
     return Settings(groups, ranks_in_group, config)
 
 
@@ -47,6 +51,7 @@ class Life(RuleBasedStateMachine):
         self.program = Program(run)
         self.config = run.pier()
         self.iteration = 0
+        self.last_divergence = -1000
         self.ranks.start(run)
         self.fragments = self.ranks.do("fragments")
 
@@ -77,11 +82,17 @@ class Life(RuleBasedStateMachine):
         if self.goes_on:
             self.do("iterate", overflow=[group % self.config.groups])
 
-    @precondition(lambda self: self.goes_on)
+    @property
+    def may_diverge(self) -> bool:
+        # A subgroup in which nobody is left, twice running, ends the run.
+        return self.config.subgroup is None or self.iteration - self.last_divergence > 3 * self.config.sync_interval
+
+    @precondition(lambda self: self.goes_on and self.may_diverge)
     @rule(after=_LATER, bad=st.sets(st.integers(0, 2), min_size=1))
     def diverge(self, after: int, bad: set[int]) -> None:
         self.train(max(after, self.config.lazy_start - self.iteration))
         if self.goes_on:
+            self.last_divergence = self.iteration
             # The first group stays good: without any, the run ends.
             self.do("iterate", bad=sorted({1 + group % (self.config.groups - 1) for group in bad}))
 
@@ -93,7 +104,7 @@ class Life(RuleBasedStateMachine):
     @rule(after=_LATER, fails=st.booleans())
     def evaluate(self, after: int, fails: bool) -> None:
         self.train(after)
-        seen = self.do("evaluate", fails=fails)
+        seen = self.do("evaluate", fails=fails, as_mean=self.config.subgroup is not None)
         parts = self.program.settings.ranks_in_group
         for part in range(parts):
             first, *others = seen[part::parts]

@@ -257,17 +257,6 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None
             startup.check_host_memory(config, [numel], 16, is_pinned)
 
 
-def test_groups_without_a_common_anchor_are_not_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = PierConfig(2, groups=1, sync_interval=1, lazy_start_iters=0)
-    seen = {}
-    for rule in (Nesterov, type("OfEachGroup", (Nesterov,), {"has_common_anchor": False})):
-        monkeypatch.setattr(loop, "rule_at", lambda config, iteration, rule=rule: rule(0.9, 0.7))
-        alone = loop.OuterLoop([[Shards(shards())]], config, EXCHANGE)
-        alone.skip_iteration()
-        seen[rule.__name__] = alone.is_synchronised
-    assert seen == {"Nesterov": True, "OfEachGroup": False}
-
-
 def test_chunks_queued_back_to_back_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     said = {}

@@ -1,0 +1,136 @@
+"""Groups that meet a few at a time, in pairs as a rule: who meets whom, and what they send each other.
+
+Nothing here waits for a group that is not met. Reference: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training
+Method for Large Models", arXiv 2506.10911.
+"""
+
+import random
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pier_megatron.exchange.codecs import BLOCK
+from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange, Residual, Sum, Wire
+
+
+def draw_subgroups(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
+    """Draws which groups meet after an iteration; the same on every rank, without talking.
+
+    Returns:
+        Every group once, in subgroups of ``size``; the last has what is left, which may be a single group that sits out.
+    """
+    order = list(range(groups))
+    random.Random(f"{seed}/{iteration}").shuffle(order)
+    return [tuple(sorted(order[begin : begin + size])) for begin in range(0, groups, size)]
+
+
+class DirectWire(Wire):
+    """What a sum costs that every group computes for itself from what each of the others has sent it."""
+
+    def bytes_of_sum(self, numel: int, exactly: bool = False) -> int:
+        """Bytes that each rank sends: all of it, to each of the others."""
+        return (self.groups - 1) * (4 * numel if exactly or self.codec.lossless else self._payload(numel))
+
+    def segment_numel(self, numel: int) -> int:
+        """No group sums anything for others."""
+        return 0
+
+    def payload_bytes(self, numel: int) -> int:
+        """What is sent, encoded, and what arrives of each of the others."""
+        if self.codec.lossless:
+            return (self.groups - 1) * 4 * numel
+        return self.groups * self._payload(numel)
+
+    def coding_bytes(self, numel: int) -> int:
+        """A padded copy of one vector, and what is made of it."""
+        return 0 if self._is_plain else 2 * 4 * _padded(numel)
+
+    def _payload(self, numel: int) -> int:
+        return self.codec.nbytes(_padded(numel))
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // BLOCK) * BLOCK
+
+
+class Subgroup(Exchange):
+    """Some of the groups, which send to each other directly, over the communicator of all.
+
+    Once all groups have met on it: over NCCL, the first message of a communicator is a meeting of all its ranks.
+    """
+
+    def __init__(self, everyone: GroupExchange, groups: Sequence[int]) -> None:
+        """Looks at the ``groups`` among all of them, in order; this rank's group is one of them."""
+        super().__init__(everyone.codec, groups, groups.index(everyone.rank), DirectWire(everyone.codec, len(groups)))
+        self._process_group = everyone.process_group
+
+    def sum(self, vector: Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
+        """Begins to sum ``vector`` over these groups; see :meth:`Exchange.sum`."""
+        if self.size == 1:
+            return Sum()
+        return _DirectSum(self, vector, residual, exactly or self.codec.lossless)
+
+    def gather(self, vector: Tensor) -> Gathered:
+        """Begins to collect a short vector of each of these groups."""
+        vectors = [vector.clone() for _ in self.groups]
+        return Gathered(vectors, self.swap(vectors[self.rank], [vectors[index] for index in self.others]))
+
+    def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
+        """Copies a tensor of one of these groups to others of them; see :meth:`Exchange.broadcast`."""
+        if self.rank == source:
+            self._wait([self._operation(dist.isend, tensor, target) for target in targets])
+        elif self.rank in targets:
+            self._wait([self._operation(dist.irecv, tensor, source)])
+
+    @property
+    def others(self) -> list[int]:
+        """All of these groups but the own one, by index."""
+        return [index for index in range(self.size) if index != self.rank]
+
+    def swap(self, sent: Tensor, received: Sequence[Tensor]) -> list[dist.Work]:
+        """Begins to send a tensor to each of the others, and to receive one of each."""
+        operations = [self._operation(dist.isend, sent, other) for other in self.others]
+        operations += [self._operation(dist.irecv, into, other) for into, other in zip(received, self.others, strict=True)]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _operation(self, kind: object, tensor: Tensor, index: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self._process_group, group_peer=self.groups[index])  # type: ignore[arg-type]
+
+    def _wait(self, operations: list[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+class _DirectSum(Sum):
+    """A sum in the order of the groups, so that each of them comes to the same bits."""
+
+    def __init__(self, subgroup: Subgroup, vector: Tensor, residual: Residual | None, exactly: bool) -> None:
+        self._subgroup, self._vector, self._exactly = subgroup, vector, exactly
+        if exactly:
+            self._sent = vector
+        else:
+            row = vector.new_zeros(1, _padded(len(vector)))
+            padded = row[0, : len(vector)]
+            padded.copy_(vector)
+            if residual is not None:
+                padded += residual.sent
+            self._sent = subgroup.codec.encode(row)
+            if residual is not None:
+                torch.sub(padded, self._decoded(self._sent), out=residual.sent)
+        self._received = [torch.empty_like(self._sent) for _ in subgroup.others]
+        self._works = subgroup.swap(self._sent, self._received)
+
+    def finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        of_group = dict(zip(self._subgroup.others, self._received, strict=True)) | {self._subgroup.rank: self._sent}
+        total, *others = (self._decoded(of_group[index]) for index in range(self._subgroup.size))
+        for other in others:
+            total += other
+        if total is not self._vector:
+            self._vector.copy_(total)
+
+    def _decoded(self, payload: Tensor) -> Tensor:
+        return payload if self._exactly else self._subgroup.codec.decode(payload)[0, : len(self._vector)]

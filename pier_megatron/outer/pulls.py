@@ -1,0 +1,126 @@
+"""Slow weights of the groups that will meet next, sent behind training: NoLoCo's second tensor."""
+
+import collections
+from collections.abc import Container, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pier_megatron.config import PierConfig
+from pier_megatron.exchange.collectives import Exchange, GroupExchange, Sum
+from pier_megatron.outer.meetings import meeting_at
+from pier_megatron.outer.rounds import PIPELINE_DEPTH, window
+from pier_megatron.outer.staging import Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.state import COMMON, MOMENTUM
+
+
+class Pulls:
+    """Takes the distance of the slow weights to their mean into the momentum, before the outer step that this belongs to.
+
+    ``momentum = alpha * momentum + gamma / beta * (anchor - mean(anchor))`` over the groups that will meet. Neither of the two
+    changes until then, so it does not matter when that is done, and nothing has to be kept.
+
+    Attributes:
+        done: Fragments whose momentum is ready for their next outer step.
+    """
+
+    def __init__(self, config: PierConfig, stagings: Sequence[Staging], everyone: GroupExchange, device: torch.device) -> None:
+        """Begins with nothing under way; ``device`` is that of the parameters."""
+        self._config, self._stagings, self._everyone, self._device = config, stagings, everyone, device
+        self._under_way: list[_Pull] = []
+        self.done: set[int] = set()
+
+    def restart(self, done: Iterable[int] = ()) -> None:
+        """Forgets what is under way."""
+        self._under_way, self.done = [], set(done)
+
+    def begin(self, begun: int, iteration: int) -> None:
+        """Begins to send the slow weights of a round to the groups that are met next.
+
+        Args:
+            begun: Iteration after which the round began.
+            iteration: At whose end it has ended.
+        """
+        for fragment in self._config.fragments_due(begun) if self._config.pulls else ():
+            self.done.discard(fragment)
+            due = self._config.next_outer_step(fragment, begun)
+            if due is None:
+                continue
+            meeting = meeting_at(self._config, self._everyone, due)
+            alpha, strength = self._config.momentum_at(due), self._config.pull_at(due)
+            pull = _Pull(self._stagings, meeting, fragment, iteration, due, alpha, strength, self._device)
+            self._under_way.append(pull)
+            if due > iteration:
+                pull.proceed(iteration)
+
+    def proceed(self, iteration: int) -> None:
+        """Moves on what is due at the end of an iteration; called in the same iterations on every rank."""
+        for pull in self._under_way:
+            pull.proceed(iteration)
+
+    def finish(self, fragments: Container[int]) -> tuple[Tensor, int]:
+        """Waits for the slow weights of some fragments.
+
+        Returns:
+            Sum of the squares of the distances to the mean, over what this rank counts, a float64 scalar; bytes sent.
+        """
+        finished = [pull for pull in self._under_way if pull.fragment in fragments]
+        for pull in finished:
+            pull.finish()
+            self._under_way.remove(pull)
+            self.done.add(pull.fragment)
+        distances = [torch.zeros((), dtype=torch.float64, device=self._device), *(pull.distance for pull in finished)]
+        return torch.stack(distances).sum(), sum(pull.bytes_sent for pull in finished)
+
+
+class _Pull:
+    """That of one fragment."""
+
+    def __init__(
+        self,
+        stagings: Sequence[Staging],
+        meeting: Exchange,
+        fragment: int,
+        begun: int,
+        due: int,
+        alpha: float,
+        strength: float,
+        device: torch.device,
+    ) -> None:
+        self.fragment = fragment
+        self._meeting, self._begun, self._span, self._alpha, self._strength = meeting, begun, due - begun, alpha, strength
+        self._chunks = list(chunks_of(stagings, (fragment,)))
+        self._on_the_wire: collections.deque[tuple[Staged, Sum]] = collections.deque()
+        self._sent = self._landed = 0
+        self.distance = torch.zeros((), dtype=torch.float64, device=device)
+        self.bytes_sent = sum(meeting.wire.bytes_of_sum(chunk.numel, exactly=True) for _, chunk in self._chunks)
+
+    def proceed(self, iteration: int) -> None:
+        age = iteration - self._begun
+        windows = [window(index, len(self._chunks), self._span) for index in range(len(self._chunks))]
+        self._land(sum(age >= end for _, _, end in windows))
+        self._send(sum(age >= begin for begin, _, _ in windows))
+
+    def finish(self) -> None:
+        for landed in range(1, len(self._chunks) + 1):
+            self._send(min(landed + PIPELINE_DEPTH, len(self._chunks)))
+            self._land(landed)
+
+    def _send(self, number: int) -> None:
+        for staging, chunk in self._chunks[self._sent : number]:
+            [staged] = one_ahead([staging.lend(chunk, COMMON)])
+            staged.shared.copy_(staged.anchor)
+            self._on_the_wire.append((staged, self._meeting.sum(staged.shared, exactly=True)))
+            self._sent += 1
+
+    def _land(self, number: int) -> None:
+        self._send(number)
+        while self._landed < number:
+            staged, under_way = self._on_the_wire.popleft()
+            under_way.finish()
+            distance = torch.sub(staged.anchor, staged.shared, alpha=1 / self._meeting.size, out=staged.shared)
+            if staged.chunk.shards.is_counted:
+                self.distance += torch.dot(distance, distance)
+            torch.add(staged.momentum.mul_(self._alpha), distance, alpha=self._strength, out=staged.momentum)
+            staged.give_back((MOMENTUM,))
+            self._landed += 1
