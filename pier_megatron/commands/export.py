@@ -17,6 +17,7 @@ _MEANING = {
     "stock": "of a stock run",
     "synchronised": "those that all groups hold",
     "anchor": "the anchor, from the last outer step before",
+    "mean": "the mean of the groups' slow weights",
 }
 
 
@@ -111,7 +112,9 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
 def _weights(description: Description | None) -> str:
     if description is None:
         return "stock"
-    return "synchronised" if description.is_synchronised else "anchor"
+    if description.is_synchronised:
+        return "synchronised"
+    return "anchor" if description.has_common_outer_state else "mean"
 
 
 def _load_tokenizer(name: str, vocabulary: int) -> "PreTrainedTokenizerBase":

@@ -22,8 +22,8 @@ class Collective:
 
     Attributes:
         name: Of the operation, such as ``allreduce_``.
-        ranks: Global ranks that take part.
-        nbytes: Bytes of the tensors that this rank puts in, 0 for a barrier.
+        ranks: Global ranks that take part, in order; of a message, its sender and its receiver.
+        nbytes: Bytes of the tensors that this rank puts in, 0 for a barrier and for what it receives.
     """
 
     name: str
@@ -52,7 +52,7 @@ class CollectiveCensus(TorchDispatchMode):
         # What takes a process group is a collective, whatever library it is from.
         if group is not None:
             name = func.__name__.split(".")[0]
-            self.collectives.append(Collective(name, tuple(dist.get_process_group_ranks(group)), _nbytes_of_input(name, given)))
+            self.collectives.append(Collective(name, _ranks(group, given), _nbytes_of_input(name, given)))
         return func(*args, **kwargs)
 
     def crossing(self, group_of: Mapping[int, int]) -> list[Collective]:
@@ -86,8 +86,14 @@ def _as_group(argument: tuple[str, Any]) -> dist.ProcessGroup | None:
     return None
 
 
+def _ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...]:
+    everyone = dist.get_process_group_ranks(group)
+    peer = next((given[name] for name in ("dst", "src") if name in given), None)
+    return tuple(everyone) if peer is None else tuple(sorted({dist.get_rank(), everyone[peer]}))
+
+
 def _nbytes_of_input(name: str, given: Mapping[str, Any]) -> int:
-    if "barrier" in name:
+    if "barrier" in name or "recv" in name:
         return 0
     # Of outputs and inputs the inputs come last; functional collectives are given outputs by name.
     tensors = [value for key, value in given.items() if key != "out" and _nbytes(value)]

@@ -78,7 +78,7 @@ def _vote_in_the_group(reduce_any: Callable[..., Any], optimizer: Any, machine: 
 @current.in_the_local_phase
 def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
-    never = {} if optimizer.loop.groups_meet else {"exit_signal_handler": False, "exit_duration_in_mins": None}
+    never = {} if _are_together(optimizer) else {"exit_signal_handler": False, "exit_duration_in_mins": None}
     with versions.replaced(versions.megatron_args(), never):
         return decide(*args, **kwargs)
 
@@ -88,4 +88,12 @@ def _ask_for_saves_when_together(
     finalize: Callable[..., Any], optimizer: Any, /, blocking: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
     """Asks whether a save in the background has finished only where the groups meet: all ranks must agree on the answer."""
-    return finalize(blocking, *args, **kwargs) if optimizer.loop.groups_meet or blocking else None
+    return finalize(blocking, *args, **kwargs) if _are_together(optimizer) or blocking else None
+
+
+def _are_together(optimizer: Any) -> bool:
+    """Whether the groups meet in this iteration anyway: at an outer step of all, or else where the mean loss is logged."""
+    loop = optimizer.loop
+    if loop.config.subgroup is None:
+        return bool(loop.groups_meet)
+    return bool(loop.groups_meet or loop.iteration % versions.megatron_args().log_interval == 0)

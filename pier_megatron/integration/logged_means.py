@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from pier_megatron.integration import current, versions
 from pier_megatron.integration.communication import confined_to_group
+from pier_megatron.outer import OuterStepReport
+from pier_megatron.outer.report import SCALAR_PREFIX
 
 _TRAINING = "megatron.training.training"
 
@@ -33,6 +35,7 @@ class GroupLog:
         advanced: Number of these iterations, without this one.
         skipped: Whether this iteration was skipped, for an overflow of the loss scaler for example.
         grad_norm: Of this iteration; None if it was skipped before there was one.
+        spread: Of the weights of the groups that this one met last, see ``OuterStepReport``.
     """
 
     losses: Mapping[str, float]
@@ -40,6 +43,7 @@ class GroupLog:
     advanced: int
     skipped: bool
     grad_norm: float | None
+    spread: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +54,13 @@ class Means:
         losses: Means over the groups that did not skip this iteration, over all groups if all did; by name.
         averages: Sums over the groups, divided by the number of iterations that advanced in any of them; by name.
         grad_norm: Mean over the groups that have one.
+        spread: Root mean square of those of the groups that met others.
     """
 
     losses: Mapping[str, float]
     averages: Mapping[str, float]
     grad_norm: float | None
+    spread: float | None = None
 
 
 def means(groups: Sequence[GroupLog]) -> Means:
@@ -64,10 +70,12 @@ def means(groups: Sequence[GroupLog]) -> Means:
     losses = _by_name(group.losses for group in moved or groups)
     sums = _by_name([*(group.sums for group in groups), *(group.losses for group in moved)])
     norms = [group.grad_norm for group in groups if group.grad_norm is not None]
+    squares = [group.spread**2 for group in groups if group.spread is not None]
     return Means(
         losses={name: sum(found) / len(found) for name, found in losses.items()},
         averages={name: sum(found) / max(1, iterations) for name, found in sums.items()},
         grad_norm=sum(norms) / len(norms) if norms else None,
+        spread=math.sqrt(sum(squares) / len(squares)) if squares else None,
     )
 
 
@@ -90,11 +98,14 @@ def _average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwa
     group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     if group is None:
         return training_log(*args, **kwargs)
-    own = _of_own_group(given.arguments)
+    own = _of_own_group(given.arguments, optimizer.loop.reports.latest)
     everyone: list[Any] = [None] * group.size()
     # As objects: the groups need not know the same names, and a collective of another length in one of them would hang.
     dist.all_gather_object(everyone, own, group=group)
-    _replace(given.arguments, own, means(everyone))
+    found = means(everyone)
+    _replace(given.arguments, own, found)
+    if optimizer.loop.config.subgroup is not None and found.spread is not None:
+        _log_spread(found.spread, optimizer.loop.iteration)
     result = training_log(*given.args, **given.kwargs)
     if is_first:
         # Megatron goes on summing up from here.
@@ -102,7 +113,16 @@ def _average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwa
     return result
 
 
-def _of_own_group(logged: Mapping[str, Any]) -> GroupLog:
+def _log_spread(spread: float, iteration: int) -> None:
+    """What no group sees of itself where they never meet all together."""
+    print_last = versions.require("megatron.training.utils", "print_rank_last")
+    print_last(f" spread of weights over the groups, in the outer steps before iteration {iteration:8d}: {spread:.3E}")
+    writer = versions.require("megatron.training.global_vars", "get_tensorboard_writer")()
+    if writer is not None:
+        writer.add_scalar(f"{SCALAR_PREFIX}spread of all groups", spread, iteration)
+
+
+def _of_own_group(logged: Mapping[str, Any], last: OuterStepReport | None) -> GroupLog:
     sums = logged["total_loss_dict"]
     norm = logged["grad_norm"]
     return GroupLog(
@@ -112,6 +132,7 @@ def _of_own_group(logged: Mapping[str, Any]) -> GroupLog:
         advanced=sums.get(_ADVANCED, 0),
         skipped=bool(logged["skipped_iter"]),
         grad_norm=None if norm is None else float(norm),
+        spread=None if last is None else last.spread,
     )
 
 

@@ -104,6 +104,11 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
                 if getattr(args, name, None):
                     config.check_interval(flag(name), getattr(args, name), "saving the first group only", remedy)
+    if config.subgroup is not None and getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
+        raise PierConfigError(
+            "--check-weight-hash-across-dp-replicas-interval compares the weights of all groups, which never agree with "
+            "--pier-preset noloco or --pier-subgroup-size. Drop it."
+        )
     for name, purpose in _MEETINGS.items():
         if getattr(args, name, None):
             config.check_interval(flag(name), getattr(args, name), purpose)

@@ -17,11 +17,11 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, communication, examination, logged_means, training
+    from pier_megatron.integration import arguments, communication, evaluation, examination, logged_means, training
     from pier_megatron.integration.checkpoint import files, helpers, hooks
     from pier_megatron.integration.inner import torch_adam
 
-    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, logged_means):
+    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means):
         seam.install()
     if examination.VARIABLE in os.environ:
         examination.install()

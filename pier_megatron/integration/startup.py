@@ -9,9 +9,9 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.topology import Topology
-from pier_megatron.outer import GroupExchange, OuterLoop
+from pier_megatron.outer import OuterLoop
+from pier_megatron.outer.meetings import bytes_of_outer_step, wire_of
 from pier_megatron.outer.memory import host_bytes, work_bytes
 from pier_megatron.outer.state import ANCHOR, OuterState
 
@@ -19,18 +19,19 @@ from pier_megatron.outer.state import ANCHOR, OuterState
 _SCHEDULE_ROWS = 8
 
 
-def check_groups_agree(states: Sequence[OuterState], exchange: GroupExchange, device: torch.device) -> None:
+def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
     """Refuses groups whose shards or weights differ; called by all ranks.
 
     Args:
-        states: The outer states of this rank, at the parameters the run starts from.
-        exchange: Collectives between the groups.
-        device: For these collectives.
+        loop: The outer loop, at the parameters that the run starts from.
+        begins: Whether it begins, rather than going on, where groups that never agree have different weights.
 
     Raises:
         PierConfigError: If the shards do not match or do not hold the same values.
     """
-    own = [(state.numel, state.counted, int(state.checksum(ANCHOR))) for state in states]
+    exchange, device = loop.exchange, loop.device
+    compares = begins or loop.config.subgroup is None
+    own = [(state.numel, state.counted, int(state.checksum(ANCHOR)) if compares else 0) for state in loop.states]
     numbers = exchange.gather(torch.tensor([len(own)], device=device)).result()
     if (numbers != numbers[0]).any():
         raise PierConfigError("The groups hold different numbers of parameter buffers: their parallel layouts differ.")
@@ -75,13 +76,15 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
-    sent = sum(exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for state in states for chunk in state.chunks)
+    sent = sum(bytes_of_outer_step(config, chunk.numel, chunk.shards.is_tied) for state in states for chunk in state.chunks)
     synchronous = round(8 * parameters * (exchange.size - 1) / exchange.size)
     is_pinned = loop.device.type == "cuda"
     size = sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states)
     chunk_mib = config.chunk_mib_on(loop.device.type)
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
+        f"between {config.subgroup} groups drawn anew for each outer step" if config.subgroup is not None else "",
+        "slow weights ahead in FP32" if config.pulls else "",
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
         f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
     ]
@@ -128,7 +131,7 @@ def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
         in_fragments = collections.Counter(chunk.fragment for chunk in state.chunks)
         longest = max((chunk.numel for chunk in state.chunks), default=0)
         total += work_bytes(config, longest, list(in_fragments.values()))
-        coding = max(coding, Wire(config.codec, config.groups).coding_bytes(longest))
+        coding = max(coding, wire_of(config).coding_bytes(longest))
     return total + coding
 
 

@@ -1,6 +1,5 @@
-"""Megatron's training loop: where the optimizer is built, where an iteration begins, what evaluation looks at."""
+"""Megatron's training loop: where the optimizer is built, where an iteration begins."""
 
-import contextlib
 import copy
 import datetime
 import faulthandler
@@ -28,7 +27,6 @@ def install() -> None:
     versions.wrap(_TRAINING, "get_megatron_optimizer", _build_optimizer)
     versions.wrap(_TRAINING, "train_step", _train_step)
     versions.wrap(_TRAINING, "dummy_train_step", _skip_iteration)
-    versions.wrap(_TRAINING, "evaluate_and_print_results", _look_at_what_groups_agree_on)
     versions.require(_TRAINING, "update_train_iters")
 
 
@@ -53,7 +51,7 @@ def _build(optimizer: Any) -> Any:
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
-    config.codec.compile_for(config.groups, device)
+    config.codec.compile_for(config.groups if config.subgroup is None else 1, device)
     # All ranks meet here, so that none takes its host memory before the others have looked.
     topology = Topology.gather(_own_rank(config))
     topology.check()
@@ -68,7 +66,7 @@ def _build(optimizer: Any) -> Any:
         on_change=lambda: commit_main_parameters(members),
         report=_report,
     )
-    startup.check_groups_agree(loop.states, loop.exchange, loop.device)
+    startup.check_groups_agree(loop)
     pier = PierOptimizer(optimizer, loop)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
@@ -136,10 +134,3 @@ def _skip_iteration(dummy_train_step: Callable[..., Any], optimizer: Any, /, *ar
     result = dummy_train_step(*args, **kwargs)
     optimizer.loop.end_iteration()
     return result
-
-
-@current.in_pier_runs
-def _look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Shows the anchor to evaluation where the groups hold different parameters by design."""
-    with contextlib.nullcontext() if optimizer.loop.is_synchronised else optimizer.loop.anchor_in_model():
-        return evaluate(*args, **kwargs)

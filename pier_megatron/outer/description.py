@@ -1,7 +1,8 @@
 """What a checkpoint of a Pier run holds beside Megatron's own content, and which runs may go on from it.
 
 Megatron's keys hold the weights that all groups agree on and the inner optimizer's state of group 0, so that everything
-that reads a stock checkpoint reads this one. Beside them stand the outer state, once, and what each group has of its own.
+that reads a stock checkpoint reads this one. Beside them stand the outer state, once, and what each group has of its own; where
+groups never agree, the outer state is of each group too, and Megatron's keys hold the mean.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from pier_megatron.config import PierConfig, flag_of
 from pier_megatron.errors import PierConfigError
 from pier_megatron.version import __version__
 
-FORMAT = 2
+FORMAT = 3
 """Raised when an older plugin could not read what a newer one writes."""
 
 ENTRY = "pier"
@@ -28,6 +29,9 @@ _SETTINGS = (
     "groups",
     "sync_interval",
     "preset",
+    "subgroup_size",
+    "subgroup_gamma",
+    "subgroup_seed",
     "lazy_start",
     "outer_lr",
     "outer_momentum",
@@ -43,6 +47,11 @@ def group_prefix(group: int) -> str:
     return f"pier.group_{group}"
 
 
+def checksum_name(name: str, group: int | None) -> str:
+    """What the checksum of a flat buffer is called: that of all groups, or of one."""
+    return name if group is None else f"{name} of group {group}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Description:
     """What a checkpoint says about itself, as plain values in Megatron's content metadata.
@@ -55,10 +64,11 @@ class Description:
         own_inner_state: Groups whose main parameters and inner optimizer state are stored apart; all others have what
             Megatron's own keys hold.
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
+        pulled: Fragments whose momentum has been made ready for an outer step to come.
         restarted: When groups were last restarted, by group.
         is_local: Whether the groups were training apart; format 1 does not say, and the iteration decides.
         is_synchronised: Whether all groups held the same parameters; likewise.
-        checksums: Of the outer state, over all ranks of a group, by name.
+        checksums: Of the outer state, over all ranks of a group, by :func:`checksum_name`.
         format: See :data:`FORMAT`.
         version: Of the plugin.
     """
@@ -69,6 +79,7 @@ class Description:
     chunk_mib: int
     own_inner_state: tuple[int, ...] = ()
     rounds: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    pulled: tuple[int, ...] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     is_local: bool | None = None
     is_synchronised: bool | None = None
@@ -115,6 +126,11 @@ class Description:
         return not self._changes(present) and self.chunk_mib == present.chunk_mib
 
     @property
+    def has_common_outer_state(self) -> bool:
+        """Whether all groups held the same anchor and momentum."""
+        return self._config().subgroup is None
+
+    @property
     def holds_all_groups(self) -> bool:
         """Whether nothing of any group is missing: in the lazy start they are all the same."""
         return not self.is_local or len(self.own_inner_state) >= self.settings["groups"] - 1
@@ -147,7 +163,9 @@ class Description:
         return changes
 
     def _changes(self, present: "Description") -> list[str]:
-        pairs = [(flag_of(name), self.settings.get(name), present.settings[name]) for name in _SETTINGS]
+        # What older plugins did not know, their runs had at its default.
+        defaults = {field.name: field.default for field in dataclasses.fields(PierConfig)}
+        pairs = [(flag_of(name), self.settings.get(name, defaults.get(name)), present.settings[name]) for name in _SETTINGS]
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
 
@@ -170,3 +188,21 @@ class Description:
         else:
             overlapping = range(group * saved // groups, math.ceil((group + 1) * saved / groups))
         return sorted({source if source in self.own_inner_state else 0 for source in overlapping})
+
+    def outer_sources(self, group: int, present: "Description", rule: str) -> list[int | None]:
+        """Saved groups whose outer state a group goes on with, as their mean; None stands for that of all groups.
+
+        Args:
+            group: Index of the group that loads.
+            present: The run that loads.
+            rule: As for :meth:`sources`.
+        """
+        if self.has_common_outer_state:
+            return [None]
+        if present.has_common_outer_state:
+            return list(range(self.settings["groups"]))
+        return list(self.sources(group, present.settings["groups"], rule))
+
+    def outer_prefix(self, group: int | None, index: int) -> str:
+        """Prefix of the keys of an optimizer's outer state, of all groups or of one."""
+        return f"{OUTER}.{index}" if group is None else f"{group_prefix(group)}.outer.{index}"

@@ -226,15 +226,15 @@ class OuterLoop:
         fragments = self.config.fragments_due(begun)
         return sum(chunk.numel for state in self.states for chunk in state.chunks if chunk.fragment in fragments)
 
-    def checksums(self) -> dict[str, int]:
-        """Sums of the bits of anchor and momentum over all ranks of the group, however they share the model."""
+    def checksums(self) -> list[dict[str, int]]:
+        """Of each group, sums of the bits of anchor and momentum over all its ranks, however they share the model."""
         for staging in self._stagings:
             staging.synchronize()
         sums = torch.zeros(len(COMMON), dtype=torch.int64, device=self.device)
         for state in self.states:
             sums += torch.stack([state.checksum(name) for name in COMMON])
         self._over_group(sums)
-        return dict(zip(COMMON, sums.tolist(), strict=True))
+        return [dict(zip(COMMON, of_group, strict=True)) for of_group in self.exchange.gather(sums).result().tolist()]
 
     @contextlib.contextmanager
     def anchor_in_model(self, as_mean: bool = False) -> Iterator[list[Tensor]]:
@@ -327,7 +327,9 @@ class OuterLoop:
     def _check(self, round_: OuterRound) -> None:
         """Stops a run of which nothing is left. A subgroup cannot know that of the others, and has another try."""
         sees_all = len(round_.meeting.groups) == self.exchange.size
-        if sees_all or 0 < round_.begun - self._last_restart <= self.config.sync_interval:
+        since_restart = round_.begun - self._last_restart
+        has_tried = self._last_restart != NEVER and 0 < since_restart <= self.config.sync_interval
+        if sees_all or has_tried:
             round_.verdicts.check(self.iteration)
 
     def _end(self, round_: OuterRound) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import Wire
+from pier_megatron.outer.meetings import wire_of
 from pier_megatron.outer.rounds import PIPELINE_DEPTH, chunks_on_the_wire
 from pier_megatron.outer.staging import WORK
 from pier_megatron.outer.state import state_names
@@ -40,16 +40,17 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
         longest: Number of elements of the longest chunk.
         in_fragments: Number of chunks in each fragment.
     """
-    wire = Wire(config.codec, config.groups)
+    wire = wire_of(config)
     # Beside those on their way in a blocking step: one in hand, one staged ahead.
     at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
     under_way = sorted(in_fragments, reverse=True)[: _rounds_at_once(config)]
     on_the_wire = sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
     # Where the state is in place, chunks that wait keep their buffers.
-    lent = max(at_once, on_the_wire if config.offload else sum(under_way))
+    lent = max(at_once, on_the_wire if config.offload else sum(under_way)) + _pulled_at_once(config, in_fragments)
     of_chunk = longest * (_FP32 * len(WORK) + (bytes_per_parameter(config) if config.offload else 0))
     encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), on_the_wire)
-    return lent * of_chunk + encoded * wire.payload_bytes(longest)
+    received_ahead = _pulled_at_once(config, in_fragments) * (wire.groups - 1) * _FP32 * longest
+    return lent * of_chunk + encoded * wire.payload_bytes(longest) + received_ahead
 
 
 def _rounds_at_once(config: PierConfig) -> int:
@@ -57,3 +58,11 @@ def _rounds_at_once(config: PierConfig) -> int:
     if not config.overlap:
         return 0
     return min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
+
+
+def _pulled_at_once(config: PierConfig, in_fragments: Sequence[int]) -> int:
+    """Chunks of slow weights that are on the wire at a time, ahead of their outer step."""
+    if not config.pulls:
+        return 0
+    span = config.sync_interval - config.overlap
+    return sum(min(number, max(chunks_on_the_wire(number, span), PIPELINE_DEPTH + 1)) for number in in_fragments)

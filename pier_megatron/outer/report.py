@@ -109,11 +109,13 @@ class OuterStepReports:
 
     Attributes:
         write: Called for each outer step, in their order, on every rank.
+        latest: The last report that was written; None before the first.
     """
 
     def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None]) -> None:
         """Begins with none under way."""
         self._config, self.write = config, write
+        self.latest: OuterStepReport | None = None
         self._watch = SpreadWatch()
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
@@ -135,7 +137,8 @@ class OuterStepReports:
         """
         while self._unreported and (waits or self._unreported[0][1].is_complete()):
             round_, sums, restarted = self._unreported.pop(0)
-            self.write(self._report(round_, sums.result().cpu(), restarted))
+            self.latest = self._report(round_, sums.result().cpu(), restarted)
+            self.write(self.latest)
 
     def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
         verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.meeting.groups

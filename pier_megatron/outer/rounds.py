@@ -247,7 +247,7 @@ class OuterRound:
 
     def _move(self, flight: _Flight, stage: int) -> None:
         if flight.stage < _SENT <= stage:
-            [flight.staged] = one_ahead([flight.lend(OWN, RESIDUAL)])
+            [flight.staged] = one_ahead([flight.lend(RESIDUAL, *self.rule.sent_of)])
             flight.sum = self._send(flight.staged)
         if flight.stage < _SENT_ON <= stage:
             flight.sum.advance()

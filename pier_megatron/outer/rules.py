@@ -10,7 +10,8 @@ from typing import ClassVar, Protocol
 import torch
 
 from pier_megatron.config import PierConfig
-from pier_megatron.outer.staging import Staged
+from pier_megatron.outer.staging import OWN, Staged
+from pier_megatron.outer.state import ANCHOR
 
 
 class OuterRule(Protocol):
@@ -18,9 +19,11 @@ class OuterRule(Protocol):
 
     Attributes:
         has_common_anchor: Whether all groups hold the same anchor afterwards.
+        sent_of: Names of what :meth:`send` reads.
     """
 
     has_common_anchor: ClassVar[bool]
+    sent_of: ClassVar[tuple[str, ...]]
 
     def send(self, staged: Staged) -> None:
         """Writes what this group sends to ``staged.shared``, given its pseudo-gradient in ``staged.own``.
@@ -61,6 +64,7 @@ class Nesterov:
     mu: float
     eta: float
     has_common_anchor: ClassVar[bool] = True
+    sent_of: ClassVar[tuple[str, ...]] = (OWN,)
 
     def send(self, staged: Staged) -> None:
         """Sends the pseudo-gradient."""
@@ -100,6 +104,7 @@ class NoLoCo:
     alpha: float
     beta: float
     has_common_anchor: ClassVar[bool] = False
+    sent_of: ClassVar[tuple[str, ...]] = (OWN, ANCHOR)
 
     def send(self, staged: Staged) -> None:
         """Sends the parameters."""
@@ -127,6 +132,7 @@ class NoLoCoOfDifferences(NoLoCo):
     """
 
     pulled: frozenset[int]
+    sent_of: ClassVar[tuple[str, ...]] = (OWN,)
 
     def send(self, staged: Staged) -> None:
         """Sends the pseudo-gradient."""

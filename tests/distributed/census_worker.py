@@ -23,6 +23,9 @@ def main() -> None:
         dist.all_gather_into_tensor(torch.zeros(24), values)
         dist.all_to_all_single(torch.zeros(6), values, [3, 3], [3, 3], group=pair)
         dist.barrier(group=pair)
+        swap = [dist.P2POp(kind, values, group=pair, group_peer=1 - pair.rank()) for kind in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(swap):
+            work.wait()
     torch.save(census.collectives, Path(sys.argv[1]) / f"census-{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

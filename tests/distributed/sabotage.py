@@ -20,6 +20,7 @@ from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
 
+from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration import current, gradients, startup
 from pier_megatron.integration.inner.adam import owners
 from pier_megatron.outer import OuterLoop, rounds
@@ -102,6 +103,27 @@ def _group_1_waits_for_group_0(directory: Path) -> Patch:
             deadline = time.monotonic() + 60
             while not mark.exists():
                 assert time.monotonic() < deadline, "group 0 waits for group 1"
+                time.sleep(0.05)
+        return result
+
+    return mock.patch.object(ChainedOptimizer, "step", waiting_step)
+
+
+def _a_group_sleeps_while_two_others_meet(directory: Path) -> Patch:
+    """A group does not end iteration 7 before one has ended iteration 11 whose meeting after iteration 9 is another."""
+    step = ChainedOptimizer.step
+    mark = directory / "two others have met"
+    (sleeper, _), (awake, _), *_ = draw_subgroups(6, 2, 0, 9)
+
+    def waiting_step(optimizer: Any) -> Any:
+        result = step(optimizer)
+        group, iteration = optimizer.loop.exchange.rank, optimizer.loop.iteration
+        if (group, iteration) == (awake, 11):
+            mark.touch()
+        if (group, iteration) == (sleeper, 7):
+            deadline = time.monotonic() + 60
+            while not mark.exists():
+                assert time.monotonic() < deadline, "a group waits for one that it does not meet"
                 time.sleep(0.05)
         return result
 
@@ -265,6 +287,7 @@ _ALL = {
     "a node without memory": _no_memory,
     "all groups read the same": _same_data,
     "group 1 waits for group 0": _group_1_waits_for_group_0,
+    "a group sleeps while two others meet": _a_group_sleeps_while_two_others_meet,
     "slow writers that share host memory": _slow_writers_that_share_host_memory,
     "no copies of host memory": _no_copies_of_host_memory,
     "no progress kept": _no_progress_kept,

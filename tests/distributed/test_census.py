@@ -26,4 +26,6 @@ def test_ranks_and_bytes_of_every_kind_of_collective(tmp_path: Path) -> None:
             # The sizes of the pieces are an argument too, and come last.
             Collective("alltoall_base_", pair, 24),
             Collective("barrier", pair, 0),
+            Collective("send", pair, 24),
+            Collective("recv_", pair, 0),
         ]

@@ -54,7 +54,7 @@ def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
     loop = pier.loop
     snapshot, checksums = loop.snapshot(), loop.checksums()
     with contextlib.ExitStack() as stack:
-        trained = None if loop.is_synchronised else stack.enter_context(loop.anchor_in_model())
+        trained = None if loop.is_synchronised else stack.enter_context(loop.anchor_in_model(loop.config.subgroup is not None))
         saving = Saving(_place(pier), snapshot, checksums, trained, scheduler)
         if dist.get_rank() == 0:
             print(saving.announcement(), flush=True)
@@ -76,7 +76,7 @@ def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
         )
         raise
     found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])
-    startup.check_groups_agree(loop.states, loop.exchange, loop.device)
+    startup.check_groups_agree(loop, begins=False)
     if found and dist.get_rank() == 0:
         print(found, flush=True)
     return result

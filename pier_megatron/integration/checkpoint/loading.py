@@ -1,6 +1,7 @@
 """How a run goes on from what was stored of another one."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,9 +9,10 @@ import torch
 from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
+from pier_megatron.integration.checkpoint.formats import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.outer import OuterLoop, Snapshot
-from pier_megatron.outer.description import ENTRY, OUTER, Description, group_prefix
+from pier_megatron.outer.description import ENTRY, Description, checksum_name, group_prefix
 
 
 @dataclasses.dataclass
@@ -24,6 +26,7 @@ class _Request:
         changes: What is different, one phrase each.
         metadata: Of the checkpoint.
         sources: Saved groups whose inner state this group goes on with, as their mean.
+        outer_sources: The same for the outer state.
         snapshot: The outer loop's; its tensors are what is read into.
         objects: What the first source has beside its tensors, once it was read.
     """
@@ -34,6 +37,7 @@ class _Request:
     changes: list[str]
     metadata: Any
     sources: list[int]
+    outer_sources: list[int | None]
     snapshot: Snapshot
     objects: dict[str, Any] | None = None
 
@@ -61,7 +65,10 @@ class Loading:
         copies = {source: sum(source in of for of in sources_of[: place.group]) for source in request.sources}
         entry: dict[str, Any] = {}
         for index, outer in enumerate(place.outer_states(request.snapshot)):
-            entry[f"outer{index}"] = outer.sharded(model_state, metadata, f"{OUTER}.{index}", is_loading=True)
+            for source in request.outer_sources:
+                target = outer if source == request.outer_sources[0] else outer.empty_on_host()
+                prefix, copy = saved.outer_prefix(source, index), self._copy_of_outer(saved, source)
+                entry[f"outer{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copy)
         for index, inner in enumerate(place.inner_states()):
             for source in (source for source in request.sources if source in saved.own_inner_state):
                 prefix = f"{group_prefix(source)}.{index}"
@@ -90,13 +97,25 @@ class Loading:
             "is_local": saved.is_local,
             "is_synchronised": saved.is_synchronised,
             "rounds": rounds,
+            "pulled": saved.pulled if is_exact else (),
             "restarted": saved.restarted if is_exact else {},
         }
-        sources = self._sources(saved, place.group)
-        return _Request(saved, is_exact, saved.has_layout_of(present), changes, metadata, sources, snapshot)
+        sources, outer_sources = self._sources(saved, place.group), self._outer_sources(saved, place.group)
+        same_layout = saved.has_layout_of(present)
+        return _Request(saved, is_exact, same_layout, changes, metadata, sources, outer_sources, snapshot)
 
     def _sources(self, saved: Description, group: int) -> list[int]:
         return saved.sources(group, self._place.config.groups, self._place.config.load_inner_state)
+
+    def _outer_sources(self, saved: Description, group: int) -> list[int | None]:
+        present = self._place.describe(saved.iteration)
+        return saved.outer_sources(group, present, self._place.config.load_inner_state)
+
+    def _copy_of_outer(self, saved: Description, source: int | None) -> int | None:
+        """How many groups before this one read the outer state of a saved one; None if all read the same."""
+        if source is None:
+            return None
+        return sum(source in self._outer_sources(saved, group) for group in range(self._place.group))
 
     def restore(self, state: dict[Any, Any]) -> bool:
         """Takes over what was read; see :class:`pier_megatron.integration.optimizer.Restoration`."""
@@ -108,18 +127,16 @@ class Loading:
         for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
             owner.load_state_dict(settings)
         # Only now: loading may have put other tensors in the place of those that were there.
-        for index, mean in enumerate(place.inner_states()):
-            for source in request.sources:
-                is_apart = source in request.saved.own_inner_state
-                target = mean if source == request.sources[0] else mean.empty_on_host()
-                read = entry[f"inner{index}.{source}"] if is_apart else self._stock_of(state, index)["param_state"]
-                target.load(read, request.metadata)
-                if target is not mean:
-                    mean.add(target)
-            if len(request.sources) > 1:
-                mean.divide(len(request.sources))
+        for index, inner in enumerate(place.inner_states()):
+            of_sources = {
+                source: entry[f"inner{index}.{source}"]
+                if source in request.saved.own_inner_state
+                else self._stock_of(state, index)["param_state"]
+                for source in request.sources
+            }
+            _load_mean(inner, of_sources.values(), request.metadata)
         for index, outer in enumerate(place.outer_states(request.snapshot)):
-            outer.load(entry[f"outer{index}"], request.metadata)
+            _load_mean(outer, [entry[f"outer{index}.{source}"] for source in request.outer_sources], request.metadata)
         for name, tensor in place.exact_tensors(request.snapshot).items() if request.is_exact else ():
             if tensor.numel():
                 tensor.copy_(entry["tensors"][name])
@@ -177,13 +194,26 @@ class Loading:
         return _resumption(request)
 
     def _verify(self, saved: Description) -> None:
-        found = self._loop.checksums()
-        wrong = [name for name, checksum in saved.checksums.items() if found[name] != checksum]
+        found = self._loop.checksums()[self._place.group]
+        [source, *others] = self._outer_sources(saved, self._place.group)
+        expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}
+        wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
         if wrong:
             raise DamagedCheckpointError(
                 f"--load {versions.megatron_args().load}: the {' and the '.join(wrong)} of iteration {saved.iteration} are not "
                 "what was saved: their checksums differ. The files are damaged. Choose another iteration with --ckpt-step."
             )
+
+
+def _load_mean(mean: ParameterState, of_sources: Iterable[Any], metadata: Any) -> None:
+    """Takes over the mean of what was read of several groups; one of them as it is."""
+    for number, read in enumerate(of_sources, start=1):
+        target = mean if number == 1 else mean.empty_on_host()
+        target.load(read, metadata)
+        if number > 1:
+            mean.add(target)
+    if number > 1:
+        mean.divide(number)
 
 
 def _resumption(request: _Request) -> str:

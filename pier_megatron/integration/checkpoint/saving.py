@@ -1,6 +1,6 @@
 """What the plugin adds to Megatron's checkpoints when they are saved."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.random_states import random_states
 from pier_megatron.outer import Snapshot
-from pier_megatron.outer.description import ENTRY, OUTER, group_prefix
+from pier_megatron.outer.description import ENTRY, checksum_name, group_prefix
 from pier_megatron.outer.state import COMMON
 
 _FP32 = 4
@@ -26,20 +26,35 @@ class Saving:
         self,
         place: Place,
         snapshot: Snapshot,
-        checksums: dict[str, int],
+        checksums: Sequence[Mapping[str, int]],
         trained: Sequence[Tensor] | None,
         opt_param_scheduler: Any,
     ) -> None:
-        """Prepares a checkpoint of this rank; ``trained`` is as for :meth:`Place.inner_states`."""
+        """Prepares a checkpoint of this rank.
+
+        Args:
+            place: Where it is.
+            snapshot: Of the outer loop.
+            checksums: Of each group's outer state, by name.
+            trained: As for :meth:`Place.inner_states`.
+            opt_param_scheduler: Megatron's.
+        """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
+        # Of each group, where they hold different ones.
+        self._holders: list[int | None] = [None] if place.config.subgroup is None else list(range(place.config.groups))
         self.description = place.describe(
             snapshot["iteration"],
             own_inner_state=self._groups_with_own_inner_state(),
+            pulled=tuple(snapshot["pulled"]),
             rounds={round_["begun"]: tuple(round_["verdicts"]) for round_ in snapshot["rounds"]},
             restarted=snapshot["restarted"],
             is_local=snapshot["is_local"],
             is_synchronised=snapshot["is_synchronised"],
-            checksums=checksums,
+            checksums={
+                checksum_name(name, group): sums[name]
+                for group, sums in zip(self._holders, checksums, strict=False)
+                for name in sums
+            },
         )
 
     def _groups_with_own_inner_state(self) -> tuple[int, ...]:
@@ -52,11 +67,16 @@ class Saving:
         ranks, parameters = self._place.ranks.size(), sum(len(state[COMMON[0]]) for state in self._snapshot["states"])
         own = len(self.description.own_inner_state)
         stored = len(next(iter(self._place.inner_states()[0].tensors.values()), ())) if self._place.owners else 0
-        weights = "those that all groups hold" if self.description.is_synchronised else "the anchor, from the last outer step"
+        if self.description.is_synchronised:
+            weights = "those that all groups hold"
+        elif self.description.has_common_outer_state:
+            weights = "the anchor, from the last outer step"
+        else:
+            weights = "the mean of the groups' slow weights"
         inner = f"{own} groups apart" if own else "group 0, for all"
         return (
             f" checkpoint of iteration {self.description.iteration}: model weights are {weights}; outer state "
-            f"{len(COMMON) * _FP32 * parameters * ranks / 1e6:,.1f} MB; inner state of {inner}: "
+            f"{len(self._holders) * len(COMMON) * _FP32 * parameters * ranks / 1e6:,.1f} MB; inner state of {inner}: "
             f"{stored * _FP32 * parameters * ranks * own / 1e6:,.1f} MB beside Megatron's own"
         )
 
@@ -66,8 +86,10 @@ class Saving:
         entry: dict[str, Any] = {}
         prefix = group_prefix(place.group)
         has_own = place.group in self.description.own_inner_state
+        holder, copy = (None, None) if self.description.has_common_outer_state else (place.group, 0)
         for index, outer in enumerate(place.outer_states(snapshot)):
-            entry[f"outer{index}"] = outer.sharded(model_state, metadata, f"{OUTER}.{index}", is_loading=False)
+            outer_prefix = self.description.outer_prefix(holder, index)
+            entry[f"outer{index}"] = outer.sharded(model_state, metadata, outer_prefix, is_loading=False, copy=copy)
         for index, inner in enumerate(place.inner_states(self._trained) if has_own else ()):
             entry[f"inner{index}"] = inner.sharded(model_state, metadata, f"{prefix}.{index}", is_loading=False, copy=0)
         objects = {

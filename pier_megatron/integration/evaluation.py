@@ -1,0 +1,62 @@
+"""What Megatron's evaluation looks at in the local phase, and what it says where groups never agree."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pier_megatron.integration import current, versions
+from pier_megatron.integration.communication import confined_to_group
+from pier_megatron.outer.report import SCALAR_PREFIX
+
+_TRAINING = "megatron.training.training"
+
+
+def install() -> None:
+    """Hooks Pier into evaluation."""
+    versions.wrap(_TRAINING, "evaluate_and_print_results", _look_at_what_groups_agree_on)
+    versions.wrap(_TRAINING, "evaluate", _evaluate_each)
+
+
+@current.in_pier_runs
+def _look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Shows the anchor to evaluation where the groups hold different parameters by design."""
+    loop = optimizer.loop
+    with contextlib.nullcontext() if loop.is_synchronised else loop.anchor_in_model(as_mean=loop.config.evaluate_mean):
+        return evaluate(*args, **kwargs)
+
+
+@current.in_the_local_phase
+def _evaluate_each(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Where each group evaluates weights of its own, on its share of the samples, says how far apart they are."""
+    loop = optimizer.loop
+    if loop.config.subgroup is None or loop.config.evaluate_mean or loop.is_synchronised:
+        return evaluate(*args, **kwargs)
+    with confined_to_group(optimizer.model_chunks[0]):
+        losses, *others = evaluate(*args, **kwargs)
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    if losses is None or group is None:
+        # Its time is up, in the middle of it, or there is one group.
+        return losses, *others
+    of_groups: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_groups, {name: float(loss) for name, loss in losses.items()}, group=group)
+    _say_spread(of_groups, loop.iteration)
+    device = torch.cuda.current_device()
+    means = {name: sum(of_group[name] for of_group in of_groups) / len(of_groups) for name in losses}
+    return {name: torch.tensor(mean, dtype=torch.float32, device=device) for name, mean in means.items()}, *others
+
+
+def _say_spread(of_groups: Sequence[Mapping[str, float]], iteration: int) -> None:
+    print_last = versions.require("megatron.training.utils", "print_rank_last")
+    writer = versions.require("megatron.training.global_vars", "get_tensorboard_writer")()
+    for name in of_groups[0]:
+        losses = [of_group[name] for of_group in of_groups]
+        print_last(
+            f" each group's slow weights on its share of the samples: {name} from {min(losses):.6E} to {max(losses):.6E}; what "
+            "follows is the mean"
+        )
+        if writer is not None:
+            writer.add_scalar(f"{SCALAR_PREFIX}{name} validation, largest less smallest", max(losses) - min(losses), iteration)

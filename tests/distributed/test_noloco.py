@@ -1,0 +1,141 @@
+"""Groups that meet in pairs, through Megatron: against the reference, who meets whom, stopped, resumed and laid out anew."""
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from launch import Recorded, Run, launch
+from test_isolation import crossing
+from test_resume import goes_on_exactly
+
+from pier_megatron import PierConfig
+from pier_megatron.exchange.pairs import draw_subgroups
+
+pytestmark = pytest.mark.processes
+
+_LAZY = {"train_iters": 12, "preset": "noloco", "sync_interval": 3, "lazy_start_iters": 3}
+_TP2, _PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+
+# By name: ranks, settings, layout. Odd numbers of groups, so that one sits out.
+_TRAININGS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "3 groups, TP 2": (6, {"groups": 3}, _TP2),
+    "3 groups, PP 2, pulled": (6, {"groups": 3, "subgroup_gamma": 0.9, "fragments": 2, "overlap": 1}, _PP2),
+    "6 groups in threes": (6, {"groups": 6, "subgroup_size": 3, "subgroup_seed": 1}, ""),
+    "4 groups, TP 2, offloaded": (8, {"groups": 4, "offload": True, "overlap": 2}, _TP2),
+    "4 groups, PP 2, warmed": (8, {"groups": 4, "preset": "pier-rising", "subgroup_size": 2}, _PP2),
+    "all of 8 groups": (8, {"groups": 8, "subgroup_size": 8, "subgroup_gamma": 0.0}, ""),
+    "8 groups": (8, {"groups": 8}, ""),
+}
+
+# The weights move by 0.07.
+_TOLERANCE = 5e-6
+
+
+def _argv(settings: dict[str, Any], layout: str, world: int) -> str:
+    flags = " ".join(
+        f"--{name.replace('_', '-')} {value}" if name == "train_iters" else f"--pier-{name.replace('_', '-')} {value}"
+        for name, value in settings.items()
+    ).replace("--pier-offload True", "--pier-offload")
+    replicas = world // 2 if layout else world
+    return f"--optimizer pier {flags} {layout}--global-batch-size {2 * replicas} "
+
+
+_IN_PAIRS = _argv(_LAZY | {"groups": 6}, "", 6)
+_HIDDEN = "--bf16 --pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier-offload "
+_SAVED = "--load {directory}/pairs --ckpt-step 8 "
+_CHANGED = "--pier-override-checkpoint "
+_PROBES = ["main", "outer"]
+
+_IN_SIX = [
+    Run("silent", _IN_PAIRS + "--log-interval 1000", ["census"]),
+    Run("one sleeps", _IN_PAIRS + "--log-interval 1000", (), ["a group sleeps while two others meet"]),
+    Run("pairs", _IN_PAIRS + "--save {directory}/pairs --save-interval 12", _PROBES, saves=[8]),
+    Run("pairs again", _IN_PAIRS + _SAVED, _PROBES),
+    Run("hidden", _IN_PAIRS + _HIDDEN + "--save {directory}/hidden --save-interval 12", _PROBES, saves=[7, 11]),
+    *(Run(f"hidden from {at}", f"{_IN_PAIRS}{_HIDDEN}--load {{directory}}/hidden --ckpt-step {at}", _PROBES) for at in (7, 11)),
+    Run("three of six", _argv(_LAZY | {"groups": 3}, "", 6) + _CHANGED + _SAVED, ["start anchor"]),
+    Run("all meet", _argv(_LAZY | {"groups": 6, "preset": "diloco"}, "", 6) + _CHANGED + _SAVED, ["start anchor"]),
+    Run("stock goes on", "--train-iters 12 --use-distributed-optimizer --global-batch-size 12 " + _SAVED, ["weights"]),
+    Run("means", _IN_PAIRS + "--pier-evaluate-mean --eval-interval 8", ["main"]),
+    Run("each", _IN_PAIRS + "--eval-interval 8", ["main"]),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("noloco")
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    recorded = {}
+    for world, others in ((6, _IN_SIX), (8, [])):
+        trainings = [
+            Run(name, _argv(_LAZY | settings, layout, world), ["weights", "samples", "fragments"])
+            for name, (ranks, settings, layout) in _TRAININGS.items()
+            if ranks == world
+        ]
+        recorded |= launch(directory, corpus, [*trainings, *others], world)
+    return recorded
+
+
+@pytest.mark.parametrize("name", _TRAININGS)
+def test_run_equals_the_reference(runs: dict[str, Recorded], name: str) -> None:
+    config = PierConfig(**(_LAZY | _TRAININGS[name][1]))
+    assert oracle.largest_error(runs[name].weights("final"), oracle.train(runs[name], config)) < _TOLERANCE
+
+
+def test_reference_tells_other_pairs(runs: dict[str, Recorded]) -> None:
+    config = PierConfig(**(_LAZY | {"groups": 8, "subgroup_seed": 1}))
+    assert oracle.largest_error(runs["8 groups"].weights("final"), oracle.train(runs["8 groups"], config)) > 20 * _TOLERANCE
+
+
+def test_only_pairs_meet(runs: dict[str, Recorded]) -> None:
+    for iteration in (4, 5, 7, 8, 10, 11):
+        assert crossing(runs["silent"], iteration) == []
+    for iteration in (6, 9):
+        pairs = draw_subgroups(6, 2, 0, iteration)
+        found = crossing(runs["silent"], iteration)
+        assert {each.ranks for each in found} == set(pairs)
+        sent = sum(each.nbytes for each in found if each.nbytes > 1000)
+        assert sent == 4 * sum(rank["parameters"] for rank in runs["silent"].ranks)
+
+
+def test_sleeping_group_delays_its_partners_only(runs: dict[str, Recorded]) -> None:
+    # The launch would have failed: two groups meet while a third has not come to its own meeting of that iteration.
+    assert runs["one sleeps"].losses.keys() == runs["silent"].losses.keys()
+
+
+def test_resumed_runs_go_on_exactly(runs: dict[str, Recorded]) -> None:
+    goes_on_exactly(runs["pairs again"], runs["pairs"], 8)
+    for stop in (7, 11):
+        goes_on_exactly(runs[f"hidden from {stop}"], runs["hidden"], stop)
+
+
+def test_other_numbers_of_groups_go_on_from_means(runs: dict[str, Recorded]) -> None:
+    saved = [rank["anchor"][8][0] for rank in runs["pairs"].ranks]
+    for group in range(3):
+        # Six groups of one rank each hold all of it; of three groups each has two ranks with a part of it.
+        found = torch.cat([rank["start anchor"][0] for rank in runs["three of six"].of_group(group)])
+        torch.testing.assert_close(found.sort().values, torch.stack(saved[2 * group :][:2]).mean(0).sort().values)
+    for rank in runs["all meet"].ranks:
+        torch.testing.assert_close(rank["start anchor"][0], torch.stack(saved).mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_stock_reads_the_mean(runs: dict[str, Recorded]) -> None:
+    mean = torch.stack([rank["anchor"][8][0] for rank in runs["pairs"].ranks]).mean(0)
+    weights = oracle.gpt_reference.trainable(runs["stock goes on"].weights("initial"))
+    initial = torch.cat([weight.flatten() for weight in weights.values()])
+    torch.testing.assert_close(initial.float().sort().values, mean.sort().values, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_sees_the_mean_or_each(runs: dict[str, Recorded]) -> None:
+    def seen(name: str) -> list[torch.Tensor]:
+        return [rank["validation"]["iteration 8"] for rank in runs[name].ranks]
+
+    first, *others = seen("means")
+    assert all(torch.equal(first, other) for other in others)
+    assert not torch.equal(*seen("each")[:2])
+    torch.testing.assert_close(torch.stack(seen("each")).mean(0), first)
