@@ -56,7 +56,7 @@ class PierConfig:
         metavar="N",
     )
     sync_interval: int = _setting(50, "Iterations between outer steps.")
-    preset: str = _setting("pier", "Schedule of outer momentum and outer learning rate over the run.", choices=tuple(PRESETS))
+    preset: str = _setting("pier", "Schedule of outer momentum and outer learning rate over the run.", choices=PRESETS)
     lazy_start_fraction: float = _setting(
         0.1, "Share of the run, in [0, 1), that starts fully synchronous; rounded to the nearest multiple of the sync interval."
     )
@@ -101,7 +101,7 @@ class PierConfig:
         "bandwidth.",
     )
     exchange_dtype: str = _setting(
-        "fp32", "Type of pseudo-gradients on the wire; integers are scaled by blocks.", choices=tuple(CODECS)
+        "fp32", "Type of pseudo-gradients on the wire; integers are scaled by blocks.", choices=CODECS
     )
     no_error_feedback: bool = _setting(
         False,

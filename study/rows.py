@@ -19,11 +19,17 @@ METHODS = ("diloco", "pier", "pier-rising")
 # What a schedule owes to each of its parts.
 _PIER, _RISING = PRESETS["pier"], PRESETS["pier-rising"]
 _UNLIMITED = "pier-rising without the limit"
+_NOLOCO = PRESETS["noloco"]
+IN_PAIRS: dict[str, Preset] = {
+    "noloco with momentum warmup": dataclasses.replace(_NOLOCO, warmup_momentum=0.5),
+    "pier-rising in pairs": dataclasses.replace(_RISING, subgroup_size=2),
+}
 ABLATIONS: dict[str, Preset] = {
     "pier without momentum warmup": dataclasses.replace(_PIER, warmup_momentum=None),
     "pier without momentum decay": dataclasses.replace(_PIER, momentum=_PIER.momentum[:1]),
     "pier without the ramp": dataclasses.replace(_PIER, learning_rate=_PIER.learning_rate[1:]),
     _UNLIMITED: dataclasses.replace(_RISING, longest_horizon=None),
+    **IN_PAIRS,
     "pier-rising reversed": dataclasses.replace(
         _RISING, momentum=tuple(dataclasses.replace(part, start=part.end, end=part.start) for part in _RISING.momentum)
     ),
@@ -109,6 +115,18 @@ TABLES = (
         {"H = 20": {}},
     ),
     Table("Many groups", _BOTH, {"16 groups": {"groups": 16}}),
+    Table(
+        "Groups that meet in pairs, at equal intervals",
+        (*_BOTH, "noloco"),
+        {f"{groups} groups": {"groups": groups} for groups in (4, 8, 16)},
+    ),
+    Table(
+        "Groups that meet in pairs, at half the interval: the bytes of an all-reduce at H = 20",
+        ("noloco",),
+        {f"{groups} groups, H = 10": {"groups": groups, "interval": 10} for groups in (4, 8, 16)},
+    ),
+    Table("What pairs owe to the start and the schedule, 8 groups", tuple(IN_PAIRS), {"H = 20": {"groups": 8}}),
+    Table("Pairs without a lazy start, 8 groups", (*_BOTH, "noloco"), {"H = 20": {"groups": 8, "lazy_start": 0.0}}),
     Table(
         "Weak scaling: the batch and the learning rate grow with the groups",
         _BOTH,
