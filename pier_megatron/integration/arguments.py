@@ -12,9 +12,10 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from pier_megatron.config import PierConfig, flag_of
+from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, division
 from pier_megatron.integration import refusals, versions
+from pier_megatron.settings import flag_of
 
 _PREFIX = "pier_"
 

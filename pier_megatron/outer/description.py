@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pier_megatron.config import PierConfig, flag_of
+from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
 FORMAT = 3

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange
 from pier_megatron.outer.meetings import meeting_at, wire_of, write_mean_of_anchors
-from pier_megatron.outer.members import NEVER, hand_over, to_restart
+from pier_megatron.outer.members import NEVER, Members
+from pier_megatron.outer.phases import phase
 from pier_megatron.outer.pulls import Pulls
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.rounds import DISTANCE, OuterRound, momentum_warmup
@@ -20,7 +20,7 @@ from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import ANCHOR, COMMON, MOMENTUM, OuterState, Shards
 from pier_megatron.outer.stopwatch import Stopwatch
-from pier_megatron.outer.verdicts import DivergedError, Judge, KnownVerdicts, Verdicts
+from pier_megatron.outer.verdicts import Judge, KnownVerdicts, Verdicts
 
 Snapshot = dict[str, Any]
 """An outer loop as plain data, see :meth:`OuterLoop.snapshot`."""
@@ -88,7 +88,7 @@ class OuterLoop:
         self._inner_state, self._on_change = inner_state, on_change
         self.rounds: list[OuterRound] = []
         self._pulls = Pulls(config, self._stagings, exchange, self.device)
-        self._last_restart = NEVER
+        self._members = Members(config, self.exchange.size, self._moments, self.device)
         self._judge = Judge(config, self._stagings, self._over_group, self.device)
         self.reports = OuterStepReports(config, report)
         self.iteration = 0
@@ -173,7 +173,7 @@ class OuterLoop:
         """
         self._pulls.finish(range(self.config.fragments))
         rounds = [round_.settle() for round_ in self.rounds]
-        own = [self._last_restart, *(round_.verdicts.own for round_ in self.rounds)]
+        own = [self._members.last_restart, *(round_.verdicts.own for round_ in self.rounds)]
         restarts, *verdicts = self.exchange.gather(torch.tensor(own, device=self.device)).result().T.tolist()
         self.reports.write_arrived(waits=True)
         for staging in self._stagings:
@@ -216,15 +216,10 @@ class OuterLoop:
             round_ = self._round(saved["begun"], meeting, verdicts, Stopwatch(self.device))
             round_.resume(saved["own"], saved["sum"])
             self.rounds.append(round_)
-        self._last_restart = snapshot["restarted"].get(self.exchange.rank, NEVER)
+        self._members.last_restart = snapshot["restarted"].get(self.exchange.rank, NEVER)
         if self._judge.outliers:
             self._judge.outliers.load_state_dict(snapshot["outliers"])
         self._commit()
-
-    def numel_of_round(self, begun: int) -> int:
-        """Elements that this rank moves in the round that begins after iteration ``begun``."""
-        fragments = self.config.fragments_due(begun)
-        return sum(chunk.numel for state in self.states for chunk in state.chunks if chunk.fragment in fragments)
 
     def checksums(self) -> list[dict[str, int]]:
         """Of each group, sums of the bits of anchor and momentum over all its ranks, however they share the model."""
@@ -304,7 +299,7 @@ class OuterLoop:
                 self.rounds.append(round_)
                 return
             with self._phase("outer_step"):
-                self._check(round_)
+                self._members.check(round_, self.iteration)
                 round_.run()
             self.is_synchronised = round_.rule.has_common_anchor and len(fragments) == self.config.fragments
             self._end(round_)
@@ -319,25 +314,18 @@ class OuterLoop:
                         round_.proceed(age, self.config.overlap)
                 else:
                     with self._phase("finish"):
-                        self._check(round_)
+                        self._members.check(round_, self.iteration)
                         round_.finish()
                     self.rounds.remove(round_)
                     self._end(round_)
 
-    def _check(self, round_: OuterRound) -> None:
-        """Stops a run of which nothing is left. A subgroup cannot know that of the others, and has another try."""
-        sees_all = len(round_.meeting.groups) == self.exchange.size
-        since_restart = round_.begun - self._last_restart
-        has_tried = self._last_restart != NEVER and 0 < since_restart <= self.config.sync_interval
-        if sees_all or has_tried:
-            round_.verdicts.check(self.iteration)
-
     def _end(self, round_: OuterRound) -> None:
         with self._phase("commit"):
-            counted = round_.verdicts.counted()
-            restarted = to_restart(round_.meeting, counted, round_.begun, self._last_restart, self.device)
-            if restarted:
-                self._restart(round_.meeting, restarted, source=counted.index(True) if any(counted) else None)
+            restarted = self._members.restart_left_out(round_, self.iteration)
+            if round_.meeting.rank in restarted:
+                self._return_to_anchor()
+                for other in self.rounds:
+                    other.forget_progress()
             self._commit()
         self._over_group(round_.sums)
         # Where groups have anchors of their own, each reports for itself: nobody waits for those that it has met.
@@ -345,43 +333,17 @@ class OuterLoop:
         self.reports.add(round_, sums, restarted)
         self._pulls.begin(round_.begun, self.iteration)
 
-    def _restart(self, meeting: Exchange, groups: Sequence[int], source: int | None) -> None:
-        """Restarts groups of a meeting from their anchor, with the moments of one that counted.
-
-        What made the parameters of a group useless is in its moments too, and would make the next ones useless.
-        """
-        if meeting.rank in groups:
-            self._return_to_anchor()
-            for round_ in self.rounds:
-                round_.forget_progress()
-            self._last_restart = self.iteration
-        moments = [
+    def _moments(self) -> list[Tensor]:
+        return [
             moment
             for state in self.states
             for parameter, _ in state.slices()
             for _, moment in sorted(self._inner_state(parameter).items())
         ]
-        hand_over(moments, meeting, groups, source, self.device)
 
     def _over_group(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         if self._group is not None:
             dist.all_reduce(tensor, op=op, group=self._group)
 
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Names what happens inside, in profiles and in the error if it fails.
-
-        A peer that has died or hangs shows first in the ranks that wait for it, often as a mere "connection closed".
-        """
-        try:
-            with record_function(f"pier::{name}"):
-                yield
-        except DivergedError:
-            raise
-        except RuntimeError as error:
-            error.add_note(
-                f"Pier: group {self.exchange.rank} was in phase {name} of the outer step after iteration {self.iteration}, "
-                f"together with the {self.exchange.size - 1} other groups. If the error speaks of a connection or a "
-                "timeout, a rank of another group has died or hangs: its own log says why. The last checkpoint is whole."
-            )
-            raise
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return phase(name, self.exchange, self.iteration)

@@ -6,31 +6,70 @@ parameters becomes the anchor, its moments those of a group that counted) and is
 all of this; others need not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange
+from pier_megatron.outer.rounds import OuterRound
 
 NEVER = -1
 """Iteration of the last restart of a group that has had none."""
 
 
-def to_restart(meeting: Exchange, counted: Sequence[bool], begun: int, last: int, device: torch.device) -> list[int]:
-    """Groups to restart at the end of a round, by their index in the meeting; empty in nearly all. Called by all of them.
+class Members:
+    """Restarts groups, and says when a run has nothing left to go on from.
 
-    Args:
-        meeting: The groups of the round.
-        counted: Which of them count in it.
-        begun: Iteration after which it began. A group that was restarted since is another one than was judged then.
-        last: Iteration at whose end this rank's group was restarted last.
-        device: For the collective.
+    Attributes:
+        last_restart: Iteration at whose end this rank's group was restarted last, or :data:`NEVER`.
     """
-    if all(counted):
-        return []
-    restarted = meeting.gather(torch.tensor([last], device=device)).result().flatten().tolist()
-    return [group for group, counts in enumerate(counted) if not counts and restarted[group] <= begun]
+
+    def __init__(self, config: PierConfig, groups: int, moments: Callable[[], Sequence[Tensor]], device: torch.device) -> None:
+        """Begins with a healthy group.
+
+        Args:
+            config: Of the run.
+            groups: Number of all groups.
+            moments: This group's, of its inner optimizer, in the same order in all groups.
+            device: For collectives.
+        """
+        self.last_restart = NEVER
+        self._interval, self._groups, self._moments, self._device = config.sync_interval, groups, moments, device
+
+    def check(self, round_: OuterRound, iteration: int) -> None:
+        """Stops a run of which nothing is left after ``iteration``. Waits for all groups that meet.
+
+        A few groups cannot know that of the others. If none of them is left they begin anew, but not twice running.
+
+        Raises:
+            DivergedError: If no group counts.
+        """
+        has_tried = self.last_restart != NEVER and 0 < round_.begun - self.last_restart <= self._interval
+        if round_.meeting.size == self._groups or has_tried:
+            round_.verdicts.check(iteration)
+
+    def restart_left_out(self, round_: OuterRound, iteration: int) -> list[int]:
+        """Hands moments over to groups that were left out of a round; called by all that met, after each.
+
+        What made the parameters of a group useless is in its moments too, and would make the next ones useless.
+
+        Returns:
+            Those that have to go back to their anchor now, by their index among those that met; none in nearly all rounds.
+        """
+        meeting, counted = round_.meeting, round_.verdicts.counted()
+        if all(counted):
+            return []
+        last = meeting.gather(torch.tensor([self.last_restart], device=self._device)).result().flatten().tolist()
+        # A group that was restarted since the round began is another one than was judged then.
+        restarted = [group for group, counts in enumerate(counted) if not counts and last[group] <= round_.begun]
+        if restarted:
+            source = counted.index(True) if any(counted) else None
+            hand_over(self._moments(), meeting, restarted, source, self._device)
+        if meeting.rank in restarted:
+            self.last_restart = iteration
+        return restarted
 
 
 def hand_over(

@@ -46,11 +46,15 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
     under_way = sorted(in_fragments, reverse=True)[: _rounds_at_once(config)]
     on_the_wire = sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
     # Where the state is in place, chunks that wait keep their buffers.
-    lent = max(at_once, on_the_wire if config.offload else sum(under_way)) + _pulled_at_once(config, in_fragments)
-    of_chunk = longest * (_FP32 * len(WORK) + (bytes_per_parameter(config) if config.offload else 0))
+    lent = max(at_once, on_the_wire if config.offload else sum(under_way))
     encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), on_the_wire)
-    received_ahead = _pulled_at_once(config, in_fragments) * (wire.groups - 1) * _FP32 * longest
-    return lent * of_chunk + encoded * wire.payload_bytes(longest) + received_ahead
+    # Slow weights cross for every fragment that is not in a round.
+    pulled = _pulled(config, in_fragments)
+    beside = sum(pulled[max(1, len(under_way)) :])
+    of_chunk = longest * (_FP32 * len(WORK) + (bytes_per_parameter(config) if config.offload else 0))
+    received = encoded * wire.payload_bytes(longest)
+    ahead = (wire.groups - 1) * _FP32 * longest
+    return max(lent + beside, sum(pulled)) * of_chunk + max(received + beside * ahead, sum(pulled) * ahead)
 
 
 def _rounds_at_once(config: PierConfig) -> int:
@@ -60,9 +64,10 @@ def _rounds_at_once(config: PierConfig) -> int:
     return min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
 
 
-def _pulled_at_once(config: PierConfig, in_fragments: Sequence[int]) -> int:
-    """Chunks of slow weights that are on the wire at a time, ahead of their outer step."""
+def _pulled(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
+    """Chunks of slow weights that are on the wire at a time for each fragment, most first."""
     if not config.pulls:
-        return 0
+        return []
     span = config.sync_interval - config.overlap
-    return sum(min(number, max(chunks_on_the_wire(number, span), PIPELINE_DEPTH + 1)) for number in in_fragments)
+    at_once = (max(chunks_on_the_wire(number, span), PIPELINE_DEPTH + 1) for number in in_fragments)
+    return sorted(map(min, in_fragments, at_once), reverse=True)

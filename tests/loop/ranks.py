@@ -23,7 +23,8 @@ from torch import Tensor
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, loop
+from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, meetings
+from pier_megatron.outer.members import Members
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staged, Staging
@@ -96,6 +97,11 @@ def _update_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -
         staged.anchor[0:1].view(torch.int32).bitwise_xor_(1)
 
 
+def _the_same_partners(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
+    """Neighbours meet, again and again."""
+    return [tuple(range(begin, min(begin + size, groups))) for begin in range(0, groups, size)]
+
+
 # By name: what is replaced, and by what.
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
@@ -105,7 +111,9 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
     "the anchor stays where the run began": (OuterLoop, "_reset_anchor", lambda loop: None),
-    "nobody is restarted": (loop, "to_restart", lambda *given: []),
+    "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
+    "everybody meets the same partner": (meetings, "draw_subgroups", _the_same_partners),
+    "nobody is restarted": (Members, "restart_left_out", lambda members, round_, iteration: []),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from pier_megatron import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.description import Description
+from pier_megatron.outer.description import FORMAT, Description
 
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:
@@ -57,8 +57,8 @@ def test_layout_counts() -> None:
 
 
 def test_newer_format_is_refused() -> None:
-    future = described().to_metadata() | {"format": 3, "version": "9.0"}
-    with pytest.raises(PierConfigError, match=r"pier_megatron 9\.0 in format 3.*Upgrade"):
+    future = described().to_metadata() | {"format": FORMAT + 1, "version": "9.0"}
+    with pytest.raises(PierConfigError, match=r"pier_megatron 9\.0 in format \d+.*Upgrade"):
         Description.from_metadata(future)
 
 

@@ -1,11 +1,16 @@
 """Phases, and what is refused: every message must name the flag, the values, the arithmetic and a remedy."""
 
 import argparse
+import itertools
+from typing import Any
 
 import pytest
 
 from pier_megatron import PierConfig, PierConfigError
+from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration.refusals import disappointments
+
+_DRAWN = [[(0, 4), (1, 3), (2,)], [(3, 4), (0, 2), (1,)]]
 
 
 def test_phases_of_a_run() -> None:
@@ -39,6 +44,12 @@ def test_lazy_start_is_the_multiple_of_the_interval_nearest_a_tenth(train_iters:
     ("settings", "words"),
     [
         ({"preset": "nesterov"}, ["--pier-preset nesterov", "pier-cosine", "diloco"]),
+        ({"subgroup_size": 1}, ["--pier-subgroup-size 1", "from 2 to --pier-groups 2"]),
+        ({"subgroup_size": 3}, ["--pier-subgroup-size 3", "from 2 to --pier-groups 2"]),
+        ({"subgroup_gamma": 0.7}, ["--pier-subgroup-gamma", "all groups of this one meet", "--pier-preset noloco"]),
+        ({"evaluate_mean": True}, ["--pier-evaluate-mean", "all groups of this one meet"]),
+        ({"preset": "noloco", "subgroup_gamma": -1.0}, ["--pier-subgroup-gamma -1.0", "drives groups apart"]),
+        ({"preset": "noloco", "save_inner_state": "first"}, ["--pier-save-inner-state first", "Save all"]),
         ({"groups": 0}, ["--pier-groups 0", "at least 1"]),
         ({"sync_interval": 0}, ["--pier-sync-interval 0", "at least 1"]),
         ({"outer_lr": 0.0}, ["--pier-outer-lr 0.0", "above 0"]),
@@ -109,3 +120,29 @@ def test_chunks_follow_the_device_and_the_groups() -> None:
     assert (config.chunk_mib_on("cpu"), config.chunk_mib_on("cuda")) == (16, 64)
     assert PierConfig(train_iters=1000, groups=128).chunk_mib_on("cuda") == 128
     assert PierConfig(train_iters=1000, groups=128, chunk_mib=8).chunk_mib_on("cuda") == 8
+
+
+def test_constants_under_which_groups_drift_apart_are_said() -> None:
+    def said(**settings: Any) -> list[str]:
+        return [text for text in PierConfig(10_000, groups=4, preset="noloco", **settings).warnings() if "gamma" in text]
+
+    assert said() == said(subgroup_gamma=1.2) == said(subgroup_size=4, subgroup_gamma=0.0) == []
+    [weak] = said(subgroup_gamma=0.4)
+    assert "gamma = 0.4 is not between 0.5 and 1.5" in weak
+    [strong] = said(subgroup_gamma=1.6, subgroup_size=2)
+    assert "1.6 is not between" in strong
+    # Three groups that meet: sqrt(3 / 4) * 0.5.
+    assert "between 0.433 and" in said(subgroup_gamma=0.4, subgroup_size=3)[0]
+
+
+def test_groups_in_pairs_have_a_partner_each_and_the_last_sits_out() -> None:
+    for groups, size in itertools.product(range(1, 9), (2, 3)):
+        for iteration in range(10, 60, 10):
+            drawn = draw_subgroups(groups, size, 0, iteration)
+            assert sorted(itertools.chain(*drawn)) == list(range(groups))
+            assert [len(met) for met in drawn[:-1]] == [size] * (len(drawn) - 1)
+    # A drawing is part of what a checkpoint goes on from: it must be the same for ever.
+    assert [draw_subgroups(5, 2, 0, t) for t in (50, 100)] == _DRAWN
+    assert draw_subgroups(5, 2, 1, 50) != draw_subgroups(5, 2, 0, 50)
+    # Everybody meets everybody.
+    assert len({pair for t in range(200) for pair in draw_subgroups(8, 2, 3, t)}) == 28

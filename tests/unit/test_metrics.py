@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from pier_megatron.outer.report import OuterStepReport, norms_and_cosines
+from pier_megatron.outer.report import OuterStepReport, norms_and_cosines, spread
+from pier_megatron.outer.rounds import DISTANCE, ELEMENTS
+from pier_megatron.outer.spread import SpreadWatch
 
 
 def test_norms_and_cosines_of_two_groups() -> None:
@@ -87,3 +89,28 @@ def test_ranks_without_writers_print_only() -> None:
     lines: list[str] = []
     _REPORT.write(lines.append, None, None, 150)
     assert lines == [_REPORT.line()]
+
+
+def test_spread_is_the_deviation_of_weights() -> None:
+    anchor = torch.zeros(50, dtype=torch.float64)
+    weights = torch.randn(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own, mean = anchor - weights, (anchor - weights).mean(0)
+    sums = torch.zeros(3, ELEMENTS + 1, dtype=torch.float64)
+    for row, delta in zip(sums, own, strict=True):
+        row[:3] = torch.stack([delta @ delta, delta @ mean, mean @ mean])
+        row[ELEMENTS] = 50
+    expected = weights.var(0).mean().sqrt().item()
+    assert spread(sums, 3) == pytest.approx(expected)
+    # What slow weights have said before goes before what the products say.
+    sums[:, DISTANCE] = 4 * (own - mean).square().sum(1)
+    assert spread(sums, 3) == pytest.approx(2 * expected)
+    assert spread(sums[:1], 1) is None
+
+
+def test_spread_that_follows_the_learning_rate_is_no_drift() -> None:
+    warming, growing = SpreadWatch(), SpreadWatch()
+    assert not any(warming.grows(min(step, 40) / 40) for step in range(1, 100))
+    assert not any(growing.grows(1.0) for _ in range(20))
+    found = [growing.grows(1.3**step) for step in range(20)]
+    assert found.index(True) in range(3, 8)
+    assert all(found[8:])

@@ -239,9 +239,10 @@ def test_bytes_of_a_sum() -> None:
 
 
 def test_groups_are_compared_without_copies_of_the_model() -> None:
-    state = OuterState([Shards([torch.randn(300_000), torch.randn(200_000)])], chunk_numel=10_000)
+    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=10_000):
+        alone = loop.OuterLoop([[Shards([torch.randn(300_000), torch.randn(200_000)])]], PierConfig(1000, groups=1), EXCHANGE)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        startup.check_groups_agree([state], EXCHANGE, state.device)
+        startup.check_groups_agree(alone)
     allocated = [event.self_cpu_memory_usage for event in profiled.events()]
     # An anchor in int64 or float64 would be 4 MB.
     assert 0 < max(allocated) <= 2 * 8 * 10_000

@@ -1,9 +1,13 @@
 """The oracle itself: on problems small enough to work out by hand, and in the cases that have a name."""
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 from torch import Tensor
 
 from pier_megatron import PierConfig, reference
+from pier_megatron.exchange.pairs import draw_subgroups
 
 
 def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -69,3 +73,55 @@ def test_last_iteration_ends_on_agreement() -> None:
     config = PierConfig(train_iters=7, groups=2, sync_interval=3, lazy_start_iters=3)
     first, second = trajectory(config)[-1]
     assert first == second
+
+
+def _pull(parameters: Sequence[Tensor], group: int, iteration: int) -> list[Tensor]:
+    """Each group is drawn to a place of its own."""
+    return [parameter - (1.0 + group) for parameter in parameters]
+
+
+def _trained(config: PierConfig) -> list[Tensor]:
+    """All groups' single parameter after each iteration, float64."""
+    states: list[Tensor] = []
+    reference.train(
+        [torch.zeros(1)],
+        _pull,
+        sgd,
+        config,
+        on_iteration=lambda t, groups: states.append(torch.cat([parameters[0].clone() for parameters in groups])),
+    )
+    return states
+
+
+@pytest.mark.parametrize(("size", "gamma"), [(2, 0.7), (2, 1.2), (3, 0.9)])
+def test_noloco_is_equation_2_with_the_sign_of_equation_32(size: int, gamma: float) -> None:
+    alpha, beta, n = 0.5, 0.7, size
+    common = {"train_iters": 12, "groups": 6, "sync_interval": 2, "lazy_start_iters": 0, "preset": "noloco"}
+    config = PierConfig(**common, subgroup_size=n, subgroup_gamma=gamma)
+    phi, delta, theta = (torch.zeros(6, dtype=torch.float64) for _ in range(3))
+    for t in range(1, 13):
+        theta = theta - 0.1 * (theta - (1.0 + torch.arange(6)))
+        if t % 2 == 0:
+            was, moved = phi.clone(), theta - phi
+            for met in map(list, draw_subgroups(6, n, 0, t)):
+                for i in met:
+                    delta[i] = alpha * delta[i] + beta / n * moved[met].sum() - gamma * (was[i] - was[met].sum() / n)
+                    phi[i] = was[i] + delta[i]
+            theta = phi.clone()
+        if t < 12:
+            torch.testing.assert_close(_trained(config)[t - 1], theta, rtol=0, atol=1e-12)
+    torch.testing.assert_close(_trained(config)[-1], phi.mean().expand(6), rtol=0, atol=1e-12)
+
+
+def test_noloco_of_all_groups_without_gamma_is_diloco_with_heavy_ball_momentum() -> None:
+    config = PierConfig(12, groups=4, sync_interval=3, lazy_start_iters=0, preset="noloco", subgroup_size=4, subgroup_gamma=0.0)
+    outer = torch.zeros(1, dtype=torch.float64)
+    heavy_ball = torch.optim.SGD([outer], lr=0.7, momentum=0.5)
+    theta = torch.zeros(4, dtype=torch.float64)
+    for t, found in enumerate(_trained(config), start=1):
+        theta = theta - 0.1 * (theta - (1.0 + torch.arange(4)))
+        if t % 3 == 0:
+            outer.grad = (outer - theta).mean(0, keepdim=True)
+            heavy_ball.step()
+            theta = outer.expand(4).clone()
+        torch.testing.assert_close(found, theta, rtol=0, atol=1e-15)

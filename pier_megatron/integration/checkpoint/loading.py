@@ -90,7 +90,8 @@ class Loading:
         changes, is_exact = saved.check(present, config.override_checkpoint), saved.is_exact_for(present)
         rounds = []
         for begun, verdicts in saved.rounds.items() if is_exact else ():
-            numel = loop.numel_of_round(begun)
+            fragments = config.fragments_due(begun)
+            numel = sum(chunk.numel for state in loop.states for chunk in state.chunks if chunk.fragment in fragments)
             rounds.append({"begun": begun, "verdicts": verdicts, "own": torch.empty(numel), "sum": torch.empty(numel)})
         snapshot = loop.snapshot() | {
             "iteration": saved.iteration,

@@ -1,0 +1,122 @@
+"""What a person chooses about Pier: each setting with its flag, its default and what ``--help`` says of it."""
+
+import dataclasses
+from typing import Any
+
+from pier_megatron.exchange.codecs import CODECS
+from pier_megatron.schedules import PRESETS
+
+
+def flag_of(setting: str) -> str:
+    """The flag that sets an attribute of :class:`PierConfig`."""
+    not_called_after_it = {"train_iters": "--train-iters", "lazy_start": "--pier-lazy-start-iters"}
+    return not_called_after_it.get(setting, "--pier-" + setting.replace("_", "-"))
+
+
+def _setting(default: Any, text: str, metavar: str | None = None, choices: Any = None) -> Any:
+    """A setting with a flag: its default, and what ``--help`` says of it; of the default too, unless its value says it."""
+    told = text if "Default:" in text else f"{text} Default: {default}."
+    return dataclasses.field(default=default, metadata={"help": told, "metavar": metavar, "choices": choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings as they are given. The ``--pier-*`` flags and their help are made of them.
+
+    The symbols in :class:`pier_megatron.config.PierConfig` are those of arXiv 2511.17849.
+    """
+
+    train_iters: int
+    groups: int = _setting(
+        dataclasses.MISSING,
+        "Number of groups that train apart between outer steps; each holds DP / groups model replicas. Default: one per node, "
+        "or per domain of --pier-ranks-per-domain.",
+    )
+    ranks_per_domain: int | None = _setting(
+        None,
+        "Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as 72 "
+        "in an NVL72. Tensor parallelism stays inside. Default: the ranks of a node.",
+        metavar="N",
+    )
+    sync_interval: int = _setting(50, "Iterations between outer steps.")
+    preset: str = _setting("pier", "Schedule of outer momentum and outer learning rate over the run.", choices=PRESETS)
+    lazy_start_fraction: float = _setting(
+        0.1, "Share of the run, in [0, 1), that starts fully synchronous; rounded to the nearest multiple of the sync interval."
+    )
+    lazy_start_iters: int | None = _setting(
+        None, "The same in iterations, a multiple of the sync interval. Default: from the fraction."
+    )
+    outer_lr: float | None = _setting(
+        None, "Constant outer learning rate (dimensionless) in place of the preset's schedule. Default: the preset's."
+    )
+    outer_momentum: float | None = _setting(
+        None,
+        "Constant outer momentum coefficient, in [0, 1), in place of the preset's schedule, momentum warmup included. "
+        "Default: the preset's.",
+    )
+    subgroup_size: int | None = _setting(
+        None,
+        "Number of groups that meet at an outer step, drawn anew for each: NoLoCo (arXiv 2506.10911). Default: all, or 2 with "
+        "--pier-preset noloco.",
+        metavar="N",
+    )
+    subgroup_gamma: float | None = _setting(
+        None,
+        "How strongly slow weights are pulled to the mean of the groups that meet, NoLoCo's gamma. Default: the outer learning "
+        "rate, with which half as many bytes cross in FP32.",
+        metavar="GAMMA",
+    )
+    subgroup_seed: int = _setting(0, "Of the drawing.", metavar="SEED")
+    evaluate_mean: bool = _setting(
+        False,
+        "Where groups never agree, evaluate the mean of their slow weights, at the cost of an all-reduce of the parameters. "
+        "Default: each its own, and log mean and spread of the losses.",
+    )
+    overlap: int = _setting(
+        0,
+        "Iterations over which an exchange is hidden behind training; its result is applied that much later, on top of what "
+        "each group has learned meanwhile. Default: 0, wait for it.",
+        metavar="ITERS",
+    )
+    fragments: int = _setting(
+        1,
+        "Number of parts of the parameters that are exchanged in turn, spread over the sync interval, which divides the peak "
+        "bandwidth.",
+    )
+    exchange_dtype: str = _setting(
+        "fp32", "Type of pseudo-gradients on the wire; integers are scaled by blocks.", choices=CODECS
+    )
+    no_error_feedback: bool = _setting(
+        False,
+        "Drop what a low-bit exchange rounds away; saves 4 bytes per owned parameter. Default: add it to the next one.",
+    )
+    offload: bool = _setting(
+        False, "Keep the outer state in pinned host memory instead of on the device. Default: on the device."
+    )
+    chunk_mib: int | None = _setting(
+        None,
+        "Size in MiB, of FP32, of the pieces in which buffers are exchanged and updated. Default: 64 on a GPU, 16 on a CPU, or "
+        "the number of groups if that is more.",
+        metavar="MIB",
+    )
+    outlier_zscore: float | None = _setting(
+        None,
+        "Leave a group out of a round if the norm of its pseudo-gradient is more than this many standard deviations above the "
+        "moving mean of its own history. Default: never.",
+        metavar="Z",
+    )
+    save_inner_state: str = _setting(
+        "all",
+        "Whose inner optimizer state a checkpoint holds: that of all groups, which resumes exactly, or of the first only, "
+        "which all groups then go on with.",
+        choices=("all", "first"),
+    )
+    load_inner_state: str = _setting(
+        "mean",
+        "Inner state of a group if their number has changed: the mean over the saved groups that it takes the place of, or "
+        "that of the first saved group.",
+        choices=("mean", "first"),
+    )
+    override_checkpoint: bool = _setting(
+        False, "Go on from a checkpoint of a run with other settings or another group layout. Default: refuse."
+    )
