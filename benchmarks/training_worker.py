@@ -91,12 +91,16 @@ def train(argv: list[str], output: Path) -> None:
     sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
     pretrain_bytes.main()
     optimizer = current.pier_optimizer()
+    # Where groups do not wait for each other, none speaks for all.
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, [seconds for _, seconds, _ in marks])
     if dist.get_rank() == 0:
         result = {
             # From the beginning of an iteration to that of the next; the last one has no next.
             "seconds": {i + 1: after - before for (i, before, _), (_, after, _) in itertools.pairwise(marks)},
             "bytes": {i + 1: after - before for (i, _, before), (_, _, after) in itertools.pairwise(marks)},
             "outer steps": list(reports),
+            "iterations began": of_ranks,
             "parameters": sum(state.numel for state in optimizer.loop.states) if optimizer else None,
         }
         output.write_text(json.dumps(result))

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -97,18 +97,24 @@ class EmulatedNodes:
         """Address of a node on the switch."""
         return f"10.199.0.{node + 1}"
 
-    def set_rate(self, megabits: float | None) -> None:
-        """Limits every link in both directions; None takes the limit off."""
+    def set_rate(self, megabits: float | None, nodes: Collection[int] | None = None) -> None:
+        """Limits the links of some nodes, by default of all, in both directions; None takes the limit off.
+
+        What is on its way stays on its way.
+        """
         for node, holder in enumerate(self._holders[1:]):
             for place, device in ((holder.pid, INTERFACE), (self._switch, f"port{node}")):
-                with contextlib.suppress(subprocess.CalledProcessError):  # There may be no limit to take off.
-                    _run(f"tc qdisc delete dev {device} root", place)
-                if megabits is not None:
-                    # Bursts of some 5 ms, but of two packets as TCP hands them over: longer ones the kernel would cut up, at
-                    # the cost of the cores that train. And room for a window of TCP in the queue.
-                    burst = max(int(megabits * 1e6 / 8 * 0.005), 2 * 65_536)
-                    limit = max(int(megabits * 1e6 / 8 * 0.4), 1_000_000)
-                    _run(f"tc qdisc add dev {device} root tbf rate {megabits}mbit burst {burst} limit {limit}", place)
+                if nodes is not None and node not in nodes:
+                    continue
+                if megabits is None:
+                    with contextlib.suppress(subprocess.CalledProcessError):  # There may be no limit to take off.
+                        _run(f"tc qdisc delete dev {device} root", place)
+                    continue
+                # Bursts of some 5 ms, but of two packets as TCP hands them over: longer ones the kernel would cut up, at the
+                # cost of the cores that train. And room for a window of TCP in the queue.
+                burst = max(int(megabits * 1e6 / 8 * 0.005), 2 * 65_536)
+                limit = max(int(megabits * 1e6 / 8 * 0.4), 1_000_000)
+                _run(f"tc qdisc replace dev {device} root tbf rate {megabits}mbit burst {burst} limit {limit}", place)
 
     def running_on(self, node: int) -> Callable[..., contextlib.AbstractContextManager["subprocess.Popen[str]"]]:
         """As :func:`running`, on a node."""

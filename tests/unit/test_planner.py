@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planner_accuracy
 
 # Round numbers: 1 s of compute, 1 GB/s between nodes, infinitely fast otherwise.
-_PLAIN = Cluster(4, 80e9, 1e12, 1e9, math.inf, math.inf, overhead=0.0)
+_PLAIN = Cluster(4, 80e9, 1e12, 1e9, math.inf, math.inf, overhead=0.0, latency=0.0)
+_FAR = dataclasses.replace(_PLAIN, latency=0.02)
 _JOB = Job(flops=8e12, shard=1e9, gpus=8, tensor_parallel=4, replicas=2, groups=2)
 
 
@@ -44,6 +45,15 @@ def test_arithmetic() -> None:
     assert prediction.mean_iteration(50, overlap=25) == pytest.approx(1)
     assert prediction.mean_iteration(50, overlap=5, fragments=2) == pytest.approx(1 + 6 / 50)
     assert prediction.break_even_interval(hidden=False) == pytest.approx(1)
+
+
+def test_pairs_save_latency_and_a_ring_saves_bytes() -> None:
+    near, far = (predict(dataclasses.replace(_JOB, gpus=64, replicas=16, groups=16), cluster) for cluster in (_PLAIN, _FAR))
+    # All groups send 2 * 15 / 16 of what a node owns, two only once.
+    assert near.exchange["fp32"] / near.pairs == pytest.approx(1.875)
+    assert far.exchange["fp32"] - near.exchange["fp32"] == pytest.approx(30 * 0.02)
+    assert far.pairs - near.pairs == pytest.approx(0.02)
+    assert near.mean_iteration_in_pairs(50) == pytest.approx(near.local + 16 / 50)
 
 
 def test_one_group_has_nothing_to_gain() -> None:

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     parser.add_argument("--cluster", choices=list(CLUSTERS), required=True, help="where the job runs")
     parser.add_argument("--node-bandwidth", type=float, metavar="GB/S", help="what a node sends in an all-reduce, if measured")
+    parser.add_argument("--latency", type=float, metavar="MS", help="of a message between groups, if they are far apart")
     parser.add_argument("--tflops", type=float, help="what a GPU achieves on this model, if measured on one group")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the mean iteration over the number of GPUs, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -41,6 +42,8 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     cluster = CLUSTERS[options.cluster]
     if options.node_bandwidth is not None:
         cluster = dataclasses.replace(cluster, node_bandwidth=options.node_bandwidth * 1e9)
+    if options.latency is not None:
+        cluster = dataclasses.replace(cluster, latency=options.latency / 1e3)
     return cluster
 
 
@@ -73,6 +76,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
         "memory of a GPU": cluster.memory,
         "prediction": dataclasses.asdict(prediction),
         "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
+        "bytes in pairs per outer step and rank": 4 * job.owned if config.groups > 1 else 0.0,
         "break-even interval": prediction.break_even_interval(),
         "modes": _modes(prediction, config),
         "scaling": _scaling(job, args.global_batch_size, cluster, config, flops),
@@ -169,6 +173,8 @@ def _modes(prediction: Prediction, config: PierConfig) -> dict[str, float]:
         ):
             local = prediction.mean_iteration(interval, **how)
             modes[f"Pier, H = {interval}, {name}"] = lazy * prediction.synchronous_hidden + (1 - lazy) * local
+        in_pairs = prediction.mean_iteration_in_pairs(interval)
+        modes[f"NoLoCo, H = {interval}, blocking"] = lazy * prediction.synchronous_hidden + (1 - lazy) * in_pairs
     return modes
 
 
@@ -187,6 +193,17 @@ def _verdict(prediction: Prediction, config: PierConfig, job: Job) -> str:
     )
 
 
+def _in_pairs(plan: dict[str, Any]) -> list[str]:
+    prediction, groups = plan["prediction"], plan["groups"]
+    return [
+        f"an outer step in pairs (--pier-preset noloco): {prediction['pairs'] * 1e3:,.0f} ms on the wire in FP32; "
+        f"{plan['bytes in pairs per outer step and rank'] / 1e6:,.0f} MB per rank, so that pairs at H / "
+        f"{2 * (groups - 1) / groups:.2f} send as much as all groups at H",
+        f"latency of an outer step: {prediction['ring_latency'] * 1e3:,.2f} ms around a ring of all groups, "
+        f"{prediction['pair_latency'] * 1e3:,.2f} ms in pairs",
+    ]
+
+
 def _text(plan: dict[str, Any]) -> list[str]:
     prediction, modes = plan["prediction"], plan["modes"]
     reference = modes["synchronous, overlap flags"]
@@ -200,6 +217,7 @@ def _text(plan: dict[str, Any]) -> list[str]:
         f"an outer step: {prediction['exchange']['fp32'] * 1e3:,.0f} ms on the wire in FP32, "
         f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
+        *(_in_pairs(plan) if plan["groups"] > 1 else ()),
         f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
         "",
         f"{'mean iteration of the run':58} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}",

@@ -35,6 +35,7 @@ class Cluster:
         memory_bandwidth: Of a GPU, in bytes per second.
         overhead: Of every iteration, in seconds.
         overhead_per_parameter: The same per parameter whose optimizer state a GPU holds, in seconds.
+        latency: Of a message between nodes, in seconds.
         is_calibrated: Whether the figures fit published measurements; else they follow from data sheets.
     """
 
@@ -46,6 +47,7 @@ class Cluster:
     memory_bandwidth: float
     overhead: float = 0.015
     overhead_per_parameter: float = 0.0
+    latency: float = 10e-6
     is_calibrated: bool = False
 
 
@@ -101,6 +103,9 @@ class Prediction:
         synchronous_hidden: The same with gradients and parameters hidden behind compute as far as they fit.
         local: Of an iteration of the local phase.
         exchange: Of one outer exchange, by type on the wire.
+        pairs: Of one between two groups at a time, of their weights in FP32 (``--pier-preset noloco``).
+        ring_latency: Of the messages of an exchange of all groups, one behind the other around a ring.
+        pair_latency: Of that between two.
         passes: Of the outer step's own work on the parameters.
     """
 
@@ -110,6 +115,9 @@ class Prediction:
     synchronous_hidden: float
     local: float
     exchange: dict[str, float]
+    pairs: float
+    ring_latency: float
+    pair_latency: float
     passes: float
 
     def outer_step(self, dtype: str = "fp32") -> float:
@@ -127,6 +135,10 @@ class Prediction:
         """
         waited = max(self.exchange[dtype] - fragments * overlap * self.local, 0.0) + self.passes
         return self.local + waited / interval
+
+    def mean_iteration_in_pairs(self, interval: int) -> float:
+        """Mean iteration of the local phase if two groups meet at a time, blocking."""
+        return self.local + (self.pairs + self.passes) / interval
 
     def break_even_interval(self, hidden: bool = True) -> float:
         """Interval from which on blocking Pier is faster than synchronous training; infinite if none is."""
@@ -155,6 +167,9 @@ def predict(job: Job, cluster: Cluster, flops: float | None = None) -> Predictio
         synchronous_hidden=compute + hidden,
         local=compute + max(inner - _HIDING * compute, 0.0),
         exchange=exchange,
+        pairs=_pairs(job, cluster),
+        ring_latency=2 * (job.groups - 1) * cluster.latency,
+        pair_latency=cluster.latency if job.groups > 1 else 0.0,
         passes=_PASSES * job.owned / cluster.memory_bandwidth,
     )
 
@@ -182,4 +197,14 @@ def _exchange(job: Job, cluster: Cluster, nbytes: float) -> float:
     on_node = min(_shards_on_node(job, cluster) * job.shard, cluster.gpus_per_node * job.owned)
     traffic = 2 * (job.groups - 1) / job.groups * on_node * nbytes
     within_a_node = job.gpus <= cluster.gpus_per_node
-    return traffic / (cluster.gpu_bandwidth if within_a_node else cluster.node_bandwidth)
+    seconds = traffic / (cluster.gpu_bandwidth if within_a_node else cluster.node_bandwidth)
+    return seconds + 2 * (job.groups - 1) * cluster.latency
+
+
+def _pairs(job: Job, cluster: Cluster) -> float:
+    """Seconds to exchange all weights between two groups; all pairs at once, and none of them inside a node."""
+    if job.groups == 1:
+        return 0.0
+    if job.gpus <= cluster.gpus_per_node:
+        return job.owned * 4 / cluster.gpu_bandwidth + cluster.latency
+    return cluster.gpus_per_node * job.owned * 4 / cluster.node_bandwidth + cluster.latency
