@@ -203,10 +203,27 @@ class _EncodedSum(Sum):
         self._vector.copy_(self._exchange.codec.decode(self._received).view(-1)[: len(self._vector)])
 
 
+class Computed:
+    """What a device has been told to compute until now, asked for in the manner of a collective."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Marks this moment; nothing to wait for on a CPU."""
+        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def is_completed(self) -> bool:
+        """Whether it has been computed."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Waits until it has been."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Gathered:
     """Short vectors of some groups, on their way."""
 
-    def __init__(self, vectors: Sequence[Tensor], works: Sequence[dist.Work] = ()) -> None:
+    def __init__(self, vectors: Sequence[Tensor], works: Sequence[dist.Work | Computed] = ()) -> None:
         """Takes what will hold the vectors, of shape ``[n]`` each, once the ``works`` are done."""
         self._vectors, self._works = vectors, works
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange
+from pier_megatron.exchange.collectives import Computed, Exchange, Gathered, GroupExchange
 from pier_megatron.outer.meetings import meeting_at, wire_of, write_mean_of_anchors
 from pier_megatron.outer.members import NEVER, Members
 from pier_megatron.outer.phases import phase
@@ -329,7 +329,8 @@ class OuterLoop:
             self._commit()
         self._over_group(round_.sums)
         # Where groups have anchors of their own, each reports for itself: nobody waits for those that it has met.
-        sums = self.exchange.gather(round_.sums) if round_.rule.has_common_anchor else Gathered([round_.sums])
+        is_common = round_.rule.has_common_anchor
+        sums = self.exchange.gather(round_.sums) if is_common else Gathered([round_.sums], [Computed(self.device)])
         self.reports.add(round_, sums, restarted)
         self._pulls.begin(round_.begun, self.iteration)
 
