@@ -8,7 +8,7 @@ from pier_megatron.schedules import PRESETS
 
 
 def flag_of(setting: str) -> str:
-    """The flag that sets an attribute of :class:`PierConfig`."""
+    """The flag that sets an attribute of :class:`PierConfig` or of :class:`PipelineSettings`."""
     not_called_after_it = {"train_iters": "--train-iters", "lazy_start": "--pier-lazy-start-iters"}
     return not_called_after_it.get(setting, "--pier-" + setting.replace("_", "-"))
 
@@ -119,4 +119,16 @@ class Settings:
     )
     override_checkpoint: bool = _setting(
         False, "Go on from a checkpoint of a run with other settings or another group layout. Default: refuse."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineSettings:
+    """What happens between the pipeline stages of a group, with every optimizer; apart from Pier's outer loop."""
+
+    layered: bool = _setting(
+        False,
+        "Breadth-first pipelines (arXiv 2106.02679, 2211.05953): every virtual stage takes all micro-batches of a step before "
+        "the next one begins, which leaves --overlap-grad-reduce more to hide behind and keeps more activations. Default: "
+        "Megatron's depth-first order.",
     )

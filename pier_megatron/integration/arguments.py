@@ -15,7 +15,7 @@ from typing import Any
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, division
 from pier_megatron.integration import refusals, versions
-from pier_megatron.settings import flag_of
+from pier_megatron.settings import PipelineSettings, flag_of
 
 _PREFIX = "pier_"
 
@@ -50,14 +50,19 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     )
     lazy_start = group.add_mutually_exclusive_group()
     for setting in dataclasses.fields(PierConfig):
-        if not setting.metadata:
-            continue
-        # Of "int | None" the first.
-        kind = next(iter(typing.get_args(setting.type)), setting.type)
-        switch = {"action": "store_true", "help": setting.metadata["help"]}
-        options = switch if kind is bool else {"type": kind, **setting.metadata}
-        where = lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group
-        where.add_argument(flag_of(setting.name), default=None, **options)
+        if setting.metadata:
+            _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
+    pipeline = parser.add_argument_group("pier pipeline", "Inside a group; with every --optimizer.")
+    for setting in dataclasses.fields(PipelineSettings):
+        _add_argument(pipeline, setting)
+
+
+def _add_argument(where: Any, setting: Any) -> None:
+    # Of "int | None" the first.
+    kind = next(iter(typing.get_args(setting.type)), setting.type)
+    switch = {"action": "store_true", "help": setting.metadata["help"]}
+    options = switch if kind is bool else {"type": kind, **setting.metadata}
+    where.add_argument(flag_of(setting.name), default=None, **options)
 
 
 def _add_arguments(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -94,7 +99,9 @@ def _translate(args: argparse.Namespace) -> None:
     """Turns ``--optimizer pier`` into what Megatron knows, in place."""
     args.pier = args.optimizer == "pier"
     if not args.pier:
-        given = [name for name, value in vars(args).items() if name.startswith(_PREFIX) and value is not None]
+        with_any = {_PREFIX + setting.name for setting in dataclasses.fields(PipelineSettings)}
+        names = [name for name in vars(args) if name.startswith(_PREFIX) and name not in with_any]
+        given = [name for name in names if getattr(args, name) is not None]
         if given:
             raise PierConfigError(
                 f"{', '.join(map(refusals.flag, given))} has no effect with --optimizer {args.optimizer}: add --optimizer pier."

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import inspect
 import io
 import os
 import sys
@@ -17,13 +16,14 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
+from pier_megatron.integration.batches import counted
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
+from pier_megatron.integration.pipeline import layered
 from pier_megatron.integration.registration import register
 from pier_megatron.outer.description import ENTRY, Description
 
 _ARGUMENTS = "megatron.training.arguments"
-_BATCHES = "megatron.core.num_microbatches_calculator"
 _MEMORY = "megatron.training.theoretical_memory_usage"
 
 
@@ -103,12 +103,8 @@ def _settle_iterations(args: argparse.Namespace) -> None:
         if args.train_iters is None:
             raise PierConfigError("the job says neither --train-iters nor --train-samples.")
         return
-    begin = versions.require(_BATCHES, "init_num_microbatches_calculator")
-    begin(**{name: getattr(args, name) for name in inspect.signature(begin).parameters})
-    try:
+    with counted(args):
         settle_iterations(args)
-    finally:
-        versions.require(_BATCHES, "unset_num_microbatches_calculator")()
 
 
 def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
@@ -154,7 +150,7 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
     return {
         "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
-        "activations, without recomputation": activations(sized, microbatches),
+        "activations, without recomputation": activations(sized, microbatches) * layered.share_of_depth_first(args),
     }
 
 

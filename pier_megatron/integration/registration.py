@@ -8,8 +8,8 @@ _registered = False
 def register() -> None:
     """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
 
-    A run without ``--optimizer pier`` trains as before; with PyTorch's own Adam it can also load its checkpoints, see
-    :mod:`pier_megatron.integration.inner.torch_adam`. Calling it again does nothing.
+    A run without ``--optimizer pier`` and without a flag that works with every optimizer trains as before; with PyTorch's own
+    Adam it can also load its checkpoints, see :mod:`pier_megatron.integration.inner.torch_adam`. Calling it again does nothing.
 
     Raises:
         UnsupportedMegatronError: If this Megatron is not one of the supported releases.
@@ -20,8 +20,9 @@ def register() -> None:
     from pier_megatron.integration import arguments, communication, evaluation, examination, logged_means, training
     from pier_megatron.integration.checkpoint import files, helpers, hooks
     from pier_megatron.integration.inner import torch_adam
+    from pier_megatron.integration.pipeline import layered
 
-    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means):
+    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means, layered):
         seam.install()
     if examination.VARIABLE in os.environ:
         examination.install()

@@ -34,6 +34,7 @@ from megatron.core.optimizer import ChainedOptimizer  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 from megatron.training import global_vars  # noqa: E402
 from megatron.training import training as megatron_training  # noqa: E402
+from pipeline_trace import traced  # noqa: E402
 from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
@@ -324,7 +325,7 @@ def main() -> None:
         record = directory / f"{name}-rank{os.environ['RANK']}.pt"
         try:
             decide = megatron_training.checkpoint_and_decide_exit
-            with planted(run["sabotage"], directory), saves(decide, run["saves"]):
+            with planted(run["sabotage"], directory), saves(decide, run["saves"]), traced(recorder):
                 pretrain_bytes.main()
         except SystemExit:
             # After converting a checkpoint.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.utils import get_model_config
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
@@ -23,6 +24,7 @@ from torch.multiprocessing import reductions
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration import current, gradients, startup
 from pier_megatron.integration.inner.adam import owners
+from pier_megatron.integration.pipeline import layered
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
@@ -71,6 +73,22 @@ def _no_progress_kept(directory: Path) -> Patch:
     apply = rounds.OuterRound._apply
     forgetful = functools.partialmethod(lambda self, flight, n, keep_progress: apply(self, flight, n, keep_progress=False))
     return mock.patch.object(rounds.OuterRound, "_apply", forgetful)
+
+
+def _depth_first(directory: Path) -> Patch:
+    """Megatron's schedule keeps the group size that it has by itself, one micro-batch for each pipeline rank."""
+    group_size = parallel_state.get_pipeline_model_parallel_world_size
+
+    def unchanged(schedule: Any, /, *, model: Any, **kwargs: Any) -> Any:
+        get_model_config(model[0]).microbatch_group_size_per_vp_stage = group_size()
+        return schedule(model=model, **kwargs)
+
+    return mock.patch.object(layered, "breadth_first", unchanged)
+
+
+def _one_size_of_groups(directory: Path) -> Patch:
+    """Evaluation, or another phase of a ramp-up, takes as many micro-batches through a stage as the largest training step."""
+    return mock.patch.object(layered, "breadth_first", lambda schedule, **kwargs: schedule(**kwargs))
 
 
 def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: Any = None) -> Patch:
@@ -291,4 +309,6 @@ _ALL = {
     "slow writers that share host memory": _slow_writers_that_share_host_memory,
     "no copies of host memory": _no_copies_of_host_memory,
     "no progress kept": _no_progress_kept,
+    "depth-first": _depth_first,
+    "one size of groups for all steps": _one_size_of_groups,
 }

@@ -39,6 +39,14 @@ _RUNS = [
     ),
 ]
 
+_PIPELINE = (
+    "--train-iters 4 --optimizer adam --use-distributed-optimizer --overlap-grad-reduce --global-batch-size 16 --num-layers 4 "
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+)
+_RUNS += [
+    Run(name, _PIPELINE + flag, ["pipeline"]) for name, flag in {"depth-first": "", "breadth-first": " --pier-layered"}.items()
+]
+
 
 @pytest.fixture(scope="module", params=_RELEASES)
 def runs(
@@ -64,6 +72,15 @@ def test_layout_equals_the_reference(runs: dict[str, Recorded], layout: str) -> 
 
 def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded]) -> None:
     assert not any(count for rank in runs["tp2"].ranks for count in rank["stale"].values())
+
+
+def test_breadth_first_equals_depth_first(runs: dict[str, Recorded]) -> None:
+    depth_first, breadth_first = runs["depth-first"], runs["breadth-first"]
+    assert [event for event in breadth_first.ranks[0]["order"][2] if event[0] == "F"][2:6] == ["F0.2", "F0.3", "F1.0", "F1.1"]
+    assert depth_first.ranks[0]["order"][2][2] == "F1.0"
+    assert len(breadth_first.losses) == 4
+    assert breadth_first.losses == depth_first.losses
+    assert breadth_first.grad_norms == depth_first.grad_norms
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])

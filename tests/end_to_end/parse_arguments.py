@@ -36,6 +36,7 @@ def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
         "num_distributed_optimizer_instances",
         "tensorboard_log_interval",
         "train_iters",
+        "microbatch_group_size_per_vp_stage",
     )
     return {name: getattr(args, name) for name in names} | {
         name: value for name, value in vars(args).items() if name.startswith("pier")

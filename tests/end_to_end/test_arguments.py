@@ -16,6 +16,8 @@ _BASE = (
 _ITERATIONS = "--train-iters 1000"
 _PIER = "--optimizer pier --pier-groups 2"
 _WORLD = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+_PP2, _PP4 = (f"--num-layers 8 --pipeline-model-parallel-size {ranks} --pier-layered" for ranks in (2, 4))
+_V2 = "--num-virtual-stages-per-pipeline-rank 2"
 
 # What must be refused, and what the message must say: the flag, the values, the arithmetic, a remedy.
 _REFUSED = {
@@ -78,6 +80,34 @@ _REFUSED = {
         "expert-data-parallel size 1",
         "8 / (ETP 1 x EP 8 x PP 1)",
     ],
+    "--pier-layered --global-batch-size 32": ["--pipeline-model-parallel-size 1", "one chunk", "2 or more"],
+    f"{_PP2} {_V2} --no-overlap-p2p-communication --global-batch-size 32": [
+        "--pipeline-model-parallel-size 2 and --no-overlap-p2p-communication",
+        "Drop --no-overlap-p2p-communication",
+    ],
+    f"{_PP2} {_V2} --microbatch-group-size-per-virtual-pipeline-stage 4": [
+        "--microbatch-group-size-per-virtual-pipeline-stage 4 contradicts --pier-layered",
+        "Drop one",
+    ],
+    f"{_PP4} --global-batch-size 32": [
+        "each of the 4 pipeline ranks",
+        "Add --num-virtual-stages-per-pipeline-rank",
+        "V = 2 (--num-layers 8 / --pipeline-model-parallel-size 4)",
+        "rank l mod 4",
+    ],
+    f"{_PP4} --num-layers 4 --global-batch-size 32": ["each of the 4", "V, 2 or more. Megatron's other flags"],
+    f"{_PP4} {_V2} --global-batch-size 6": [
+        "--global-batch-size 6: 6 samples / (micro-batches of 1 x 2 replicas) = 3 micro-batches",
+        "--pipeline-model-parallel-size 4",
+        "Use 4 x 1 x 2 = 8 samples or more",
+    ],
+    f"{_PP4} {_V2} --global-batch-size 8 --eval-global-batch-size 4 --optimizer adam": [
+        "--eval-global-batch-size 4: 4 samples / (micro-batches of 1 x 2 replicas) = 2 micro-batches",
+        "Use 4 x 1 x 2 = 8 samples or more",
+    ],
+    f"{_PP4} {_V2} --step-batch-size-schedule 0:4,320:8 --eval-global-batch-size 8 --train-samples 100": [
+        "--step-batch-size-schedule, which has 4: 4 samples / (micro-batches of 1 x 2 replicas) = 2 micro-batches",
+    ],
     f"{_PIER} --optimizer pier --pier-unknown 1": ["unrecognized arguments: --pier-unknown"],
 }
 _ACCEPTED = {
@@ -94,6 +124,12 @@ _ACCEPTED = {
     "evaluation between outer steps": (f"{_PIER} --eval-interval 75", _WORLD),
     "unknown nodes": ("--optimizer pier", {"WORLD_SIZE": "8"}),
     "every 10 iterations": (f"{_PIER} --log-interval 10", _WORLD),
+    "layered": (f"{_PP4} {_V2} --global-batch-size 8 --eval-global-batch-size 16", _WORLD),
+    "layered, a ramp-up, pier": (
+        f"{_PIER} {_PP4} {_V2} --step-batch-size-schedule 0:8,320:16 --eval-global-batch-size 8 --train-samples 8000",
+        _WORLD,
+    ),
+    "layered, no evaluation": (f"{_PP4} {_V2} --global-batch-size 8 --eval-global-batch-size 4 --eval-iters 0", _WORLD),
     "samples": (f"{_PIER} --train-samples 8000 --lr-decay-samples 8000 --lr-warmup-samples 800", _WORLD),
 }
 
@@ -152,6 +188,17 @@ def test_training_by_samples_learns_its_iterations_later(outcomes: dict[str, dic
     outcome = outcomes["samples"]
     assert "error" not in outcome
     assert (outcome["optimizer"], outcome["pier"], outcome["train_iters"]) == ("adam", True, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches"),
+    [("layered", 4), ("layered, a ramp-up, pier", 8), ("layered, no evaluation", 4), ("stock", None), ("pier", None)],
+)
+def test_layered_takes_all_micro_batches_at_a_time(
+    outcomes: dict[str, dict[str, object]], name: str, micro_batches: int | None
+) -> None:
+    assert "error" not in outcomes[name]
+    assert outcomes[name]["microbatch_group_size_per_vp_stage"] == micro_batches
 
 
 def test_number_of_nodes_must_be_known(outcomes: dict[str, dict[str, object]]) -> None:

@@ -51,6 +51,10 @@ _SAMPLES = _JOB.replace("--train-iters 100000", "--train-samples 51200000")
 _GROWING = _SAMPLES.replace("--global-batch-size 512", "--step-batch-size-schedule '0:256 2621440000:512'")
 # Tensor parallelism and groups of four nodes of one rank each, on fast networks of four nodes.
 _DOMAINS = _JOB.replace("--nnodes 4 --nproc-per-node 4", "--nnodes 16 --nproc-per-node 1") + "--pier-ranks-per-domain 4"
+_INTERLEAVED = _JOB + (
+    "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 --global-batch-size 128 --pier-groups 2 "
+)
+_LAYERED = _INTERLEAVED + "--pier-layered"
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
@@ -73,8 +77,10 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     """Exit status, standard output and error, by command and job."""
-    looks = [("doctor", job) for job in (_JOB, _DOUBTFUL, _ALONE, _DOMAINS, _SAMPLES, _GROWING, *_REFUSED)]
-    looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING)] + [("plan", job) for job in (_JOB, _LARGE)]
+    looks = [("doctor", job) for job in (_JOB, _DOUBTFUL, _ALONE, _DOMAINS, _SAMPLES, _GROWING, _LAYERED, *_REFUSED)]
+    looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED)] + [
+        ("plan", job) for job in (_JOB, _LARGE)
+    ]
     flags = {"doctor": "", "plan": "--cluster perlmutter", "plan --json": f"--cluster perlmutter --plot {picture}"}
     process = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
@@ -122,6 +128,18 @@ def test_one_rank(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     assert "NCCL_" not in findings
     # Of what is not installed the first line tells; Megatron would tell once per module.
     assert error == ""
+
+
+def test_breadth_first_pipeline(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, findings, _ = said["doctor", _LAYERED]
+    assert status == 0
+    assert "breadth-first over 4 pipeline ranks of 3 virtual stages, each of which takes all 16 micro-batches" in findings
+    assert "up to 39 of 48 stage-micro-batches at once; depth-first, of 15 (2.60 x)" in findings
+    assert "WARNING: --pier-layered without --overlap-grad-reduce" in findings
+    assert "WARNING: --pier-layered with one model replica per group" in findings
+    name = "activations, without recomputation"
+    held, depth_first = (json.loads(said["plan --json", job][1])["memory"][name] for job in (_LAYERED, _INTERLEAVED))
+    assert held / depth_first == pytest.approx(2.6)
 
 
 def test_fast_networks_that_span_nodes(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:

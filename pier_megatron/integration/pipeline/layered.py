@@ -1,0 +1,213 @@
+"""Breadth-first pipelines: each virtual stage takes all micro-batches of a step before the next one begins.
+
+Layered gradient accumulation in a modular pipeline (arXiv 2106.02679), at the granularity of virtual stages (arXiv 2211.05953).
+Megatron's interleaved schedule takes ``--microbatch-group-size-per-virtual-pipeline-stage`` micro-batches through a stage at a
+time, as many as there are pipeline ranks by default: depth-first. Breadth-first is all of them, a number that changes in a
+ramp-up of the batch and is another one in evaluation, and that Megatron looks at in each call.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import batches, versions
+from pier_megatron.integration.arguments import uses_pier
+from pier_megatron.integration.checkpoint.files import stored_checkpoint
+
+# Of Megatron's configuration and of its arguments.
+_GROUP_SIZE = "microbatch_group_size_per_vp_stage"
+
+
+def install() -> None:
+    """Adds the checks to Megatron's validation and the order to its schedule."""
+    versions.wrap_validation(_validate)
+    versions.wrap("megatron.training.training", "get_forward_backward_func", _get_schedule)
+
+
+def is_layered(args: argparse.Namespace) -> bool:
+    """Whether this run was started with ``--pier-layered``."""
+    return bool(getattr(args, "pier_layered", False))
+
+
+def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    if not is_layered(args):
+        return validate_args(args, *rest, **kwargs)
+    check_pipeline(args)
+    result = validate_args(args, *rest, **kwargs)
+    check_virtual_stages(args)
+    check_micro_batches(args)
+    # What captures CUDA graphs looks at it between two calls of the schedule.
+    setattr(args, _GROUP_SIZE, max(batches.training_phases(args).values()))
+    if args.rank == 0:
+        print("\n".join([*describe(args), *(f"  WARNING: {warning}" for warning in disappointments(args))]), flush=True)
+    return result
+
+
+def _get_schedule(get_forward_backward_func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    schedule = get_forward_backward_func(*args, **kwargs)
+    return functools.partial(breadth_first, schedule) if is_layered(versions.megatron_args()) else schedule
+
+
+def breadth_first(schedule: Callable[..., Any], /, *, model: Any, num_microbatches: int, **kwargs: Any) -> Any:
+    """Runs Megatron's interleaved schedule, of a training or an evaluation step, with all its micro-batches in one group.
+
+    Args:
+        schedule: Megatron's function.
+        model: This rank's virtual stages, in order.
+        num_microbatches: Of this step.
+        kwargs: All else that the schedule takes.
+    """
+    config = versions.require("megatron.core.utils", "get_model_config")(model[0])
+    with versions.replaced(config, {_GROUP_SIZE: num_microbatches}):
+        return schedule(model=model, num_microbatches=num_microbatches, **kwargs)
+
+
+def check_pipeline(args: argparse.Namespace) -> None:
+    """Refuses what is known before Megatron's own checks, whose reasons would not help.
+
+    Raises:
+        PierConfigError: With the flag, the values and a remedy.
+    """
+    ranks = args.pipeline_model_parallel_size
+    if ranks == 1:
+        raise PierConfigError(
+            "--pier-layered with --pipeline-model-parallel-size 1: Megatron's schedule without pipelining takes one chunk, the "
+            "whole model, and there are no virtual stages whose order could be another. Use --pipeline-model-parallel-size 2 "
+            "or more, or drop --pier-layered."
+        )
+    if ranks == 2 and not args.overlap_p2p_comm:
+        raise PierConfigError(
+            "--pier-layered with --pipeline-model-parallel-size 2 and --no-overlap-p2p-communication: virtual stages on two "
+            "ranks would put several transfers between the same two into one batch, which Megatron refuses. Drop "
+            "--no-overlap-p2p-communication, or use --pipeline-model-parallel-size 3 or more."
+        )
+    given = getattr(args, _GROUP_SIZE)
+    if given is not None:
+        raise PierConfigError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {given} contradicts --pier-layered, which sets it to the "
+            "number of micro-batches of each step. Drop one of them."
+        )
+
+
+def check_virtual_stages(args: argparse.Namespace) -> None:
+    """Refuses one stage per rank; of arguments that have been validated.
+
+    Raises:
+        PierConfigError: With the flag, the arithmetic of the fully modular pipeline, and a remedy.
+    """
+    if args.virtual_pipeline_model_parallel_size is not None:
+        return
+    layers, ranks = args.num_layers, args.pipeline_model_parallel_size
+    remedy = "Add --num-virtual-stages-per-pipeline-rank V, 2 or more"
+    if layers % ranks == 0 and layers > ranks:
+        remedy += (
+            f"; V = {layers // ranks} (--num-layers {layers} / --pipeline-model-parallel-size {ranks}) makes every layer a "
+            f"stage, layer l on rank l mod {ranks}, which is the fully modular pipeline"
+        )
+    raise PierConfigError(
+        f"--pier-layered needs virtual stages: with one stage on each of the {ranks} pipeline ranks there is no order to "
+        f"choose. {remedy}. Megatron's other flags for them are --num-layers-per-virtual-pipeline-stage and "
+        "--pipeline-model-parallel-layout."
+    )
+
+
+def check_micro_batches(args: argparse.Namespace) -> None:
+    """Refuses steps with fewer micro-batches than pipeline ranks, at which Megatron stops when it comes to them.
+
+    Raises:
+        PierConfigError: With the flag, the arithmetic and a remedy.
+    """
+    ramps = ("step_batch_size_schedule", "rampup_batch_size")
+    ramp = next((name for name in ramps if getattr(args, name, None)), None)
+    phases = list(batches.training_phases(args).items())
+    if ramp and args.load and stored_checkpoint(Path(args.load), getattr(args, "ckpt_step", None)) and not args.finetune:
+        # The first phases may lie behind the checkpoint, and be of a job with fewer replicas.
+        phases = phases[-1:]
+    for batch, count in phases:
+        source = f"--{ramp.replace('_', '-')}, which has {batch}" if ramp else f"--global-batch-size {batch}"
+        _check_count(args, source, batch, args.micro_batch_size, count)
+    if args.eval_iters or getattr(args, "full_validation", False):
+        batch, count = batches.evaluation_phase(args)
+        micro_batch = getattr(args, "eval_micro_batch_size", args.micro_batch_size)
+        has_flag = hasattr(args, "eval_global_batch_size")
+        source = f"{'--eval-global-batch-size' if has_flag else 'evaluation with --global-batch-size'} {batch}"
+        _check_count(args, source, batch, micro_batch, count)
+
+
+def _check_count(args: argparse.Namespace, source: str, batch: int, micro_batch: int, count: int) -> None:
+    ranks, replicas = args.pipeline_model_parallel_size, batches.replicas(args)
+    least = ranks * micro_batch * replicas
+    if count < ranks:
+        raise PierConfigError(
+            f"--pier-layered: {source}: {batch} samples / (micro-batches of {micro_batch} x {replicas} replicas) = {count} "
+            f"micro-batches, but virtual stages need one for each of --pipeline-model-parallel-size {ranks}. Use "
+            f"{ranks} x {micro_batch} x {replicas} = {least} samples or more, or smaller micro-batches."
+        )
+
+
+def in_flight(args: argparse.Namespace, micro_batches: int, group_size: int) -> int:
+    """Most pairs of a virtual stage and a micro-batch whose activations the first pipeline rank holds at once.
+
+    One more than its forward passes before the first backward one: ``get_pp_rank_microbatches`` in Megatron's ``schedules.py``.
+
+    Args:
+        args: Megatron's, validated.
+        micro_batches: Of a training step.
+        group_size: Micro-batches that a virtual stage takes at a time.
+    """
+    ranks, stages = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    ahead = 2 * (ranks - 1) + (stages - 1) * group_size + bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
+    return int(min(ahead + 1, stages * micro_batches))
+
+
+def share_of_depth_first(args: argparse.Namespace) -> float:
+    """Activations of the largest step, as a multiple of those of Megatron's own order; 1 without ``--pier-layered``."""
+    if not is_layered(args):
+        return 1.0
+    most = max(batches.training_phases(args).values())
+    return in_flight(args, most, most) / in_flight(args, most, args.pipeline_model_parallel_size)
+
+
+def describe(args: argparse.Namespace) -> list[str]:
+    """Says what the order will be and what it costs, line by line; nothing without ``--pier-layered``."""
+    if not is_layered(args):
+        return []
+    ranks, stages = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    counts = sorted(batches.training_phases(args).values())
+    most = counts[-1]
+    held, depth_first = (in_flight(args, most, size) for size in (most, ranks))
+    return [
+        f"Pier layered: breadth-first over {ranks} pipeline ranks of {stages} virtual stages, each of which takes all "
+        f"{'-'.join(map(str, dict.fromkeys((counts[0], most))))} micro-batches of a step before the next one",
+        f"  activations on the first pipeline rank: of up to {held} of {stages * most} stage-micro-batches at once; "
+        f"depth-first, of {depth_first} ({held / depth_first:.2f} x)",
+    ]
+
+
+def disappointments(args: argparse.Namespace) -> list[str]:
+    """Where the order gains nothing, one sentence each; nothing without ``--pier-layered``."""
+    if not is_layered(args):
+        return []
+    found = []
+    if not args.overlap_grad_reduce:
+        found.append(
+            "--pier-layered without --overlap-grad-reduce: the order leaves more backward passes to hide the reduction of "
+            "gradients behind, but without that flag none is hidden, and the activations are spent in vain. Add it."
+        )
+    groups = args.pier_groups if uses_pier(args) else 1
+    if args.data_parallel_size * args.context_parallel_size == groups:
+        found.append(
+            f"--pier-layered with one model replica{' per group' if uses_pier(args) else ''}: no gradients are reduced between "
+            f"replicas{' after the lazy start' if uses_pier(args) else ''}, so there is nothing to hide."
+        )
+    ranks = args.pipeline_model_parallel_size
+    if max(batches.training_phases(args).values()) == ranks:
+        found.append(
+            f"--pier-layered: a step has {ranks} micro-batches, as many as --pipeline-model-parallel-size, and so many "
+            "Megatron takes through a virtual stage at a time anyway: nothing changes. Use larger batches or smaller "
+            "micro-batches."
+        )
+    return found

@@ -1,0 +1,70 @@
+"""What the pipeline schedule does in which order: passes, reductions, and activations that wait for their backward pass."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.pipeline_parallel import schedules
+from megatron.training import training as megatron_training
+
+
+@contextlib.contextmanager
+def traced(recorder: Any) -> Iterator[None]:
+    """Records by iteration, for the probe ``pipeline``: ``order``, ``held`` and ``evaluated``.
+
+    ``order`` has ``F1.2`` for the forward pass of micro-batch 2 through virtual stage 1, ``B1.2`` for the backward one, ``R1``
+    for the start of the reduction of its gradients and ``E1.2`` for a pass without gradients; ``held`` the most outputs of
+    forward passes at once that had not been through the backward pass; ``evaluated`` the losses of evaluations.
+    """
+    if "pipeline" not in recorder.probes:
+        yield
+        return
+    forward, backward, evaluate = schedules.forward_step, schedules.backward_step, megatron_training.evaluate
+    start_reduction = _ParamAndGradBucketGroup.start_grad_sync
+    record, waiting = recorder.record, {}
+
+    def keep(event: str) -> None:
+        events = record.setdefault("order", {}).setdefault(recorder.iteration, [])
+        # A virtual stage may have several buckets.
+        if events[-1:] != [event]:
+            events.append(event)
+
+    @functools.wraps(forward)
+    def recorded_forward(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        # The model is the third argument in every supported release.
+        place = f"{kwargs['vp_stage']}.{kwargs['current_microbatch']}"
+        keep(("F" if args[2].training else "E") + place)
+        if args[2].training:
+            waiting[id(result[0])] = place
+            held = record.setdefault("held", {})
+            held[recorder.iteration] = max(held.get(recorder.iteration, 0), len(waiting))
+        return result
+
+    @functools.wraps(backward)
+    def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        keep("B" + waiting.pop(id(output_tensor)))
+        return backward(input_tensor, output_tensor, *args, **kwargs)
+
+    @functools.wraps(start_reduction)
+    def recorded_reduction(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if group.grad_reduce_handle is None:  # else it has been started, and Megatron only makes sure
+            keep(f"R{next(stage for stage, chunk in enumerate(recorder.model) if group in chunk.bucket_groups)}")
+        return start_reduction(group, *args, **kwargs)
+
+    @functools.wraps(evaluate)
+    def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        record.setdefault("evaluated", {})[recorder.iteration] = {name: float(loss) for name, loss in result[0].items()}
+        return result
+
+    with (
+        mock.patch.object(schedules, "forward_step", recorded_forward),
+        mock.patch.object(schedules, "backward_step", recorded_backward),
+        mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", recorded_reduction),
+        mock.patch.object(megatron_training, "evaluate", recorded_evaluate),
+    ):
+        yield

@@ -1,0 +1,139 @@
+"""Breadth-first pipelines: another order than Megatron's, equal to it to the last bit, and what it holds in memory."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Recorded, Run, launch
+
+pytestmark = pytest.mark.processes
+
+_LAYERED = " --pier-layered"
+# Two pipeline ranks of two virtual stages, two replicas; 4 micro-batches of 2 samples.
+_PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+_STEPS = "--train-iters 4 --global-batch-size 16 "
+_OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+_PIER = "--optimizer pier --pier-sync-interval 2 --pier-lazy-start-iters 2 --overlap-grad-reduce --overlap-param-gather "
+
+# What is trained in both orders.
+_BOTH = {
+    "plain": _PIPELINE + _STEPS,
+    "overlapped": _PIPELINE + _STEPS + _OVERLAPPED,
+    "pier, 2 groups": _PIPELINE + _STEPS.replace("4", "6") + _PIER + "--pier-groups 2 --bf16",
+    "pier, 1 group": _PIPELINE + _STEPS.replace("4", "6") + _PIER + "--pier-groups 1",
+    "evaluation": _PIPELINE + _STEPS + _OVERLAPPED + "--eval-interval 2 --eval-iters 2 --eval-global-batch-size 8",
+    "ramp-up": _PIPELINE
+    + _OVERLAPPED
+    + "--train-samples 64 --step-batch-size-schedule 0:8,1024:16 --eval-global-batch-size 16",
+    "8 micro-batches on 4 ranks": _OVERLAPPED
+    + "--train-iters 2 --global-batch-size 16 --pipeline-model-parallel-size 4 --num-layers 12 "
+    "--num-virtual-stages-per-pipeline-rank 3",
+}
+_PROBES = ["weights", "pipeline"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layered")
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    trainings = [
+        Run(name + order.replace(" --pier-", ", "), argv + order, _PROBES)
+        for name, argv in _BOTH.items()
+        for order in ("", _LAYERED)
+    ]
+    trainings += [
+        Run("no multiple of the ranks", f"{_PIPELINE} --train-iters 2 --global-batch-size 20{_LAYERED}", _PROBES),
+        Run("unchanged", _BOTH["overlapped"] + _LAYERED, _PROBES, ["depth-first"]),
+        *(
+            Run(f"{name}, one size", _BOTH[name] + _LAYERED, _PROBES, ["one size of groups for all steps"], fails=True)
+            for name in ("evaluation", "ramp-up")
+        ),
+    ]
+    return launch(directory, corpus, trainings)
+
+
+def trained(run: Recorded, rank: int, iteration: int) -> str:
+    """What a rank has done in a training step, without the evaluation that may follow it."""
+    return " ".join(event for event in run.ranks[rank]["order"][iteration] if not event.startswith("E"))
+
+
+@pytest.mark.parametrize("name", _BOTH)
+def test_equal_to_the_last_bit(runs: dict[str, Recorded], name: str) -> None:
+    depth_first, layered = runs[name], runs[f"{name}, layered"]
+    assert depth_first.ranks[0]["order"] != layered.ranks[0]["order"]
+    assert len(layered.losses) >= 2
+    assert layered.losses == depth_first.losses
+    assert layered.grad_norms == depth_first.grad_norms
+    assert layered.ranks[-1].get("evaluated") == depth_first.ranks[-1].get("evaluated")
+    weights, expected = layered.weights("final"), depth_first.weights("final")
+    assert weights.keys() == expected.keys()
+    for key, value in expected.items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(weights[key], value), key
+
+
+# By rank of the pipeline. Reductions are aligned: a rank starts its own as many passes later as there are ranks before it.
+_DEPTH_FIRST = [
+    "F0.0 F0.1 F1.0 F1.1 F0.2 B1.0 F0.3 B1.1 F1.2 B0.0 F1.3 B0.1 B1.2 B1.3 R1 B0.2 B0.3 R0",
+    "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 F0.3 B0.1 F1.2 B1.2 F1.3 B1.3 B0.2 R1 B0.3 R0",
+]
+_BREADTH_FIRST = [
+    "F0.0 F0.1 F0.2 F0.3 F1.0 F1.1 F1.2 B1.0 F1.3 B1.1 B1.2 B1.3 R1 B0.0 B0.1 B0.2 B0.3 R0",
+    "F0.0 F0.1 F0.2 F0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3 B0.0 R1 B0.1 B0.2 B0.3 R0",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("overlapped", _DEPTH_FIRST),
+        ("overlapped, layered", _BREADTH_FIRST),
+        ("pier, 1 group, layered", _BREADTH_FIRST),
+        ("unchanged", _DEPTH_FIRST),
+    ],
+)
+def test_order(runs: dict[str, Recorded], name: str, order: list[str]) -> None:
+    for iteration in (2, 4):
+        assert [trained(runs[name], rank, iteration) for rank in (0, 2)] == order
+
+
+@pytest.mark.parametrize(("name", "passes"), [("overlapped", 2), ("overlapped, layered", 4), ("unchanged", 2)])
+def test_backward_passes_to_hide_the_reduction_of_the_later_stage_behind(
+    runs: dict[str, Recorded], name: str, passes: int
+) -> None:
+    order = runs[name].ranks[0]["order"][2]
+    assert sum(event.startswith("B0.") for event in order[order.index("R1") :]) == passes
+
+
+def test_evaluation_has_groups_of_its_own(runs: dict[str, Recorded]) -> None:
+    evaluated = [event for event in runs["evaluation, layered"].ranks[0]["order"][2] if event.startswith("E")]
+    assert evaluated == ["E0.0", "E0.1", "E1.0", "E1.1"] * 2
+    assert trained(runs["evaluation, layered"], 0, 3) == _BREADTH_FIRST[0]
+
+
+def test_groups_grow_with_the_batch(runs: dict[str, Recorded]) -> None:
+    run = runs["ramp-up, layered"]
+    assert trained(run, 0, 2) == "F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 R1 B0.0 B0.1 R0"
+    assert trained(run, 0, 6) == _BREADTH_FIRST[0]
+
+
+def test_micro_batches_need_be_no_multiple_of_the_ranks(runs: dict[str, Recorded]) -> None:
+    order = runs["no multiple of the ranks"].ranks[0]["order"][2]
+    assert order[:7] == ["F0.0", "F0.1", "F0.2", "F0.3", "F0.4", "F1.0", "F1.1"]
+
+
+@pytest.mark.parametrize("name", ["evaluation", "ramp-up"])
+def test_one_size_of_groups_is_seen(runs: dict[str, Recorded], name: str) -> None:
+    assert "should range in [PP=2 , M=2]" in runs[f"{name}, one size"].error
+
+
+@pytest.mark.parametrize("name", _BOTH)
+def test_activations_are_as_many_as_was_said(runs: dict[str, Recorded], directory: Path, name: str) -> None:
+    log = (directory / "log.txt").read_text().partition(f"== {name}, layered\n")[2]
+    said = re.search(r"of up to (\d+) of \d+ stage-micro-batches at once; depth-first, of (\d+) ", log)
+    assert said
+    held = [max(runs[run].ranks[0]["held"].values()) for run in (f"{name}, layered", name)]
+    assert held == [int(count) for count in said.groups()]
