@@ -76,8 +76,8 @@ class PierConfig(Settings):
                 "outer steps of all groups together."
             )
         if self.subgroup is None:
-            for name in ("subgroup_gamma", "evaluate_mean"):
-                if getattr(self, name) not in (None, False):
+            for name, default in (("subgroup_gamma", None), ("subgroup_seed", 0), ("evaluate_mean", False)):
+                if getattr(self, name) != default:
                     raise PierConfigError(
                         f"{flag_of(name)} is for runs in which groups never agree, but all groups of this one meet at every "
                         "outer step: drop it, or add --pier-preset noloco or --pier-subgroup-size."

@@ -1,6 +1,7 @@
 """Makes the tables and plots of the study from the runs that there are: ``python study/report.py [--output DIR]``."""
 
 import argparse
+import itertools
 import json
 import operator
 import statistics
@@ -28,10 +29,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of the runs (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for what it writes (%(default)s)")
+    parser.add_argument("--known", type=Path, metavar="JSON", help="a study.json, for the curves of rows that are not there")
     options = parser.parse_args()
     PRESETS.update(ABLATIONS)
-    results = Results(Study(options.runs.resolve()))
-    sections = [_sweep(results), *(_section(results, table) for table in TABLES)]
+    known = json.loads(options.known.read_text()) if options.known else {}
+    results = Results(Study(options.runs.resolve(), known=known))
+    sections = [_sweep(results), *(_section(results, table) for table in TABLES), _spreads(results)]
     heading = f"# Tables of the study\n\n`make study` or `python study/report.py`, {date.today().isoformat()}."
     (options.output / "study-tables.md").write_text("\n\n".join([heading, *sections]) + "\n")
     (options.output / "study.json").write_text(json.dumps(results.raw(), indent=1, sort_keys=True))
@@ -49,9 +52,12 @@ class Results:
     def curve(self, row: Row) -> dict[int, float] | None:
         """Validation loss by iteration, or None for a row that has not been trained."""
         row = self._study.with_rate(row)
-        if row not in self._curves and self._study.has(row):
-            self._curves[row] = self._study.validation(row)
-        return self._curves.get(row)
+        if row not in self._curves:
+            curve = self._study.validation(row) if self._study.has(row) else self._study.known_curve(row)
+            if curve is None:
+                return None
+            self._curves[row] = curve
+        return self._curves[row]
 
     def final(self, row: Row) -> float | None:
         """Validation loss after the last iteration, in nats per byte."""
@@ -64,16 +70,14 @@ class Results:
         return None if own is None or baseline is None else own - baseline
 
     def at_switch(self, row: Row) -> float | None:
-        """Validation loss at the end of the lazy start."""
-        curve = self.curve(row)
-        return None if curve is None else curve[_config(row).lazy_start]
+        """Validation loss at the end of the lazy start, if there is one."""
+        return (self.curve(row) or {}).get(_config(row).lazy_start)
 
     def rise(self, row: Row) -> float | None:
         """By how much the loss exceeds that at the switch in the first outer steps after it; negative if it only falls."""
-        curve = self.curve(row)
-        if curve is None:
+        curve, switch = self.curve(row), _config(row).lazy_start
+        if curve is None or switch not in curve:
             return None
-        switch = _config(row).lazy_start
         after = [loss for iteration, loss in curve.items() if switch < iteration <= switch + _RISE_STEPS * row.interval]
         return max(after) - curve[switch]
 
@@ -90,6 +94,19 @@ class Results:
     def _of_outer_steps(self, row: Row, scalar: str) -> list[float]:
         row = self._study.with_rate(row)
         return [value for _, value in self._study.log(row).mean(SCALAR_PREFIX + scalar)] if self._study.has(row) else []
+
+    def spread(self, row: Row) -> list[tuple[float, float]]:
+        """Spread of the weights over the groups and inner learning rate, by outer step, where groups never agree."""
+        row = self._study.with_rate(row)
+        if not self._study.has(row):
+            return []
+        scalars = self._study.log(row).scalars
+        spreads, rates = (scalars[name] for name in (f"{SCALAR_PREFIX}spread of all groups", "learning-rate"))
+        rate_at = dict(zip(rates.steps, rates.values, strict=True))
+        switch = _config(row).lazy_start
+        at = dict(zip(spreads.steps, spreads.values, strict=True))
+        # Groups that begin alike need some outer steps to come apart.
+        return [(at[step], rate_at[step]) for step in at if step >= switch + _RISE_STEPS * row.interval]
 
     def raw(self) -> dict[str, dict[int, float]]:
         """All curves so far, by the names of their rows."""
@@ -127,6 +144,24 @@ def _section(results: Results, table: Table) -> str:
                 _spread(map(results.momentum_ratio, rows), digits=1),
             )
             lines.append(f"| {name} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spreads(results: Results) -> str:
+    """Spread of the weights over groups that meet in pairs, against the inner learning rate."""
+    columns = ("", "spread after 5 outer steps", "at the end", "over the learning rate", "at the end", "correlation")
+    lines = ["## Spread of weights over groups in pairs\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for groups, interval in itertools.product((4, 8, 16), (20, 10)):
+        found = [results.spread(row) for row in _of_all_seeds("noloco", {"groups": groups, "interval": interval})]
+        there = [pairs for pairs in found if pairs]
+        cells = (
+            _spread((pairs[0][0] for pairs in there), digits=4),
+            _spread((pairs[-1][0] for pairs in there), digits=4),
+            _spread((pairs[0][0] / pairs[0][1] for pairs in there), digits=2),
+            _spread((pairs[-1][0] / pairs[-1][1] for pairs in there), digits=2),
+            _spread((statistics.correlation(*zip(*pairs, strict=True)) for pairs in there), digits=3),
+        )
+        lines.append(f"| {groups} groups, H = {interval} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rows import BATCH, ITERATIONS, METHODS, SYNCHRONOUS, TABLES, Row, learning_rate_sweep
@@ -71,9 +71,18 @@ class Study:
         folder: Each row has one in it, by its name.
     """
 
-    def __init__(self, folder: Path, iterations: int = ITERATIONS) -> None:
-        """Opens a study, of runs of so many iterations."""
+    def __init__(
+        self, folder: Path, iterations: int = ITERATIONS, known: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        """Opens a study.
+
+        Args:
+            folder: As the attribute.
+            iterations: Of its runs.
+            known: Curves of rows that have been trained elsewhere, by name: losses by iteration.
+        """
         self.folder = folder
+        self._known = known or {}
         self._iterations = iterations
         self._logs: dict[Row, TensorBoardLog] = {}
         train, validation = corpus.write(folder / "corpus")
@@ -144,6 +153,11 @@ class Study:
             curve.setdefault(iteration, loss)
         return curve
 
+    def known_curve(self, row: Row) -> dict[int, float] | None:
+        """As :meth:`validation`, of a row that has been trained elsewhere; None if it has not."""
+        found = self._known.get(row.name)
+        return None if found is None else {int(iteration): loss for iteration, loss in found.items()}
+
     def with_rate(self, row: Row) -> Row:
         """A row as it is trained: its folder says at which rate, so that another choice does not find runs of this one."""
         return row if row.learning_rate else dataclasses.replace(row, learning_rate=self.learning_rate)
@@ -152,8 +166,10 @@ class Study:
     def learning_rate(self) -> float:
         """The one at which synchronous AdamW ends best, over the seeds that there are."""
         ends: dict[float, list[float]] = {}
-        for row in (row for row in learning_rate_sweep(seeds=99) if self.has(row)):
-            ends.setdefault(row.learning_rate or 0.0, []).append(list(self.validation(row).values())[-1])
+        for row in learning_rate_sweep(seeds=99):
+            curve = self.validation(row) if self.has(row) else self.known_curve(row)
+            if curve:
+                ends.setdefault(row.learning_rate or 0.0, []).append(curve[max(curve)])
         if not ends:
             sys.exit(f"No rate has been tried yet in {self.folder}: python study/run.py")
         return min(ends, key=lambda rate: statistics.mean(ends[rate]))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Residual
+from pier_megatron.exchange.pairs import Subgroup
 from pier_megatron.integration.census import CollectiveCensus
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
@@ -41,6 +42,32 @@ def sums(codec: str) -> dict[str, object]:
         under_way.advance()
         under_way.finish()
     return {"sum": result.cpu(), "sent": exchange.wire.bytes_of_sum(NUMEL), "collectives": census.collectives}
+
+
+def met(codec: str, steps: int = 3) -> dict[str, object]:
+    """Sums among groups 0, 1 and 3, with error feedback, while group 2 is on its own."""
+    exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
+    meeting = Subgroup(exchange, (0, 1, 3) if exchange.rank != 2 else (2,))
+    residual = None if exchange.codec.lossless else Residual(torch.zeros(NUMEL, device=DEVICE), torch.zeros(0, device=DEVICE))
+    results = []
+    with CollectiveCensus() as census:
+        for step in range(steps):
+            results.append(vector(exchange.rank, step))
+            under_way = meeting.sum(results[-1], residual)
+            under_way.advance()
+            under_way.finish()
+    gathered = meeting.gather(torch.tensor([exchange.rank], device=DEVICE)).result()
+    handed = torch.full((3,), float(exchange.rank), device=DEVICE)
+    if exchange.rank != 2:
+        meeting.broadcast(handed, 1, [2])
+    sent = sum(found.nbytes for found in census.collectives)
+    return {
+        "sums": [result.cpu() for result in results],
+        "sent": sent,
+        "counted": steps * meeting.wire.bytes_of_sum(NUMEL),
+        "gathered": gathered.flatten().tolist(),
+        "handed": handed.tolist(),
+    }
 
 
 def drift(codec: str, feedback: bool, steps: int = 25) -> torch.Tensor:
@@ -90,6 +117,7 @@ def main() -> None:
     dist.init_process_group(one_gpu.backend())
     record = {
         "sums": {codec: sums(codec) for codec in CODECS},
+        "met": {codec: met(codec) for codec in CODECS},
         "drift": {(codec, on): drift(codec, on) for codec in ("bf16", "int8", "int4") for on in (True, False)},
         "rounds": {
             (codec, chunk_numel, spans): rounds(codec, chunk_numel, spans)

@@ -175,3 +175,29 @@ def test_rounds_are_nesterov_on_the_mean_of_those_that_contribute(records: list[
     torch.testing.assert_close(found["anchor"].double(), anchor, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found["momentum"].double(), momentum, rtol=1e-5, atol=1e-5)
     assert torch.equal(found["parameters"], found["anchor"])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_groups_that_meet_sum_as_one_process_would(records: list[dict[str, dict]], codec: str) -> None:
+    found, coded = [record["met"][codec] for record in records], CODECS[codec]
+    residuals = {rank: torch.zeros(NUMEL) for rank in (0, 1, 3)}
+    for step in range(3):
+        arrived = []
+        for rank, residual in residuals.items():
+            given = vector(rank, step).cpu()
+            if coded.lossless:
+                arrived.append(given)
+                continue
+            padded = torch.nn.functional.pad(given + residual, (0, -NUMEL % BLOCK))
+            decoded = coded.decode(coded.encode(padded[None]))[0]
+            residual.copy_((padded - decoded)[:NUMEL])
+            arrived.append(decoded[:NUMEL])
+        expected = arrived[0] + arrived[1] + arrived[2]
+        for rank in (0, 1, 3):
+            assert torch.equal(found[rank]["sums"][step], expected)
+        # One that sits out keeps what it has, whole.
+        assert torch.equal(found[2]["sums"][step], vector(2, step).cpu())
+    for rank in range(_GROUPS):
+        assert found[rank]["sent"] == found[rank]["counted"]
+        assert found[rank]["gathered"] == ([2] if rank == 2 else [0, 1, 3])
+    assert [record["handed"][0] for record in found] == [0.0, 1.0, 2.0, 1.0]

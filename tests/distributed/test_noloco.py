@@ -1,5 +1,6 @@
 """Groups that meet in pairs, through Megatron: against the reference, who meets whom, stopped, resumed and laid out anew."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     recorded = {}
-    for world, others in ((6, _IN_SIX), (8, [])):
+    for world, others in ((8, []), (6, _IN_SIX)):
         trainings = [
             Run(name, _argv(_LAZY | settings, layout, world), ["weights", "samples", "fragments"])
             for name, (ranks, settings, layout) in _TRAININGS.items()
@@ -139,3 +140,18 @@ def test_evaluation_sees_the_mean_or_each(runs: dict[str, Recorded]) -> None:
     assert all(torch.equal(first, other) for other in others)
     assert not torch.equal(*seen("each")[:2])
     torch.testing.assert_close(torch.stack(seen("each")).mean(0), first)
+
+
+def test_losses_of_each_group_are_said_and_averaged(runs: dict[str, Recorded], directory: Path) -> None:
+    # Every rank begins a run with a line, some of them later than others.
+    before, _, each = (directory / "log.txt").read_text().rpartition("== each\n")
+    means = before.rpartition("== means\n")[2].partition("== each\n")[0]
+    said = re.search(
+        r"lm loss from (\S+) to (\S+); what follows is the mean\n.*?at iteration 8 \| lm loss value: (\S+)", each, re.DOTALL
+    )
+    assert said
+    low, high, mean = map(float, said.groups())
+    assert low < mean < high
+    assert "what follows is the mean" not in means
+    # Eight outer steps of groups that began alike.
+    assert all(0 < float(found) < 0.1 for found in re.findall(r"spread of weights over the groups, .*: (\S+)\n", each))

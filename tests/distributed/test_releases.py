@@ -33,6 +33,11 @@ _RUNS = [
         ["weights", "samples"],
     ),
     Run(
+        "pairs",
+        _PIER.replace("--pier-groups 2", "--pier-groups 4") + "--pier-preset noloco --global-batch-size 8 --eval-interval 4",
+        ["weights", "samples"],
+    ),
+    Run(
         "ep2",
         _PIER + "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none --global-batch-size 16",
         ["weights", "samples"],
@@ -69,6 +74,11 @@ def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded]) -> None:
 def test_layout_equals_the_reference(runs: dict[str, Recorded], layout: str) -> None:
     reference = oracle.train(runs[layout], PierConfig(12, groups=2, sync_interval=3, lazy_start_iters=3))
     assert oracle.largest_error(runs[layout].weights("final"), reference) < 5e-6
+
+
+def test_groups_in_pairs_equal_the_reference(runs: dict[str, Recorded]) -> None:
+    config = PierConfig(12, groups=4, preset="noloco", sync_interval=3, lazy_start_iters=3)
+    assert oracle.largest_error(runs["pairs"].weights("final"), oracle.train(runs["pairs"], config)) < 5e-6
 
 
 def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded]) -> None:

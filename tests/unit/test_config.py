@@ -47,6 +47,8 @@ def test_lazy_start_is_the_multiple_of_the_interval_nearest_a_tenth(train_iters:
         ({"subgroup_size": 1}, ["--pier-subgroup-size 1", "from 2 to --pier-groups 2"]),
         ({"subgroup_size": 3}, ["--pier-subgroup-size 3", "from 2 to --pier-groups 2"]),
         ({"subgroup_gamma": 0.7}, ["--pier-subgroup-gamma", "all groups of this one meet", "--pier-preset noloco"]),
+        ({"subgroup_gamma": 0.0}, ["--pier-subgroup-gamma", "all groups of this one meet"]),
+        ({"subgroup_seed": 3}, ["--pier-subgroup-seed", "all groups of this one meet"]),
         ({"evaluate_mean": True}, ["--pier-evaluate-mean", "all groups of this one meet"]),
         ({"preset": "noloco", "subgroup_gamma": -1.0}, ["--pier-subgroup-gamma -1.0", "drives groups apart"]),
         ({"preset": "noloco", "save_inner_state": "first"}, ["--pier-save-inner-state first", "Save all"]),

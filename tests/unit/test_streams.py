@@ -11,7 +11,7 @@ from streams import RaceDetector, RaceError, new_work
 from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
-from pier_megatron.outer import OuterLoop, Shards, rounds
+from pier_megatron.outer import Shards, loop, pulls, rounds
 from pier_megatron.outer.staging import Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
 from pier_megatron.outer.stopwatch import Stopwatch
@@ -22,7 +22,7 @@ class _Exchange(GroupExchange):
 
     def __init__(self, detector: RaceDetector, codec: str) -> None:
         super().__init__(codec=CODECS[codec])
-        self.size, self._detector = 2, detector
+        self.size, self.groups, self._detector = 2, (0, 1), detector
         self.wire = Wire(self.codec, 2)
 
     def sum(self, vector: torch.Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
@@ -45,27 +45,29 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
         detector.on_host |= {tensor.untyped_storage().data_ptr() for tensor in buffers.tensors.values()}
         return buffers
 
-    config = PierConfig(
-        train_iters=20, groups=2, sync_interval=4, lazy_start_iters=4, preset="pier-rising", offload=True, **settings
-    )
+    common = {"groups": 2, "sync_interval": 4, "lazy_start_iters": 4, "preset": "pier-rising", "offload": True}
+    config = PierConfig(train_iters=20, **(common | settings))
     parameters = [torch.randn(size) for size in (5, 1, 17, 30)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
         stack.enter_context(mock.patch.object(OuterState, "copies_on_streams", True))
+        for module in (loop, pulls):
+            stack.enter_context(mock.patch.object(module, "meeting_at", lambda config, everyone, iteration: everyone))
         stack.enter_context(mock.patch.object(Staging, "keep", kept_on_host))
         stack.enter_context(detector.watching())
-        loop = OuterLoop([[Shards(parameters)]], config, _Exchange(detector, config.exchange_dtype))
-        detector.on_host |= {flat.untyped_storage().data_ptr() for state in loop.states for flat in state.flats.values()}
+        trained = loop.OuterLoop([[Shards(parameters)]], config, _Exchange(detector, config.exchange_dtype))
+        detector.on_host |= {flat.untyped_storage().data_ptr() for state in trained.states for flat in state.flats.values()}
         for iteration in range(1, config.train_iters + 1):
-            loop.begin_iteration(iteration)
+            trained.begin_iteration(iteration)
             for parameter in parameters:
                 parameter.add_(0.1)
-            loop.end_iteration()
+            trained.end_iteration()
             if iteration in save_at:
-                loop.snapshot()
-                loop.checksums()
-                with loop.anchor_in_model():
-                    pass
+                trained.snapshot()
+                trained.checksums()
+                for as_mean in {False, config.subgroup is not None}:
+                    with trained.anchor_in_model(as_mean):
+                        pass
 
 
 _SETTINGS = [
@@ -75,6 +77,9 @@ _SETTINGS = [
     {"overlap": 1},
     {"overlap": 3, "exchange_dtype": "int8"},
     {"overlap": 2, "fragments": 3, "exchange_dtype": "int4", "outlier_zscore": 3.0},
+    {"preset": "noloco"},
+    {"preset": "noloco", "subgroup_gamma": 0.9, "fragments": 2},
+    {"preset": "noloco", "exchange_dtype": "int8", "overlap": 2, "fragments": 3},
 ]
 
 
@@ -108,6 +113,7 @@ _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {"overlap": 3, "fragments": 2, "chunk_numel": 10},
     ),
     "copies are not waited for": (rounds, "one_ahead", iter, {}),
+    "slow weights are sent before they are there": (pulls, "one_ahead", iter, {"preset": "noloco", "exchange_dtype": "int8"}),
     "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),
 }
 
