@@ -1,10 +1,16 @@
 """Starts trainings in real processes and reads back what they recorded."""
 
+import atexit
+import contextlib
 import dataclasses
+import functools
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,10 @@ _MODEL = (
     "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant --adam-eps 1e-4 "
     "--log-interval 1 --eval-interval 1000000 --eval-iters 1"
 ).split()
+
+
+# Of one launch, in seconds.
+_TIMEOUT = 600
 
 
 @dataclasses.dataclass
@@ -111,10 +121,66 @@ def launch(
             ]
         )
     )
-    command = [sys.executable, str(Path(__file__).parent / "worker.py"), str(specification), str(directory), str(world_size)]
-    # What stands in for a GPU had better find none.
-    execute(command, directory / "log.txt", megatron, CUDA_VISIBLE_DEVICES="")
+    with contextlib.ExitStack() as stack:
+        # The installed release is launched again and again, the others once.
+        server = _installed() if megatron is None else stack.enter_context(Server(megatron))
+        server.launch(specification, directory, world_size)
     return {run.name: Recorded(directory, run, world_size) for run in runs}
+
+
+class Server:
+    """A process that has imported Megatron; every launch is a fork of it."""
+
+    def __init__(self, megatron: Path | None = None) -> None:
+        """Starts it, with another megatron-core release than the installed one if asked."""
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        # What stands in for a GPU had better find none.
+        environment = os.environ | _environment(megatron) | {"CUDA_VISIBLE_DEVICES": ""}
+        pipe = subprocess.PIPE
+        command = [sys.executable, str(Path(__file__).parent / "worker.py")]
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment, text=True, start_new_session=True
+        )
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def launch(self, specification: Path, directory: Path, world_size: int) -> None:
+        """Runs the trainings of a specification to their end.
+
+        Raises:
+            AssertionError: If one failed, with the errors that were printed.
+        """
+        log = directory / "log.txt"
+        job = {"specification": str(specification), "directory": str(directory), "world_size": world_size, "log": str(log)}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        there, _, _ = select.select([self._process.stdout], [], [], _TIMEOUT)
+        answer = self._process.stdout.readline() if there else ""
+        if not answer:
+            self.end()
+            self._log.seek(0)
+            raise AssertionError(f"{_errors(f'no answer in {_TIMEOUT} s', log)}\n{self._log.read()[-5000:]}")
+        assert int(answer) == 0, _errors(f"the trainings in {directory} ended with {int(answer)}", log)
+
+    def end(self) -> None:
+        """Ends it, with all that is left of its launches."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+        _installed.cache_clear()
+
+
+@functools.cache
+def _installed() -> Server:
+    server = Server()
+    atexit.register(server.end)
+    return server
 
 
 def torchrun(world_size: int) -> list[str]:
@@ -131,20 +197,24 @@ def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **e
     Raises:
         AssertionError: If it failed, with the end of what it printed.
     """
+    variables = os.environ | _environment(megatron) | environment
+    with log.open("w") as output:
+        process = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT, timeout=_TIMEOUT)
+    assert process.returncode == 0, _errors(" ".join(command), log)
+    return log.read_text()
+
+
+def _environment(megatron: Path | None) -> dict[str, str]:
     path = [str(folder) for folder in (megatron, REPOSITORY, REPOSITORY / "tools") if folder is not None]
-    variables = {
+    return {
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": os.pathsep.join(path),
         # Megatron's Makefile for its dataset helper calls python3.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    with log.open("w") as output:
-        process = subprocess.run(
-            command, env=os.environ | variables | environment, stdout=output, stderr=subprocess.STDOUT, timeout=600
-        )
-    text = log.read_text()
-    if process.returncode != 0:
-        errors = [line for line in text.splitlines() if "Error" in line]
-        raise AssertionError("\n".join([" ".join(command), *errors[:20], f"The whole log: {log}"]))
-    return text
+
+
+def _errors(what: str, log: Path) -> str:
+    errors = [line for line in log.read_text().splitlines() if "Error" in line] if log.exists() else []
+    return "\n".join([what, *errors[:20], f"The whole log: {log}"])

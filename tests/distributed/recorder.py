@@ -1,6 +1,6 @@
 """What a process of a test launch does: it runs several trainings one after the other and records what they did.
 
-``python worker.py SPECIFICATION DIRECTORY WORLD_SIZE``. The specification is a JSON list of the fields of ``launch.Run``; each
+Its arguments are a specification and a directory. The specification is a JSON list of the fields of ``launch.Run``; each
 run leaves ``DIRECTORY/NAME-rankR.pt``. Everything that trains is Megatron's and the plugin's; this file only looks on,
 except where a run asks for a planted bug, by its name in ``sabotage.py``.
 """
