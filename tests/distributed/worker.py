@@ -11,6 +11,10 @@ if __name__ == "__main__":
     import os
     import sys
 
+    # What is printed while Megatron is imported is no answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
     import forked_ranks
     from recorder import main
 
@@ -26,4 +30,4 @@ if __name__ == "__main__":
             forked_ranks.run(job["world_size"], main)
             sys.exit()
         _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
