@@ -5,6 +5,7 @@ run leaves ``DIRECTORY/NAME-rankR.pt``. Everything that trains is Megatron's and
 except where a run asks for a planted bug, by its name in ``sabotage.py``.
 """
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -12,7 +13,6 @@ import json
 import os
 import re
 import sys
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,16 @@ from pier_megatron.integration.inner.adam import commit_main_parameters, owners 
 
 # Megatron imports it when it trains, which takes seconds; here all ranks share it.
 importlib.import_module("megatron.core.tokenizers.text.libraries")
+
+
+def spare_what_is_the_same_in_every_run() -> None:
+    """Does once what Megatron does in every run of a process, as if the process had been started for it."""
+    with contextlib.suppress(ImportError):
+        # From 0.18 on, help texts are taken from the sources of dataclasses.
+        factory = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
+        read = factory._get_field_docstrings
+        of_class = functools.cache(lambda cls: read(factory.__new__(factory), cls))
+        factory._get_field_docstrings = lambda _, cls: dict(of_class(cls))
 
 
 class Recorder:
@@ -223,7 +233,9 @@ def saves(decide: Any, iterations: list[int]) -> Any:
         settings.save_interval = iteration
         return result
 
-    return mock.patch.object(megatron_training, "checkpoint_and_decide_exit", deciding) if iterations else nullcontext()
+    return (
+        mock.patch.object(megatron_training, "checkpoint_and_decide_exit", deciding) if iterations else contextlib.nullcontext()
+    )
 
 
 def look_on() -> None:
@@ -312,6 +324,7 @@ def main() -> None:
     global recorder
     specification, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     datasets.install()
+    spare_what_is_the_same_in_every_run()
     look_on()
     from pier_megatron import register
 

@@ -7,6 +7,7 @@ Answers each line with the exit status of its launch.
 """
 
 if __name__ == "__main__":
+    import gc
     import json
     import os
     import sys
@@ -18,6 +19,9 @@ if __name__ == "__main__":
     import forked_ranks
     from recorder import main
 
+    # Every run ends with a collection, which need not look at all of this again.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()
