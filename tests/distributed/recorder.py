@@ -55,6 +55,10 @@ def spare_what_is_the_same_in_every_run() -> None:
         read = factory._get_field_docstrings
         of_class = functools.cache(lambda cls: read(factory.__new__(factory), cls))
         factory._get_field_docstrings = lambda _, cls: dict(of_class(cls))
+    # What the writers of a checkpoint hand their results over with: a fork need not import PyTorch once more.
+    writers = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    queue = writers.get_write_results_queue
+    writers.get_write_results_queue = lambda mp_mode="fork": queue(mp_mode)
 
 
 class Recorder:
