@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,8 @@ def main() -> None:
                 print(f"repetition {repetition + 1} of {options.repetitions}, {rate:g} Mbit/s", flush=True)
                 cluster.set_rate(rate)
                 for results in (
-                    _run(cluster, Path(scratch), data, chosen & _ALONE.keys(), together=False),
-                    _run(cluster, Path(scratch), data, chosen & _TOGETHER.keys(), together=True),
+                    run(cluster, Path(scratch), data, _arguments(chosen & _ALONE.keys()), together=False),
+                    run(cluster, Path(scratch), data, _arguments(chosen & _TOGETHER.keys()), together=True),
                 ):
                     for name, result in results.items():
                         measured.setdefault(f"{rate:g} {name}", []).append(result)
@@ -122,15 +122,17 @@ def main() -> None:
     print(f"\n{table}\n\nWritten to {options.output}")
 
 
-def _run(cluster: EmulatedNodes, scratch: Path, data: tuple[Path, Path], chosen: Set[str], together: bool) -> dict[str, Any]:
-    """Runs configurations on all nodes, as one job or as one job per node at the same time."""
+def _arguments(chosen: Set[str]) -> dict[str, str]:
+    return {name: arguments for name, (arguments, _) in _CONFIGURATIONS.items() if name in chosen}
+
+
+def run(
+    cluster: EmulatedNodes, scratch: Path, data: tuple[Path, Path], trainings: Mapping[str, str], together: bool
+) -> dict[str, Any]:
+    """Runs trainings, arguments by name, on all nodes: as one job or as one job per node at the same time."""
     train, validation = data
     paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
-    specification = [
-        {"name": name, "argv": f"{_MODEL} {paths} {arguments}".split()}
-        for name, (arguments, _) in _CONFIGURATIONS.items()
-        if name in chosen
-    ]
+    specification = [{"name": name, "argv": f"{_MODEL} {paths} {arguments}".split()} for name, arguments in trainings.items()]
     (scratch / "specification.json").write_text(json.dumps(specification))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29600"]
     with contextlib.ExitStack() as stack:

@@ -11,8 +11,6 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from interconnect import _ENVIRONMENT, _FOLDER, _MODEL
+from interconnect import run
 
 from pier_megatron.commands.demo import corpus
 from pier_megatron.cpu.nodes import EmulatedNodes
@@ -60,7 +58,8 @@ def main() -> None:
                 for rule in _RULES:
                     cluster.set_rate(_RATE)
                     with condition(cluster, repetition):
-                        measured[link][rule].append(_mean_iteration(_run(cluster, Path(scratch), data, rule)))
+                        found = run(cluster, Path(scratch), data, {rule: _RULES[rule]}, together=True)
+                    measured[link][rule].append(_mean_iteration(found[rule]))
     heading = f"`python benchmarks/pairs.py --repetitions {options.repetitions}`, {date.today().isoformat()}\n\n"
     table = _table(measured)
     (options.output / "pairs.json").write_text(json.dumps(measured))
@@ -105,34 +104,6 @@ _LINKS = {
     f"one link at {_SLOW:.0%}": _one_slow,
     f"stalls of {_STALL_SECONDS:g} s, one link at a time": _stalls,
 }
-
-
-def _run(cluster: EmulatedNodes, scratch: Path, data: tuple[Path, Path], rule: str) -> dict[str, Any]:
-    train, validation = data
-    paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
-    specification, output = scratch / "specification.json", scratch / "results.json"
-    specification.write_text(json.dumps([{"name": rule, "argv": f"{_MODEL} {paths} {_RULES[rule]}".split()}]))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--nnodes", str(_NODES)]
-    launcher += ["--master-addr", cluster.address(0), "--master-port", "29600"]
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for node in range(_NODES):
-            command = [
-                *launcher,
-                "--node-rank",
-                str(node),
-                str(_FOLDER / "training_worker.py"),
-                str(specification),
-                str(output),
-            ]
-            log = stack.enter_context((scratch / f"log{node}.txt").open("w"))
-            processes.append(stack.enter_context(cluster.running_on(node)(command, log, _ENVIRONMENT)))
-        for node, process in enumerate(processes):
-            if process.wait() != 0:
-                print((scratch / f"log{node}.txt").read_text()[-5000:], file=sys.stderr)
-                raise subprocess.CalledProcessError(process.returncode, f"the training on node {node}")
-    found: dict[str, Any] = json.loads(output.read_text())[rule]
-    return found
 
 
 def _mean_iteration(result: dict[str, Any]) -> float:

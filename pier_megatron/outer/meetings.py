@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange, GroupExchange, Wire
 from pier_megatron.exchange.pairs import DirectWire, Subgroup, draw_subgroups
-from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
+from pier_megatron.outer.staging import Staging, one_ahead
 from pier_megatron.outer.state import ANCHOR
 
 
@@ -31,9 +31,7 @@ def meeting_at(config: PierConfig, everyone: GroupExchange, iteration: int) -> E
 
 def write_mean_of_anchors(stagings: Sequence[Staging], everyone: GroupExchange) -> None:
     """Writes the mean of all groups' anchors to the parameters: the same bits in all of them, whatever their anchors."""
-    every_fragment = {chunk.fragment for staging in stagings for chunk in staging.state.chunks}
-    lent = (staging.lend(chunk, (ANCHOR,)) for staging, chunk in chunks_of(stagings, sorted(every_fragment)))
-    for staged in one_ahead(lent):
+    for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging in stagings for chunk in staging.state.chunks):
         staged.shared.copy_(staged.anchor)
         everyone.sum(staged.shared, exactly=True).finish()
         staged.chunk.set_parameters(staged.shared.div_(everyone.size))

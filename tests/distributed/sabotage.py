@@ -109,39 +109,28 @@ def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: A
 
 def _group_1_waits_for_group_0(directory: Path) -> Patch:
     """Group 1 does not end iteration 7 before group 0 has ended iteration 8: impossible if they meet in between."""
-    step = ChainedOptimizer.step
-    mark = directory / "group 0 has ended iteration 8"
-
-    def waiting_step(optimizer: Any) -> Any:
-        result = step(optimizer)
-        group, iteration = optimizer.loop.exchange.rank, optimizer.loop.iteration
-        if (group, iteration) == (0, 8):
-            mark.touch()
-        if (group, iteration) == (1, 7):
-            deadline = time.monotonic() + 60
-            while not mark.exists():
-                assert time.monotonic() < deadline, "group 0 waits for group 1"
-                time.sleep(0.05)
-        return result
-
-    return mock.patch.object(ChainedOptimizer, "step", waiting_step)
+    return _asleep(directory / "group 0 has ended iteration 8", 1, (0, 8), "group 0 waits for group 1")
 
 
 def _a_group_sleeps_while_two_others_meet(directory: Path) -> Patch:
     """A group does not end iteration 7 before one has ended iteration 11 whose meeting after iteration 9 is another."""
-    step = ChainedOptimizer.step
-    mark = directory / "two others have met"
     (sleeper, _), (awake, _), *_ = draw_subgroups(6, 2, 0, 9)
+    return _asleep(directory / "two others have met", sleeper, (awake, 11), "a group waits for one that it does not meet")
+
+
+def _asleep(mark: Path, sleeper: int, until: tuple[int, int], complaint: str) -> Patch:
+    """A group does not end iteration 7 before another group has ended an iteration."""
+    step = ChainedOptimizer.step
 
     def waiting_step(optimizer: Any) -> Any:
         result = step(optimizer)
         group, iteration = optimizer.loop.exchange.rank, optimizer.loop.iteration
-        if (group, iteration) == (awake, 11):
+        if (group, iteration) == until:
             mark.touch()
         if (group, iteration) == (sleeper, 7):
             deadline = time.monotonic() + 60
             while not mark.exists():
-                assert time.monotonic() < deadline, "a group waits for one that it does not meet"
+                assert time.monotonic() < deadline, complaint
                 time.sleep(0.05)
         return result
 
