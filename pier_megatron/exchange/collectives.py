@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
+from pier_megatron.exchange.encoded import AllGather, ReduceScatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,33 +175,19 @@ class _EncodedSum(Sum):
 
     def __init__(self, exchange: GroupExchange, vector: Tensor, residual: Residual | None) -> None:
         self._exchange, self._vector, self._residual = exchange, vector, residual
-        codec, segment = exchange.codec, exchange.wire.segment_numel(len(vector))
-        rows = vector.new_zeros(exchange.size, segment)
-        padded = rows.view(-1)[: len(vector)]
-        padded.copy_(vector)
-        if residual is not None:
-            padded += residual.sent
-        self._sent = codec.encode(rows)
-        if residual is not None:
-            torch.sub(padded, codec.decode(self._sent).view(-1)[: len(vector)], out=residual.sent)
-        self._received = torch.empty_like(self._sent)
-        self._work = dist.all_to_all_single(self._received, self._sent, group=exchange.process_group, async_op=True)
+        segments = vector.new_zeros(exchange.size, exchange.wire.segment_numel(len(vector)))
+        segments.view(-1)[: len(vector)].copy_(vector)
+        dropped = None if residual is None else residual.sent
+        self._scattered: ReduceScatter | None = ReduceScatter(segments, exchange.codec, exchange.process_group, dropped)
 
     def advance(self) -> None:
-        self._work.wait()
-        codec = self._exchange.codec
-        total = codec.decode(self._received).sum(0, keepdim=True)
-        if self._residual is not None:
-            total += self._residual.reduced
-        self._sent = codec.encode(total)
-        if self._residual is not None:
-            torch.sub(total[0], codec.decode(self._sent)[0], out=self._residual.reduced)
-        group = self._exchange.process_group
-        self._work = dist.all_gather_into_tensor(self._received, self._sent, group=group, async_op=True)
+        assert self._scattered is not None
+        total, self._scattered = self._scattered.result(), None
+        dropped = None if self._residual is None else self._residual.reduced
+        self._gathered = AllGather(total, self._exchange.codec, self._exchange.process_group, dropped)
 
     def finish(self) -> None:
-        self._work.wait()
-        self._vector.copy_(self._exchange.codec.decode(self._received).view(-1)[: len(self._vector)])
+        self._vector.copy_(self._gathered.result().view(-1)[: len(self._vector)])
 
 
 class Computed:

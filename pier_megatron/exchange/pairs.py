@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import BLOCK
 from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange, Residual, Sum, Wire
+from pier_megatron.exchange.encoded import encode_with_feedback, padded
 
 
 def draw_subgroups(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
@@ -45,14 +45,10 @@ class DirectWire(Wire):
 
     def coding_bytes(self, numel: int) -> int:
         """A padded copy of one vector, and what is made of it."""
-        return 0 if self._is_plain else 2 * 4 * _padded(numel)
+        return 0 if self._is_plain else 2 * 4 * padded(numel)
 
     def _payload(self, numel: int) -> int:
-        return self.codec.nbytes(_padded(numel))
-
-
-def _padded(numel: int) -> int:
-    return -(-numel // BLOCK) * BLOCK
+        return self.codec.nbytes(padded(numel))
 
 
 class Subgroup(Exchange):
@@ -111,14 +107,9 @@ class _DirectSum(Sum):
         if exactly:
             self._sent = vector
         else:
-            row = vector.new_zeros(1, _padded(len(vector)))
-            padded = row[0, : len(vector)]
-            padded.copy_(vector)
-            if residual is not None:
-                padded += residual.sent
-            self._sent = subgroup.codec.encode(row)
-            if residual is not None:
-                torch.sub(padded, self._decoded(self._sent), out=residual.sent)
+            row = vector.new_zeros(1, padded(len(vector)))
+            row[0, : len(vector)].copy_(vector)
+            self._sent = encode_with_feedback(row, subgroup.codec, None if residual is None else residual.sent)
         self._received = [torch.empty_like(self._sent) for _ in subgroup.others]
         self._works = subgroup.swap(self._sent, self._received)
 

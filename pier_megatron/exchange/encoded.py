@@ -1,0 +1,111 @@
+"""Collectives in a codec's bytes, over any process group: parts are summed in FP32, and none is rounded at every hop."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pier_megatron.exchange.codecs import BLOCK, Codec
+
+
+def padded(numel: int) -> int:
+    """The least number of whole blocks, in elements, that ``numel`` elements fit in."""
+    return -(-numel // BLOCK) * BLOCK
+
+
+def saves_bytes(codec: Codec, tensor: Tensor, parts: int = 1) -> bool:
+    """Whether a floating-point tensor is smaller encoded, in so many equal parts, than as it is."""
+    return tensor.is_floating_point() and parts * codec.nbytes(padded(tensor.numel() // parts)) < tensor.nbytes
+
+
+def pack(tensor: Tensor, codec: Codec, parts: int = 1) -> Tensor:
+    """Encodes a tensor of any shape and floating-point type in equal parts; uint8 of shape ``[parts, bytes]``."""
+    return codec.encode(as_rows(tensor, parts))
+
+
+def as_rows(tensor: Tensor, parts: int) -> Tensor:
+    """Equal parts of a tensor, each filled up with zeros to whole blocks; float32 of shape ``[parts, n]``, may be a view."""
+    rows = tensor.detach().reshape(parts, -1)
+    missing = padded(rows.shape[1]) - rows.shape[1]
+    return torch.nn.functional.pad(rows.float(), (0, missing)) if missing else rows.float()
+
+
+def payload_like(tensor: Tensor, codec: Codec) -> Tensor:
+    """Where a payload of :func:`pack` for a tensor like this one can arrive."""
+    return torch.empty(1, codec.nbytes(padded(tensor.numel())), dtype=torch.uint8, device=tensor.device)
+
+
+def unpack(payloads: Tensor, codec: Codec, into: Tensor) -> None:
+    """Decodes what :func:`pack` has made of a tensor of that shape, in place."""
+    parts = len(payloads)
+    with torch.no_grad():
+        into.copy_(codec.decode(payloads)[:, : into.numel() // parts].reshape(into.shape))
+
+
+def encode_with_feedback(rows: Tensor, codec: Codec, dropped: Tensor | None) -> Tensor:
+    """Encodes rows, and what was dropped of earlier ones with them.
+
+    Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv 1901.09847.
+
+    Args:
+        rows: float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`; with ``dropped`` it changes.
+        codec: Of the payloads.
+        dropped: What the codec has dropped of earlier rows, replaced by what it drops now; float32 of shape ``[k]``, of the
+            first k elements, behind which there is only padding. None for no error feedback.
+
+    Returns:
+        Payloads, uint8 of shape ``[m, codec.nbytes(n)]``.
+    """
+    if dropped is None:
+        return codec.encode(rows)
+    exact = rows.view(-1)[: len(dropped)]
+    exact += dropped
+    payloads = codec.encode(rows)
+    torch.sub(exact, codec.decode(payloads).view(-1)[: len(dropped)], out=dropped)
+    return payloads
+
+
+class ReduceScatter:
+    """Sums the parts of all ranks, each rank its own: all-to-all of encoded parts, added up in FP32."""
+
+    def __init__(self, parts: Tensor, codec: Codec, group: dist.ProcessGroup | None, dropped: Tensor | None = None) -> None:
+        """Begins.
+
+        Args:
+            parts: What each rank is to sum, and does not need any more; float32 of shape ``[ranks, n]``, n a multiple of
+                :data:`BLOCK`.
+            codec: Of the payloads.
+            group: The ranks.
+            dropped: For error feedback, see :func:`encode_with_feedback`.
+        """
+        self._codec = codec
+        sent = encode_with_feedback(parts, codec, dropped)
+        self._received = torch.empty_like(sent)
+        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+
+    def result(self) -> Tensor:
+        """Waits for the sum of this rank's part; float32 of shape ``[1, n]``."""
+        self._work.wait()
+        return self._codec.decode(self._received).sum(0, keepdim=True)
+
+
+class AllGather:
+    """Collects a part of each rank, encoded: the same bits on every rank, its own part included."""
+
+    def __init__(self, part: Tensor, codec: Codec, group: dist.ProcessGroup | None, dropped: Tensor | None = None) -> None:
+        """Begins.
+
+        Args:
+            part: This rank's, with ``dropped`` not needed any more; float32 of shape ``[1, n]``, n a multiple of :data:`BLOCK`.
+            codec: Of the payloads.
+            group: The ranks.
+            dropped: As for :class:`ReduceScatter`.
+        """
+        self._codec = codec
+        sent = encode_with_feedback(part, codec, dropped)
+        self._received = sent.new_empty(dist.get_world_size(group), sent.shape[1])
+        self._work = dist.all_gather_into_tensor(self._received, sent, group=group, async_op=True)
+
+    def result(self) -> Tensor:
+        """Waits for all parts; float32 of shape ``[ranks, n]``."""
+        self._work.wait()
+        return self._codec.decode(self._received)
