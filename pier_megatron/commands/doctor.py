@@ -59,6 +59,7 @@ def examine(command: LaunchCommand) -> list[str]:
         PierConfigError: If it would not start.
     """
     from pier_megatron.integration import planned_job
+    from pier_megatron.integration.compression import choice
     from pier_megatron.integration.pipeline import layered
     from pier_megatron.integration.refusals import disappointments, flag
     from pier_megatron.integration.startup import schedule
@@ -77,7 +78,7 @@ def examine(command: LaunchCommand) -> list[str]:
     groups = f"{_count(config.groups, 'group')} of {_count(len(topology.members(0)), 'rank')}"
     lines += [f"{groups}, preset {config.preset}", *topology.describe()]
     lines += [line.removeprefix("  ") for line in schedule(config)]
-    lines += layered.describe(args)
+    lines += [*layered.describe(args), *choice.describe(args)]
     lines.append(_outer_state(args, config, command, planned_job.parameters_of_largest_shard(args)))
     checkpoint = planned_job.check_checkpoint(args, config, len(topology.members(0)))
     lines += [f"--load {checkpoint}"] if checkpoint else []

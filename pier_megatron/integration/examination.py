@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.integration import current, versions
 from pier_megatron.integration.census import CollectiveCensus, table
+from pier_megatron.integration.compression import traffic
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job that they are looked at."""
@@ -62,6 +63,7 @@ def _look_on(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kw
     examined, place = examined_iteration(loop.config)
     if loop.iteration + 1 == examined:
         _looking.enter_context(_census)
+        traffic.forget()
     elif loop.iteration == examined:
         _looking.close()
         group_of: list[Any] = [None] * dist.get_world_size()
@@ -81,6 +83,7 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
         f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
+        *(f"Pier doctor: compressed, {line}" for line in traffic.table()),
     ]
 
 

@@ -19,10 +19,13 @@ def register() -> None:
         return
     from pier_megatron.integration import arguments, communication, evaluation, examination, logged_means, training
     from pier_megatron.integration.checkpoint import files, helpers, hooks
+    from pier_megatron.integration.compression import activations, choice, gradients, parameters, tensor_parallel, traffic
     from pier_megatron.integration.inner import torch_adam
     from pier_megatron.integration.pipeline import layered
 
     for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means, layered):
+        seam.install()
+    for seam in (choice, gradients, parameters, activations, tensor_parallel, traffic):
         seam.install()
     if examination.VARIABLE in os.environ:
         examination.install()

@@ -75,9 +75,10 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in values:
-            del vars(owner)[name]
+        # At no moment without an attribute that another thread may ask for.
         vars(owner).update(hidden)
+        for name in values.keys() - hidden.keys():
+            del vars(owner)[name]
 
 
 def given(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

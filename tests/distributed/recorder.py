@@ -203,6 +203,10 @@ class Recorder:
             self.census.__exit__(None, None, None)
         if "weights" in self.probes:
             self.save_weights("final")
+        if "replica" in self.probes:
+            place = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+            held = [parameter.detach().clone() for chunk in self.model for parameter in chunk.parameters()]
+            self.record["replica"] = (place, held)
         self.record["group_of"] = group_of_every_rank()
         self.record["parameters"] = sum(parameter.numel() for parameter in self.main_parameters())
         self.record["P2P waits for the device"] = get_model_config(self.model[0]).batch_p2p_sync if self.model else None

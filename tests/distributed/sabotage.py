@@ -1,6 +1,8 @@
 """Planted bugs and injected faults: what each test guards against, so that the test can be seen to fail."""
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import multiprocessing
 import re
@@ -16,13 +18,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.utils import get_model_config
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
 
+from pier_megatron.exchange import codecs
+from pier_megatron.exchange.collectives import Sum
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.integration import current, gradients, startup
+from pier_megatron.integration import compression, current, gradients, startup
 from pier_megatron.integration.inner.adam import owners
 from pier_megatron.integration.pipeline import layered
 from pier_megatron.outer import OuterLoop, rounds
@@ -89,6 +94,65 @@ def _depth_first(directory: Path) -> Patch:
 def _one_size_of_groups(directory: Path) -> Patch:
     """Evaluation, or another phase of a ramp-up, takes as many micro-batches through a stage as the largest training step."""
     return mock.patch.object(layered, "breadth_first", lambda schedule, **kwargs: schedule(**kwargs))
+
+
+@contextlib.contextmanager
+def _lossless_codecs(directory: Path) -> Iterator[None]:
+    """What would be compressed goes the same way in FP32, so that nothing but that way can make a difference."""
+    exact = {codec.name: dataclasses.replace(codec, bits=32, scaled=False) for codec in codecs.CODECS.values()}
+    with (
+        mock.patch.dict(codecs.CODECS, exact),
+        mock.patch.object(compression.activations, "saves_bytes", return_value=True),
+        mock.patch.object(compression.tensor_parallel, "saves_bytes", return_value=True),
+    ):
+        yield
+
+
+def _lengths_that_vary(directory: Path) -> Patch:
+    """Stages tell each other the shape of what they send, as with sequences of different lengths; no flag asks for it."""
+    init = p2p_communication.P2PCommunicator.__init__
+
+    def exchanging(communicator: Any, pp_group: Any, config: Any) -> None:
+        init(communicator, pp_group, config)
+        communicator.config = copy.copy(config)
+        communicator.config.variable_seq_lengths = True
+
+    return mock.patch.object(p2p_communication.P2PCommunicator, "__init__", exchanging)
+
+
+def _nothing_between_instances(directory: Path) -> Patch:
+    """Gradients are summed inside each instance only."""
+    begin = compression.gradients._begin
+
+    def only_inside(codec: Any, reduction: Any, *args: Any) -> Any:
+        return begin(codec, reduction, *args) if "whole" in reduction else Sum()
+
+    return mock.patch.object(compression.gradients, "_begin", only_inside)
+
+
+def _own_part_as_it_is(directory: Path) -> Patch:
+    """A rank keeps its own part of the parameters as no other rank sees it."""
+
+    def wait(handle: Any) -> None:
+        for whole, gather in handle._gathers:
+            parts = gather.result()
+            size = whole.numel() // len(parts)
+            rank = dist.get_rank(parallel_state.get_data_parallel_group(partial_data_parallel=True, with_context_parallel=True))
+            own = whole.view(len(parts), -1)[rank].clone()
+            whole.copy_(parts[:, :size].reshape(-1))
+            whole.view(len(parts), -1)[rank] = own
+
+    return mock.patch.object(compression.parameters._Handle, "wait", wait)
+
+
+def _dropped_gradients_survive_saves(directory: Path) -> Patch:
+    """A run goes on with what its codec has dropped before a save, which one that resumes there does not have."""
+    return mock.patch.object(compression.gradients, "forget_what_was_dropped")
+
+
+def _used_before_it_has_arrived(directory: Path) -> Patch:
+    """What a stage receives is decoded without waiting for it."""
+    return mock.patch.object(compression.activations._Arrival, "after", lambda arrival, request: arrival)
 
 
 def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: Any = None) -> Patch:
@@ -300,4 +364,10 @@ _ALL = {
     "no progress kept": _no_progress_kept,
     "depth-first": _depth_first,
     "one size of groups for all steps": _one_size_of_groups,
+    "lossless codecs": _lossless_codecs,
+    "lengths that vary": _lengths_that_vary,
+    "nothing between instances": _nothing_between_instances,
+    "own part as it is": _own_part_as_it_is,
+    "dropped gradients survive saves": _dropped_gradients_survive_saves,
+    "used before it has arrived": _used_before_it_has_arrived,
 }

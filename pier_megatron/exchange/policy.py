@@ -1,0 +1,66 @@
+"""Which traffic is compressed how: a codec for each parallel dimension, as text and as names for what belongs together.
+
+Reference: "Accelerating Large Language Model Training with Hybrid GPU-based Compression", arXiv 2409.02423: gradients bear much
+compression, activations little; compressing all alike is faster and loses loss.
+"""
+
+from collections.abc import Mapping
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.codecs import CODECS, Codec
+
+DIMENSIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "dp": ("gradients between data-parallel ranks, in the lazy start also between groups", ("bf16", "int8", "int4")),
+    "pp": ("activations and their gradients between pipeline stages", ("bf16", "int8")),
+    "gather": ("parameters of the distributed optimizer", ("int8",)),
+    "tp": ("activations and their gradients between tensor-parallel ranks", ("bf16", "int8")),
+    "outer": ("pseudo-gradients between groups", ("bf16", "int8", "int4")),
+}
+"""What travels in a parallel dimension, and the codecs it can bear."""
+
+OFF = "off"
+"""What leaves a dimension of a policy uncompressed."""
+
+POLICIES: Mapping[str, Mapping[str, str]] = {
+    "hybrid": {"dp": "int8", "pp": "bf16", "outer": "int8"},
+    "aggressive": {"dp": "int4", "pp": "bf16", "outer": "int8"},
+    "naive": {"dp": "int8", "pp": "int8", "gather": "int8", "tp": "int8", "outer": "int8"},
+}
+
+
+def parse_policy(text: str) -> tuple[dict[str, Codec], set[str]]:
+    """Reads what ``--pier-compress`` is given: ``POLICY``, ``DIMENSION=CODEC``, or some of them behind each other.
+
+    Args:
+        text: Separated by commas; what comes later counts.
+
+    Returns:
+        The codec of each dimension that is compressed, and the dimensions that are named, rather than part of a policy.
+
+    Raises:
+        PierConfigError: With what could have been said.
+    """
+    codecs: dict[str, Codec] = {}
+    named = set()
+    for part in text.split(","):
+        dimension, equals, codec = part.strip().partition("=")
+        if not equals:
+            if dimension not in POLICIES:
+                raise PierConfigError(
+                    f"--pier-compress {text}: {dimension!r} is no policy. Use one of {', '.join(POLICIES)}, or "
+                    f"DIMENSION=CODEC with one of {', '.join(DIMENSIONS)}."
+                )
+            codecs |= {name: CODECS[of_policy] for name, of_policy in POLICIES[dimension].items()}
+            continue
+        if dimension not in DIMENSIONS:
+            raise PierConfigError(f"--pier-compress {text}: {dimension!r} is no dimension. Use one of {', '.join(DIMENSIONS)}.")
+        _, possible = DIMENSIONS[dimension]
+        if codec not in (*possible, OFF):
+            raise PierConfigError(
+                f"--pier-compress {text}: {dimension} cannot be {codec!r}. Use one of {', '.join((*possible, OFF))}."
+            )
+        codecs.pop(dimension, None)
+        named.add(dimension)
+        if codec != OFF:
+            codecs[dimension] = CODECS[codec]
+    return codecs, named

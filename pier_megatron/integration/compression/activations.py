@@ -1,0 +1,60 @@
+"""Activations and their gradients between pipeline stages, in a codec's bytes: in every schedule, whatever their shapes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pier_megatron.exchange.codecs import Codec
+from pier_megatron.exchange.encoded import pack, payload_like, saves_bytes, unpack
+from pier_megatron.integration import versions
+from pier_megatron.integration.compression.traffic import codec_in_force, count
+
+_TRANSFERS = "megatron.core.pipeline_parallel.p2p_communication"
+
+
+def install() -> None:
+    """Takes over the transfers behind all of Megatron's schedules; shapes that vary have been exchanged before."""
+    for name in ("_p2p_ops", "_batched_p2p_ops"):
+        versions.wrap(_TRANSFERS, name, _transfer)
+
+
+def _transfer(start: Callable[..., Any], /, **given: Any) -> Any:
+    codec = codec_in_force("pp")
+    if codec is None:
+        return start(**given)
+    tensors = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor) and saves_bytes(codec, tensor)}
+    payloads = {}
+    for name, tensor in tensors.items():
+        if "_send_" in name:
+            payloads[name] = pack(tensor, codec)
+            count("pp", payloads[name].nbytes, tensor.nbytes)
+        else:
+            payloads[name] = payload_like(tensor, codec)
+    requests = start(**given | payloads)
+    arrivals = {name: _Arrival(codec, payloads[name], tensor) for name, tensor in tensors.items() if "_recv_" in name}
+    if isinstance(requests, dict):
+        for name, arrival in arrivals.items():
+            request = name.removeprefix("tensor_")
+            requests[request] = arrival.after(requests[request])
+        return requests
+    # Megatron waits for one behind the other, and the batch may be one for all.
+    return [*requests, *arrivals.values()]
+
+
+class _Arrival:
+    """What Megatron waits for before it uses a tensor that it receives."""
+
+    def __init__(self, codec: Codec, payload: Tensor, tensor: Tensor) -> None:
+        self._codec, self._payload, self._tensor = codec, payload, tensor
+        self._request: Any = None
+
+    def after(self, request: Any) -> "_Arrival":
+        """Waits for that first."""
+        self._request = request
+        return self
+
+    def wait(self) -> None:
+        if self._request is not None:
+            self._request.wait()
+        unpack(self._payload, self._codec, self._tensor)

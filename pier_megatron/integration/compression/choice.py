@@ -1,0 +1,191 @@
+"""What a run compresses: ``--pier-compress`` against the run's parallel layout, types and other flags."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.codecs import Codec
+from pier_megatron.exchange.policy import DIMENSIONS, parse_policy
+from pier_megatron.integration import versions
+from pier_megatron.integration.arguments import uses_pier
+from pier_megatron.integration.compression import traffic
+from pier_megatron.integration.compression.gradients import forget_what_was_dropped, has_feedback
+
+
+def install() -> None:
+    """Adds the checks to Megatron's validation; to be installed behind that of Pier's own flags, one of which it sets."""
+    versions.wrap_validation(_validate)
+    versions.wrap("megatron.training.training", "get_megatron_optimizer", _compile)
+
+
+def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    traffic.put_in_force({})
+    forget_what_was_dropped()
+    if not getattr(args, "pier_compress", None):
+        return validate_args(args, *rest, **kwargs)
+    _set_outer_codec(args)
+    result = validate_args(args, *rest, **kwargs)
+    codecs = compressed(args)
+    check_other_flags(args, codecs)
+    traffic.put_in_force(codecs)
+    if args.rank == 0:
+        print("\n".join(describe(args)), flush=True)
+    return result
+
+
+def _compile(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    optimizer = get_megatron_optimizer(*args, **kwargs)
+    for dimension in DIMENSIONS:
+        codec = traffic.codec_in_force(dimension)
+        if codec is not None:
+            codec.compile_for(2, torch.device(torch.cuda.current_device()))
+    return optimizer
+
+
+def _set_outer_codec(args: argparse.Namespace) -> None:
+    """Pier's own flag says what crosses the groups; where it is given, a policy does not change it."""
+    codecs, named = parse_policy(args.pier_compress)
+    if not uses_pier(args) or "outer" not in codecs:
+        return
+    given, chosen = args.pier_exchange_dtype, codecs["outer"].name
+    if given is not None and "outer" in named and given != chosen:
+        raise PierConfigError(
+            f"--pier-exchange-dtype {given} contradicts --pier-compress {args.pier_compress}, which sets it to {chosen}. "
+            "Drop one of them."
+        )
+    args.pier_exchange_dtype = given or chosen
+
+
+def compressed(args: argparse.Namespace) -> dict[str, Codec]:
+    """The codec of each dimension inside a group that this run compresses, of arguments that have been validated.
+
+    Raises:
+        PierConfigError: If a dimension is named in ``--pier-compress`` that cannot be compressed here.
+    """
+    codecs, named = parse_policy(args.pier_compress)
+    found = {}
+    for dimension, codec in codecs.items():
+        reason = _obstacle(args, dimension, codec)
+        if reason is None:
+            found[dimension] = codec
+        elif dimension in named:
+            raise PierConfigError(f"--pier-compress {args.pier_compress}: {dimension}={codec.name} is not possible: {reason}.")
+    if not found:
+        raise PierConfigError(
+            f"--pier-compress {args.pier_compress} compresses nothing in this run: "
+            + "; ".join(f"{dimension}: {_obstacle(args, dimension, codec)}" for dimension, codec in codecs.items())
+            + ". Drop it."
+        )
+    return found
+
+
+def _obstacle(args: argparse.Namespace, dimension: str, codec: Codec) -> str | None:
+    """Why a dimension of this run is not compressed, with a remedy if there is one; None if it is."""
+    return {"dp": _dp, "pp": _pp, "gather": _gather, "tp": _tp, "outer": _outer}[dimension](args, codec)
+
+
+def _dp(args: argparse.Namespace, codec: Codec) -> str | None:
+    if args.data_parallel_size * args.context_parallel_size == 1:
+        return "there is one model replica (data-parallel size 1), whose gradients go nowhere"
+    if codec.bits == 16 and _gradients_are_bf16(args):
+        return "with --grad-reduce-in-bf16 they are bf16 already; use int8, or drop it"
+    return None
+
+
+def _gradients_are_bf16(args: argparse.Namespace) -> bool:
+    return bool(args.bf16 and (getattr(args, "grad_reduce_in_bf16", False) or not args.accumulate_allreduce_grads_in_fp32))
+
+
+def _pp(args: argparse.Namespace, codec: Codec) -> str | None:
+    if args.pipeline_model_parallel_size == 1:
+        return "--pipeline-model-parallel-size is 1, nothing travels between stages"
+    half = args.params_dtype.itemsize == 2 and not args.fp32_residual_connection
+    if codec.bits == 16 and half:
+        return f"activations have 16 bits already, with --{'bf16' if args.bf16 else 'fp16'}; use pp=int8, or leave them"
+    return None
+
+
+def _gather(args: argparse.Namespace, codec: Codec) -> str | None:
+    if not args.use_distributed_optimizer:
+        return "without --use-distributed-optimizer no parameters are gathered"
+    if args.params_dtype.itemsize == 4:
+        return "without --bf16 or --fp16 the parameters are the main parameters themselves, which must not be rounded"
+    if any(getattr(args, name, None) for name in ("fp8_param_gather", "fp4_param_gather")):
+        return "--fp8-param-gather and --fp4-param-gather gather them in fewer bits already"
+    replicas = args.data_parallel_size * args.context_parallel_size
+    if replicas == args.num_distributed_optimizer_instances:
+        return "each group is one model replica, which gathers nothing"
+    return None
+
+
+def _tp(args: argparse.Namespace, codec: Codec) -> str | None:
+    if args.tensor_model_parallel_size == 1:
+        return "--tensor-model-parallel-size is 1, nothing travels between tensor-parallel ranks"
+    if args.transformer_impl != "local":
+        return (
+            f"with --transformer-impl {args.transformer_impl} the layers of Transformer Engine talk to each other where "
+            "nothing can be put between; only --transformer-impl local can be compressed"
+        )
+    if args.sequence_parallel:
+        return "--sequence-parallel gathers and scatters in other places than the sums that are compressed"
+    if codec.bits == 16 and args.params_dtype.itemsize == 2:
+        return f"activations have 16 bits already, with --{'bf16' if args.bf16 else 'fp16'}; use tp=int8, or leave them"
+    return None
+
+
+def _outer(args: argparse.Namespace, codec: Codec) -> str | None:
+    return None if uses_pier(args) else "there are no outer steps without --optimizer pier"
+
+
+def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> None:
+    """Refuses what does the same in another way, or keeps the compression from its place.
+
+    Raises:
+        PierConfigError: With the flag, the reason and a remedy.
+    """
+    flags = {
+        "use_megatron_fsdp": ("dp", "gather"),
+        "use_torch_fsdp2": ("dp", "gather"),
+        "ddp_reduce_scatter_with_fp32_accumulation": ("dp",),
+        "use_ring_exchange_p2p": ("pp",),
+    }
+    for name, dimensions in flags.items():
+        found = [dimension for dimension in dimensions if dimension in codecs]
+        if getattr(args, name, None) and found:
+            raise PierConfigError(
+                f"--{name.replace('_', '-')} cannot be used with --pier-compress {args.pier_compress}: both decide how "
+                f"{' and '.join(DIMENSIONS[dimension][0] for dimension in found)} travel. Drop one of them, or add "
+                f"{','.join(f'{dimension}=off' for dimension in found)} to --pier-compress."
+            )
+    if "dp" in codecs and has_feedback(codecs["dp"]) and args.fp16:
+        raise PierConfigError(
+            f"--pier-compress {args.pier_compress}: what {codecs['dp'].name} drops of gradients is added to the next ones, "
+            "which --fp16 scales differently whenever the loss scale changes. Use --bf16, or dp=int8."
+        )
+
+
+def feedback_bytes_per_parameter(args: argparse.Namespace) -> int:
+    """What is kept on the device of what is dropped of gradients, for each parameter of a rank; of validated arguments."""
+    codec = compressed(args).get("dp") if getattr(args, "pier_compress", None) else None
+    return 4 if codec is not None and has_feedback(codec) else 0
+
+
+def describe(args: argparse.Namespace) -> list[str]:
+    """Says what is compressed and what is not, line by line; nothing without ``--pier-compress``."""
+    if not getattr(args, "pier_compress", None):
+        return []
+    codecs = compressed(args)
+    lines = [f"Pier compress {args.pier_compress}:"]
+    for dimension, (what, _) in DIMENSIONS.items():
+        wanted = parse_policy(args.pier_compress)[0].get(dimension)
+        if dimension in codecs:
+            name = args.pier_exchange_dtype if dimension == "outer" else codecs[dimension].name
+            kept = ", what it drops is added to the next ones (4 bytes per parameter)"
+            feedback = kept if dimension == "dp" and has_feedback(codecs[dimension]) else ""
+            lines.append(f"  {dimension}: {what}: {name}{feedback}")
+        elif wanted is not None:
+            lines.append(f"  {dimension}: {what}: as they are: {_obstacle(args, dimension, wanted)}")
+    return lines

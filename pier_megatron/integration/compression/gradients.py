@@ -1,0 +1,184 @@
+"""Gradients between data-parallel ranks: the reductions that Megatron would start, in a codec's bytes.
+
+Megatron says which buffer is reduced over which ranks, and when it has to be there; all of its overlap is kept. In Pier's lazy
+start, and with stock instances of the distributed optimizer, the sum between instances goes the same way.
+"""
+
+import contextlib
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pier_megatron.exchange.codecs import CODECS, Codec
+from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
+from pier_megatron.exchange.encoded import ReduceScatter, as_rows, padded
+from pier_megatron.integration import versions
+from pier_megatron.integration.compression.traffic import codec_in_force, count
+
+_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+
+# What the codec has dropped, by group of buckets: with the scale of its gradients, and by place in the order of reductions.
+_dropped: weakref.WeakKeyDictionary[Any, tuple[float, dict[int, Residual]]] = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    """Takes over Megatron's reductions of gradients."""
+    versions.require(_BUFFERS, "dist_reduce_scatter_func")
+    versions.require(_BUFFERS, "_ParamAndGradBucketGroup.finish_grad_sync")
+    versions.wrap(_BUFFERS, "_ParamAndGradBucketGroup.start_grad_sync", _start)
+    versions.wrap("megatron.training.training", "save_checkpoint", _save)
+
+
+def has_feedback(codec: Codec) -> bool:
+    """Whether what the codec drops of gradients is kept for the next ones: from 8 bits on it drops too little to matter."""
+    return codec.bits < 8
+
+
+def forget_what_was_dropped() -> None:
+    """Begins a training, or goes on as one that begins here."""
+    _dropped.clear()
+
+
+def _save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    # As large as all gradients of all ranks, it is not stored. A run that resumes here goes on as this one does.
+    forget_what_was_dropped()
+    return save_checkpoint(*args, **kwargs)
+
+
+def _start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+    codec = codec_in_force("dp")
+    if codec is None:
+        start_grad_sync(bucket_group, *args, **kwargs)
+        return
+    with _listed(bucket_group) as reductions:
+        start_grad_sync(bucket_group, *args, **kwargs)
+    residuals = _residuals_of(bucket_group) if has_feedback(codec) else None
+    sums = (_begin(codec, reduction, residuals, place) for place, reduction in enumerate(reductions))
+    if bucket_group.grad_reduce_handle is None:
+        with _stream_of(bucket_group):
+            # Each on top of the one before: between instances goes what has been summed inside.
+            for one in sums:
+                _Handle([one]).wait()
+    elif reductions:
+        bucket_group.grad_reduce_handle = _Handle(list(sums))
+
+
+class _Handle:
+    """What Megatron waits for."""
+
+    def __init__(self, sums: list[Sum]) -> None:
+        self._sums = sums
+
+    def wait(self) -> None:
+        for one in self._sums:
+            one.advance()
+        for one in self._sums:
+            one.finish()
+
+
+@contextlib.contextmanager
+def _listed(bucket_group: Any) -> Iterator[list[dict[str, Any]]]:
+    """Inside, reductions of these gradients are not started but listed, by the names of their arguments."""
+    storages = {bucket.grad_data.untyped_storage().data_ptr() for bucket in bucket_group.buckets}
+    reductions: list[dict[str, Any]] = []
+    all_reduce = dist.all_reduce
+
+    def list_reduce_scatter(output: Tensor, whole: Tensor, **given: Any) -> None:
+        reductions.append(given | {"output": output, "whole": whole})
+
+    def list_all_reduce(tensor: Tensor, *args: Any, **given: Any) -> Any:
+        if tensor.untyped_storage().data_ptr() not in storages:
+            return all_reduce(tensor, *args, **given)
+        reductions.append(given | {"output": tensor})
+        return None
+
+    with (
+        versions.replaced(importlib.import_module(_BUFFERS), {"dist_reduce_scatter_func": list_reduce_scatter}),
+        versions.replaced(dist, {"all_reduce": list_all_reduce}),
+    ):
+        yield reductions
+
+
+def _stream_of(bucket_group: Any) -> contextlib.AbstractContextManager[Any]:
+    """The stream on which Megatron reduces in two steps, inside instances and between them, if it hides that."""
+    config = bucket_group.ddp_config
+    is_hidden = config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1
+    return torch.cuda.stream(bucket_group.communication_stream) if is_hidden else contextlib.nullcontext()
+
+
+def _residuals_of(bucket_group: Any) -> dict[int, Residual]:
+    """What the codec has dropped of these gradients, as long as they are scaled alike: not when Pier's lazy start ends."""
+    scale = bucket_group.buckets[0].gradient_scaling_factor
+    if bucket_group not in _dropped or _dropped[bucket_group][0] != scale:
+        _dropped[bucket_group] = (scale, {})
+    return _dropped[bucket_group][1]
+
+
+def _begin(codec: Codec, reduction: Mapping[str, Any], residuals: dict[int, Residual] | None, place: int) -> Sum:
+    output, group = reduction["output"], reduction["group"]
+    if group.size() == 1:
+        return Sum()
+    divisor = group.size() if reduction.get("op") == dist.ReduceOp.AVG else 1
+    kind = _Scattered if "whole" in reduction else _Summed
+    wire = Wire(codec, group.size())
+    if residuals is not None and place not in residuals:
+        residuals[place] = kind.no_residual(output, wire)
+    return kind(reduction.get("whole", output), output, group, wire, divisor, None if residuals is None else residuals[place])
+
+
+class _Scattered(Sum):
+    """A reduce-scatter under way."""
+
+    @staticmethod
+    def no_residual(output: Tensor, wire: Wire) -> Residual:
+        nothing = output.new_zeros(0, dtype=torch.float32)
+        return Residual(output.new_zeros(wire.groups * padded(output.numel()), dtype=torch.float32), nothing)
+
+    def __init__(
+        self, whole: Tensor, output: Tensor, group: dist.ProcessGroup, wire: Wire, divisor: int, residual: Residual | None
+    ) -> None:
+        self._output, self._divisor, self._residual = output, divisor, residual
+        parts, others = as_rows(whole, wire.groups), wire.groups - 1
+        count("dp", others * wire.codec.nbytes(parts.shape[1]), others * whole.nbytes / wire.groups)
+        self._sum = ReduceScatter(parts, wire.codec, group, None if residual is None else residual.sent)
+
+    def finish(self) -> None:
+        self._output.copy_(self._sum.result()[0, : self._output.numel()].div_(self._divisor))
+        _drop_what_is_not_finite(self._residual)
+
+
+class _Summed(Sum):
+    """An all-reduce under way."""
+
+    @staticmethod
+    def no_residual(output: Tensor, wire: Wire) -> Residual:
+        sizes = (output.numel(), wire.segment_numel(output.numel()))
+        return Residual(*(output.new_zeros(size, dtype=torch.float32) for size in sizes))
+
+    def __init__(
+        self, whole: Tensor, output: Tensor, group: dist.ProcessGroup, wire: Wire, divisor: int, residual: Residual | None
+    ) -> None:
+        self._output, self._divisor, self._residual = output, divisor, residual
+        uncompressed = Wire(CODECS["fp32"], wire.groups).bytes_of_sum(whole.numel()) * whole.element_size() / 4
+        count("dp", wire.bytes_of_sum(whole.numel()), uncompressed)
+        self._vector = whole.float()
+        self._sum = GroupExchange(group, wire.codec).sum(self._vector, residual)
+
+    def advance(self) -> None:
+        self._sum.advance()
+
+    def finish(self) -> None:
+        self._sum.finish()
+        self._output.copy_(self._vector.div_(self._divisor))
+        _drop_what_is_not_finite(self._residual)
+
+
+def _drop_what_is_not_finite(residual: Residual | None) -> None:
+    """It would never leave again, also where the step that brought it is skipped or its group begins anew."""
+    for dropped in (residual.sent, residual.reduced) if residual is not None else ():
+        dropped.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,44 @@
+"""Sums of activations and their gradients over tensor-parallel ranks, in a codec's bytes: of Megatron's own layers only.
+
+Transformer Engine's layers talk to each other where nobody else can reach.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.encoded import saves_bytes
+from pier_megatron.integration import versions
+from pier_megatron.integration.compression.traffic import codec_in_force, count
+
+
+def install() -> None:
+    """Takes over Megatron's sums."""
+    versions.wrap("megatron.core.tensor_parallel.mappings", "_reduce", _sum)
+    versions.wrap("megatron.core.tensor_parallel.layers", "ColumnParallelLinear.__init__", _build)
+
+
+def _build(init: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> None:
+    init(layer, *args, **kwargs)
+    if codec_in_force("tp") is not None:
+        # Else the gradient of its input would be summed inside its own backward pass.
+        layer.allreduce_dgrad = False
+
+
+def _sum(reduce: Callable[..., Any], /, tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    codec = codec_in_force("tp")
+    ranks = group.size()
+    if codec is None or ranks == 1 or not saves_bytes(codec, tensor, ranks):
+        return reduce(tensor, group)
+    exchange = GroupExchange(group, codec)
+    count("tp", exchange.wire.bytes_of_sum(tensor.numel()), 2 * (ranks - 1) / ranks * tensor.nbytes)
+    vector = tensor.detach().float().flatten()
+    total = exchange.sum(vector)
+    total.advance()
+    total.finish()
+    # In place, as Megatron's.
+    tensor.detach().copy_(vector.view(tensor.shape))
+    return tensor

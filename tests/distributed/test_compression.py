@@ -1,0 +1,180 @@
+"""Compression inside a group: the way that encoded bytes take, what is on the wire, and what it does to losses."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Recorded, Run, launch
+
+from pier_megatron.integration.census import CollectiveCensus
+
+pytestmark = pytest.mark.processes
+
+_STEPS = "--train-iters 3 --global-batch-size 16 "
+_LONGER = "--train-iters 6 --global-batch-size 16 "
+_TENSOR = "--tensor-model-parallel-size 2 "
+_PIPELINE = "--pipeline-model-parallel-size 2 "
+_VIRTUAL = _PIPELINE + "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+_SHARDED = "--use-distributed-optimizer "
+_OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather "
+_HIDDEN = _SHARDED + _OVERLAPPED
+_INSTANCES = "--num-distributed-optimizer-instances 2 "
+_PIER = "--optimizer pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 "
+
+# What is trained with and without, and the dimensions that are compressed in it.
+_ROUTES = {
+    "1F1B": (_PIPELINE + _STEPS + _SHARDED, "dp pp"),
+    "1F1B, overlapped": (_PIPELINE + _STEPS + _HIDDEN + "--bf16", "dp pp gather"),
+    "interleaved": (_VIRTUAL + _STEPS + _HIDDEN, "dp pp"),
+    "breadth-first": (_VIRTUAL + _STEPS + _HIDDEN + "--bf16 --pier-layered", "dp pp gather"),
+    "whole optimizer on each rank": (_PIPELINE + _STEPS + "--overlap-grad-reduce", "dp pp"),
+    "mean in the collective": (_TENSOR + _STEPS + _HIDDEN + "--ddp-average-in-collective", "dp tp"),
+    "tensor-parallel": (_TENSOR + _PIPELINE + _STEPS, "pp tp"),
+    "instances": (_STEPS + _SHARDED + _INSTANCES, "dp"),
+    "instances, overlapped": (_STEPS + _HIDDEN + _INSTANCES + "--bf16", "dp gather"),
+    "bf16 gradients": (_STEPS + _HIDDEN + _TENSOR + "--bf16 --grad-reduce-in-bf16", "dp tp gather"),
+    "experts": (_PIPELINE + _STEPS + _HIDDEN + "--num-experts 2 --expert-model-parallel-size 2", "dp pp"),
+    "lengths that vary": (_PIPELINE + _STEPS, "dp pp"),
+    "pier": (_LONGER + _PIER + _OVERLAPPED + "--bf16", "dp gather"),
+    "pier, waiting": (_LONGER + _PIER, "dp"),
+}
+_EXACT = " --pier-compress naive,outer=off"
+_AGGRESSIVE = _LONGER + _PIER + _OVERLAPPED + "--bf16 --pier-compress aggressive,gather=int8 --save-interval 100 "
+_CENSUS = ["census"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compression")
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    trainings = []
+    for name, (argv, _) in _ROUTES.items():
+        shapes = ["lengths that vary"] if name == "lengths that vary" else []
+        trainings.append(Run(name, argv, ["weights"], shapes))
+        trainings.append(Run(f"{name}, exact", argv + _EXACT, ["weights"], ["lossless codecs", *shapes]))
+    pipeline, overlapped, pier = (_ROUTES[name][0] for name in ("1F1B", "1F1B, overlapped", "pier"))
+    resumed = _AGGRESSIVE + "--load {directory}/aggressive "
+    trainings += [
+        Run("hybrid", f"{pipeline} --pier-compress hybrid", ["replica", "census"]),
+        Run("naive", f"{overlapped} --pier-compress naive", ["replica"]),
+        Run("naive pier", f"{pier} --pier-compress naive", ["replica", "census"]),
+        Run("aggressive", _AGGRESSIVE + "--save {directory}/aggressive", ["main", "replica"], saves=[3, 5]),
+        # Where a run saves is part of it.
+        Run("resumed at 3", resumed + "--ckpt-step 3 --save {directory}/resumed", ["main"], saves=[5]),
+        Run("resumed at 5", resumed + "--ckpt-step 5", ["main"]),
+        # Planted bugs.
+        Run("unequal", f"{overlapped} --pier-compress naive", ["replica"], ["own part as it is"]),
+        Run("apart", pier + _EXACT, [], ["nothing between instances"], fails=True),
+        Run("early", pipeline + _EXACT, [], ["lossless codecs", "used before it has arrived"]),
+        Run("kept", _AGGRESSIVE + "--save {directory}/kept", ["main"], ["dropped gradients survive saves"], saves=[3, 5]),
+    ]
+    return launch(directory, corpus, trainings)
+
+
+@pytest.mark.parametrize("name", _ROUTES)
+def test_the_way_alone_changes_nothing(runs: dict[str, Recorded], name: str) -> None:
+    plain, exact = runs[name], runs[f"{name}, exact"]
+    assert len(plain.losses) >= 3
+    assert exact.losses == plain.losses
+    assert exact.grad_norms == plain.grad_norms
+    weights, expected = exact.weights("final"), plain.weights("final")
+    assert weights.keys() == expected.keys()
+    for key, value in expected.items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(weights[key], value), key
+
+
+def said(directory: Path, name: str) -> list[dict[str, tuple[float, str, float]]]:
+    """What the last rank said that it has sent, by iteration and dimension: megabytes, codec, and megabytes without."""
+    log = (directory / "log.txt").read_text()
+    of_run = re.search(rf"== {name}\n(.*?)(\n== (?!{name}(\n|==))|\Z)", log, re.DOTALL)
+    assert of_run
+    found = re.findall(r" sent by this rank per iteration, (\w+) \(.*\): (\S+) MB in (\w+), (\S+) MB without", of_run[1])
+    lines: list[dict[str, tuple[float, str, float]]] = []
+    for dimension, sent, codec, uncompressed in found:
+        if not lines or dimension in lines[-1]:
+            lines.append({})
+        lines[-1][dimension] = (float(sent), codec, float(uncompressed))
+    return lines
+
+
+@pytest.mark.parametrize("name", _ROUTES)
+def test_says_what_is_compressed(runs: dict[str, Recorded], directory: Path, name: str) -> None:
+    lines = said(directory, f"{name}, exact")
+    assert set().union(*lines) == set(_ROUTES[name][1].split())
+    assert {codec for line in lines for _, codec, _ in line.values()} == {"int8"}
+
+
+def test_bytes_on_the_wire_are_what_is_said(runs: dict[str, Recorded], directory: Path) -> None:
+    census = runs["hybrid"].ranks[-1]["census"]
+    for iteration, line in enumerate(said(directory, "hybrid"), 1):
+        sent = {name: sum(c.nbytes for c in census[iteration] if c.name == name) for name in ("send", "alltoall_base_")}
+        activations, codec, uncompressed = line["pp"]
+        assert (activations, codec) == (pytest.approx(sent["send"] / 1e6, abs=1e-3), "bf16")
+        assert activations == pytest.approx(uncompressed / 2, abs=1e-3)
+        gradients, codec, uncompressed = line["dp"]
+        # Of two parts one stays here.
+        assert (gradients, codec) == (pytest.approx(sent["alltoall_base_"] / 2 / 1e6, abs=1e-3), "int8")
+        assert gradients < 0.27 * uncompressed
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("hybrid", "1F1B"), ("naive", "1F1B, overlapped"), ("naive pier", "pier"), ("aggressive", "pier")]
+)
+def test_losses_are_nearly_those_without(runs: dict[str, Recorded], name: str, plain: str) -> None:
+    losses, expected = runs[name].losses, runs[plain].losses
+    assert losses.keys() == expected.keys()
+    assert losses != expected
+    assert losses == pytest.approx(expected, rel=1e-2)
+
+
+def replicas_agree(run: Recorded) -> bool:
+    """Whether ranks that hold the same part of the model of the same group hold it in the same bits."""
+    held: dict[object, list[list[torch.Tensor]]] = {}
+    for rank in run.ranks:
+        place, parameters = rank["replica"]
+        held.setdefault((rank["group"], place), []).append(parameters)
+    assert min(map(len, held.values())) >= 2
+    return all(
+        torch.equal(one, other)
+        for alike in held.values()
+        for first, second in itertools.pairwise(alike)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["hybrid", "naive", "naive pier", "aggressive"])
+def test_replicas_agree(runs: dict[str, Recorded], name: str) -> None:
+    assert replicas_agree(runs[name])
+
+
+def test_nothing_crosses_between_outer_steps(runs: dict[str, Recorded]) -> None:
+    run = runs["naive pier"]
+    census, counter = run.ranks[0]["census"], CollectiveCensus()
+    crossing = {}
+    for iteration, collectives in census.items():
+        counter.collectives = [found for found in collectives if found.nbytes > 4096]
+        crossing[iteration] = sum(found.nbytes for found in counter.crossing(run.ranks[0]["group_of"]))
+    assert crossing[3] == crossing[5] == 0
+    parameters = run.ranks[0]["parameters"]
+    for iteration in (1, 2, 4):
+        assert 0 < crossing[iteration] < 0.6 * 4 * parameters
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_resumes_bit_for_bit(runs: dict[str, Recorded], step: int) -> None:
+    whole, resumed = runs["aggressive"], runs[f"resumed at {step}"]
+    assert resumed.losses == {iteration: loss for iteration, loss in whole.losses.items() if iteration > step}
+    for rank, expected in zip(resumed.ranks, whole.ranks, strict=True):
+        assert torch.equal(rank["main"][6], expected["main"][6])
+
+
+def test_planted_bugs_are_seen(runs: dict[str, Recorded]) -> None:
+    assert not replicas_agree(runs["unequal"])
+    assert "the anchors of groups [1] are not group 0's" in runs["apart"].error
+    assert runs["early"].losses != runs["1F1B"].losses
+    assert not torch.equal(runs["kept"].ranks[0]["main"][6], runs["aggressive"].ranks[0]["main"][6])
