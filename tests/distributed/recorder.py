@@ -34,6 +34,7 @@ from megatron.core.optimizer import ChainedOptimizer  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 from megatron.training import global_vars  # noqa: E402
 from megatron.training import training as megatron_training  # noqa: E402
+from megatron.training import utils as training_utils  # noqa: E402
 from pipeline_trace import traced  # noqa: E402
 from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
@@ -67,7 +68,7 @@ class Recorder:
     def __init__(self, probes: list[str], directory: Path) -> None:
         self.probes = set(probes)
         self.directory = directory
-        self.record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "printed": {}, "validation": {}}
+        self.record: dict[str, Any] = {"losses": {}, "grad_norms": {}, "printed": {}, "said": [], "validation": {}}
         self.iteration = 0
         self.has_begun = False
         self.census: CollectiveCensus | None = None
@@ -250,7 +251,7 @@ def look_on() -> None:
     """Puts the recorder under the plugin's hooks, so that it sees what Megatron sees."""
     train_step, training_log = megatron_training.train_step, megatron_training.training_log
     evaluate, inner_step = megatron_training.evaluate_and_print_results, ChainedOptimizer.step
-    print_log = megatron_training.print_rank_last
+    print_log, print_more = megatron_training.print_rank_last, training_utils.print_rank_last
 
     @functools.wraps(train_step)
     def recorded_step(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -270,6 +271,10 @@ def look_on() -> None:
             recorder.record["printed"][int(found[1])] = float(found[2])
         print_log(line)
 
+    def recorded_more(line: str) -> None:
+        recorder.record["said"].append(line)
+        print_more(line)
+
     @functools.wraps(evaluate)
     def recorded_evaluate(prefix: str, *args: Any, **kwargs: Any) -> Any:
         if "main" in recorder.probes:
@@ -285,6 +290,7 @@ def look_on() -> None:
     megatron_training.train_step = recorded_step
     megatron_training.training_log = recorded_log
     megatron_training.print_rank_last = recorded_print
+    training_utils.print_rank_last = recorded_more
     megatron_training.evaluate_and_print_results = recorded_evaluate
 
 

@@ -151,8 +151,13 @@ def _dropped_gradients_survive_saves(directory: Path) -> Patch:
 
 
 def _used_before_it_has_arrived(directory: Path) -> Patch:
-    """What a stage receives is decoded without waiting for it."""
-    return mock.patch.object(compression.activations._Arrival, "after", lambda arrival, request: arrival)
+    """What a stage receives is decoded as soon as it has been asked for."""
+
+    def too_early(arrival: Any, request: Any) -> Any:
+        arrival.wait()
+        return request
+
+    return mock.patch.object(compression.activations._Arrival, "after", too_early)
 
 
 def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: Any = None) -> Patch:
