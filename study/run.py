@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rows import BATCH, ITERATIONS, METHODS, SYNCHRONOUS, TABLES, Row, learning_rate_sweep
 
@@ -26,13 +27,13 @@ _FOLDER = Path(__file__).resolve().parent
 
 # A byte-level GPT of 0.12 million parameters: small enough for hundreds of trainings, on batches of 4096 bytes, which leave a
 # group of 16 some 256 of them.
-_MODEL = (
+MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 "
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10"
 )
 _SEQUENCE = 64
-_VALIDATION_SEQUENCES = 256
+VALIDATION_SEQUENCES = 256
 VALIDATION = "lm loss validation"
 
 
@@ -64,6 +65,28 @@ def main() -> None:
     study.train([each for row in rows for each in (row.baseline, row)])
 
 
+def train(specification: Sequence[Mapping[str, Any]]) -> None:
+    """Runs trainings one after the other, as ``worker.py`` says.
+
+    Raises:
+        subprocess.CalledProcessError: If one failed; what it printed is in its log.
+    """
+    path = [str(_FOLDER), str(_FOLDER.parent / "tools")]
+    # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
+    malloc = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
+    environment = malloc | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(specification, file)
+        file.flush()
+        subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
+
+
+def data_arguments(folder: Path) -> str:
+    """Writes the study's text into a folder, once, and returns the arguments that make Megatron read it."""
+    train, validation = corpus.write(folder)
+    return f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
+
+
 class Study:
     """The folder of a study.
 
@@ -85,8 +108,7 @@ class Study:
         self._known = known or {}
         self._iterations = iterations
         self._logs: dict[Row, TensorBoardLog] = {}
-        train, validation = corpus.write(folder / "corpus")
-        self._data = f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
+        self._data = data_arguments(folder / "corpus")
 
     def train(self, rows: Sequence[Row]) -> None:
         """Trains those rows that are not there yet.
@@ -104,23 +126,16 @@ class Study:
             folder.mkdir(parents=True)
             entry = {"name": row.name, "groups": row.groups, "argv": self._arguments(row)}
             specification.append(entry | {"done": str(self._done(row)), "log": str(folder / "log.txt")})
-        path = [str(_FOLDER), str(_FOLDER.parent / "tools")]
-        # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
-        malloc = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
-        environment = malloc | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(specification, file)
-            file.flush()
-            subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
+        train(specification)
 
     def _arguments(self, row: Row) -> list[str]:
         assert row.learning_rate is not None, "with_rate comes first"
         rate = row.learning_rate * row.batch_scale
         iterations, batch = self._iterations // row.batch_scale, BATCH * row.batch_scale
         arguments = (
-            f"{_MODEL} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
+            f"{MODEL} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
             f"{batch // row.groups} --seed {row.seed} --lr {rate} --min-lr {rate / 10} --eval-interval {row.interval} "
-            f"--eval-iters {_VALIDATION_SEQUENCES // batch} "
+            f"--eval-iters {VALIDATION_SEQUENCES // batch} "
             f"--tensorboard-dir {self.folder / row.name / 'tensorboard'}"
         ).split()
         if row.method == SYNCHRONOUS:
@@ -183,7 +198,7 @@ def _excerpt(prefix: Path) -> Path:
     text = prefix.with_name("excerpt.txt")
     if not text.exists():
         tokens = IndexedDataset(str(prefix))
-        document = max(tokens, key=len)[: _VALIDATION_SEQUENCES * _SEQUENCE]
+        document = max(tokens, key=len)[: VALIDATION_SEQUENCES * _SEQUENCE]
         text.write_bytes(bytes(byte for byte in document if byte != corpus.END_OF_DOCUMENT))
     return corpus.write_documents(excerpt, [text])
 
