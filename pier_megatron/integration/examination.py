@@ -53,17 +53,18 @@ def _confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest:
     return validate_args(args, *rest, **kwargs)
 
 
-_census, _looking = CollectiveCensus(), contextlib.ExitStack()
+_census, _looking, _sent = CollectiveCensus(), contextlib.ExitStack(), traffic.Bytes()
 
 
 @current.in_pier_runs
 def _look_on(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Counts what crosses the groups in one iteration, then ends the job on all ranks."""
+    global _sent
     loop = optimizer.loop
     examined, place = examined_iteration(loop.config)
     if loop.iteration + 1 == examined:
         _looking.enter_context(_census)
-        traffic.forget()
+        _sent = traffic.counted()
     elif loop.iteration == examined:
         _looking.close()
         group_of: list[Any] = [None] * dist.get_world_size()
@@ -83,7 +84,7 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
         f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
-        *(f"Pier doctor: compressed, {line}" for line in traffic.table()),
+        *(f"Pier doctor: compressed, {line}" for line in traffic.table(_sent)),
     ]
 
 

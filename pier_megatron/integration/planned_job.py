@@ -142,6 +142,16 @@ def operations(args: argparse.Namespace) -> float | None:
     return float(count(sized, batch))
 
 
+def elements_between_stages(args: argparse.Namespace) -> float:
+    """Elements that a rank in the middle of a pipeline sends in an iteration: activations onwards, their gradients back."""
+    if args.pipeline_model_parallel_size == 1:
+        return 0.0
+    microbatches = args.global_batch_size / (args.micro_batch_size * args.data_parallel_size)
+    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    sent = args.seq_length * args.micro_batch_size * args.hidden_size / ranks
+    return float(2 * microbatches * (args.virtual_pipeline_model_parallel_size or 1) * sent)
+
+
 def memory(args: argparse.Namespace) -> dict[str, float]:
     """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes."""
     sized = _with_vocabulary(args) or args

@@ -66,11 +66,16 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "that each group has for itself, and a checkpoint holds the first group's only. Use --fp8-recipe tensorwise, "
             "blockwise or mxfp8, which keep no history."
         )
-    if any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES):
+    if captures_full_iterations(args):
         raise PierConfigError(
             "CUDA graphs of the full iteration cannot be used with --optimizer pier: they capture the gradient "
             "collectives, which change when the lazy start ends. Capture layers instead."
         )
+
+
+def captures_full_iterations(args: argparse.Namespace) -> bool:
+    """Whether CUDA graphs take in what a rank sends and receives."""
+    return any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES)
 
 
 def _refuse_reductions_over_all_groups(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Residual
+from pier_megatron.exchange.encoded import AllGather, ReduceScatter, as_rows
 from pier_megatron.exchange.pairs import Subgroup
 from pier_megatron.integration.census import CollectiveCensus
 from pier_megatron.outer.rounds import OuterRound
@@ -70,6 +71,17 @@ def met(codec: str, steps: int = 3) -> dict[str, object]:
     }
 
 
+def in_parts(codec: str, steps: int = 2) -> dict[str, list[torch.Tensor]]:
+    """A reduce-scatter with error feedback and a gather of what it left, apart from any sum; parts are no whole blocks."""
+    scattered, gathered = [], []
+    dropped = torch.zeros(as_rows(vector(0), dist.get_world_size()).numel(), device=DEVICE)
+    for step in range(steps):
+        parts = as_rows(vector(dist.get_rank(), step), dist.get_world_size())
+        scattered.append(ReduceScatter(parts, CODECS[codec], None, dropped).result())
+        gathered.append(AllGather(scattered[-1], CODECS[codec], None).result())
+    return {"scattered": [part.cpu() for part in scattered], "gathered": [parts.cpu() for parts in gathered]}
+
+
 def drift(codec: str, feedback: bool, steps: int = 25) -> torch.Tensor:
     """Error of the running sum of many small vectors: what error feedback is for."""
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
@@ -118,6 +130,7 @@ def main() -> None:
     record = {
         "sums": {codec: sums(codec) for codec in CODECS},
         "met": {codec: met(codec) for codec in CODECS},
+        "in parts": {codec: in_parts(codec) for codec in CODECS},
         "drift": {(codec, on): drift(codec, on) for codec in ("bf16", "int8", "int4") for on in (True, False)},
         "rounds": {
             (codec, chunk_numel, spans): rounds(codec, chunk_numel, spans)

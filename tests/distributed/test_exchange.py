@@ -87,6 +87,27 @@ def test_error_feedback_keeps_the_running_sum(records: list[dict[str, dict]], co
     assert drift[codec, True] < 0.5 * drift[codec, False]
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_parts_are_summed_and_gathered_as_in_one_process(records: list[dict[str, dict]], codec: str) -> None:
+    coded = CODECS[codec]
+    size = NUMEL // _GROUPS
+    padding = (0, -size % BLOCK)
+    assert padding[1], "parts should be no whole blocks"
+    dropped = [torch.zeros(_GROUPS, size + padding[1]) for _ in range(_GROUPS)]
+    for step in range(2):
+        arrived = []
+        for rank in range(_GROUPS):
+            rows = torch.nn.functional.pad(vector(rank, step).cpu().view(_GROUPS, size), padding) + dropped[rank]
+            arrived.append(coded.decode(coded.encode(rows)))
+            dropped[rank] = rows - arrived[-1]
+        sums = torch.stack(arrived).sum(0)
+        expected = coded.decode(coded.encode(sums))
+        for rank, record in enumerate(records):
+            found = record["in parts"][codec]
+            torch.testing.assert_close(found["scattered"][step], sums[rank : rank + 1], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(found["gathered"][step], expected, rtol=1e-6, atol=1e-6)
+
+
 def summed(vectors: list[torch.Tensor], codec: str, sent: list[torch.Tensor], reduced: list[torch.Tensor]) -> torch.Tensor:
     """What a low-bit exchange makes of the groups' vectors, in one process; residuals are carried over in place."""
     coded, groups = CODECS[codec], len(vectors)

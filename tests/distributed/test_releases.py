@@ -53,6 +53,18 @@ _RUNS += [
     Run(name, _PIPELINE + flag, ["pipeline"]) for name, flag in {"depth-first": "", "breadth-first": " --pier-layered"}.items()
 ]
 
+# Everything that is compressed inside a group goes its way, in FP32.
+_SENT = "--train-iters 3 --optimizer adam --global-batch-size 8 --pipeline-model-parallel-size 2 "
+_COMPRESSED = {
+    "replicas and stages": _SENT + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 ",
+    "layers and stages": _SENT + "--tensor-model-parallel-size 2 ",
+}
+_RUNS += [
+    Run(f"{name}{exact and ', exact'}", argv + exact, [], ["lossless codecs"] if exact else [])
+    for name, argv in _COMPRESSED.items()
+    for exact in ("", "--pier-compress naive,outer=off")
+]
+
 
 @pytest.fixture(scope="module", params=_RELEASES)
 def runs(
@@ -92,6 +104,15 @@ def test_breadth_first_equals_depth_first(runs: dict[str, Recorded]) -> None:
     assert len(breadth_first.losses) == 4
     assert breadth_first.losses == depth_first.losses
     assert breadth_first.grad_norms == depth_first.grad_norms
+
+
+@pytest.mark.parametrize(("name", "dimensions"), [("replicas and stages", "dp pp gather"), ("layers and stages", "pp tp")])
+def test_what_is_compressed_goes_its_way(runs: dict[str, Recorded], name: str, dimensions: str) -> None:
+    plain, exact = runs[name], runs[f"{name}, exact"]
+    said = " ".join(exact.ranks[-1]["said"])
+    assert all(f"sent by this rank per iteration, {dimension} " in said for dimension in dimensions.split())
+    assert exact.losses == plain.losses
+    assert exact.grad_norms == plain.grad_norms
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])

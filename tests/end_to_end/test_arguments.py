@@ -108,6 +108,20 @@ _REFUSED = {
     f"{_PP4} {_V2} --step-batch-size-schedule 0:4,320:8 --eval-global-batch-size 8 --train-samples 100": [
         "--step-batch-size-schedule, which has 4: 4 samples / (micro-batches of 1 x 2 replicas) = 2 micro-batches",
     ],
+    "--pier-compress smallest": ["--pier-compress smallest", "no policy", "hybrid, aggressive, naive"],
+    "--pier-compress pp=int4 --pipeline-model-parallel-size 2": ["pp cannot be 'int4'", "Use one of bf16, int8, off"],
+    "--pier-compress hybrid,pp=bf16 --pipeline-model-parallel-size 2 --bf16": ["pp=bf16", "16 bits already", "use pp=int8"],
+    "--pier-compress hybrid,tp=int8 --tensor-model-parallel-size 2 --transformer-impl transformer_engine": [
+        "tp=int8 is not possible",
+        "only --transformer-impl local",
+    ],
+    "--pier-compress hybrid --tensor-model-parallel-size 8": ["compresses nothing in this run", "data-parallel size 1"],
+    "--pier-compress dp=int4 --fp16": ["--fp16 scales differently", "Use --bf16, or dp=int8"],
+    "--pier-compress hybrid --use-distributed-optimizer --bf16 --ddp-reduce-scatter-with-fp32-accumulation": [
+        "--ddp-reduce-scatter-with-fp32-accumulation cannot be used with --pier-compress hybrid",
+        "dp=off",
+    ],
+    f"{_PIER} --pier-compress outer=int4 --pier-exchange-dtype int8": ["contradicts --pier-compress outer=int4", "Drop one"],
     f"{_PIER} --optimizer pier --pier-unknown 1": ["unrecognized arguments: --pier-unknown"],
 }
 _ACCEPTED = {
@@ -130,6 +144,9 @@ _ACCEPTED = {
         _WORLD,
     ),
     "layered, no evaluation": (f"{_PP4} {_V2} --global-batch-size 8 --eval-global-batch-size 4 --eval-iters 0", _WORLD),
+    "compressed": (f"{_PIER} --pier-compress hybrid", _WORLD),
+    "compressed, but for the outer step": (f"{_PIER} --pier-compress hybrid,outer=off", _WORLD),
+    "compressed, stock": ("--optimizer adam --pier-compress naive --pipeline-model-parallel-size 2", _WORLD),
     "samples": (f"{_PIER} --train-samples 8000 --lr-decay-samples 8000 --lr-warmup-samples 800", _WORLD),
 }
 
@@ -199,6 +216,14 @@ def test_layered_takes_all_micro_batches_at_a_time(
 ) -> None:
     assert "error" not in outcomes[name]
     assert outcomes[name]["microbatch_group_size_per_vp_stage"] == micro_batches
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("compressed", "int8"), ("compressed, but for the outer step", None), ("compressed, stock", None)]
+)
+def test_a_policy_includes_the_outer_step(outcomes: dict[str, dict[str, object]], name: str, dtype: str | None) -> None:
+    assert "error" not in outcomes[name]
+    assert outcomes[name]["pier_exchange_dtype"] == dtype
 
 
 def test_number_of_nodes_must_be_known(outcomes: dict[str, dict[str, object]]) -> None:

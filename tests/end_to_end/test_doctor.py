@@ -55,6 +55,7 @@ _INTERLEAVED = _JOB + (
     "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 --global-batch-size 128 --pier-groups 2 "
 )
 _LAYERED = _INTERLEAVED + "--pier-layered"
+_COMPRESSED = _INTERLEAVED + "--pier-compress aggressive"
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
@@ -77,8 +78,10 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     """Exit status, standard output and error, by command and job."""
-    looks = [("doctor", job) for job in (_JOB, _DOUBTFUL, _ALONE, _DOMAINS, _SAMPLES, _GROWING, _LAYERED, *_REFUSED)]
-    looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED)] + [
+    looks = [
+        ("doctor", job) for job in (_JOB, _DOUBTFUL, _ALONE, _DOMAINS, _SAMPLES, _GROWING, _LAYERED, _COMPRESSED, *_REFUSED)
+    ]
+    looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED, _COMPRESSED)] + [
         ("plan", job) for job in (_JOB, _LARGE)
     ]
     flags = {"doctor": "", "plan": "--cluster perlmutter", "plan --json": f"--cluster perlmutter --plot {picture}"}
@@ -140,6 +143,23 @@ def test_breadth_first_pipeline(said: dict[tuple[str, str], tuple[int, str, str]
     name = "activations, without recomputation"
     held, depth_first = (json.loads(said["plan --json", job][1])["memory"][name] for job in (_LAYERED, _INTERLEAVED))
     assert held / depth_first == pytest.approx(2.6)
+
+
+def test_compression(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, findings, _ = said["doctor", _COMPRESSED]
+    assert status == 0
+    assert "dp: gradients between data-parallel ranks, in the lazy start also between groups: int4, what it drops" in findings
+    assert "outer: pseudo-gradients between groups: int8" in findings
+    plan, without = (json.loads(said["plan --json", job][1]) for job in (_COMPRESSED, _INTERLEAVED))
+    kept = plan["memory"]["gradients dropped by --pier-compress"]
+    assert kept == pytest.approx(4 * plan["parameters per rank"])
+    assert sum(plan["memory"].values()) > sum(without["memory"].values()) + 0.9 * kept
+    policies = {(saving["what"], saving["policy"]): saving for saving in without["compression"]}
+    # 16 micro-batches of 4 sequences of 1024 tokens through 3 stages, there and back; 2 bytes, a quarter of a node's network.
+    between = policies["activations and gradients between stages", "pp=int8"]
+    hidden = next(int(size) for size in re.findall(r"--hidden-size (\d+)", _INTERLEAVED))
+    length = next(int(size) for size in re.findall(r"--seq-length (\d+)", _INTERLEAVED))
+    assert between["wire"] == pytest.approx(2 * 16 * 3 * 4 * length * hidden * 2 / (CLUSTERS["perlmutter"].node_bandwidth / 4))
 
 
 def test_fast_networks_that_span_nodes(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
@@ -216,7 +236,8 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
         f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
         "--eval-interval 2 --eval-iters 1 --train-iters 100 --tensor-model-parallel-size 2 --optimizer pier "
         f"--pier-ranks-per-domain 2 --pier-sync-interval 2 --pier-lazy-start-iters 50 --save {saved} --load {saved} "
-        f"--save-interval 1 --log-progress --tensorboard-dir {saved / 'tensorboard'} --exit-interval 1"
+        f"--save-interval 1 --log-progress --tensorboard-dir {saved / 'tensorboard'} --exit-interval 1 "
+        "--pier-compress tp=int8"
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     job = [*torchrun(4), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
@@ -229,5 +250,6 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     # What the log of every iteration costs, and nothing else.
     [seen] = re.findall(r"Pier doctor: iteration 3, between outer steps, rank 0: [1-9]\d* .*, and across groups:\n(.*)\n", log)
     assert "allgather_" in seen
+    assert re.search(r"Pier doctor: compressed, tp \(.*\): 0\.\d+ MB in int8, 0\.\d+ MB without", log)
     assert "validation loss" not in log
     assert "iteration        4/" not in log

@@ -3,10 +3,13 @@
 import one_gpu
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from streams import is_view
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS
+from pier_megatron.exchange.encoded import pack, padded, payload_like, saves_bytes, unpack
 
 LOSSY = ["bf16", "int8", "int4"]
 DEVICE = one_gpu.device()
@@ -65,6 +68,60 @@ def test_a_row_is_encoded_as_it_would_be_alone(name: str) -> None:
     payloads = codec.encode(original)
     assert torch.equal(payloads, torch.cat([codec.encode(row[None]) for row in original]))
     assert torch.equal(codec.decode(payloads), torch.cat([codec.decode(payload[None]) for payload in payloads]))
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(lambda sizes: (4, *sizes)),
+    parts=st.sampled_from([1, 2, 4]),
+    name=st.sampled_from([("bf16", 2**-8), ("int8", 0.5001 / 127), ("int4", 0.5001 / 7)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    magnitude=st.floats(-3, 3),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_tensor_arrives_within_half_a_step(
+    shape: tuple[int, ...], parts: int, name: tuple[str, float], dtype: torch.dtype, magnitude: float, seed: int
+) -> None:
+    codec, step = CODECS[name[0]], name[1]
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10**magnitude
+    original = values.to(DEVICE, dtype)
+    payload = pack(original, codec, parts)
+    assert payload.shape == (parts, codec.nbytes(padded(original.numel() // parts)))
+    if parts == 1:
+        assert payload.shape == payload_like(original, codec).shape
+    arrived = torch.empty_like(original, requires_grad=True)
+    unpack(payload, codec, arrived)
+    # Beside the step of a block, what the tensor's own type cannot say.
+    bound = step * original.float().abs().max() + torch.finfo(dtype).eps * original.float().abs()
+    assert ((arrived.float() - original.float()).abs() <= bound + torch.finfo(dtype).tiny).all()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_still_seen_and_stays_in_its_block(name: str, value: float) -> None:
+    original = rows(blocks=3, number=1)
+    original[0, BLOCK + 5] = value
+    decoded = CODECS[name].decode(CODECS[name].encode(original))
+    assert not decoded[0, BLOCK + 5].isfinite()
+    assert decoded[0, :BLOCK].isfinite().all()
+    assert decoded[0, 2 * BLOCK :].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("numel", "dtype", "name", "parts", "saves"),
+    [
+        (1024, torch.float32, "int8", 1, True),
+        (1024, torch.bfloat16, "int8", 1, True),
+        (1024, torch.bfloat16, "bf16", 1, False),
+        (1024, torch.float32, "fp32", 1, False),
+        # Filled up to a block, it is no smaller.
+        (8, torch.float32, "int8", 1, False),
+        (256, torch.float32, "int8", 8, False),
+        (1024, torch.int64, "int8", 1, False),
+    ],
+)
+def test_what_is_worth_encoding(numel: int, dtype: torch.dtype, name: str, parts: int, saves: bool) -> None:
+    assert saves_bytes(CODECS[name], torch.zeros(numel, dtype=dtype), parts) == saves
 
 
 class _Operations(TorchDispatchMode):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pier_megatron.commands.plan.compression import savings, table
 from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -54,6 +55,39 @@ def test_pairs_save_latency_and_a_ring_saves_bytes() -> None:
     assert far.exchange["fp32"] - near.exchange["fp32"] == pytest.approx(30 * 0.02)
     assert far.pairs - near.pairs == pytest.approx(0.02)
     assert near.mean_iteration_in_pairs(50) == pytest.approx(near.local + 16 / 50)
+
+
+def test_compressed_gradients() -> None:
+    inside, between = dataclasses.replace(_JOB, gpus=16, replicas=4), dataclasses.replace(_PLAIN, memory_bandwidth=2e9)
+    found = {(saving.what, saving.policy): saving for saving in savings(inside, between, compute=1.0)}
+    in_group = found["gradients inside a group", "dp=int8"]
+    # 4 shards on a node, half a ring of two: FP32 gradients there, bf16 parameters back.
+    assert in_group.wire == pytest.approx(4 * (4 + 2) / 2)
+    assert in_group.compressed == pytest.approx(4 * (1 + 4 / 128 + 2) / 2)
+    assert in_group.coding == pytest.approx(16 / 2)
+    assert in_group.gain == pytest.approx(in_group.wire - in_group.compressed - 8)
+    assert in_group.gain_behind_compute == pytest.approx(in_group.gain)
+    assert found["gradients inside a group", "dp=int4"].gain > in_group.gain
+    lazy = found["gradients of all groups, in the lazy start", "dp=int8"]
+    assert lazy.wire == pytest.approx(4 * 8 * 3 / 4)
+    assert "costs 2,062.5 ms of an iteration more than it saves" in table([in_group])[0]
+    assert "pp=int8" not in {policy for _, policy in found}
+
+
+def test_compression_saves_nothing_behind_compute_that_hides_the_wire() -> None:
+    cluster = dataclasses.replace(_PLAIN, memory_bandwidth=8e9)
+    [saving, _, _, _] = savings(dataclasses.replace(_JOB, gpus=16, replicas=4), cluster, compute=30.0)
+    assert saving.gain > 0 > saving.gain_behind_compute
+    assert "but nothing where the overlap flags hide the wire" in table([saving])[0]
+
+
+def test_compressed_activations() -> None:
+    job = dataclasses.replace(_JOB, sent_between_stages=1e9)
+    [*_, between] = savings(job, _PLAIN, compute=1.0)
+    # Four GPUs share the network of a node.
+    assert (between.wire, between.policy, between.hidden) == (pytest.approx(8), "pp=int8", 0.0)
+    assert between.compressed == pytest.approx(8 * (1 + 4 / 128) / 2)
+    assert "saves" in table([between])[0]
 
 
 def test_one_group_has_nothing_to_gain() -> None:

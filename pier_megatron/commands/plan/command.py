@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
+from pier_megatron.commands.plan import compression
 from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, Prediction, predict
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -78,6 +79,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
         "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
         "bytes in pairs per outer step and rank": 4 * job.owned if config.groups > 1 else 0.0,
         "break-even interval": prediction.break_even_interval(),
+        "compression": [dataclasses.asdict(saving) for saving in compression.savings(job, cluster, prediction.compute)],
         "modes": _modes(prediction, config),
         "scaling": _scaling(job, args.global_batch_size, cluster, config, flops),
         "iterations": args.train_iters,
@@ -93,7 +95,8 @@ def _job(args: argparse.Namespace) -> Job:
     if flops is None or shard is None:
         raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
     replicas = args.data_parallel_size * args.context_parallel_size
-    return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups)
+    between_stages = planned_job.elements_between_stages(args)
+    return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups, between_stages)
 
 
 def _outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
@@ -218,6 +221,7 @@ def _text(plan: dict[str, Any]) -> list[str]:
         f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
+        *compression.table([compression.Saving(**saving) for saving in plan["compression"]]),
         f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
         "",
         f"{'mean iteration of the run':58} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}",

@@ -13,7 +13,7 @@ import math
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
-_HIDING = 2 / 3
+HIDING = 2 / 3
 
 # Bytes that the outer step's own passes read and write per owned parameter, as benchmarks/outer_step_passes.py counts them.
 _PASSES = 32
@@ -72,6 +72,7 @@ class Job:
         tensor_parallel: Ranks that share a layer.
         replicas: Ranks that hold the same shard: data and context parallelism.
         groups: Pier groups.
+        sent_between_stages: Elements that a rank in the middle of a pipeline sends in an iteration, forward and backward.
     """
 
     flops: float
@@ -80,6 +81,7 @@ class Job:
     tensor_parallel: int
     replicas: int
     groups: int
+    sent_between_stages: float = 0.0
 
     @property
     def replicas_in_group(self) -> int:
@@ -156,16 +158,16 @@ def predict(job: Job, cluster: Cluster, flops: float | None = None) -> Predictio
     """
     per_gpu = flops or cluster.flops
     compute = job.flops / job.gpus / per_gpu + cluster.overhead + cluster.overhead_per_parameter * job.owned
-    inner = _all_reduce(job, cluster, job.replicas_in_group, _GRADIENT + _PARAMETER)
-    across = _all_reduce(job, cluster, job.replicas, _GRADIENT * 2)
-    hidden = max(across - _HIDING * compute, 0.0)
+    inner = seconds_between_replicas(job, cluster, job.replicas_in_group, _GRADIENT + _PARAMETER)
+    across = seconds_between_replicas(job, cluster, job.replicas, _GRADIENT * 2)
+    hidden = max(across - HIDING * compute, 0.0)
     exchange = {name: _exchange(job, cluster, codec.nbytes(BLOCK) / BLOCK) for name, codec in CODECS.items()}
     return Prediction(
         compute=compute,
         inner=inner,
         synchronous=compute + across,
         synchronous_hidden=compute + hidden,
-        local=compute + max(inner - _HIDING * compute, 0.0),
+        local=compute + max(inner - HIDING * compute, 0.0),
         exchange=exchange,
         pairs=_pairs(job, cluster),
         ring_latency=2 * (job.groups - 1) * cluster.latency,
@@ -179,7 +181,7 @@ def _shards_on_node(job: Job, cluster: Cluster) -> int:
     return min(job.tensor_parallel, cluster.gpus_per_node)
 
 
-def _all_reduce(job: Job, cluster: Cluster, ranks: int, nbytes: float) -> float:
+def seconds_between_replicas(job: Job, cluster: Cluster, ranks: int, nbytes: float) -> float:
     """Seconds to reduce and gather a shard over neighbouring ranks; ``nbytes`` per parameter in both directions together."""
     if ranks == 1:
         return 0.0

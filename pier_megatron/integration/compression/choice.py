@@ -13,6 +13,7 @@ from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import uses_pier
 from pier_megatron.integration.compression import traffic
 from pier_megatron.integration.compression.gradients import forget_what_was_dropped, has_feedback
+from pier_megatron.integration.refusals import captures_full_iterations
 
 
 def install() -> None:
@@ -24,7 +25,7 @@ def install() -> None:
 def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     traffic.put_in_force({})
     forget_what_was_dropped()
-    if not getattr(args, "pier_compress", None):
+    if getattr(args, "pier_compress", None) is None:
         return validate_args(args, *rest, **kwargs)
     _set_outer_codec(args)
     result = validate_args(args, *rest, **kwargs)
@@ -160,6 +161,11 @@ def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> Non
                 f"{' and '.join(DIMENSIONS[dimension][0] for dimension in found)} travel. Drop one of them, or add "
                 f"{','.join(f'{dimension}=off' for dimension in found)} to --pier-compress."
             )
+    if captures_full_iterations(args):
+        raise PierConfigError(
+            f"CUDA graphs of the full iteration cannot be used with --pier-compress {args.pier_compress}: they capture what "
+            "is sent before it could be encoded. Capture layers instead."
+        )
     if "dp" in codecs and has_feedback(codecs["dp"]) and args.fp16:
         raise PierConfigError(
             f"--pier-compress {args.pier_compress}: what {codecs['dp'].name} drops of gradients is added to the next ones, "
@@ -169,13 +175,13 @@ def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> Non
 
 def feedback_bytes_per_parameter(args: argparse.Namespace) -> int:
     """What is kept on the device of what is dropped of gradients, for each parameter of a rank; of validated arguments."""
-    codec = compressed(args).get("dp") if getattr(args, "pier_compress", None) else None
+    codec = compressed(args).get("dp") if getattr(args, "pier_compress", None) is not None else None
     return 4 if codec is not None and has_feedback(codec) else 0
 
 
 def describe(args: argparse.Namespace) -> list[str]:
     """Says what is compressed and what is not, line by line; nothing without ``--pier-compress``."""
-    if not getattr(args, "pier_compress", None):
+    if getattr(args, "pier_compress", None) is None:
         return []
     codecs = compressed(args)
     lines = [f"Pier compress {args.pier_compress}:"]

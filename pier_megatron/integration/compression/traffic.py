@@ -1,6 +1,7 @@
 """Which codecs are in force in the training under way, and the bytes that this rank has sent with them."""
 
-import collections
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,23 @@ from pier_megatron.integration import versions
 _TRAINING = "megatron.training.training"
 
 _codecs: dict[str, Codec] = {}
-_sent: collections.Counter[str] = collections.Counter()
-_uncompressed: collections.Counter[str] = collections.Counter()
-_first: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """What this rank has sent until some moment, by dimension.
+
+    Attributes:
+        sent: Bytes on the wire.
+        uncompressed: What they would have been.
+    """
+
+    sent: Counter[str] = dataclasses.field(default_factory=Counter)
+    uncompressed: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+_bytes = Bytes()
+_logged: tuple[int | None, Bytes] = (None, Bytes())
 
 
 def install() -> None:
@@ -23,17 +38,10 @@ def install() -> None:
 
 def put_in_force(codecs: Mapping[str, Codec]) -> None:
     """Begins a training with these codecs, by dimension; the others are not compressed."""
+    global _bytes, _logged
     _codecs.clear()
     _codecs.update(codecs)
-    forget()
-
-
-def forget() -> None:
-    """Begins to count anew."""
-    global _first
-    _sent.clear()
-    _uncompressed.clear()
-    _first = None
+    _bytes, _logged = Bytes(), (None, Bytes())
 
 
 def codec_in_force(dimension: str) -> Codec | None:
@@ -43,33 +51,38 @@ def codec_in_force(dimension: str) -> Codec | None:
 
 def count(dimension: str, sent: float, uncompressed: float) -> None:
     """Counts what this rank sends, in bytes, and what it would have sent otherwise."""
-    _sent[dimension] += round(sent)
-    _uncompressed[dimension] += round(uncompressed)
+    _bytes.sent[dimension] += round(sent)
+    _bytes.uncompressed[dimension] += round(uncompressed)
 
 
-def table(iterations: int = 1) -> list[str]:
-    """Lists what this rank has sent since counting began, by dimension: a mean over so many iterations."""
+def counted() -> Bytes:
+    """What has been counted until now."""
+    return Bytes(_bytes.sent.copy(), _bytes.uncompressed.copy())
+
+
+def table(since: Bytes, iterations: int = 1) -> list[str]:
+    """Lists what this rank has sent since then, by dimension: a mean over so many iterations."""
+    sent, uncompressed = _bytes.sent - since.sent, _bytes.uncompressed - since.uncompressed
     return [
-        f"{dimension} ({DIMENSIONS[dimension][0]}): {sent / iterations / 1e6:,.3f} MB in {_codecs[dimension].name}, "
-        f"{_uncompressed[dimension] / iterations / 1e6:,.3f} MB without"
-        for dimension, sent in _sent.items()
+        f"{dimension} ({DIMENSIONS[dimension][0]}): {sent[dimension] / iterations / 1e6:,.3f} MB in {_codecs[dimension].name}, "
+        f"{uncompressed[dimension] / iterations / 1e6:,.3f} MB without"
+        for dimension in sent
     ]
 
 
 def _log(training_log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    global _first
+    global _logged
     result = training_log(*args, **kwargs)
     iteration = versions.given(training_log, args, kwargs)["iteration"]
-    _first = iteration if _first is None else _first
-    if not _sent or iteration % versions.megatron_args().log_interval:
+    if not _codecs or iteration % versions.megatron_args().log_interval:
         return result
-    iterations = iteration - _first + 1
-    print_last = versions.require("megatron.training.utils", "print_rank_last")
+    last, before = _logged
+    # A run may have begun anywhere; until its first log it has taken the iterations that Megatron's loop remembers.
+    iterations = iteration - (versions.megatron_args().iteration if last is None else last)
     writer = versions.require("megatron.training.global_vars", "get_tensorboard_writer")()
-    for line in table(iterations):
-        print_last(f" sent by this rank per iteration, {line}")
-    for dimension in _sent if writer is not None else ():
-        writer.add_scalar(f"compressed/{dimension} bytes sent", _sent[dimension] / iterations, iteration)
-        writer.add_scalar(f"compressed/{dimension} bytes without", _uncompressed[dimension] / iterations, iteration)
-    forget()
+    for line in table(before, iterations):
+        versions.require("megatron.training.utils", "print_rank_last")(f" sent by this rank per iteration, {line}")
+    for dimension, sent in (_bytes.sent - before.sent).items() if writer is not None else ():
+        writer.add_scalar(f"compressed/{dimension} bytes sent", sent / iterations, iteration)
+    _logged = (iteration, counted())
     return result

@@ -1,0 +1,98 @@
+"""When ``--pier-compress`` pays: bytes that it takes off the wire against the passes over memory that codecs take."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from pier_megatron.commands.plan.model import HIDING, Cluster, Job, seconds_between_replicas
+from pier_megatron.exchange.codecs import BLOCK, CODECS
+
+# Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
+# and their sum when it decodes. A GPU's codecs are fused; see pier_megatron/exchange/codecs.py.
+_CODING = 16
+
+# Bytes per element on the wire that are not compressed: FP32 gradients, bf16 parameters and activations.
+_GRADIENT, _PARAMETER, _ACTIVATION = 4.0, 2.0, 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """What a codec does to an iteration.
+
+    Attributes:
+        what: What is compressed.
+        policy: As in ``--pier-compress``.
+        wire: Seconds on the wire without it.
+        compressed: Seconds on the wire with it.
+        coding: Seconds of encoding and decoding.
+        hidden: Seconds of compute behind which the wire, but no codec, can be hidden.
+    """
+
+    what: str
+    policy: str
+    wire: float
+    compressed: float
+    coding: float
+    hidden: float
+
+    @property
+    def gain(self) -> float:
+        """Seconds that it takes off an iteration in which nothing is hidden; below 0 if it costs more than it saves."""
+        return self.wire - self.compressed - self.coding
+
+    @property
+    def gain_behind_compute(self) -> float:
+        """The same with the overlap flags."""
+        return max(self.wire - self.hidden, 0.0) - max(self.compressed - self.hidden, 0.0) - self.coding
+
+
+def savings(job: Job, cluster: Cluster, compute: float) -> Iterator[Saving]:
+    """Predicts what policies save.
+
+    Args:
+        job: The job.
+        cluster: Where it runs.
+        compute: Seconds of an iteration without communication.
+    """
+    coding = _CODING * job.shard / cluster.memory_bandwidth
+    places = {
+        # Reduced and gathered inside a group; all groups together reduce once more, as far as the model goes.
+        "gradients inside a group": (job.replicas_in_group, 1, _PARAMETER),
+        "gradients of all groups, in the lazy start": (job.replicas if job.groups > 1 else 1, 2, 0.0),
+    }
+    for what, (ranks, times, beside) in places.items():
+        if ranks == 1:
+            continue
+        wire = seconds_between_replicas(job, cluster, ranks, times * _GRADIENT + beside)
+        for name in ("int8", "int4"):
+            compressed = seconds_between_replicas(job, cluster, ranks, times * _bytes(name) + beside)
+            yield Saving(what, f"dp={name}", wire, compressed, times * coding, HIDING * compute)
+    if job.sent_between_stages:
+        bandwidth = cluster.gpu_bandwidth
+        if job.gpus > cluster.gpus_per_node:
+            bandwidth = cluster.node_bandwidth / cluster.gpus_per_node
+        elements = job.sent_between_stages
+        wire, compressed = (elements * size / bandwidth for size in (_ACTIVATION, _bytes("int8")))
+        coding = _CODING * elements / cluster.memory_bandwidth
+        yield Saving("activations and gradients between stages", "pp=int8", wire, compressed, coding, 0.0)
+
+
+def _bytes(codec: str) -> float:
+    return CODECS[codec].nbytes(BLOCK) / BLOCK
+
+
+def table(found: list[Saving]) -> list[str]:
+    """Lists them for people."""
+    return [
+        f"--pier-compress {saving.policy}, {saving.what}: {saving.compressed * 1e3:,.1f} ms on the wire and "
+        f"{saving.coding * 1e3:,.1f} ms of coding in place of {saving.wire * 1e3:,.1f} ms: {_worth(saving)}"
+        for saving in found
+    ]
+
+
+def _worth(saving: Saving) -> str:
+    if saving.gain <= 0:
+        return f"costs {-saving.gain * 1e3:,.1f} ms of an iteration more than it saves"
+    if saving.hidden and saving.gain_behind_compute <= 0:
+        return f"saves {saving.gain * 1e3:,.1f} ms of an iteration, but nothing where the overlap flags hide the wire"
+    behind = f", {saving.gain_behind_compute * 1e3:,.1f} ms behind the overlap flags" if saving.hidden else ""
+    return f"saves {saving.gain * 1e3:,.1f} ms of an iteration{behind}"

@@ -1,0 +1,197 @@
+"""What ``--pier-compress`` means for a run; through Megatron's own parser in ``end_to_end/test_arguments.py``."""
+
+import argparse
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.policy import DIMENSIONS, POLICIES, parse_policy
+from pier_megatron.integration.compression import choice, traffic
+
+
+def args(**changes: Any) -> argparse.Namespace:
+    """Of two tensor-parallel ranks, two stages and four replicas, in bf16."""
+    given = {
+        "pier_compress": "naive",
+        "pier_exchange_dtype": None,
+        "pier": False,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "data_parallel_size": 4,
+        "num_distributed_optimizer_instances": 1,
+        "use_distributed_optimizer": True,
+        "accumulate_allreduce_grads_in_fp32": True,
+        "transformer_impl": "local",
+        "sequence_parallel": False,
+        "params_dtype": torch.bfloat16,
+        "fp32_residual_connection": False,
+        "bf16": True,
+        "fp16": False,
+        "rank": 0,
+    }
+    return argparse.Namespace(**given | changes)
+
+
+def names(text: str) -> dict[str, str]:
+    return {dimension: codec.name for dimension, codec in parse_policy(text)[0].items()}
+
+
+def test_policies_say_something_about_dimensions_only() -> None:
+    for policy, codecs in POLICIES.items():
+        assert names(policy) == codecs
+        assert all(codec in DIMENSIONS[dimension][1] for dimension, codec in codecs.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "codecs", "named"),
+    [
+        ("dp=int4", {"dp": "int4"}, {"dp"}),
+        ("hybrid,pp=int8", {"dp": "int8", "pp": "int8", "outer": "int8"}, {"pp"}),
+        ("hybrid, outer=off", {"dp": "int8", "pp": "bf16"}, {"outer"}),
+        ("dp=int4,hybrid", {"dp": "int8", "pp": "bf16", "outer": "int8"}, {"dp"}),
+        ("naive,dp=off,dp=int4", {**POLICIES["naive"], "dp": "int4"}, {"dp"}),
+    ],
+)
+def test_what_comes_later_counts(text: str, codecs: dict[str, str], named: set[str]) -> None:
+    assert names(text) == codecs
+    assert parse_policy(text)[1] == named
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("zip", ["'zip' is no policy", "hybrid, aggressive, naive", "DIMENSION=CODEC"]),
+        ("", ["'' is no policy"]),
+        ("ep=int8", ["'ep' is no dimension", "dp, pp, gather, tp, outer"]),
+        ("pp=int4", ["pp cannot be 'int4'", "bf16, int8, off"]),
+        ("gather=bf16", ["gather cannot be 'bf16'", "int8, off"]),
+    ],
+)
+def test_what_is_no_policy(text: str, words: list[str]) -> None:
+    with pytest.raises(PierConfigError) as error:
+        parse_policy(text)
+    assert all(word in str(error.value) for word in words)
+
+
+_POSSIBLE = {"dp", "pp", "gather", "tp"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "left_out", "reason"),
+    [
+        ({}, set(), ""),
+        ({"data_parallel_size": 1}, {"dp", "gather"}, "one model replica"),
+        ({"pipeline_model_parallel_size": 1}, {"pp"}, "nothing travels between stages"),
+        ({"tensor_model_parallel_size": 1}, {"tp"}, "nothing travels between tensor-parallel ranks"),
+        ({"transformer_impl": "transformer_engine"}, {"tp"}, "only --transformer-impl local"),
+        ({"sequence_parallel": True}, {"tp"}, "--sequence-parallel"),
+        ({"use_distributed_optimizer": False}, {"gather"}, "no parameters are gathered"),
+        ({"params_dtype": torch.float32, "bf16": False}, {"gather"}, "must not be rounded"),
+        ({"fp8_param_gather": True}, {"gather"}, "fewer bits already"),
+        ({"num_distributed_optimizer_instances": 4}, {"gather"}, "gathers nothing"),
+        ({"pier_compress": "naive,dp=bf16", "grad_reduce_in_bf16": True}, {"dp"}, "bf16 already"),
+        ({"pier_compress": "naive,pp=bf16"}, {"pp"}, "16 bits already"),
+        ({"pier_compress": "naive,tp=bf16"}, {"tp"}, "16 bits already"),
+    ],
+)
+def test_what_is_left_out(changes: dict[str, Any], left_out: set[str], reason: str) -> None:
+    given = args(**changes)
+    named = parse_policy(given.pier_compress)[1]
+    if not named:
+        assert set(choice.compressed(given)) == _POSSIBLE - left_out
+        assert all(reason in line for line in choice.describe(given)[1:] if line.split(":")[0].strip() in left_out)
+    for dimension in left_out:
+        codec = parse_policy(given.pier_compress)[0][dimension].name
+        with pytest.raises(PierConfigError, match=f"{dimension}={codec} is not possible") as error:
+            choice.compressed(argparse.Namespace(**vars(given) | {"pier_compress": f"{dimension}={codec}"}))
+        assert reason in str(error.value) or dimension == "gather"
+
+
+def test_a_stream_of_32_bits_between_stages_is_halved() -> None:
+    assert choice.compressed(args(pier_compress="pp=bf16", fp32_residual_connection=True))["pp"].name == "bf16"
+
+
+def test_nothing_to_compress_is_refused() -> None:
+    with pytest.raises(PierConfigError, match=r"compresses nothing in this run: dp: there is one model replica.* Drop it"):
+        choice.compressed(args(pier_compress="hybrid", data_parallel_size=1, pipeline_model_parallel_size=1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_megatron_fsdp": True}, ["--use-megatron-fsdp", "dp=off,gather=off"]),
+        ({"use_torch_fsdp2": True}, ["--use-torch-fsdp2", "dp=off,gather=off"]),
+        ({"ddp_reduce_scatter_with_fp32_accumulation": True}, ["--ddp-reduce-scatter-with-fp32-accumulation", "dp=off"]),
+        ({"use_ring_exchange_p2p": True}, ["--use-ring-exchange-p2p", "pp=off"]),
+        ({"pier_compress": "aggressive", "fp16": True, "bf16": False}, ["int4", "loss scale", "Use --bf16, or dp=int8"]),
+        ({"cuda_graph_impl": "full_iteration"}, ["CUDA graphs of the full iteration", "Capture layers"]),
+    ],
+)
+def test_what_cannot_go_together(changes: dict[str, Any], words: list[str]) -> None:
+    given = args(**changes)
+    with pytest.raises(PierConfigError) as error:
+        choice.check_other_flags(given, choice.compressed(given))
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "pier", "becomes"),
+    [
+        ("hybrid", None, True, "int8"),
+        ("hybrid", "fp32", True, "fp32"),
+        ("hybrid,outer=int4", None, True, "int4"),
+        ("hybrid,outer=int8", "int8", True, "int8"),
+        ("hybrid,outer=off", None, True, None),
+        ("hybrid", None, False, None),
+    ],
+)
+def test_the_outer_step_has_a_flag_of_its_own(policy: str, given: str | None, pier: bool, becomes: str | None) -> None:
+    arguments = args(pier_compress=policy, pier_exchange_dtype=given, pier=pier)
+    choice._set_outer_codec(arguments)
+    assert arguments.pier_exchange_dtype == becomes
+
+
+def test_two_codecs_for_the_outer_step() -> None:
+    arguments = args(pier_compress="outer=int4", pier_exchange_dtype="int8", pier=True)
+    with pytest.raises(PierConfigError, match="--pier-exchange-dtype int8 contradicts --pier-compress outer=int4"):
+        choice._set_outer_codec(arguments)
+
+
+def test_without_the_flag_nothing_is_in_force() -> None:
+    traffic.put_in_force(parse_policy("naive")[0])
+    off = args(pier_compress=None)
+    assert choice._validate(lambda given, defaults: (given, defaults), off, {"seed": 1}) == (off, {"seed": 1})
+    assert all(traffic.codec_in_force(dimension) is None for dimension in DIMENSIONS)
+    assert choice.describe(off) == []
+    assert choice.feedback_bytes_per_parameter(off) == 0
+
+
+def test_what_is_kept_of_gradients_is_told() -> None:
+    given = args(pier_compress="aggressive")
+    assert choice.feedback_bytes_per_parameter(given) == 4
+    assert any("dp: gradients" in line and "4 bytes per parameter" in line for line in choice.describe(given))
+    assert choice.feedback_bytes_per_parameter(args(pier_compress="hybrid")) == 0
+
+
+def test_bytes_are_means_over_the_iterations_since_the_last_log() -> None:
+    traffic.put_in_force(parse_policy("dp=int8,pp=bf16")[0])
+    lines: list[str] = []
+    modules = {"print_rank_last": lines.append, "get_tensorboard_writer": lambda: None}
+
+    def training_log(losses: Any, iteration: int) -> None: ...
+
+    with (
+        mock.patch.object(traffic.versions, "megatron_args", return_value=argparse.Namespace(log_interval=2, iteration=2)),
+        mock.patch.object(traffic.versions, "require", lambda module, name: modules[name]),
+    ):
+        for iteration in (3, 4, 5, 6):
+            traffic.count("dp", iteration * 1e6, 4e6 * iteration)
+            traffic._log(training_log, {}, iteration)
+    assert [line.split(": ")[1] for line in lines] == [
+        "3.500 MB in int8, 14.000 MB without",
+        "5.500 MB in int8, 22.000 MB without",
+    ]
