@@ -44,7 +44,7 @@ class Codec:
     def encode(self, rows: Tensor) -> Tensor:
         """Encodes each row; float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`, to uint8 of ``[m, nbytes(n)]``."""
         if not self.scaled:
-            return rows.to(torch.bfloat16 if self.bits == 16 else torch.float32).view(torch.uint8)
+            return rows.to(torch.bfloat16 if self.bits == 16 else torch.float32).contiguous().view(torch.uint8)
         payloads = torch.empty(len(rows), self.nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
         for part, encoded in zip(self._parts(payloads), _fused_on_gpu(_quantise, rows.is_cuda)(rows, self.bits), strict=True):
             part.copy_(encoded)

@@ -6,6 +6,16 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, Codec
 
+_PIECE = 2**26
+
+
+def piece_numel(ranks: int) -> int:
+    """Elements of each rank's part that are encoded at once: whole blocks, and FP32 of 256 MiB over all ranks.
+
+    It bounds the memory that encoding and decoding take for a moment, however much is sent.
+    """
+    return max(_PIECE // ranks // BLOCK, 1) * BLOCK
+
 
 def padded(numel: int) -> int:
     """The least number of whole blocks, in elements, that ``numel`` elements fit in."""
@@ -47,7 +57,7 @@ def encode_with_feedback(rows: Tensor, codec: Codec, dropped: Tensor | None) -> 
     Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv 1901.09847.
 
     Args:
-        rows: float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`; with ``dropped`` it changes.
+        rows: float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`; with ``dropped`` contiguous, and it changes.
         codec: Of the payloads.
         dropped: What the codec has dropped of earlier rows, replaced by what it drops now; float32 of shape ``[k]``, of the
             first k elements, behind which there is only padding. None for no error feedback.

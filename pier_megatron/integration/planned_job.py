@@ -19,7 +19,7 @@ from pier_megatron.integration.arguments import config_from_args, settle_iterati
 from pier_megatron.integration.batches import counted
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
-from pier_megatron.integration.compression.choice import feedback_bytes_per_parameter
+from pier_megatron.integration.compression import choice
 from pier_megatron.integration.pipeline import layered
 from pier_megatron.integration.registration import register
 from pier_megatron.outer.description import ENTRY, Description
@@ -162,13 +162,15 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     return {
         "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
         "activations, without recomputation": activations(sized, microbatches) * layered.share_of_depth_first(args),
-    } | _dropped_gradients(args)
+    } | _compressed_gradients(args)
 
 
-def _dropped_gradients(args: argparse.Namespace) -> dict[str, float]:
-    """Memory of what a codec drops of gradients, if it is kept for the next ones, in bytes."""
-    each, parameters = feedback_bytes_per_parameter(args), parameters_of_largest_shard(args)
-    return {"gradients dropped by --pier-compress": float(each * parameters)} if each and parameters else {}
+def _compressed_gradients(args: argparse.Namespace) -> dict[str, float]:
+    """Memory that compressed gradients take beside the gradients, in bytes: at most, as if all were on their way at once."""
+    dropped, under_way = choice.bytes_per_gradient(args)
+    parameters = parameters_of_largest_shard(args) or 0
+    sizes = {"dropped by --pier-compress, for the next ones": dropped, "encoded, on their way": under_way}
+    return {f"gradients {name}": size * parameters for name, size in sizes.items() if size}
 
 
 def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_group: int) -> str | None:

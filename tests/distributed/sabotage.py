@@ -24,8 +24,7 @@ from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
 
-from pier_megatron.exchange import codecs
-from pier_megatron.exchange.collectives import Sum
+from pier_megatron.exchange import codecs, encoded
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration import compression, current, gradients, startup
 from pier_megatron.integration.inner.adam import owners
@@ -98,10 +97,11 @@ def _one_size_of_groups(directory: Path) -> Patch:
 
 @contextlib.contextmanager
 def _lossless_codecs(directory: Path) -> Iterator[None]:
-    """What would be compressed goes the same way in FP32, so that nothing but that way can make a difference."""
+    """What would be compressed goes the same way in FP32, so that nothing but that way can make a difference; in pieces."""
     exact = {codec.name: dataclasses.replace(codec, bits=32, scaled=False) for codec in codecs.CODECS.values()}
     with (
         mock.patch.dict(codecs.CODECS, exact),
+        mock.patch.object(encoded, "_PIECE", 2**12),
         mock.patch.object(compression.activations, "saves_bytes", return_value=True),
         mock.patch.object(compression.tensor_parallel, "saves_bytes", return_value=True),
     ):
@@ -125,7 +125,7 @@ def _nothing_between_instances(directory: Path) -> Patch:
     begin = compression.gradients._begin
 
     def only_inside(codec: Any, reduction: Any, *args: Any) -> Any:
-        return begin(codec, reduction, *args) if "whole" in reduction else Sum()
+        return begin(codec, reduction, *args) if "whole" in reduction else []
 
     return mock.patch.object(compression.gradients, "_begin", only_inside)
 
@@ -134,15 +134,18 @@ def _own_part_as_it_is(directory: Path) -> Patch:
     """A rank keeps its own part of the parameters as no other rank sees it."""
 
     def wait(handle: Any) -> None:
-        for whole, gather in handle._gathers:
-            parts = gather.result()
-            size = whole.numel() // len(parts)
+        for place, gather in handle._gathers:
             rank = dist.get_rank(parallel_state.get_data_parallel_group(partial_data_parallel=True, with_context_parallel=True))
-            own = whole.view(len(parts), -1)[rank].clone()
-            whole.copy_(parts[:, :size].reshape(-1))
-            whole.view(len(parts), -1)[rank] = own
+            own = place[rank].clone()
+            place.copy_(gather.result()[:, : place.shape[1]])
+            place[rank] = own
 
     return mock.patch.object(compression.parameters._Handle, "wait", wait)
+
+
+def _small_pieces(directory: Path) -> Patch:
+    """What is sent is encoded in many pieces, as that of a large model."""
+    return mock.patch.object(encoded, "_PIECE", 2**12)
 
 
 def _dropped_gradients_survive_saves(directory: Path) -> Patch:
@@ -373,6 +376,7 @@ _ALL = {
     "lengths that vary": _lengths_that_vary,
     "nothing between instances": _nothing_between_instances,
     "own part as it is": _own_part_as_it_is,
+    "small pieces": _small_pieces,
     "dropped gradients survive saves": _dropped_gradients_survive_saves,
     "used before it has arrived": _used_before_it_has_arrived,
 }

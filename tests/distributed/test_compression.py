@@ -59,21 +59,22 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
         trainings.append(Run(f"{name}, exact", argv + _EXACT, ["weights"], ["lossless codecs", *shapes]))
     pipeline, overlapped, pier = (_ROUTES[name][0] for name in ("1F1B", "1F1B, overlapped", "pier"))
     resumed = _AGGRESSIVE + "--load {directory}/aggressive "
+    keeping = ["small pieces", "dropped gradients survive saves"]
     # Megatron would end a run that receives garbage.
     unchecked = f"{_ROUTES['interleaved'][0]} --rerun-mode disabled --no-check-for-nan-in-loss-and-grad{_EXACT}"
     trainings += [
         Run("hybrid", f"{pipeline} --pier-compress hybrid", ["replica", "census"]),
         Run("naive", f"{overlapped} --pier-compress naive", ["replica"]),
         Run("naive pier", f"{pier} --pier-compress naive", ["replica", "census"]),
-        Run("aggressive", _AGGRESSIVE + "--save {directory}/aggressive", ["main", "replica"], saves=[3, 5]),
+        Run("aggressive", _AGGRESSIVE + "--save {directory}/aggressive", ["main", "replica"], ["small pieces"], saves=[3, 5]),
         # Where a run saves is part of it.
-        Run("resumed at 3", resumed + "--ckpt-step 3 --save {directory}/resumed", ["main"], saves=[5]),
-        Run("resumed at 5", resumed + "--ckpt-step 5", ["main"]),
+        Run("resumed at 3", resumed + "--ckpt-step 3 --save {directory}/resumed", ["main"], ["small pieces"], saves=[5]),
+        Run("resumed at 5", resumed + "--ckpt-step 5", ["main"], ["small pieces"]),
         # Planted bugs.
         Run("unequal", f"{overlapped} --pier-compress naive", ["replica"], ["own part as it is"]),
         Run("apart", pier + _EXACT, [], ["nothing between instances"], fails=True),
         Run("early", unchecked, [], ["lossless codecs", "used before it has arrived"]),
-        Run("kept", _AGGRESSIVE + "--save {directory}/kept", ["main"], ["dropped gradients survive saves"], saves=[3, 5]),
+        Run("kept", _AGGRESSIVE + "--save {directory}/kept", ["main"], keeping, saves=[3, 5]),
     ]
     return launch(directory, corpus, trainings)
 

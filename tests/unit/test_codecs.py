@@ -124,6 +124,14 @@ def test_what_is_worth_encoding(numel: int, dtype: torch.dtype, name: str, parts
     assert saves_bytes(CODECS[name], torch.zeros(numel, dtype=dtype), parts) == saves
 
 
+@pytest.mark.parametrize("name", CODECS)
+def test_columns_of_rows_are_encoded_as_if_they_were_all(name: str) -> None:
+    codec, columns = CODECS[name], rows()[:, 2 * BLOCK : 5 * BLOCK]
+    payloads = codec.encode(columns)
+    assert payloads.is_contiguous()
+    assert torch.equal(payloads, codec.encode(columns.contiguous()))
+
+
 class _Operations(TorchDispatchMode):
     """Counts what would be kernels on a GPU: all operations that are no views."""
 

@@ -167,14 +167,14 @@ def test_without_the_flag_nothing_is_in_force() -> None:
     assert choice._validate(lambda given, defaults: (given, defaults), off, {"seed": 1}) == (off, {"seed": 1})
     assert all(traffic.codec_in_force(dimension) is None for dimension in DIMENSIONS)
     assert choice.describe(off) == []
-    assert choice.feedback_bytes_per_parameter(off) == 0
+    assert choice.bytes_per_gradient(off) == (0, 0)
 
 
 def test_what_is_kept_of_gradients_is_told() -> None:
     given = args(pier_compress="aggressive")
-    assert choice.feedback_bytes_per_parameter(given) == 4
+    assert choice.bytes_per_gradient(given) == (4, 2 * (1 / 2 + 4 / 128))
     assert any("dp: gradients" in line and "4 bytes per parameter" in line for line in choice.describe(given))
-    assert choice.feedback_bytes_per_parameter(args(pier_compress="hybrid")) == 0
+    assert choice.bytes_per_gradient(args(pier_compress="hybrid")) == (0, 2 * (1 + 4 / 128))
 
 
 def test_bytes_are_means_over_the_iterations_since_the_last_log() -> None:

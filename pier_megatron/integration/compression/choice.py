@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.codecs import Codec
+from pier_megatron.exchange.codecs import BLOCK, Codec
 from pier_megatron.exchange.policy import DIMENSIONS, parse_policy
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import uses_pier
@@ -173,10 +173,16 @@ def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> Non
         )
 
 
-def feedback_bytes_per_parameter(args: argparse.Namespace) -> int:
-    """What is kept on the device of what is dropped of gradients, for each parameter of a rank; of validated arguments."""
+def bytes_per_gradient(args: argparse.Namespace) -> tuple[float, float]:
+    """Memory for each parameter of a rank, in bytes, of arguments that have been validated.
+
+    Returns:
+        Of what a codec has dropped, and of what it has encoded while that is sent and received.
+    """
     codec = compressed(args).get("dp") if getattr(args, "pier_compress", None) is not None else None
-    return 4 if codec is not None and has_feedback(codec) else 0
+    if codec is None:
+        return 0.0, 0.0
+    return 4.0 if has_feedback(codec) else 0.0, 2 * codec.nbytes(BLOCK) / BLOCK
 
 
 def describe(args: argparse.Namespace) -> list[str]:

@@ -6,8 +6,9 @@ start, and with stock instances of the distributed optimizer, the sum between in
 
 import contextlib
 import importlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
-from pier_megatron.exchange.encoded import ReduceScatter, as_rows, padded
+from pier_megatron.exchange.encoded import ReduceScatter, as_rows, padded, piece_numel
 from pier_megatron.integration import versions
 from pier_megatron.integration.compression.traffic import codec_in_force, count
 
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
-# What the codec has dropped, by group of buckets: with the scale of its gradients, and by place in the order of reductions.
-_dropped: weakref.WeakKeyDictionary[Any, tuple[float, dict[int, Residual]]] = weakref.WeakKeyDictionary()
+# What the codec has dropped, by group of buckets: with the scale of its gradients, and by place in the order of
+# reductions and of their pieces.
+_dropped: weakref.WeakKeyDictionary[Any, tuple[float, dict[tuple[int, int], Residual]]] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -58,21 +60,21 @@ def _start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any
     with _listed(bucket_group) as reductions:
         start_grad_sync(bucket_group, *args, **kwargs)
     residuals = _residuals_of(bucket_group) if has_feedback(codec) else None
-    sums = (_begin(codec, reduction, residuals, place) for place, reduction in enumerate(reductions))
     if bucket_group.grad_reduce_handle is None:
         with _stream_of(bucket_group):
-            # Each on top of the one before: between instances goes what has been summed inside.
-            for one in sums:
-                _Handle([one]).wait()
+            # One behind the other: between instances goes what has been summed inside.
+            for place, reduction in enumerate(reductions):
+                _Handle(_begin(codec, reduction, residuals, place)).wait()
     elif reductions:
-        bucket_group.grad_reduce_handle = _Handle(list(sums))
+        sums = [_begin(codec, reduction, residuals, place) for place, reduction in enumerate(reductions)]
+        bucket_group.grad_reduce_handle = _Handle(itertools.chain(*sums))
 
 
 class _Handle:
     """What Megatron waits for."""
 
-    def __init__(self, sums: list[Sum]) -> None:
-        self._sums = sums
+    def __init__(self, sums: Iterable[Sum]) -> None:
+        self._sums = list(sums)
 
     def wait(self) -> None:
         for one in self._sums:
@@ -111,7 +113,7 @@ def _stream_of(bucket_group: Any) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.stream(bucket_group.communication_stream) if is_hidden else contextlib.nullcontext()
 
 
-def _residuals_of(bucket_group: Any) -> dict[int, Residual]:
+def _residuals_of(bucket_group: Any) -> dict[tuple[int, int], Residual]:
     """What the codec has dropped of these gradients, as long as they are scaled alike: not when Pier's lazy start ends."""
     scale = bucket_group.buckets[0].gradient_scaling_factor
     if bucket_group not in _dropped or _dropped[bucket_group][0] != scale:
@@ -119,16 +121,29 @@ def _residuals_of(bucket_group: Any) -> dict[int, Residual]:
     return _dropped[bucket_group][1]
 
 
-def _begin(codec: Codec, reduction: Mapping[str, Any], residuals: dict[int, Residual] | None, place: int) -> Sum:
+def _begin(
+    codec: Codec, reduction: Mapping[str, Any], residuals: dict[tuple[int, int], Residual] | None, place: int
+) -> list[Sum]:
+    """Begins one of Megatron's reductions, in pieces."""
     output, group = reduction["output"], reduction["group"]
-    if group.size() == 1:
-        return Sum()
-    divisor = group.size() if reduction.get("op") == dist.ReduceOp.AVG else 1
-    kind = _Scattered if "whole" in reduction else _Summed
-    wire = Wire(codec, group.size())
-    if residuals is not None and place not in residuals:
-        residuals[place] = kind.no_residual(output, wire)
-    return kind(reduction.get("whole", output), output, group, wire, divisor, None if residuals is None else residuals[place])
+    ranks = group.size()
+    if ranks == 1:
+        return []
+    divisor = ranks if reduction.get("op") == dist.ReduceOp.AVG else 1
+    kind: type[_Scattered | _Summed]
+    if "whole" in reduction:
+        kind, size = _Scattered, piece_numel(ranks)
+        wholes = reduction["whole"].view(ranks, -1).split(size, dim=1)
+    else:
+        kind, size = _Summed, piece_numel(1)
+        wholes = output.view(-1).split(size)
+    sums: list[Sum] = []
+    for index, (whole, part) in enumerate(zip(wholes, output.view(-1).split(size), strict=True)):
+        if residuals is not None and (place, index) not in residuals:
+            residuals[place, index] = kind.no_residual(part, Wire(codec, ranks))
+        residual = None if residuals is None else residuals[place, index]
+        sums.append(kind(whole, part, group, Wire(codec, ranks), divisor, residual))
+    return sums
 
 
 class _Scattered(Sum):
@@ -144,6 +159,8 @@ class _Scattered(Sum):
     ) -> None:
         self._output, self._divisor, self._residual = output, divisor, residual
         parts, others = as_rows(whole, wire.groups), wire.groups - 1
+        if residual is not None:
+            parts = parts.contiguous()
         count("dp", others * wire.codec.nbytes(parts.shape[1]), others * whole.nbytes / wire.groups)
         self._sum = ReduceScatter(parts, wire.codec, group, None if residual is None else residual.sent)
 

@@ -4,12 +4,14 @@ A rank's own part is replaced by what the others see of it, too; the FP32 main p
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.encoded import AllGather, as_rows
+from pier_megatron.exchange.codecs import Codec
+from pier_megatron.exchange.encoded import AllGather, as_rows, piece_numel
 from pier_megatron.integration import versions
 from pier_megatron.integration.compression.traffic import codec_in_force, count
 
@@ -37,16 +39,21 @@ def _start(start_param_sync: Callable[..., Any], bucket_group: Any, /, *args: An
         start_param_sync(bucket_group, *args, **kwargs)
     if not listed:
         return
-    gathers = []
-    for whole, own in listed:
-        row, others = as_rows(own, 1), group.size() - 1
-        count("gather", others * codec.nbytes(row.shape[1]), others * own.nbytes)
-        gathers.append((whole, AllGather(row, codec, group)))
-    handle = _Handle(gathers)
+    handle = _Handle([gather for whole, own in listed for gather in _begin(codec, whole, own, group)])
     if bucket_group.param_gather_handle is None:
         handle.wait()
     else:
         bucket_group.param_gather_handle = handle
+
+
+def _begin(codec: Codec, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Tensor, AllGather]]:
+    """Begins one of Megatron's gathers, in pieces: where a piece of all parts belongs, and what is on its way there."""
+    ranks = group.size()
+    size = piece_numel(ranks)
+    for place, part in zip(whole.view(ranks, -1).split(size, dim=1), own.view(-1).split(size), strict=True):
+        row = as_rows(part, 1)
+        count("gather", (ranks - 1) * codec.nbytes(row.shape[1]), (ranks - 1) * part.nbytes)
+        yield place, AllGather(row, codec, group)
 
 
 class _Handle:
@@ -56,6 +63,5 @@ class _Handle:
         self._gathers = gathers
 
     def wait(self) -> None:
-        for whole, gather in self._gathers:
-            parts = gather.result()
-            whole.copy_(parts[:, : whole.numel() // len(parts)].reshape(-1))
+        for place, gather in self._gathers:
+            place.copy_(gather.result()[:, : place.shape[1]])
