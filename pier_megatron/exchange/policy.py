@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import CODECS, Codec
 
-DIMENSIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "dp": ("gradients between data-parallel ranks, in the lazy start also between groups", ("bf16", "int8", "int4")),
-    "pp": ("activations and their gradients between pipeline stages", ("bf16", "int8")),
-    "gather": ("parameters of the distributed optimizer", ("int8",)),
-    "tp": ("activations and their gradients between tensor-parallel ranks", ("bf16", "int8")),
-    "outer": ("pseudo-gradients between groups", ("bf16", "int8", "int4")),
+DIMENSIONS: Mapping[str, str] = {
+    "dp": "gradients between data-parallel ranks, in the lazy start also between groups",
+    "pp": "activations and their gradients between pipeline stages",
+    "gather": "parameters of the distributed optimizer",
+    "tp": "activations and their gradients between tensor-parallel ranks",
+    "outer": "pseudo-gradients between groups",
 }
-"""What travels in a parallel dimension, and the codecs it can bear."""
+"""What travels in a parallel dimension."""
+
+_LOSSY = tuple(name for name, codec in CODECS.items() if not codec.lossless)
 
 OFF = "off"
 """What leaves a dimension of a policy uncompressed."""
@@ -54,10 +56,9 @@ def parse_policy(text: str) -> tuple[dict[str, Codec], set[str]]:
             continue
         if dimension not in DIMENSIONS:
             raise PierConfigError(f"--pier-compress {text}: {dimension!r} is no dimension. Use one of {', '.join(DIMENSIONS)}.")
-        _, possible = DIMENSIONS[dimension]
-        if codec not in (*possible, OFF):
+        if codec not in (*_LOSSY, OFF):
             raise PierConfigError(
-                f"--pier-compress {text}: {dimension} cannot be {codec!r}. Use one of {', '.join((*possible, OFF))}."
+                f"--pier-compress {text}: {dimension} cannot be {codec!r}. Use one of {', '.join((*_LOSSY, OFF))}."
             )
         codecs.pop(dimension, None)
         named.add(dimension)

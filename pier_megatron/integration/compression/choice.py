@@ -114,6 +114,8 @@ def _gather(args: argparse.Namespace, codec: Codec) -> str | None:
         return "without --use-distributed-optimizer no parameters are gathered"
     if args.params_dtype.itemsize == 4:
         return "without --bf16 or --fp16 the parameters are the main parameters themselves, which must not be rounded"
+    if codec.bits == 16:
+        return f"they have 16 bits already, with --{'bf16' if args.bf16 else 'fp16'}; use gather=int8, or leave them"
     if any(getattr(args, name, None) for name in ("fp8_param_gather", "fp4_param_gather")):
         return "--fp8-param-gather and --fp4-param-gather gather them in fewer bits already"
     replicas = args.data_parallel_size * args.context_parallel_size
@@ -158,7 +160,7 @@ def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> Non
         if getattr(args, name, None) and found:
             raise PierConfigError(
                 f"--{name.replace('_', '-')} cannot be used with --pier-compress {args.pier_compress}: both decide how "
-                f"{' and '.join(DIMENSIONS[dimension][0] for dimension in found)} travel. Drop one of them, or add "
+                f"{' and '.join(DIMENSIONS[dimension] for dimension in found)} travel. Drop one of them, or add "
                 f"{','.join(f'{dimension}=off' for dimension in found)} to --pier-compress."
             )
     if captures_full_iterations(args):
@@ -191,7 +193,7 @@ def describe(args: argparse.Namespace) -> list[str]:
         return []
     codecs = compressed(args)
     lines = [f"Pier compress {args.pier_compress}:"]
-    for dimension, (what, _) in DIMENSIONS.items():
+    for dimension, what in DIMENSIONS.items():
         wanted = parse_policy(args.pier_compress)[0].get(dimension)
         if dimension in codecs:
             name = args.pier_exchange_dtype if dimension == "outer" else codecs[dimension].name

@@ -64,7 +64,7 @@ def table(since: Bytes, iterations: int = 1) -> list[str]:
     """Lists what this rank has sent since then, by dimension: a mean over so many iterations."""
     sent, uncompressed = _bytes.sent - since.sent, _bytes.uncompressed - since.uncompressed
     return [
-        f"{dimension} ({DIMENSIONS[dimension][0]}): {sent[dimension] / iterations / 1e6:,.3f} MB in {_codecs[dimension].name}, "
+        f"{dimension} ({DIMENSIONS[dimension]}): {sent[dimension] / iterations / 1e6:,.3f} MB in {_codecs[dimension].name}, "
         f"{uncompressed[dimension] / iterations / 1e6:,.3f} MB without"
         for dimension in sent
     ]
