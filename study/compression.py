@@ -12,8 +12,9 @@ import statistics
 from pathlib import Path
 
 from rows import BATCH, ITERATIONS
-from run import MODEL, VALIDATION, VALIDATION_SEQUENCES, data_arguments, train
+from run import SET_UP, VALIDATION, VALIDATION_SEQUENCES, excerpt, run_worker
 
+from pier_megatron.commands.demo import corpus
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 
 # As much compression for activations and parameters as for gradients.
@@ -60,7 +61,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/compression"), help="folder for the runs (%(default)s)")
     options = parser.parse_args()
     folder = options.output.resolve()
-    data = data_arguments(folder / "corpus")
+    text, validation = corpus.write(folder / "corpus")
+    data = f"--train-data-path {text} --valid-data-path {excerpt(validation)} --test-data-path {validation}"
     seeds = range(1, options.seeds + 1)
     runs = [Run(policy, seed) for seed, policy in itertools.product(seeds, _POLICIES)]
     specification = []
@@ -70,10 +72,10 @@ def main() -> None:
             continue
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        argv = f"{MODEL} {data} {run.arguments(options.iterations)} --tensorboard-dir {place / 'tensorboard'}".split()
+        argv = f"--num-layers 2 {SET_UP} {data} {run.arguments(options.iterations)} --tensorboard-dir {place / 'tensorboard'}".split()
         entry = {"name": run.name, "groups": _RANKS, "argv": argv}
         specification.append(entry | {"done": str(place / "done"), "log": str(place / "log.txt")})
-    train(specification)
+    run_worker(specification)
     ends = {run: TensorBoardLog(folder / run.name).scalars[VALIDATION].values[0] for run in runs}
     print("| policy | validation loss, nats per byte | against none, mean | by seed |\n|---|---|---|---|")
     for policy in _POLICIES:

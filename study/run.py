@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rows import BATCH, ITERATIONS, METHODS, SYNCHRONOUS, TABLES, Row, learning_rate_sweep
 
@@ -27,8 +26,9 @@ _FOLDER = Path(__file__).resolve().parent
 
 # A byte-level GPT of 0.12 million parameters: small enough for hundreds of trainings, on batches of 4096 bytes, which leave a
 # group of 16 some 256 of them.
-MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+_MODEL = "--num-layers 2"
+SET_UP = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 "
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10"
 )
@@ -65,28 +65,6 @@ def main() -> None:
     study.train([each for row in rows for each in (row.baseline, row)])
 
 
-def train(specification: Sequence[Mapping[str, Any]]) -> None:
-    """Runs trainings one after the other, as ``worker.py`` says.
-
-    Raises:
-        subprocess.CalledProcessError: If one failed; what it printed is in its log.
-    """
-    path = [str(_FOLDER), str(_FOLDER.parent / "tools")]
-    # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
-    malloc = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
-    environment = malloc | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(specification, file)
-        file.flush()
-        subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
-
-
-def data_arguments(folder: Path) -> str:
-    """Writes the study's text into a folder, once, and returns the arguments that make Megatron read it."""
-    train, validation = corpus.write(folder)
-    return f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
-
-
 class Study:
     """The folder of a study.
 
@@ -108,7 +86,8 @@ class Study:
         self._known = known or {}
         self._iterations = iterations
         self._logs: dict[Row, TensorBoardLog] = {}
-        self._data = data_arguments(folder / "corpus")
+        train, validation = corpus.write(folder / "corpus")
+        self._data = f"--train-data-path {train} --valid-data-path {excerpt(validation)} --test-data-path {validation}"
 
     def train(self, rows: Sequence[Row]) -> None:
         """Trains those rows that are not there yet.
@@ -126,14 +105,14 @@ class Study:
             folder.mkdir(parents=True)
             entry = {"name": row.name, "groups": row.groups, "argv": self._arguments(row)}
             specification.append(entry | {"done": str(self._done(row)), "log": str(folder / "log.txt")})
-        train(specification)
+        run_worker(specification)
 
     def _arguments(self, row: Row) -> list[str]:
         assert row.learning_rate is not None, "with_rate comes first"
         rate = row.learning_rate * row.batch_scale
         iterations, batch = self._iterations // row.batch_scale, BATCH * row.batch_scale
         arguments = (
-            f"{MODEL} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
+            f"{_MODEL} {SET_UP} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
             f"{batch // row.groups} --seed {row.seed} --lr {rate} --min-lr {rate / 10} --eval-interval {row.interval} "
             f"--eval-iters {VALIDATION_SEQUENCES // batch} "
             f"--tensorboard-dir {self.folder / row.name / 'tensorboard'}"
@@ -190,17 +169,33 @@ class Study:
         return min(ends, key=lambda rate: statistics.mean(ends[rate]))
 
 
-def _excerpt(prefix: Path) -> Path:
+def run_worker(specification: Sequence[Mapping[str, object]]) -> None:
+    """Trains as ``worker.py`` is told, in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: If a training failed.
+    """
+    path = [str(_FOLDER), str(_FOLDER.parent), str(_FOLDER.parent / "tools")]
+    # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
+    malloc = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
+    environment = malloc | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(specification, file)
+        file.flush()
+        subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
+
+
+def excerpt(prefix: Path) -> Path:
     """The validation data that every evaluation reads in full, written once."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    excerpt = prefix.with_name("excerpt")
+    found = prefix.with_name("excerpt")
     text = prefix.with_name("excerpt.txt")
     if not text.exists():
         tokens = IndexedDataset(str(prefix))
         document = max(tokens, key=len)[: VALIDATION_SEQUENCES * _SEQUENCE]
         text.write_bytes(bytes(byte for byte in document if byte != corpus.END_OF_DOCUMENT))
-    return corpus.write_documents(excerpt, [text])
+    return corpus.write_documents(found, [text])
 
 
 if __name__ == "__main__":
