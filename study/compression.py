@@ -72,7 +72,8 @@ def main() -> None:
             continue
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        argv = f"--num-layers 2 {SET_UP} {data} {run.arguments(options.iterations)} --tensorboard-dir {place / 'tensorboard'}".split()
+        places = f"{data} --tensorboard-dir {place / 'tensorboard'}"
+        argv = f"--num-layers 2 {SET_UP} {run.arguments(options.iterations)} {places}".split()
         entry = {"name": run.name, "groups": _RANKS, "argv": argv}
         specification.append(entry | {"done": str(place / "done"), "log": str(place / "log.txt")})
     run_worker(specification)
