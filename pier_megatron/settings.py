@@ -132,3 +132,16 @@ class PipelineSettings:
         "the next one begins, which leaves --overlap-grad-reduce more to hide behind and keeps more activations. Default: "
         "Megatron's depth-first order.",
     )
+    skip_fraction: float = _setting(
+        0.0,
+        "Share of all pairs of a micro-batch and a virtual pipeline stage that are left out in training, in [0, 1), by a table "
+        "that is the same in every step (SkipPipe, arXiv 2502.19913). Changes what is learned: a trade of quality for time.",
+        metavar="SHARE",
+    )
+    skip_seed: int = _setting(0, "Of the drawing of that table.", metavar="SEED")
+    eval_skip: str | None = _setting(
+        None,
+        "Virtual pipeline stages that evaluation leaves out, such as 1,2,5, numbered from 0 in the order of the layers; never "
+        "the first or the last. Default: none.",
+        metavar="STAGES",
+    )

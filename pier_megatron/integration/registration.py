@@ -20,9 +20,10 @@ def register() -> None:
     from pier_megatron.integration import arguments, communication, evaluation, examination, logged_means, training
     from pier_megatron.integration.checkpoint import files, helpers, hooks
     from pier_megatron.integration.inner import torch_adam
-    from pier_megatron.integration.pipeline import layered
+    from pier_megatron.integration.pipeline import layered, skipping
 
-    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means, layered):
+    pipeline = (layered, skipping)
+    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means, *pipeline):
         seam.install()
     if examination.VARIABLE in os.environ:
         examination.install()
