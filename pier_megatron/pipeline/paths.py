@@ -1,8 +1,8 @@
 """Which stages a micro-batch skips: tables of paths, balanced, and the one among them with the shortest step.
 
 After SkipPipe (arXiv 2502.19913), as far as a grid of pipeline and data ranks allows: the first and the last stage are never
-skipped, every other one equally often, and all micro-batches skip equally many. The last micro-batch of a step is whole,
-because Megatron starts the reduction of a stage's gradients in its backward pass.
+skipped, every other one equally often, and all micro-batches skip equally many. The last micro-batch of a step is whole: when
+its backward pass has brought the gradients of a bucket, Megatron begins their reduction, and it misses those that do not come.
 """
 
 import dataclasses

@@ -153,6 +153,8 @@ def backward_cost(args: argparse.Namespace) -> float:
 
 def paths(args: argparse.Namespace, micro_batches: int) -> Paths:
     """The table of a step; the same on every rank, in every step with as many micro-batches, and after a resume."""
+    if not is_skipping(args):
+        return Paths(number_of_stages(args), micro_batches, frozenset())
     seed = getattr(args, "pier_skip_seed", None) or 0
     costs = layers_of_stages(args)
     return search(pipeline(args, micro_batches), args.pier_skip_fraction, seed, costs, backward_cost(args))
@@ -232,8 +234,8 @@ def check_stages(args: argparse.Namespace) -> None:
     if wrong:
         raise PierConfigError(
             f"--pier-eval-skip {args.pier_eval_skip}: {', '.join(map(str, wrong))} cannot be left out. Of {ranks} pipeline "
-            f"ranks x {chunks} virtual stages = {stages} stages, from 0 to {stages - 1}, the first and the last hold the ends of the "
-            f"model. Use stages from 1 to {stages - 2}."
+            f"ranks x {chunks} virtual stages = {stages} stages, from 0 to {stages - 1}, the first and the last hold the ends "
+            f"of the model. Use stages from 1 to {stages - 2}."
         )
 
 
