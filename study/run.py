@@ -26,13 +26,14 @@ _FOLDER = Path(__file__).resolve().parent
 
 # A byte-level GPT of 0.12 million parameters: small enough for hundreds of trainings, on batches of 4096 bytes, which leave a
 # group of 16 some 256 of them.
-_MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+_MODEL = "--num-layers 2"
+SET_UP = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 "
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10"
 )
 _SEQUENCE = 64
-_VALIDATION_SEQUENCES = 256
+VALIDATION_SEQUENCES = 256
 VALIDATION = "lm loss validation"
 
 
@@ -86,7 +87,7 @@ class Study:
         self._iterations = iterations
         self._logs: dict[Row, TensorBoardLog] = {}
         train, validation = corpus.write(folder / "corpus")
-        self._data = f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
+        self._data = f"--train-data-path {train} --valid-data-path {excerpt(validation)} --test-data-path {validation}"
 
     def train(self, rows: Sequence[Row]) -> None:
         """Trains those rows that are not there yet.
@@ -104,23 +105,16 @@ class Study:
             folder.mkdir(parents=True)
             entry = {"name": row.name, "groups": row.groups, "argv": self._arguments(row)}
             specification.append(entry | {"done": str(self._done(row)), "log": str(folder / "log.txt")})
-        path = [str(_FOLDER), str(_FOLDER.parent / "tools")]
-        # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
-        malloc = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
-        environment = malloc | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(specification, file)
-            file.flush()
-            subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
+        run_worker(specification)
 
     def _arguments(self, row: Row) -> list[str]:
         assert row.learning_rate is not None, "with_rate comes first"
         rate = row.learning_rate * row.batch_scale
         iterations, batch = self._iterations // row.batch_scale, BATCH * row.batch_scale
         arguments = (
-            f"{_MODEL} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
+            f"{_MODEL} {SET_UP} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
             f"{batch // row.groups} --seed {row.seed} --lr {rate} --min-lr {rate / 10} --eval-interval {row.interval} "
-            f"--eval-iters {_VALIDATION_SEQUENCES // batch} "
+            f"--eval-iters {VALIDATION_SEQUENCES // batch} "
             f"--tensorboard-dir {self.folder / row.name / 'tensorboard'}"
         ).split()
         if row.method == SYNCHRONOUS:
@@ -175,17 +169,33 @@ class Study:
         return min(ends, key=lambda rate: statistics.mean(ends[rate]))
 
 
-def _excerpt(prefix: Path) -> Path:
+def run_worker(specification: Sequence[Mapping[str, object]]) -> None:
+    """Trains as ``worker.py`` is told, in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: If a training failed.
+    """
+    path = [str(_FOLDER), str(_FOLDER.parent), str(_FOLDER.parent / "tools")]
+    # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
+    malloc = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
+    environment = malloc | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(specification, file)
+        file.flush()
+        subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
+
+
+def excerpt(prefix: Path) -> Path:
     """The validation data that every evaluation reads in full, written once."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    excerpt = prefix.with_name("excerpt")
+    found = prefix.with_name("excerpt")
     text = prefix.with_name("excerpt.txt")
     if not text.exists():
         tokens = IndexedDataset(str(prefix))
-        document = max(tokens, key=len)[: _VALIDATION_SEQUENCES * _SEQUENCE]
+        document = max(tokens, key=len)[: VALIDATION_SEQUENCES * _SEQUENCE]
         text.write_bytes(bytes(byte for byte in document if byte != corpus.END_OF_DOCUMENT))
-    return corpus.write_documents(excerpt, [text])
+    return corpus.write_documents(found, [text])
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
 def _with_equal_validations(build_datasets: Callable[[list[int | None]], Any]) -> Callable[..., Any]:
     """Makes all evaluations read the same data: one epoch of it, again and again, not shuffled together."""
 
-    def build(sizes: list[int], *_: Any, **__: Any) -> Any:
+    def build(sizes: list[int], vp_stage: int | None = None) -> Any:
         train, validation, test = build_datasets([sizes[0], None, sizes[2]])
         epochs = math.ceil(sizes[1] / len(validation))
         assert len(validation) == get_args().eval_iters * get_args().global_batch_size, "an evaluation is one epoch"
