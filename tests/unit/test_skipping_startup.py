@@ -33,9 +33,9 @@ def _of_one_layer() -> Any:
 
 @pytest.mark.usefixtures("_of_one_layer")
 def test_every_phase_is_told_and_the_last_one_shown() -> None:
-    with mock.patch.object(batches, "training_phases", return_value={8: 4, 32: 16}):
+    with mock.patch.object(batches, "training_phases", return_value={16: 8, 32: 16}):
         lines = skipping.describe(args(pier_eval_skip="2,1"))
-    assert lines[0].startswith("Pier skipping: 16 of 16 stages x 4 micro-batches = 25.0% are skipped; 0.")
+    assert lines[0].startswith("Pier skipping: 32 of 16 stages x 8 micro-batches = 25.0% are skipped; 0.")
     assert lines[1].startswith("Pier skipping: 64 of 16 stages x 16 micro-batches = 25.0% are skipped; 0.")
     assert "not measured" in lines[2]
     assert [re.fullmatch(r"  stage +(\d+) on rank (\d) [.#]{15}#", line)[2] for line in lines[3:19]] == list("0123" * 4)
@@ -82,7 +82,7 @@ def test_another_model_is_refused() -> None:
     model = SimpleNamespace(decoder="no block")
     with (
         mock.patch.object(versions, "require", lambda _, name: given.get(name)),
-        pytest.raises(PierConfigError, match="cannot be used with SimpleNamespace: .* such as GPTModel"),
+        pytest.raises(PierConfigError, match=r"cannot be used with SimpleNamespace: .* such as GPTModel"),
     ):
         skipping.make_skippable([model], args())
 

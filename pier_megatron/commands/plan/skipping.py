@@ -46,7 +46,7 @@ def skipping(args: argparse.Namespace, job: Job, cluster: Cluster, flops: float 
 
 def _message(args: argparse.Namespace, cluster: Cluster) -> float:
     """Seconds of a message between stages; on other nodes unless all ranks are on one."""
-    nbytes = _ACTIVATION * args.micro_batch_size * args.seq_length * args.hidden_size / args.context_parallel_size
+    nbytes: float = _ACTIVATION * args.micro_batch_size * args.seq_length * args.hidden_size / args.context_parallel_size
     if args.sequence_parallel:
         nbytes /= args.tensor_model_parallel_size
     if args.world_size <= cluster.gpus_per_node:
