@@ -68,10 +68,9 @@ def main() -> None:
     options = parser.parse_args()
     study = Study(options.output.resolve() / str(options.iterations), options.iterations)
     seeds = range(1, options.seeds + 1)
-    # What is compared with a seed comes before the next one.
-    compared = [row for seed in seeds for row in rows(seed)]
-    study.train(compared)
-    study.evaluate(compared)
+    for seed in seeds:
+        study.train(list(rows(seed)))
+        study.evaluate(list(rows(seed)))
     print(study.table("Equal tokens", [[Row(fraction, seed) for seed in seeds] for fraction in FRACTIONS]))
     print(
         study.table(
