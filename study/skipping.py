@@ -54,7 +54,7 @@ class Row:
     @property
     def share_of_whole_step(self) -> float:
         """Simulated time of a step, as a multiple of that of a step which skips nothing."""
-        costs = [1.0] * PIPELINE.stages
+        costs = (1.0,) * PIPELINE.stages
         skipped = search(PIPELINE, self.fraction, self.seed, costs).skipped
         return makespan(PIPELINE, costs, skipped) / makespan(PIPELINE, costs)
 

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
+from pier_megatron.errors import PierConfigError, division
+
 
 class Pass(NamedTuple):
     """A micro-batch on its way through a stage.
@@ -28,12 +30,24 @@ class Pipeline:
         micro_batches: Of a step.
         group: Micro-batches that a virtual stage takes at a time, if there are several on a rank: as many as there are ranks
             is depth-first, all of them breadth-first.
+
+    Raises:
+        PierConfigError: If ranks would wait for each other for ever, which Megatron refuses at the first step.
     """
 
     ranks: int
     chunks: int
     micro_batches: int
     group: int
+
+    def __post_init__(self) -> None:
+        rest = self.micro_batches % self.group
+        if self.chunks > 1 and not (self.ranks <= self.group <= self.micro_batches and (rest == 0 or rest >= self.ranks)):
+            raise PierConfigError(
+                f"--microbatch-group-size-per-virtual-pipeline-stage {self.group} (by default one for each pipeline rank): "
+                f"{division(self.micro_batches, self.group)} micro-batches of a step, but {self.ranks} pipeline ranks need as "
+                "many at a time, or more, and of the rest too. Use batches with a multiple of the pipeline ranks."
+            )
 
     @property
     def stages(self) -> int:

@@ -6,9 +6,9 @@ its backward pass has brought the gradients of a bucket, Megatron begins their r
 """
 
 import dataclasses
+import functools
 import math
 import random
-from collections.abc import Sequence
 
 from pier_megatron.pipeline.order import Pipeline
 from pier_megatron.pipeline.simulator import BACKWARD, makespan
@@ -74,7 +74,8 @@ def draw(stages: int, micro_batches: int, fraction: float, generator: random.Ran
     return Paths(stages, micro_batches, skipped)
 
 
-def search(pipeline: Pipeline, fraction: float, seed: int, forward: Sequence[float], backward: float = BACKWARD) -> Paths:
+@functools.cache
+def search(pipeline: Pipeline, fraction: float, seed: int, forward: tuple[float, ...], backward: float = BACKWARD) -> Paths:
     """Draws tables and keeps the one whose step takes the least time.
 
     Args:

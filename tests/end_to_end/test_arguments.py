@@ -131,6 +131,10 @@ _REFUSED = {
     f"{_SKIP} --step-batch-size-schedule 0:2,320:16 --train-samples 100 --pier-skip-fraction 0.25": [
         "4 stages x 1 micro-batches (--step-batch-size-schedule, which has 2) = 1",
     ],
+    f"{_SKIP} {_V2} --global-batch-size 18 --pier-skip-fraction 0.25": [
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        "9 = 2 x 4 + 1 micro-batches of a step, but 4 pipeline ranks",
+    ],
     f"{_SKIP} {_SKIP_8} 0.25 --cuda-graph-impl local": [
         "--cuda-graph-impl local cannot be used with --pier-skip-fraction 0.25",
         "replayed in that order",

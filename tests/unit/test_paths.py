@@ -7,20 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.pipeline.order import Pass, Pipeline
 from pier_megatron.pipeline.paths import Paths, draw, most, search, wanted
 from pier_megatron.pipeline.simulator import makespan
 
-_PIPELINES = st.builds(
-    lambda ranks, chunks, micro_batches, group: Pipeline(ranks, chunks, ranks + micro_batches, ranks + group),
-    *(st.integers(*limits) for limits in ((2, 6), (1, 4), (0, 12), (0, 12))),
-).filter(
-    # What Megatron takes: a last group that is not shorter than the pipeline.
-    lambda pipeline: (
-        pipeline.group <= pipeline.micro_batches
-        and (pipeline.micro_batches % pipeline.group == 0 or pipeline.micro_batches % pipeline.group >= pipeline.ranks)
-    )
-)
+# Ranks, virtual stages of each, groups of micro-batches in a step, and how much longer than the ranks each group is.
+_SIZES = st.tuples(*(st.integers(*limits) for limits in ((2, 6), (1, 4), (1, 4), (0, 6))))
 
 
 def spread(counts: list[int]) -> int:
@@ -51,14 +44,14 @@ def test_one_micro_batch_or_two_stages_leave_nothing_to_skip() -> None:
 
 def test_a_seed_is_a_table() -> None:
     pipeline = Pipeline(2, 3, 8, 2)
-    first, again, other = (search(pipeline, 0.25, seed, [1.0] * 6) for seed in (1, 1, 2))
+    first, again, other = (search(pipeline, 0.25, seed, (1.0,) * 6) for seed in (1, 1, 2))
     assert first == again != other
     # Whoever searches with another release of the plugin, or of Python, resumes with the same table.
     assert [first.row(stage) for stage in range(1, 5)] == ["#.#.##.#", ".####..#", ".#.##.##", "#..#.###"]
 
 
 def test_the_search_keeps_the_shortest_step() -> None:
-    pipeline, costs = Pipeline(4, 4, 16, 4), [1.0] * 16
+    pipeline, costs = Pipeline(4, 4, 16, 4), (1.0,) * 16
     found = makespan(pipeline, costs, search(pipeline, 0.25, 0, costs).skipped)
     generator = random.Random(5)
     others = [makespan(pipeline, costs, draw(16, 16, 0.25, generator).skipped) for _ in range(20)]
@@ -82,8 +75,12 @@ def test_bubble(pipeline: Pipeline, over_ideal: float) -> None:
 
 
 @settings(max_examples=50)
-@given(_PIPELINES)
-def test_every_pass_once_and_the_bubble_of_the_formula(pipeline: Pipeline) -> None:
+@given(_SIZES, st.integers(0, 6))
+def test_every_pass_once_and_the_bubble_of_the_formula(sizes: tuple[int, int, int, int], rest: int) -> None:
+    ranks, chunks, groups, longer = sizes
+    group = ranks + longer
+    # A last group may be shorter, but not than the pipeline.
+    pipeline = Pipeline(ranks, chunks, groups * group + (ranks + rest if ranks + rest < group else 0), group)
     everything = {
         Pass(is_backward, stage, micro_batch)
         for is_backward in (False, True)
@@ -97,6 +94,13 @@ def test_every_pass_once_and_the_bubble_of_the_formula(pipeline: Pipeline) -> No
     assert makespan(pipeline, [1.0] * pipeline.stages) >= at_best
     if pipeline.micro_batches % pipeline.ranks == 0 and pipeline.group in (pipeline.ranks, pipeline.micro_batches):
         assert makespan(pipeline, [1.0] * pipeline.stages) == at_best
+
+
+@pytest.mark.parametrize(("micro_batches", "group"), [(9, 4), (8, 2), (2, 4)])
+def test_an_order_without_an_end_is_refused(micro_batches: int, group: int) -> None:
+    with pytest.raises(PierConfigError, match=rf"stage {group} .* 4 pipeline ranks need as many"):
+        Pipeline(4, 2, micro_batches, group)
+    Pipeline(4, 1, micro_batches, group)
 
 
 def test_costs() -> None:

@@ -27,7 +27,7 @@ def args(**changes: Any) -> argparse.Namespace:
 @pytest.fixture
 def _of_one_layer() -> Any:
     """Every stage has one layer."""
-    with mock.patch.object(skipping, "layers_of_stages", lambda given: [1.0] * skipping.number_of_stages(given)):
+    with mock.patch.object(skipping, "layers_of_stages", lambda given: (1.0,) * skipping.number_of_stages(given)):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, Prediction, predict
-from pier_megatron.commands.plan.skipping import skipping, text
+from pier_megatron.commands.plan.skipping import describe_skipping, predict_skipping
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 
@@ -81,7 +81,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
         "break-even interval": prediction.break_even_interval(),
         "modes": _modes(prediction, config),
         "scaling": _scaling(job, args.global_batch_size, cluster, config, flops),
-        "skipping": skipping(args, job, cluster, flops),
+        "skipping": predict_skipping(args, job, cluster, flops),
         "iterations": args.train_iters,
         "verdict": _verdict(prediction, config, job),
     }
@@ -220,7 +220,7 @@ def _text(plan: dict[str, Any]) -> list[str]:
         f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
-        *text(plan["skipping"]),
+        *describe_skipping(plan["skipping"]),
         f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
         "",
         f"{'mean iteration of the run':58} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}",

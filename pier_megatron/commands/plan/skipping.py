@@ -12,7 +12,9 @@ FRACTIONS = (0.0, 0.25, 0.33, 0.5)
 _ACTIVATION = 2
 
 
-def skipping(args: argparse.Namespace, job: Job, cluster: Cluster, flops: float | None = None) -> dict[float, dict[str, float]]:
+def predict_skipping(
+    args: argparse.Namespace, job: Job, cluster: Cluster, flops: float | None = None
+) -> dict[float, dict[str, float]]:
     """Predicts iterations of the local phase by share that is skipped; nothing for a job without inner stages.
 
     The bubble of the whole step is in what a GPU achieves, as everywhere in the planner. What is skipped makes the operations
@@ -54,7 +56,7 @@ def _message(args: argparse.Namespace, cluster: Cluster) -> float:
     return nbytes / (cluster.node_bandwidth / cluster.gpus_per_node) + cluster.latency
 
 
-def text(predicted: dict[float, dict[str, float]]) -> list[str]:
+def describe_skipping(predicted: dict[float, dict[str, float]]) -> list[str]:
     """The same as lines; none for a job without inner stages."""
     if not predicted:
         return []

@@ -112,7 +112,7 @@ def _forward(
 ) -> Any:
     """Runs the layers of a stage, or hands its input on if the micro-batch skips them."""
     if block.training:
-        # Megatron's schedules tell layers which micro-batch comes, for the sake of CUDA graphs. A stage without any is skipped.
+        # Megatron's schedules tell layers which micro-batch comes, for the sake of CUDA graphs. A stage may have none to skip.
         is_skipped = any((stage, layer.current_microbatch) in table(micro_batches()).skipped for layer in block.layers[:1])
     else:
         is_skipped = stage in omitted
@@ -132,7 +132,7 @@ def pipeline(args: argparse.Namespace, micro_batches: int) -> Pipeline:
     return Pipeline(ranks, args.virtual_pipeline_model_parallel_size or 1, micro_batches, group)
 
 
-def layers_of_stages(args: argparse.Namespace) -> list[float]:
+def layers_of_stages(args: argparse.Namespace) -> tuple[float, ...]:
     """Number of layers in each virtual stage of a validated job."""
     config = versions.require("megatron.training.arguments", "core_transformer_config_from_args")(args)
     layout = config.pipeline_model_parallel_layout
@@ -143,7 +143,7 @@ def layers_of_stages(args: argparse.Namespace) -> list[float]:
     else:
         count = layout.get_num_layers_to_build
     chunks, ranks = args.virtual_pipeline_model_parallel_size or 1, args.pipeline_model_parallel_size
-    return [float(count(vp_stage=chunk, pp_rank=rank)) for chunk in range(chunks) for rank in range(ranks)]
+    return tuple(float(count(vp_stage=chunk, pp_rank=rank)) for chunk in range(chunks) for rank in range(ranks))
 
 
 def backward_cost(args: argparse.Namespace) -> float:
