@@ -8,7 +8,7 @@ from pier_megatron.schedules import PRESETS
 
 
 def flag_of(setting: str) -> str:
-    """The flag that sets an attribute of :class:`PierConfig` or of :class:`PipelineSettings`."""
+    """The flag that sets an attribute of :class:`PierConfig` or of :class:`GroupSettings`."""
     not_called_after_it = {"train_iters": "--train-iters", "lazy_start": "--pier-lazy-start-iters"}
     return not_called_after_it.get(setting, "--pier-" + setting.replace("_", "-"))
 
@@ -123,8 +123,8 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelineSettings:
-    """What happens between the pipeline stages of a group, with every optimizer; apart from Pier's outer loop."""
+class GroupSettings:
+    """What happens inside a group, with every optimizer; apart from Pier's outer loop."""
 
     layered: bool = _setting(
         False,
@@ -138,4 +138,17 @@ class PipelineSettings:
         "outer step int8), aggressive (gradients int4 with error feedback), naive (all int8, which costs loss), or "
         "DIMENSION=CODEC of dp, pp, gather, tp, outer; several with commas, as in hybrid,pp=int8,outer=off. Default: nothing.",
         metavar="POLICY",
+    )
+    skip_fraction: float = _setting(
+        0.0,
+        "Share of all pairs of a micro-batch and a virtual pipeline stage that are left out in training, in [0, 1), by a table "
+        "that is the same in every step (SkipPipe, arXiv 2502.19913). Changes what is learned: a trade of quality for time.",
+        metavar="SHARE",
+    )
+    skip_seed: int = _setting(0, "Of the drawing of that table.", metavar="SEED")
+    eval_skip: str | None = _setting(
+        None,
+        "Virtual pipeline stages that evaluation leaves out, such as 1,2,5, numbered from 0 in the order of the layers; never "
+        "the first or the last. Default: none.",
+        metavar="STAGES",
     )

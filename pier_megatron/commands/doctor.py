@@ -60,7 +60,7 @@ def examine(command: LaunchCommand) -> list[str]:
     """
     from pier_megatron.integration import planned_job
     from pier_megatron.integration.compression import choice
-    from pier_megatron.integration.pipeline import layered
+    from pier_megatron.integration.pipeline import layered, skipping
     from pier_megatron.integration.refusals import disappointments, flag
     from pier_megatron.integration.startup import schedule
 
@@ -79,6 +79,7 @@ def examine(command: LaunchCommand) -> list[str]:
     lines += [f"{groups}, preset {config.preset}", *topology.describe()]
     lines += [line.removeprefix("  ") for line in schedule(config)]
     lines += [*layered.describe(args), *choice.describe(args)]
+    lines += [line.removeprefix("  ") for line in skipping.describe(args)]
     lines.append(_outer_state(args, config, command, planned_job.parameters_of_largest_shard(args)))
     checkpoint = planned_job.check_checkpoint(args, config, len(topology.members(0)))
     lines += [f"--load {checkpoint}"] if checkpoint else []
@@ -87,6 +88,7 @@ def examine(command: LaunchCommand) -> list[str]:
         *topology.warnings(),
         *disappointments(args, config),
         *layered.disappointments(args),
+        *skipping.disappointments(args),
         *_start_troubles(args, config, command),
     ]
     lines += [f"WARNING: {warning}" for warning in disappointing]

@@ -15,7 +15,7 @@ from typing import Any
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, division
 from pier_megatron.integration import refusals, versions
-from pier_megatron.settings import PipelineSettings, flag_of
+from pier_megatron.settings import GroupSettings, flag_of
 
 _PREFIX = "pier_"
 
@@ -52,9 +52,9 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     for setting in dataclasses.fields(PierConfig):
         if setting.metadata:
             _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
-    pipeline = parser.add_argument_group("pier pipeline", "Inside a group; with every --optimizer.")
-    for setting in dataclasses.fields(PipelineSettings):
-        _add_argument(pipeline, setting)
+    inside = parser.add_argument_group("pier inside a group", "With every --optimizer.")
+    for setting in dataclasses.fields(GroupSettings):
+        _add_argument(inside, setting)
 
 
 def _add_argument(where: Any, setting: Any) -> None:
@@ -99,7 +99,7 @@ def _translate(args: argparse.Namespace) -> None:
     """Turns ``--optimizer pier`` into what Megatron knows, in place."""
     args.pier = args.optimizer == "pier"
     if not args.pier:
-        with_any = {_PREFIX + setting.name for setting in dataclasses.fields(PipelineSettings)}
+        with_any = {_PREFIX + setting.name for setting in dataclasses.fields(GroupSettings)}
         names = [name for name in vars(args) if name.startswith(_PREFIX) and name not in with_any]
         given = [name for name in names if getattr(args, name) is not None]
         if given:

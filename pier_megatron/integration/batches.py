@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 
 from pier_megatron.integration import versions
+from pier_megatron.integration.checkpoint.files import stored_checkpoint
 
 _BATCHES = "megatron.core.num_microbatches_calculator"
 
@@ -39,6 +41,20 @@ def training_phases(args: argparse.Namespace) -> dict[int, int]:
             # A batch may have been rounded down to nothing (--decrease-batch-size-if-needed).
             samples += max(batch_size(), 1)
     return found
+
+
+def phases_to_come(args: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """As :func:`training_phases`, those that a run will not find behind it: the flag they come from, samples, micro-batches."""
+    ramps = ("step_batch_size_schedule", "rampup_batch_size")
+    ramp = next((name for name in ramps if getattr(args, name, None)), None)
+    phases = list(training_phases(args).items())
+    if ramp and args.load and stored_checkpoint(Path(args.load), getattr(args, "ckpt_step", None)) and not args.finetune:
+        # The first phases may lie behind the checkpoint, and be of a job with fewer replicas.
+        phases = phases[-1:]
+    return [
+        (f"--{ramp.replace('_', '-')}, which has {batch}" if ramp else f"--global-batch-size {batch}", batch, count)
+        for batch, count in phases
+    ]
 
 
 def evaluation_phase(args: argparse.Namespace) -> tuple[int, int]:

@@ -21,9 +21,10 @@ def register() -> None:
     from pier_megatron.integration.checkpoint import files, helpers, hooks
     from pier_megatron.integration.compression import activations, choice, gradients, parameters, tensor_parallel, traffic
     from pier_megatron.integration.inner import torch_adam
-    from pier_megatron.integration.pipeline import layered
+    from pier_megatron.integration.pipeline import layered, skipping
 
-    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means, layered):
+    pipeline = (layered, skipping)
+    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means, *pipeline):
         seam.install()
     for seam in (choice, gradients, parameters, activations, tensor_parallel, traffic):
         seam.install()

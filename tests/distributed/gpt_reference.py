@@ -3,6 +3,8 @@
 Weights are the whole tensors of a ``torch_dist`` checkpoint, by their names there, with the layers stacked in front.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,17 +17,20 @@ def trainable(weights: dict[str, object]) -> dict[str, Tensor]:
     return {name: value.double() for name, value in weights.items() if isinstance(value, Tensor)}
 
 
-def loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
+def loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, omitted: Collection[int] = ()) -> Tensor:
     """Mean cross entropy of a micro-batch.
 
     Args:
         weights: As of :func:`trainable`.
         tokens: Inputs, shape ``[batch, sequence]``.
         labels: The tokens that follow them, same shape.
+        omitted: Layers that the model shall not have, from 0.
     """
     embedding = weights["embedding.word_embeddings.weight"]
     x = embedding[tokens] + weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
     for layer in range(len(weights["decoder.layers.self_attention.linear_proj.weight"])):
+        if layer in omitted:
+            continue
         own = {
             name.removeprefix("decoder.layers."): stacked[layer]
             for name, stacked in weights.items()

@@ -1,5 +1,6 @@
 """Trains with ``pier_megatron.reference`` on the samples that a distributed run recorded."""
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import gpt_reference
@@ -12,15 +13,29 @@ from pier_megatron import PierConfig, reference
 LEARNING_RATE, ADAM_EPS, WEIGHT_DECAY, CLIP_GRAD = 2e-3, 1e-4, 0.01, 1.0
 
 
-def train(recorded: Recorded, config: PierConfig, skipped: Collection[int] = ()) -> dict[str, Tensor]:
-    """Returns the weights after the last iteration, float64, by their names in the checkpoint; nobody trains in ``skipped``."""
+def train(
+    recorded: Recorded, config: PierConfig, skipped: Collection[int] = (), omitted: Sequence[Collection[int]] | None = None
+) -> dict[str, Tensor]:
+    """Trains a model on the samples of a run.
+
+    Args:
+        recorded: The run.
+        config: Its own.
+        skipped: Iterations in which nobody trains.
+        omitted: Layers that each micro-batch of a step does without; the first samples of a rank must be those of its first
+            stage then, in order.
+
+    Returns:
+        The weights after the last iteration, float64, by their names in the checkpoint.
+    """
     initial = gpt_reference.trainable(recorded.weights("initial"))
     names = list(initial)
-    samples = [_samples_of_group(recorded, group) for group in range(config.groups)]
+    samples = [_samples_of_group(recorded, group, len(omitted) if omitted else None) for group in range(config.groups)]
 
     def gradient(parameters: Sequence[Tensor], group: int, iteration: int) -> Sequence[Tensor]:
         weights = {name: parameter.detach().requires_grad_() for name, parameter in zip(names, parameters, strict=True)}
-        losses = [gpt_reference.loss(weights, tokens, labels) for tokens, labels in samples[group][iteration]]
+        paths = zip(samples[group][iteration], itertools.cycle(omitted or [()]), strict=False)
+        losses = [gpt_reference.loss(weights, *batch, path) for batch, path in paths]
         return torch.autograd.grad(torch.stack(losses).mean(), list(weights.values()))
 
     def inner_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -40,11 +55,11 @@ def train(recorded: Recorded, config: PierConfig, skipped: Collection[int] = ())
     return dict(zip(names, final, strict=True))
 
 
-def _samples_of_group(recorded: Recorded, group: int) -> dict[int, list[tuple[Tensor, Tensor]]]:
-    """Micro-batches by iteration, those of each data-parallel rank of the group once."""
+def _samples_of_group(recorded: Recorded, group: int, first: int | None) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Micro-batches by iteration, those of each data-parallel rank of the group once; only the first ones of each if asked."""
     ranks = {rank["data_parallel_rank"]: rank["samples"] for rank in recorded.of_group(group) if "samples" in rank}
     return {
-        iteration: [batch for samples in ranks.values() for batch in samples[iteration]]
+        iteration: [batch for samples in ranks.values() for batch in samples[iteration][:first]]
         for iteration in next(iter(ranks.values()))
     }
 

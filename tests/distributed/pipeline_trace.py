@@ -2,27 +2,31 @@
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import training as megatron_training
 
 
 @contextlib.contextmanager
 def traced(recorder: Any) -> Iterator[None]:
-    """Records by iteration, for the probe ``pipeline``: ``order``, ``held`` and ``evaluated``.
+    """Records by iteration, for the probe ``pipeline``: ``order``, ``held``, ``evaluated`` and ``visits``.
 
     ``order`` has ``F1.2`` for the forward pass of micro-batch 2 through virtual stage 1, ``B1.2`` for the backward one, ``R1``
     for the start of the reduction of its gradients and ``E1.2`` for a pass without gradients; ``held`` the most outputs of
-    forward passes at once that had not been through the backward pass; ``evaluated`` the losses of evaluations.
+    forward passes at once that had not been through the backward pass; ``evaluated`` the losses of evaluations; ``visits`` how
+    often a micro-batch of training has run a layer, by both, layers counted from 0.
     """
     if "pipeline" not in recorder.probes:
         yield
         return
     forward, backward, evaluate = schedules.forward_step, schedules.backward_step, megatron_training.evaluate
+    run_layer = TransformerLayer.forward
     start_reduction = _ParamAndGradBucketGroup.start_grad_sync
     record, waiting = recorder.record, {}
 
@@ -32,11 +36,14 @@ def traced(recorder: Any) -> Iterator[None]:
         if events[-1:] != [event]:
             events.append(event)
 
+    def bucket_groups(chunk: Any) -> list[Any]:
+        return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
     @functools.wraps(forward)
     def recorded_forward(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
         # The model is the third argument in every supported release.
-        place = f"{kwargs['vp_stage']}.{kwargs['current_microbatch']}"
+        place = f"{kwargs.get('vp_stage') or 0}.{kwargs['current_microbatch']}"
         keep(("F" if args[2].training else "E") + place)
         if args[2].training:
             waiting[id(result[0])] = place
@@ -52,8 +59,15 @@ def traced(recorder: Any) -> Iterator[None]:
     @functools.wraps(start_reduction)
     def recorded_reduction(group: Any, *args: Any, **kwargs: Any) -> Any:
         if group.grad_reduce_handle is None:  # else it has been started, and Megatron only makes sure
-            keep(f"R{next(stage for stage, chunk in enumerate(recorder.model) if group in chunk.bucket_groups)}")
+            keep(f"R{next(stage for stage, groups in enumerate(map(bucket_groups, recorder.model)) if group in groups)}")
         return start_reduction(group, *args, **kwargs)
+
+    @functools.wraps(run_layer)
+    def recorded_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer.training:
+            visits = record.setdefault("visits", {}).setdefault(recorder.iteration, Counter())
+            visits[layer.layer_number - 1, layer.current_microbatch] += 1
+        return run_layer(layer, *args, **kwargs)
 
     @functools.wraps(evaluate)
     def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -66,5 +80,6 @@ def traced(recorder: Any) -> Iterator[None]:
         mock.patch.object(schedules, "backward_step", recorded_backward),
         mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", recorded_reduction),
         mock.patch.object(megatron_training, "evaluate", recorded_evaluate),
+        mock.patch.object(TransformerLayer, "forward", recorded_layer),
     ):
         yield

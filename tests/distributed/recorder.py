@@ -307,8 +307,9 @@ def look_on_from_above() -> None:
     @functools.wraps(forward_step)
     def recorded_forward(batches: Any, model: Any) -> Any:
         batch = next(batches)
-        if "samples" in recorder.probes and model.training:
-            samples = recorder.record.setdefault("samples", {}).setdefault(recorder.iteration, [])
+        if "samples" in recorder.probes:
+            kind = "samples" if model.training else "evaluation samples"
+            samples = recorder.record.setdefault(kind, {}).setdefault(recorder.iteration, [])
             samples.append((batch["tokens"].clone(), batch["labels"].clone()))
         return forward_step(iter([batch]), model)
 

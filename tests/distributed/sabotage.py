@@ -1,5 +1,6 @@
 """Planted bugs and injected faults: what each test guards against, so that the test can be seen to fail."""
 
+import argparse
 import contextlib
 import copy
 import dataclasses
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.utils import get_model_config
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
@@ -28,10 +29,11 @@ from pier_megatron.exchange import codecs, encoded
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration import compression, current, gradients, startup
 from pier_megatron.integration.inner.adam import owners
-from pier_megatron.integration.pipeline import layered
+from pier_megatron.integration.pipeline import layered, skipping
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
+from pier_megatron.pipeline.paths import Paths
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -161,6 +163,54 @@ def _used_before_it_has_arrived(directory: Path) -> Patch:
         return request
 
     return mock.patch.object(compression.activations._Arrival, "after", too_early)
+
+
+def _last_micro_batch_skips(directory: Path) -> Patch:
+    """The last micro-batch skips two stages, on two ranks, like any other; in steps of 8 micro-batches and in no others."""
+    search = skipping.paths
+
+    def without_exception(settings: Any, micro_batches: int) -> Paths:
+        paths = search(settings, micro_batches)
+        wrong = {(stage, 7) for stage in (1, 2) if micro_batches == 8}
+        return dataclasses.replace(paths, skipped=paths.skipped | wrong)
+
+    return mock.patch.object(skipping, "paths", without_exception)
+
+
+@contextlib.contextmanager
+def _view_of_the_input(directory: Path) -> Iterator[None]:
+    """A stage that is skipped hands a view of its input on, not a copy; the schedule's complaint is written down.
+
+    If it were raised, the ranks that had not come so far would wait for the others.
+    """
+    forward, deallocate = skipping._forward, schedules.deallocate_output_tensor
+
+    def without_copy(block: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(block, *args, **kwargs)
+        return block.input_tensor.view_as(result) if type(result.grad_fn).__name__ == "CloneBackward0" else result
+
+    def complaining(output: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            deallocate(output, *args, **kwargs)
+        except AssertionError as error:
+            (directory / "refused by the schedule").write_text(str(error))
+            output.data = torch.empty(1)
+
+    with (
+        mock.patch.object(skipping, "_forward", without_copy),
+        mock.patch.object(schedules, "deallocate_output_tensor", complaining),
+    ):
+        yield
+
+
+def _another_table(directory: Path) -> Patch:
+    """The table of a run is not that of the run that it goes on with."""
+    search = skipping.paths
+
+    def redrawn(settings: Any, micro_batches: int) -> Paths:
+        return search(argparse.Namespace(**vars(settings) | {"pier_skip_seed": 1}), micro_batches)
+
+    return mock.patch.object(skipping, "paths", redrawn)
 
 
 def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: Any = None) -> Patch:
@@ -372,6 +422,9 @@ _ALL = {
     "no progress kept": _no_progress_kept,
     "depth-first": _depth_first,
     "one size of groups for all steps": _one_size_of_groups,
+    "the last micro-batch skips": _last_micro_batch_skips,
+    "a view of the input": _view_of_the_input,
+    "another table": _another_table,
     "lossless codecs": _lossless_codecs,
     "lengths that vary": _lengths_that_vary,
     "nothing between instances": _nothing_between_instances,

@@ -28,7 +28,10 @@ _ROUTES = {
     "1F1B": (_PIPELINE + _STEPS + _SHARDED, "dp pp"),
     "1F1B, overlapped": (_PIPELINE + _STEPS + _HIDDEN + "--bf16", "dp pp gather"),
     "interleaved": (_VIRTUAL + _STEPS + _HIDDEN, "dp pp"),
-    "breadth-first": (_VIRTUAL + _STEPS + _HIDDEN + "--bf16 --pier-layered", "dp pp gather"),
+    "breadth-first, some skipped": (
+        _VIRTUAL + _STEPS + _HIDDEN + "--bf16 --pier-layered --pier-skip-fraction 0.2",
+        "dp pp gather",
+    ),
     "whole optimizer on each rank": (_PIPELINE + _STEPS + "--overlap-grad-reduce", "dp pp"),
     "mean in the collective": (_TENSOR + _STEPS + _HIDDEN + "--ddp-average-in-collective", "dp tp"),
     "tensor-parallel": (_TENSOR + _PIPELINE + _STEPS, "pp tp"),

@@ -50,7 +50,12 @@ _PIPELINE = (
     "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"
 )
 _RUNS += [
-    Run(name, _PIPELINE + flag, ["pipeline"]) for name, flag in {"depth-first": "", "breadth-first": " --pier-layered"}.items()
+    Run(name, _PIPELINE + flag, ["pipeline"])
+    for name, flag in {
+        "depth-first": "",
+        "breadth-first": " --pier-layered",
+        "skipping": " --pier-skip-fraction 0.25 --pier-eval-skip 2,5 --eval-interval 4",
+    }.items()
 ]
 
 # Everything that is compressed inside a group goes its way, in FP32.
@@ -113,6 +118,17 @@ def test_what_is_compressed_goes_its_way(runs: dict[str, Recorded], name: str, d
     assert all(f"sent by this rank per iteration, {dimension} " in said for dimension in dimensions.split())
     assert exact.losses == plain.losses
     assert exact.grad_norms == plain.grad_norms
+
+
+def test_stages_are_skipped(runs: dict[str, Recorded]) -> None:
+    whole, skipping = runs["depth-first"], runs["skipping"]
+    for rank, expected in zip(skipping.ranks, whole.ranks, strict=True):
+        assert [e for e in rank["order"][2] if e[0] in "FB"] == [e for e in expected["order"][2] if e[0] in "FB"]
+    # A quarter of 8 layers x 8 micro-batches.
+    assert [sum(rank["visits"][2].total() for rank in run.ranks) for run in (whole, skipping)] == [64, 48]
+    assert len(skipping.losses) == 4
+    assert skipping.losses != whole.losses
+    assert skipping.ranks[-1]["evaluated"][4]["lm loss"] > 0
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])

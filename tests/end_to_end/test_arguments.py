@@ -17,6 +17,7 @@ _ITERATIONS = "--train-iters 1000"
 _PIER = "--optimizer pier --pier-groups 2"
 _WORLD = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 _PP2, _PP4 = (f"--num-layers 8 --pipeline-model-parallel-size {ranks} --pier-layered" for ranks in (2, 4))
+_SKIP, _SKIP_8 = "--pipeline-model-parallel-size 4 --num-layers 8", "--global-batch-size 16 --pier-skip-fraction"
 _V2 = "--num-virtual-stages-per-pipeline-rank 2"
 
 # What must be refused, and what the message must say: the flag, the values, the arithmetic, a remedy.
@@ -122,6 +123,45 @@ _REFUSED = {
         "dp=off",
     ],
     f"{_PIER} --pier-compress outer=int4 --pier-exchange-dtype int8": ["contradicts --pier-compress outer=int4", "Drop one"],
+    f"{_SKIP} {_SKIP_8} 1.0": ["--pier-skip-fraction 1.0 must be in [0, 1)"],
+    f"{_SKIP} {_SKIP_8} -0.1": ["--pier-skip-fraction -0.1 must be in [0, 1)"],
+    "--global-batch-size 32 --pier-skip-fraction 0.25": [
+        "--pier-skip-fraction 0.25: 1 pipeline ranks x 1 virtual stages = 1",
+        "--pipeline-model-parallel-size 3 or more, or 2 with --num-virtual-stages-per-pipeline-rank",
+    ],
+    "--pipeline-model-parallel-size 2 --global-batch-size 32 --pier-eval-skip 1": [
+        "--pier-eval-skip 1: 2 pipeline ranks x 1 virtual stages = 2",
+    ],
+    f"{_SKIP} {_SKIP_8} 0.5": [
+        "--pier-skip-fraction 0.5 of 4 stages x 8 micro-batches (--global-batch-size 16) = 16",
+        "(4 - 2) x (8 - 1) = 14 at most",
+        "Use 0.438 or less, or more micro-batches or virtual stages",
+    ],
+    f"{_SKIP} {_SKIP_8} 0.01": ["= 0: nothing would be skipped", "Use 0.016 or more"],
+    f"{_SKIP} --global-batch-size 2 --pier-skip-fraction 0.25": [
+        "4 stages x 1 micro-batches (--global-batch-size 2) = 1",
+        "(4 - 2) x (1 - 1) = 0 at most. Use more micro-batches or virtual stages",
+    ],
+    f"{_SKIP} --step-batch-size-schedule 0:2,320:16 --train-samples 100 --pier-skip-fraction 0.25": [
+        "4 stages x 1 micro-batches (--step-batch-size-schedule, which has 2) = 1",
+    ],
+    f"{_SKIP} {_V2} --global-batch-size 18 --pier-skip-fraction 0.25": [
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        "9 = 2 x 4 + 1 micro-batches of a step, but 4 pipeline ranks",
+    ],
+    f"{_SKIP} {_SKIP_8} 0.25 --cuda-graph-impl local": [
+        "--cuda-graph-impl local cannot be used with --pier-skip-fraction 0.25",
+        "replayed in that order",
+    ],
+    f"{_SKIP} {_SKIP_8} 0.25 --mtp-num-layers 1 --position-embedding-type rope": [
+        "--mtp-num-layers cannot be used with --pier-skip-fraction 0.25"
+    ],
+    f"{_SKIP} {_SKIP_8} 0.25 --pier-eval-skip 1;2": ["--pier-eval-skip 1;2 is no list of stages", "as in 1,2,5"],
+    f"{_SKIP} --global-batch-size 16 --pier-eval-skip 0,1,4": [
+        "--pier-eval-skip 0,1,4: 0, 4 cannot be left out",
+        "4 pipeline ranks x 1 virtual stages = 4 stages, from 0 to 3",
+        "Use stages from 1 to 2",
+    ],
     f"{_PIER} --optimizer pier --pier-unknown 1": ["unrecognized arguments: --pier-unknown"],
 }
 _ACCEPTED = {
@@ -147,6 +187,12 @@ _ACCEPTED = {
     "compressed": (f"{_PIER} --pier-compress hybrid", _WORLD),
     "compressed, but for the outer step": (f"{_PIER} --pier-compress hybrid,outer=off", _WORLD),
     "compressed, stock": ("--optimizer adam --pier-compress naive --pipeline-model-parallel-size 2", _WORLD),
+    "skipping": (f"{_SKIP} {_SKIP_8} 0.25 --pier-eval-skip 1,2", _WORLD),
+    "skipping, a ramp-up, layered, pier": (
+        f"{_PIER} {_PP4} {_V2} --pier-skip-fraction 0.3 --step-batch-size-schedule 0:8,320:16 --eval-global-batch-size 8 "
+        "--train-samples 8000",
+        _WORLD,
+    ),
     "samples": (f"{_PIER} --train-samples 8000 --lr-decay-samples 8000 --lr-warmup-samples 800", _WORLD),
 }
 
@@ -224,6 +270,12 @@ def test_layered_takes_all_micro_batches_at_a_time(
 def test_a_policy_includes_the_outer_step(outcomes: dict[str, dict[str, object]], name: str, dtype: str | None) -> None:
     assert "error" not in outcomes[name]
     assert outcomes[name]["pier_exchange_dtype"] == dtype
+
+
+@pytest.mark.parametrize("name", ["skipping", "skipping, a ramp-up, layered, pier"])
+def test_stages_may_be_skipped(outcomes: dict[str, dict[str, object]], name: str) -> None:
+    assert "error" not in outcomes[name]
+    assert outcomes[name]["pier_skip_fraction"] in (0.25, 0.3)
 
 
 def test_number_of_nodes_must_be_known(outcomes: dict[str, dict[str, object]]) -> None:

@@ -56,6 +56,8 @@ _INTERLEAVED = _JOB + (
 )
 _LAYERED = _INTERLEAVED + "--pier-layered"
 _COMPRESSED = _INTERLEAVED + "--pier-compress aggressive"
+_SKIPPING = _INTERLEAVED + "--pier-skip-fraction 0.25 --pier-eval-skip 3,7"
+_FLAT = _JOB + "--pipeline-model-parallel-size 4 --global-batch-size 128 --pier-groups 2 --pier-skip-fraction 0.25"
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
@@ -78,11 +80,10 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     """Exit status, standard output and error, by command and job."""
-    looks = [
-        ("doctor", job) for job in (_JOB, _DOUBTFUL, _ALONE, _DOMAINS, _SAMPLES, _GROWING, _LAYERED, _COMPRESSED, *_REFUSED)
-    ]
+    accepted = (_JOB, _DOUBTFUL, _ALONE, _DOMAINS, _SAMPLES, _GROWING, _LAYERED, _SKIPPING, _FLAT, _COMPRESSED)
+    looks = [("doctor", job) for job in (*accepted, *_REFUSED)]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED, _COMPRESSED)] + [
-        ("plan", job) for job in (_JOB, _LARGE)
+        ("plan", job) for job in (_JOB, _LARGE, _INTERLEAVED)
     ]
     flags = {"doctor": "", "plan": "--cluster perlmutter", "plan --json": f"--cluster perlmutter --plot {picture}"}
     process = subprocess.run(
@@ -160,6 +161,27 @@ def test_compression(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     hidden = next(int(size) for size in re.findall(r"--hidden-size (\d+)", _INTERLEAVED))
     length = next(int(size) for size in re.findall(r"--seq-length (\d+)", _INTERLEAVED))
     assert between["wire"] == pytest.approx(2 * 16 * 3 * 4 * length * hidden * 2 / (CLUSTERS["perlmutter"].node_bandwidth / 4))
+
+
+def test_skipping_of_stages(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, findings, _ = said["doctor", _SKIPPING]
+    assert status == 0
+    expected = re.search(r"48 of 12 stages x 16 micro-batches = 25.0% are skipped; (0\.\d+) x the time", findings)
+    assert expected
+    assert re.search(r"^stage  5 on rank 1 [.#]{15}#$", findings, re.MULTILINE)
+    assert "evaluation leaves out 2 of 12 stages: 3, 7" in findings
+    assert "WARNING: --pier-skip-fraction" not in findings
+    assert "WARNING: --pier-skip-fraction 0.25: a step is expected to take 0.9" in said["doctor", _FLAT][1]
+    planned = json.loads(said["plan --json", _INTERLEAVED][1])
+    assert planned["skipping"].keys() == {"0.0", "0.25", "0.33", "0.5"}
+    whole, quarter = planned["skipping"]["0.0"], planned["skipping"]["0.25"]
+    assert whole == {"share": 1.0, "local": planned["prediction"]["local"]}
+    # Messages take the time that they take; at the start they take none.
+    assert float(expected[1]) < quarter["share"] < 1
+    assert whole["local"] * quarter["share"] < quarter["local"] < whole["local"]
+    assert "--pier-skip-fraction (simulated; costs quality): 0: " in said["plan", _INTERLEAVED][1]
+    assert json.loads(said["plan --json", _JOB][1])["skipping"] == {}
+    assert "--pier-skip-fraction" not in said["plan", _JOB][1]
 
 
 def test_fast_networks_that_span_nodes(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:

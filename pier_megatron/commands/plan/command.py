@@ -10,6 +10,7 @@ from typing import Any
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.plan import compression
 from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, Prediction, predict
+from pier_megatron.commands.plan.skipping import describe_skipping, predict_skipping
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 
@@ -82,6 +83,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
         "compression": [dataclasses.asdict(saving) for saving in compression.savings(job, cluster, prediction.compute)],
         "modes": _modes(prediction, config),
         "scaling": _scaling(job, args.global_batch_size, cluster, config, flops),
+        "skipping": predict_skipping(args, job, cluster, flops),
         "iterations": args.train_iters,
         "verdict": _verdict(prediction, config, job),
     }
@@ -222,6 +224,7 @@ def _text(plan: dict[str, Any]) -> list[str]:
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
         *compression.table([compression.Saving(**saving) for saving in plan["compression"]]),
+        *describe_skipping(plan["skipping"]),
         f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
         "",
         f"{'mean iteration of the run':58} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}",

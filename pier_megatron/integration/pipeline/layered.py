@@ -9,13 +9,11 @@ ramp-up of the batch and is another one in evaluation, and that Megatron looks a
 import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import batches, versions
 from pier_megatron.integration.arguments import uses_pier
-from pier_megatron.integration.checkpoint.files import stored_checkpoint
 
 # Of Megatron's configuration and of its arguments.
 _GROUP_SIZE = "microbatch_group_size_per_vp_stage"
@@ -120,14 +118,7 @@ def check_micro_batches(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag, the arithmetic and a remedy.
     """
-    ramps = ("step_batch_size_schedule", "rampup_batch_size")
-    ramp = next((name for name in ramps if getattr(args, name, None)), None)
-    phases = list(batches.training_phases(args).items())
-    if ramp and args.load and stored_checkpoint(Path(args.load), getattr(args, "ckpt_step", None)) and not args.finetune:
-        # The first phases may lie behind the checkpoint, and be of a job with fewer replicas.
-        phases = phases[-1:]
-    for batch, count in phases:
-        source = f"--{ramp.replace('_', '-')}, which has {batch}" if ramp else f"--global-batch-size {batch}"
+    for source, batch, count in batches.phases_to_come(args):
         _check_count(args, source, batch, args.micro_batch_size, count)
     if args.eval_iters or getattr(args, "full_validation", False):
         batch, count = batches.evaluation_phase(args)

@@ -1,0 +1,67 @@
+"""What iterations would take if micro-batches skipped pipeline stages, by the simulator of the schedule."""
+
+import argparse
+import dataclasses
+
+from pier_megatron.commands.plan.model import Cluster, Job, predict
+from pier_megatron.pipeline.paths import most, wanted
+
+FRACTIONS = (0.0, 0.25, 0.33, 0.5)
+
+# Bytes of an activation between stages, in bf16.
+_ACTIVATION = 2
+
+
+def predict_skipping(
+    args: argparse.Namespace, job: Job, cluster: Cluster, flops: float | None = None
+) -> dict[float, dict[str, float]]:
+    """Predicts iterations of the local phase by share that is skipped; nothing for a job without inner stages.
+
+    The bubble of the whole step is in what a GPU achieves, as everywhere in the planner. What is skipped makes the operations
+    of a step fewer by as much as the simulated step becomes shorter, with the table of paths that the run itself would have.
+
+    Args:
+        args: Megatron's, validated.
+        job: Their sizes.
+        cluster: Where it runs.
+        flops: As of :func:`predict`.
+
+    Returns:
+        ``share``, the simulated time of a step as a multiple of a whole one, and ``local``, an iteration in seconds.
+    """
+    from pier_megatron.integration import batches
+    from pier_megatron.integration.pipeline import skipping as seam
+
+    stages, micro_batches = seam.number_of_stages(args), max(batches.training_phases(args).values())
+    layer_passes = 3 * micro_batches * args.num_layers / args.pipeline_model_parallel_size
+    forward = predict(job, cluster, flops).compute / layer_passes
+    found = {}
+    for fraction in FRACTIONS if most(stages, micro_batches) else ():
+        if wanted(stages, micro_batches, fraction) > most(stages, micro_batches):
+            continue
+        skipped = argparse.Namespace(**vars(args) | {"pier_skip_fraction": fraction})
+        share = seam.share_of_whole_step(args, seam.paths(skipped, micro_batches), _message(args, cluster) / forward)
+        local = predict(dataclasses.replace(job, flops=job.flops * share), cluster, flops).local
+        found[fraction] = {"share": share, "local": local}
+    return found
+
+
+def _message(args: argparse.Namespace, cluster: Cluster) -> float:
+    """Seconds of a message between stages; on other nodes unless all ranks are on one."""
+    nbytes: float = _ACTIVATION * args.micro_batch_size * args.seq_length * args.hidden_size / args.context_parallel_size
+    if args.sequence_parallel:
+        nbytes /= args.tensor_model_parallel_size
+    if args.world_size <= cluster.gpus_per_node:
+        return nbytes / cluster.gpu_bandwidth
+    return nbytes / (cluster.node_bandwidth / cluster.gpus_per_node) + cluster.latency
+
+
+def describe_skipping(predicted: dict[float, dict[str, float]]) -> list[str]:
+    """The same as lines; none for a job without inner stages."""
+    if not predicted:
+        return []
+    steps = (
+        f"{fraction:g}: {found['local'] * 1e3:,.0f} ms ({found['share']:.3f} x the compute)"
+        for fraction, found in predicted.items()
+    )
+    return [f"an iteration of the local phase by --pier-skip-fraction (simulated; costs quality): {', '.join(steps)}"]

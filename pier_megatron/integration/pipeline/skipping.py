@@ -1,0 +1,310 @@
+"""Micro-batches that skip pipeline stages in training, and evaluation without some of the stages.
+
+SkipPipe (arXiv 2502.19913) as far as it fits Megatron's grid: a stage that is skipped hands its input on. Schedule and messages
+remain Megatron's, so compute is saved, and no transfer. A stage learns from the micro-batches that have visited it, whose
+gradients are summed and divided by the number of all, as in the paper.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import batches, refusals, versions
+from pier_megatron.integration.pipeline.layered import is_layered
+from pier_megatron.pipeline.order import Pipeline
+from pier_megatron.pipeline.paths import Paths, most, search, wanted
+from pier_megatron.pipeline.simulator import BACKWARD, makespan
+
+# What does not go through a chunk's own block of layers, for each micro-batch in full, by attribute of Megatron's arguments.
+_FSDP = "it gathers and reduces parameters around layers, all of which it expects to run"
+_REFUSED = {
+    "overlap_moe_expert_parallel_comm": "it runs the layers of two micro-batches in turns, past their block",
+    "mtp_num_layers": "stages of multi-token prediction have layers beside the block that would be skipped",
+    "hybrid_layer_pattern": "the layers of a hybrid model are in another block than the one that can be skipped",
+    "fine_grained_activation_offloading": "it expects every micro-batch in every stage",
+    "use_megatron_fsdp": _FSDP,
+    "use_torch_fsdp2": _FSDP,
+}
+
+# Below this gain the start says that skipping is hardly worth its loss.
+_WORTH = 0.95
+
+# Micro-batches of a table that are printed.
+_SHOWN = 96
+
+
+def install() -> None:
+    """Adds the checks to Megatron's validation and the way past a stage to the model."""
+    versions.wrap_validation(_validate)
+    versions.wrap("megatron.training.training", "setup_model_and_optimizer", _set_up)
+
+
+def is_skipping(args: argparse.Namespace) -> bool:
+    """Whether micro-batches skip stages in training."""
+    return bool(getattr(args, "pier_skip_fraction", None))
+
+
+def _is_used(args: argparse.Namespace) -> bool:
+    return is_skipping(args) or getattr(args, "pier_eval_skip", None) is not None
+
+
+def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    result = validate_args(args, *rest, **kwargs)
+    check_fraction(args)
+    if _is_used(args):
+        check_model(args)
+        check_stages(args)
+        if is_skipping(args):
+            check_micro_batches(args)
+        if args.rank == 0:
+            print("\n".join([*describe(args), *(f"  WARNING: {warning}" for warning in disappointments(args))]), flush=True)
+    return result
+
+
+def _set_up(setup_model_and_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    result = setup_model_and_optimizer(*args, **kwargs)
+    settings = versions.megatron_args()
+    if _is_used(settings):
+        chunks, *_ = result
+        make_skippable(chunks, settings)
+    return result
+
+
+def make_skippable(chunks: list[Any], args: argparse.Namespace) -> None:
+    """Gives this rank's inner stages a way past their layers.
+
+    Args:
+        chunks: The rank's virtual stages, in order.
+        args: Megatron's, validated.
+
+    Raises:
+        PierConfigError: If the model is none whose layers are in one block.
+    """
+    rank = versions.require("megatron.core", "parallel_state").get_pipeline_model_parallel_rank()
+    block_of_layers = versions.require("megatron.core.transformer.transformer_block", "TransformerBlock")
+    micro_batches = versions.require("megatron.core.num_microbatches_calculator", "get_num_microbatches")
+    table = functools.cache(functools.partial(paths, args))
+    omitted = omitted_in_evaluation(args)
+    for chunk, model in enumerate(versions.require("megatron.core.utils", "unwrap_model")(chunks)):
+        block = getattr(model, "decoder", None)
+        if not isinstance(block, block_of_layers) or hasattr(model, "encoder"):
+            raise PierConfigError(
+                f"--pier-skip-fraction and --pier-eval-skip cannot be used with {type(model).__name__}: what can be skipped is "
+                "the one TransformerBlock of a model such as GPTModel. Drop them."
+            )
+        stage = chunk * args.pipeline_model_parallel_size + rank
+        if 0 < stage < number_of_stages(args) - 1:
+            block.forward = functools.partial(_forward, block, block.forward, stage, micro_batches, table, omitted)
+
+
+def _forward(
+    block: Any,
+    forward: Callable[..., Any],
+    stage: int,
+    micro_batches: Callable[[], int],
+    table: Callable[[int], Paths],
+    omitted: Collection[int],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs the layers of a stage, or hands its input on if the micro-batch skips them."""
+    if block.training:
+        # Megatron's schedules tell layers which micro-batch comes, for the sake of CUDA graphs. A stage may have none to skip.
+        is_skipped = any((stage, layer.current_microbatch) in table(micro_batches()).skipped for layer in block.layers[:1])
+    else:
+        is_skipped = stage in omitted
+    # A copy: the schedule empties the output of a stage once it is sent, and refuses views.
+    return block.input_tensor.clone() if is_skipped else forward(*args, **kwargs)
+
+
+def number_of_stages(args: argparse.Namespace) -> int:
+    """Virtual stages of the pipeline, those of all ranks together."""
+    return int(args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1))
+
+
+def pipeline(args: argparse.Namespace, micro_batches: int) -> Pipeline:
+    """A step of a validated job, in Megatron's order."""
+    ranks = args.pipeline_model_parallel_size
+    group = micro_batches if is_layered(args) else args.microbatch_group_size_per_vp_stage or ranks
+    return Pipeline(ranks, args.virtual_pipeline_model_parallel_size or 1, micro_batches, group)
+
+
+def layers_of_stages(args: argparse.Namespace) -> tuple[float, ...]:
+    """Number of layers in each virtual stage of a validated job."""
+    config = versions.require("megatron.training.arguments", "core_transformer_config_from_args")(args)
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:
+        count = functools.partial(
+            versions.require("megatron.core.transformer.transformer_block", "get_num_layers_to_build"), config
+        )
+    else:
+        count = layout.get_num_layers_to_build
+    chunks, ranks = args.virtual_pipeline_model_parallel_size or 1, args.pipeline_model_parallel_size
+    return tuple(float(count(vp_stage=chunk, pp_rank=rank)) for chunk in range(chunks) for rank in range(ranks))
+
+
+def backward_cost(args: argparse.Namespace) -> float:
+    """Time of a backward pass in forward passes; full recomputation repeats the forward one."""
+    return BACKWARD + (getattr(args, "recompute_granularity", None) == "full")
+
+
+def paths(args: argparse.Namespace, micro_batches: int) -> Paths:
+    """The table of a step; the same on every rank, in every step with as many micro-batches, and after a resume."""
+    if not is_skipping(args):
+        return Paths(number_of_stages(args), micro_batches, frozenset())
+    seed = getattr(args, "pier_skip_seed", None) or 0
+    costs = layers_of_stages(args)
+    return search(pipeline(args, micro_batches), args.pier_skip_fraction, seed, costs, backward_cost(args))
+
+
+def share_of_whole_step(args: argparse.Namespace, table: Paths, link: float = 0.0) -> float:
+    """Simulated time of a step, as a multiple of that of a step which skips nothing.
+
+    Args:
+        args: Megatron's, validated.
+        table: Of the step.
+        link: Time of a message between stages, in forward passes through a layer.
+    """
+    step, costs, backward = pipeline(args, table.micro_batches), layers_of_stages(args), backward_cost(args)
+    return makespan(step, costs, table.skipped, backward, link) / makespan(step, costs, (), backward, link)
+
+
+def omitted_in_evaluation(args: argparse.Namespace) -> frozenset[int]:
+    """Stages that evaluation leaves out.
+
+    Raises:
+        PierConfigError: If the flag does not list numbers.
+    """
+    given = getattr(args, "pier_eval_skip", None)
+    if given is None:
+        return frozenset()
+    try:
+        return frozenset(int(stage) for stage in given.split(","))
+    except ValueError:
+        raise PierConfigError(
+            f"--pier-eval-skip {given} is no list of stages: write their numbers with commas between them, as in 1,2,5."
+        ) from None
+
+
+def check_fraction(args: argparse.Namespace) -> None:
+    """Refuses what is no share.
+
+    Raises:
+        PierConfigError: With the value and what it may be.
+    """
+    fraction = getattr(args, "pier_skip_fraction", None) or 0.0
+    if not 0 <= fraction < 1:
+        raise PierConfigError(f"--pier-skip-fraction {fraction} must be in [0, 1): a share of the work, such as 0.25.")
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Refuses what would go past the block that can be skipped.
+
+    Raises:
+        PierConfigError: With the flag and the reason.
+    """
+    for name, reason in _REFUSED.items():
+        if getattr(args, name, None):
+            raise PierConfigError(f"{refusals.flag(name)} cannot be used with {_flags(args)}: {reason}. Drop one of them.")
+    graphs = getattr(args, "cuda_graph_impl", None) or "none"
+    if graphs != "none":
+        raise PierConfigError(
+            f"--cuda-graph-impl {graphs} cannot be used with {_flags(args)}: graphs are captured for all micro-batches of all "
+            "stages and replayed in that order. Drop one of them."
+        )
+
+
+def check_stages(args: argparse.Namespace) -> None:
+    """Refuses a pipeline without inner stages, and evaluation without stages that it has not or cannot miss.
+
+    Raises:
+        PierConfigError: With the flag, the arithmetic and a remedy.
+    """
+    ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    stages = number_of_stages(args)
+    if stages < 3:
+        raise PierConfigError(
+            f"{_flags(args)}: {ranks} pipeline ranks x {chunks} virtual stages = {stages}, but the first and the last stage "
+            "are never skipped. Use --pipeline-model-parallel-size 3 or more, or 2 with --num-virtual-stages-per-pipeline-rank."
+        )
+    wrong = sorted(omitted_in_evaluation(args) - set(range(1, stages - 1)))
+    if wrong:
+        raise PierConfigError(
+            f"--pier-eval-skip {args.pier_eval_skip}: {', '.join(map(str, wrong))} cannot be left out. Of {ranks} pipeline "
+            f"ranks x {chunks} virtual stages = {stages} stages, from 0 to {stages - 1}, the first and the last hold the ends "
+            f"of the model. Use stages from 1 to {stages - 2}."
+        )
+
+
+def check_micro_batches(args: argparse.Namespace) -> None:
+    """Refuses a fraction that the steps of some phase cannot have.
+
+    Raises:
+        PierConfigError: With the flag, the arithmetic and a remedy.
+    """
+    stages, fraction = number_of_stages(args), args.pier_skip_fraction
+    for source, _, count in batches.phases_to_come(args):
+        pairs, limit = wanted(stages, count, fraction), most(stages, count)
+        share = f"--pier-skip-fraction {fraction} of {stages} stages x {count} micro-batches ({source}) = {pairs}"
+        if pairs > limit:
+            remedy = f"Use {limit / (stages * count):.3f} or less, or more" if limit else "Use more"
+            raise PierConfigError(
+                f"{share}, but the first and the last stage are whole, and so is the last micro-batch: ({stages} - 2) x "
+                f"({count} - 1) = {limit} at most. {remedy} micro-batches or virtual stages."
+            )
+        if pairs == 0:
+            raise PierConfigError(f"{share}: nothing would be skipped. Use {0.5 / (stages * count):.3f} or more, or drop it.")
+
+
+def describe(args: argparse.Namespace) -> list[str]:
+    """Says who will skip what and how long a step is expected to take, line by line; nothing if nothing is skipped."""
+    lines = []
+    if is_skipping(args):
+        counts = list(dict.fromkeys(batches.training_phases(args).values()))
+        tables = [paths(args, count) for count in counts]
+        for count, table in zip(counts, tables, strict=True):
+            lines.append(
+                f"Pier skipping: {len(table.skipped)} of {table.stages} stages x {count} micro-batches = {table.fraction:.1%} "
+                f"are skipped; {share_of_whole_step(args, table):.3f} x the time of a whole step expected"
+            )
+        lines.append(
+            "  expected, not measured: passes in Megatron's order, as long as their layers are many, backward ones "
+            f"{backward_cost(args):g} x forward ones, no time for messages, for the ends of the model or between steps"
+        )
+        shown = tables[-1]
+        ranks, cut = args.pipeline_model_parallel_size, "..." if counts[-1] > _SHOWN else ""
+        lines += [
+            f"  stage {stage:{len(str(shown.stages - 1))}} on rank {stage % ranks:{len(str(ranks - 1))}} "
+            f"{shown.row(stage)[:_SHOWN]}{cut}"
+            for stage in range(shown.stages)
+        ]
+    omitted = sorted(omitted_in_evaluation(args))
+    if omitted:
+        lines.append(
+            f"Pier skipping: evaluation leaves out {len(omitted)} of {number_of_stages(args)} stages: "
+            f"{', '.join(map(str, omitted))}"
+        )
+    return lines
+
+
+def disappointments(args: argparse.Namespace) -> list[str]:
+    """Where skipping gains little, one sentence each; nothing if nothing is skipped."""
+    if not is_skipping(args):
+        return []
+    share = share_of_whole_step(args, paths(args, max(batches.training_phases(args).values())))
+    if share <= _WORTH:
+        return []
+    return [
+        f"--pier-skip-fraction {args.pier_skip_fraction}: a step is expected to take {share:.3f} x as long as a whole one: "
+        "the ranks of the first and the last stage, which are never skipped, have as much to do as before. Make these stages "
+        "smaller: --num-virtual-stages-per-pipeline-rank, or fewer layers at the ends by --pipeline-model-parallel-layout."
+    ]
+
+
+def _flags(args: argparse.Namespace) -> str:
+    """The flags that are used, with their values."""
+    given = {"--pier-skip-fraction": args.pier_skip_fraction, "--pier-eval-skip": getattr(args, "pier_eval_skip", None)}
+    return " and ".join(f"{name} {value}" for name, value in given.items() if value)

@@ -1,0 +1,101 @@
+"""What ``--pier-skip-fraction`` says before a run begins; what is refused is in ``end_to_end/test_arguments.py``."""
+
+import argparse
+import re
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import batches, versions
+from pier_megatron.integration.pipeline import skipping
+from pier_megatron.pipeline.order import Pipeline
+
+
+def args(**changes: Any) -> argparse.Namespace:
+    given = {
+        "pier_skip_fraction": 0.25,
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": 4,
+        "microbatch_group_size_per_vp_stage": None,
+    }
+    return argparse.Namespace(**given | changes)
+
+
+@pytest.fixture
+def _of_one_layer() -> Any:
+    """Every stage has one layer."""
+    with mock.patch.object(skipping, "layers_of_stages", lambda given: (1.0,) * skipping.number_of_stages(given)):
+        yield
+
+
+@pytest.mark.usefixtures("_of_one_layer")
+def test_every_phase_is_told_and_the_last_one_shown() -> None:
+    with mock.patch.object(batches, "training_phases", return_value={16: 8, 32: 16}):
+        lines = skipping.describe(args(pier_eval_skip="2,1"))
+    assert lines[0].startswith("Pier skipping: 32 of 16 stages x 8 micro-batches = 25.0% are skipped; 0.")
+    assert lines[1].startswith("Pier skipping: 64 of 16 stages x 16 micro-batches = 25.0% are skipped; 0.")
+    assert "not measured" in lines[2]
+    assert [re.fullmatch(r"  stage +(\d+) on rank (\d) [.#]{15}#", line)[2] for line in lines[3:19]] == list("0123" * 4)
+    assert lines[19:] == ["Pier skipping: evaluation leaves out 2 of 16 stages: 1, 2"]
+
+
+@pytest.mark.usefixtures("_of_one_layer")
+@pytest.mark.parametrize(("stages", "gains"), [(None, False), (4, True)])
+def test_where_little_is_gained(stages: int | None, gains: bool) -> None:
+    with mock.patch.object(batches, "training_phases", return_value={32: 16}):
+        found = skipping.disappointments(args(virtual_pipeline_model_parallel_size=stages))
+    assert len(found) == (not gains)
+    assert gains or re.search(r"expected to take 0\.9\d\d x as long .*--num-virtual-stages-per-pipeline-rank", found[0])
+
+
+@pytest.mark.usefixtures("_of_one_layer")
+def test_recomputation_makes_backward_passes_longer() -> None:
+    recomputed = args(recompute_granularity="full")
+    assert (skipping.backward_cost(args()), skipping.backward_cost(recomputed)) == (2, 3)
+    table = skipping.paths(args(), 16)
+    assert skipping.share_of_whole_step(recomputed, table) != skipping.share_of_whole_step(args(), table)
+    assert skipping.share_of_whole_step(args(), table, link=100.0) > skipping.share_of_whole_step(args(), table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "group"),
+    [({}, 4), ({"microbatch_group_size_per_vp_stage": 8}, 8), ({"pier_layered": True}, 16)],
+)
+def test_order_is_the_one_that_the_schedule_will_take(changes: dict[str, Any], group: int) -> None:
+    assert skipping.pipeline(args(**changes), 16) == Pipeline(4, 4, 16, group)
+
+
+def test_without_the_flags_nothing_is_touched() -> None:
+    off = args(pier_skip_fraction=None)
+    assert skipping.describe(off) == skipping.disappointments(off) == []
+    chunk = mock.Mock()
+    with mock.patch.object(versions, "megatron_args", return_value=off):
+        assert skipping._set_up(lambda: ([chunk], "optimizer", "scheduler")) == ([chunk], "optimizer", "scheduler")
+    assert not chunk.mock_calls
+
+
+def test_another_model_is_refused() -> None:
+    given = {"parallel_state": mock.Mock(), "TransformerBlock": int, "unwrap_model": lambda chunks: chunks}
+    model = SimpleNamespace(decoder="no block")
+    with (
+        mock.patch.object(versions, "require", lambda _, name: given.get(name)),
+        pytest.raises(PierConfigError, match=r"cannot be used with SimpleNamespace: .* such as GPTModel"),
+    ):
+        skipping.make_skippable([model], args())
+
+
+def test_only_inner_stages_get_a_way_past_their_layers() -> None:
+    class Block:
+        def forward(self) -> str:
+            return "layers"
+
+    chunks = [SimpleNamespace(decoder=Block()) for _ in range(4)]
+    ranks = mock.Mock()
+    ranks.get_pipeline_model_parallel_rank.return_value = 3
+    given = {"parallel_state": ranks, "TransformerBlock": Block, "unwrap_model": lambda found: found}
+    with mock.patch.object(versions, "require", lambda _, name: given.get(name)):
+        skipping.make_skippable(chunks, args())
+    assert ["forward" in vars(chunk.decoder) for chunk in chunks] == [True, True, True, False]
