@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from pier_megatron.commands.plan.model import HIDING, Cluster, Job, seconds_between_replicas
+from pier_megatron.commands.plan.model import HIDING, Cluster, Job, bandwidth_between_stages, seconds_between_replicas
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 # Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
@@ -67,9 +67,7 @@ def savings(job: Job, cluster: Cluster, compute: float) -> Iterator[Saving]:
             compressed = seconds_between_replicas(job, cluster, ranks, times * _bytes(name) + beside)
             yield Saving(what, f"dp={name}", wire, compressed, times * coding, HIDING * compute)
     if job.sent_between_stages:
-        bandwidth = cluster.gpu_bandwidth
-        if job.gpus > cluster.gpus_per_node:
-            bandwidth = cluster.node_bandwidth / cluster.gpus_per_node
+        bandwidth = bandwidth_between_stages(job.gpus, cluster)
         elements = job.sent_between_stages
         wire, compressed = (elements * size / bandwidth for size in (_ACTIVATION, _bytes("int8")))
         coding = _CODING * elements / cluster.memory_bandwidth

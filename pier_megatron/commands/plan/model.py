@@ -191,6 +191,14 @@ def seconds_between_replicas(job: Job, cluster: Cluster, ranks: int, nbytes: flo
     return traffic * _shards_on_node(job, cluster) / cluster.node_bandwidth
 
 
+def bandwidth_between_stages(gpus: int, cluster: Cluster) -> float:
+    """Bytes per second of one GPU's messages to another stage: on another node, unless all ``gpus`` of the job are on one.
+
+    All GPUs of a node send at once.
+    """
+    return cluster.gpu_bandwidth if gpus <= cluster.gpus_per_node else cluster.node_bandwidth / cluster.gpus_per_node
+
+
 def _exchange(job: Job, cluster: Cluster, nbytes: float) -> float:
     """Seconds to exchange all pseudo-gradients between groups."""
     if job.groups == 1:

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from pier_megatron.commands.plan.model import Cluster, Job, predict
+from pier_megatron.commands.plan.model import Cluster, Job, bandwidth_between_stages, predict
 from pier_megatron.pipeline.paths import most, wanted
 
 FRACTIONS = (0.0, 0.25, 0.33, 0.5)
@@ -51,9 +51,8 @@ def _message(args: argparse.Namespace, cluster: Cluster) -> float:
     nbytes: float = _ACTIVATION * args.micro_batch_size * args.seq_length * args.hidden_size / args.context_parallel_size
     if args.sequence_parallel:
         nbytes /= args.tensor_model_parallel_size
-    if args.world_size <= cluster.gpus_per_node:
-        return nbytes / cluster.gpu_bandwidth
-    return nbytes / (cluster.node_bandwidth / cluster.gpus_per_node) + cluster.latency
+    latency = 0.0 if args.world_size <= cluster.gpus_per_node else cluster.latency
+    return nbytes / bandwidth_between_stages(args.world_size, cluster) + latency
 
 
 def describe_skipping(predicted: dict[float, dict[str, float]]) -> list[str]:
