@@ -162,8 +162,8 @@ class Study:
     def table(self, title: str, columns: Sequence[Sequence[Row]]) -> str:
         """Final losses, and perplexities per byte, mean and standard deviation over the seeds; a column is of one fraction."""
         heads = [
-            f"{column[0].fraction:g}, {statistics.mean(map(self.length, column)):.0f} iterations of "
-            f"{statistics.mean(row.share_of_whole_step for row in column):.3f}"
+            f"F = {column[0].fraction:g}, {statistics.mean(map(self.length, column)):.0f} iterations of "
+            f"{statistics.mean(row.share_of_whole_step for row in column):.3f} of a whole one"
             for column in columns
         ]
         lines = [f"\n### {title}\n", f"| evaluated with | {' | '.join(heads)} |", "|---" * (1 + len(columns)) + "|"]
