@@ -40,7 +40,7 @@ def _write_scores(path: Path, evaluate: Callable[..., Any], *args: Any, **kwargs
     if replicas != 1:
         # Each replica would see others of the sequences, or another part of each.
         raise PierConfigError(f"scoring runs on one replica of the model, and there are {replicas}: start fewer ranks.")
-    chunk = versions.require("megatron.training.utils", "unwrap_model")(versions.given(evaluate, args, kwargs)["model"])[-1]
+    chunk = versions.require("megatron.core.utils", "unwrap_model")(versions.given(evaluate, args, kwargs)["model"])[-1]
     losses: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
 

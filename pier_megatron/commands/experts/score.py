@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pier_megatron.commands.experts import average
 from pier_megatron.commands.experts.jobs import Job, run_all
 from pier_megatron.commands.experts.plan import Model, Plan, torchrun
-from pier_megatron.commands.experts.train import add_folder_argument, trained
+from pier_megatron.commands.experts.train import add_folder_argument, untrained
 from pier_megatron.commands.megatron_log import VALIDATION
 from pier_megatron.errors import PierConfigError
 
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Scores what is not scored yet; returns the exit status."""
     plan = Plan.read(options.folder)
-    untrained = [expert.name for expert in plan.experts if trained(plan, expert) < expert.iterations]
-    if untrained:
-        raise PierConfigError(f"{', '.join(untrained)}: not trained to the end. Run: pier-megatron experts train {plan.folder}")
+    missing_experts = ", ".join(expert.name for expert in untrained(plan))
+    if missing_experts:
+        raise PierConfigError(f"{missing_experts}: not trained to the end. Run: pier-megatron experts train {plan.folder}")
     average.write_all(plan)
     models = scored_models(plan)
     missing = [model for model in models if not _is_scored(plan, model)]

@@ -30,7 +30,7 @@ def add_folder_argument(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains what is missing; returns the exit status."""
     plan = Plan.read(options.folder)
-    missing = [expert for expert in plan.experts if trained(plan, expert) < expert.iterations]
+    missing = untrained(plan)
     print(f"{len(plan.experts) - len(missing)} of {len(plan.experts)} experts are trained", flush=True)
     if options.submit:
         return submit(plan, missing)
@@ -48,14 +48,22 @@ def run(options: argparse.Namespace) -> int:
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, signal.default_int_handler)
     try:
-        failed = run_all(jobs, _progress)
+        run_all(jobs, _progress)
     except KeyboardInterrupt:
         print("\nInterrupted. Run the command again: every expert goes on from its last checkpoint.", file=sys.stderr)
         return 130
-    if failed:
-        names = ", ".join(job.name for job in failed)
-        print(f"Failed: {names}. Run the command again: it goes on from their last checkpoints.", file=sys.stderr)
-    return 1 if failed else 0
+    # Also jobs that ended well but early, on a signal or at the end of their time.
+    unfinished = untrained(plan)
+    for expert in unfinished:
+        print(f"{expert.name}: saved at iteration {trained(plan, expert)} of {expert.iterations}", file=sys.stderr)
+    if unfinished:
+        print("Run the command again: these experts go on from there.", file=sys.stderr)
+    return 1 if unfinished else 0
+
+
+def untrained(plan: Plan) -> list[Expert]:
+    """Experts that are not trained to the end."""
+    return [expert for expert in plan.experts if trained(plan, expert) < expert.iterations]
 
 
 def trained(plan: Plan, expert: Expert) -> int:

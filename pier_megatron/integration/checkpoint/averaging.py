@@ -4,16 +4,17 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
-# Files beside the tensors, which say what was run and how the tensors are stored.
-_DESCRIBING = ("common.pt", "metadata.json")
+# Objects that Megatron asks a model's checkpoint for: what was run, and the empty extra states of layers. What was run is in a
+# file of its own in older releases.
+_OBJECTS = ("common_state/", "_extra_state")
 
 
 def write_mean(checkpoints: Sequence[Path], output: Path) -> None:
@@ -39,17 +40,23 @@ def write_mean(checkpoints: Sequence[Path], output: Path) -> None:
     folder = output / f"iter_{stored[0].iteration:07d}"
     shutil.rmtree(output, ignore_errors=True)
     folder.mkdir(parents=True)
-    state_dict_saver.save(mean | _objects(stored[0].folder), storage_writer=FileSystemWriter(folder), no_dist=True)
-    for name in _DESCRIBING:
-        shutil.copyfile(stored[0].folder / name, folder / name)
+    state_dict_saver.save(
+        mean | _objects(stored[0].folder),
+        storage_writer=FileSystemWriter(folder),
+        # Objects that are dicts stay whole.
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
+    for file in stored[0].folder.iterdir():
+        if file.name != ".metadata" and file.suffix != ".distcp":
+            shutil.copyfile(file, folder / file.name)
     (output / "latest_checkpointed_iteration.txt").write_text(str(stored[0].iteration))
 
 
 def _objects(folder: Path) -> dict[str, object]:
-    """What a model stores beside its weights, such as the empty extra states of its layers, which Megatron asks for."""
     reader = FileSystemReader(folder)
-    keys = [key for key, entry in reader.read_metadata().state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
-    # Placeholders: with them the objects are read whole.
-    found: dict[str, object] = dict.fromkeys((key for key in keys if "_extra_state" in key), torch.zeros(0).tolist())
+    entries = reader.read_metadata().state_dict_metadata.items()
+    names = [key for key, entry in entries if isinstance(entry, BytesStorageMetadata) and any(part in key for part in _OBJECTS)]
+    found: dict[str, object] = dict.fromkeys(names)
     state_dict_loader.load(found, storage_reader=reader, no_dist=True)
     return found
