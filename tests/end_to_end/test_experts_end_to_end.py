@@ -48,7 +48,8 @@ class Ensemble(NamedTuple):
 def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Ensemble:
     home = tmp_path_factory.mktemp("experts")
     data = {name: str(write_documents(home / "data" / name, [text])) for name, text in _TEXTS.items()}
-    seed = f"--train-iters 2 --train-data-path {data['licence']} --save {home / 'seed'}"
+    data_of_seed = f"--train-data-path {data['licence']} --valid-data-path {data['licence']}"
+    seed = f"--train-iters 2 {data_of_seed} --save {home / 'seed'}"
     command = [*torchrun(1), "-m", "pier_megatron", "--device", "cpu", str(_DEMO), *f"{_COMMON} {_SMALL} {seed}".split()]
     execute(command, home / "seed.txt")
     description = {

@@ -79,8 +79,7 @@ def _scores(plan: Plan, domain: str) -> tuple[dict[str, NDArray[np.float64]], in
         elif not np.array_equal(tokens, labels):
             raise PierConfigError(
                 f"{domain}: {model.name} was scored on other tokens, {list(tokens.shape)}, than {first}, {list(labels.shape)}. "
-                "All sizes need the same tokenizer, --seq-length and "
-                "--micro-batch-size; remove their scores folders and score again."
+                "All sizes need the same tokenizer and --seq-length; remove their scores folders and score again."
             )
     if len(labels) < 2:
         raise PierConfigError(

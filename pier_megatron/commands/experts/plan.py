@@ -64,7 +64,7 @@ class Model:
         arguments: Megatron's, without data, schedule and checkpoints.
         seed: Folder of the seed model's checkpoints, or None.
         ranks: Tensor- and pipeline-parallel ranks together: those that hold the model once.
-        micro_batch: Sequences in a micro-batch.
+        micro_batch: Sequences that are scored at once.
     """
 
     arguments: tuple[str, ...]
@@ -160,7 +160,8 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
             (*ensemble.arguments, *size.arguments),
             None if size.seed is None else str(size.seed),
             validated[name].tensor_model_parallel_size * validated[name].pipeline_model_parallel_size,
-            validated[name].micro_batch_size,
+            # The last micro-batch may be smaller, which a pipeline does not take.
+            validated[name].micro_batch_size if validated[name].pipeline_model_parallel_size == 1 else 1,
         )
         for name, size in ensemble.sizes.items()
     }
