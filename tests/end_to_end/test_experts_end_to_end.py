@@ -90,7 +90,7 @@ def test_plan_has_equal_operations(ensemble: Ensemble) -> None:
 
 
 def test_failure_stops_nobody_and_training_goes_on(ensemble: Ensemble) -> None:
-    assert "MHe-IHo/code: failed with status 1: ValueError: a planted failure" in ensemble.failed
+    assert re.search(r"MHe-IHo/code: failed with status 1: .*ValueError: a planted failure", ensemble.failed)
     assert "MHe-IHo/licence: done" in ensemble.failed
     assert "MHe-IHo/code: saved at iteration 2 of" in ensemble.failed
     assert ensemble.resumed.startswith("1 of 2 experts are trained\nMHe-IHo/code: started\n")
@@ -170,7 +170,8 @@ def test_mixture_is_that_of_one_process_with_all_experts(
 def test_table_has_every_model(ensemble: Ensemble) -> None:
     for name in ("seed/small", "MHe-IHo/licence", "MHe-IHo/code", "MHe-IHo, uniform prior", "MHe-IHo, cached prior"):
         assert re.search(rf"^{name} +\d+\.\d{{4}}[ *] +\d+\.\d{{4}}[ *]$", ensemble.mixed, re.MULTILINE)
-    assert ensemble.mixed.count("*") == len(_TEXTS)
+    # As low as the lowest, where two are equal to all digits shown.
+    assert ensemble.mixed.count("*") >= len(_TEXTS)
     assert (ensemble.folder / "mixture.png").stat().st_size > 1000
 
 

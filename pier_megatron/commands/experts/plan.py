@@ -153,7 +153,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
     Raises:
         PierConfigError: If Megatron refuses the arguments of a job, or another plan has been trained in the folder.
     """
-    validated = {name: _validated(ensemble, name, ("--train-iters", "1")) for name in ensemble.sizes}
+    validated = {name: _validated(ensemble, name, ("--train-iters", str(ensemble.iterations))) for name in ensemble.sizes}
     operations = {name: sizes_of(args).flops for name, args in validated.items()}
     models = {
         name: Model(
