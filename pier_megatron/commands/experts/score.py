@@ -127,7 +127,6 @@ def _job(plan: Plan, model: Scored, place: int) -> Job:
 
 def _arguments(plan: Plan, model: Scored, size: Model) -> list[str]:
     """Megatron's: the model in full, one micro-batch after the other, one epoch of each domain's validation text."""
-    several = ["--multiple-validation-sets"] if len(plan.domains) > 1 else []
     return [
         *_without_training(size.arguments),
         *("--optimizer", "adam", "--skip-train", "--train-iters", "1", "--no-load-optim", "--no-load-rng", "--finetune"),
@@ -135,7 +134,8 @@ def _arguments(plan: Plan, model: Scored, size: Model) -> list[str]:
         # Data in the same order for all, whatever they were trained with.
         *("--seed", "1234", "--micro-batch-size", str(size.micro_batch), "--global-batch-size", str(size.micro_batch)),
         *("--context-parallel-size", "1", "--expert-model-parallel-size", "1"),
-        *("--full-validation", *several, "--valid-data-path", *plan.domains.values()),
+        # Also where there is one domain: Megatron 0.19 does not evaluate one set in full otherwise.
+        *("--full-validation", "--multiple-validation-sets", "--valid-data-path", *plan.domains.values()),
     ]
 
 
