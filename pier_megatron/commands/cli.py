@@ -16,6 +16,7 @@ COMMANDS = {
     "plot": "overlay runs from their TensorBoard logs",
     "export": "turn a checkpoint into a Hugging Face GPT-2",
     "evaluate": "run the paper's thirteen downstream tasks on a model",
+    "experts": "plan, train, score and mix experts that never talk",
 }
 
 
@@ -23,9 +24,11 @@ def parser() -> argparse.ArgumentParser:
     """Builds the parser, which shtab, for one, makes shell completion of."""
     from pier_megatron.commands import doctor, evaluate, export, plot
     from pier_megatron.commands.demo import run as demo
+    from pier_megatron.commands.experts import command as experts
     from pier_megatron.commands.plan import command as plan
 
     modules = {"demo": demo, "doctor": doctor, "plan": plan, "plot": plot, "export": export, "evaluate": evaluate}
+    modules["experts"] = experts
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"pier-megatron {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="name")

@@ -85,13 +85,24 @@ class LaunchCommand:
         Raises:
             PierConfigError: If Megatron or the plugin refuses it, or it does not use Pier.
         """
-        import torch
-
-        if not torch.cuda.is_available():
-            emulation.install()
+        _stand_in_for_a_gpu()
         from pier_megatron.integration import planned_job
 
         return planned_job.planned_job(self.ranks, self.ranks_per_node, [self.script, *self.arguments])
+
+    def validated_arguments(self) -> argparse.Namespace:
+        """As :meth:`planned_job`, of a job with any optimizer: Megatron's arguments."""
+        _stand_in_for_a_gpu()
+        from pier_megatron.integration import planned_job
+
+        return planned_job.validated_arguments(self.ranks, self.ranks_per_node, [self.script, *self.arguments])[0]
+
+
+def _stand_in_for_a_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        emulation.install()
 
 
 def add_command_argument(parser: argparse.ArgumentParser) -> None:

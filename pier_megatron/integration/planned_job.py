@@ -54,14 +54,15 @@ def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> Planned
     Raises:
         PierConfigError: If Megatron or the plugin refuses them, or the job does not use Pier.
     """
-    register()
-    args, unknown = _parsed_arguments(ranks, ranks_per_node, argv)
+    args, unknown = validated_arguments(ranks, ranks_per_node, argv)
     if not uses_pier(args):
         raise PierConfigError("the job does not use Pier: it has no --optimizer pier.")
     return PlannedJob(args, config_from_args(args), unknown)
 
 
-def _parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def validated_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """As :func:`planned_job`, of a job with any optimizer: Megatron's arguments, and words that it does not know."""
+    register()
     environment = {
         "RANK": "0",
         "WORLD_SIZE": str(ranks),
@@ -156,7 +157,7 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes."""
     sized = _with_vocabulary(args) or args
     # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
-    sizes = _with(sized, data_parallel_size=args.data_parallel_size // args.pier_groups)
+    sizes = _with(sized, data_parallel_size=args.data_parallel_size // (args.pier_groups or 1))
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
     return {

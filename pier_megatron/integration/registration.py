@@ -17,7 +17,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, communication, evaluation, examination, logged_means, training
+    from pier_megatron.integration import arguments, communication, evaluation, examination, logged_means, scoring, training
     from pier_megatron.integration.checkpoint import files, helpers, hooks
     from pier_megatron.integration.compression import activations, choice, gradients, parameters, tensor_parallel, traffic
     from pier_megatron.integration.inner import torch_adam
@@ -30,4 +30,6 @@ def register() -> None:
         seam.install()
     if examination.VARIABLE in os.environ:
         examination.install()
+    if scoring.VARIABLE in os.environ:
+        scoring.install()
     _registered = True

@@ -26,6 +26,11 @@ def loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, omitted: Co
         labels: The tokens that follow them, same shape.
         omitted: Layers that the model shall not have, from 0.
     """
+    return functional.cross_entropy(logits(weights, tokens, omitted).flatten(0, 1), labels.flatten())
+
+
+def logits(weights: dict[str, Tensor], tokens: Tensor, omitted: Collection[int] = ()) -> Tensor:
+    """Logits ``[batch, sequence, vocabulary]``, of arguments as for :func:`loss`."""
     embedding = weights["embedding.word_embeddings.weight"]
     x = embedding[tokens] + weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
     for layer in range(len(weights["decoder.layers.self_attention.linear_proj.weight"])):
@@ -42,7 +47,7 @@ def loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, omitted: Co
         else:
             x = x + _linear(own, "mlp.linear_fc2", functional.gelu(_linear(own, "mlp.linear_fc1", _mlp_norm(own, x))))
     x = _norm(x, weights["decoder.final_layernorm.weight"], weights["decoder.final_layernorm.bias"])
-    return functional.cross_entropy((x @ embedding.T).flatten(0, 1), labels.flatten())
+    return x @ embedding.T
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

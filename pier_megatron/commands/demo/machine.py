@@ -4,21 +4,18 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pier_megatron.commands.megatron_log import PROGRESS
 from pier_megatron.cpu.emulation import missing_cpu_flags
 from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError, running
 
 _NODES = 2
 _PORT = 29611
-
-# How far a training is, in Megatron's log.
-_PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: ([\d.E+-]+)")
 
 _ENVIRONMENT = {
     # One thread per process: the processes share the cores.
@@ -131,7 +128,7 @@ def _follow(processes: Sequence["subprocess.Popen[str]"], log: Path) -> None:
     with log.open(errors="replace") as file:
         while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
             time.sleep(0.5)
-            found = _PROGRESS.findall(file.read())
+            found = PROGRESS.findall(file.read())
             if not found and shown:
                 continue
             seconds = time.monotonic() - begin

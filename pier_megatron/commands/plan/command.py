@@ -66,7 +66,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     from pier_megatron.integration import planned_job
 
     found = command.planned_job()
-    args, config, job = found.args, found.config, _job(found.args)
+    args, config, job = found.args, found.config, sizes_of(found.args)
     flops = None if tflops is None else tflops * 1e12
     prediction = predict(job, cluster, flops)
     return {
@@ -74,7 +74,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
         "gpus": job.gpus,
         "parameters per rank": job.shard,
         "calibrated": cluster.is_calibrated,
-        "memory": planned_job.memory(args) | _outer_memory(config, job.owned),
+        "memory": planned_job.memory(args) | outer_memory(config, job.owned),
         "memory of a GPU": cluster.memory,
         "prediction": dataclasses.asdict(prediction),
         "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
@@ -89,8 +89,12 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     }
 
 
-def _job(args: argparse.Namespace) -> Job:
-    """Sizes of a job, from Megatron's arguments."""
+def sizes_of(args: argparse.Namespace) -> Job:
+    """Sizes of a job, from Megatron's arguments.
+
+    Raises:
+        PierConfigError: If the vocabulary's size is unknown.
+    """
     from pier_megatron.integration import planned_job
 
     flops, shard = planned_job.operations(args), planned_job.parameters_of_largest_shard(args)
@@ -98,10 +102,10 @@ def _job(args: argparse.Namespace) -> Job:
         raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
     replicas = args.data_parallel_size * args.context_parallel_size
     between_stages = planned_job.elements_between_stages(args)
-    return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups, between_stages)
+    return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups or 1, between_stages)
 
 
-def _outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
+def outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
     """What Pier takes of a GPU's memory, in bytes, for so many owned parameters."""
     from pier_megatron.outer.memory import bytes_per_parameter, work_bytes
 

@@ -1,0 +1,323 @@
+"""``pier-megatron experts plan``: from a description to jobs, each with an argument file and launch scripts."""
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pier_megatron.commands.experts.budget import Share, shares
+from pier_megatron.commands.experts.description import DENSE, Ensemble, Machines
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.plan.command import outer_memory, sizes_of
+from pier_megatron.commands.plan.model import CLUSTERS, predict
+from pier_megatron.cpu.emulation import missing_cpu_flags
+from pier_megatron.errors import PierConfigError
+
+PLAN = "plan.json"
+
+# Saved so often, unless the description says how often, that a failure costs a tenth of a training.
+_SAVES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Expert:
+    """One job.
+
+    Attributes:
+        name: Variant and expert, such as ``MHe-IHo/code``; also its folder below the plan's.
+        domains: Names of what it is trained on.
+        size: Name of its size.
+        iterations: Of its training.
+        operations: Of its training, by Megatron's own count.
+        devices: Numbers of the GPUs that it takes on each of its nodes; on the CPU, of processes.
+        nodes: Numbers of its nodes.
+        memory: Of a rank, predicted, in bytes.
+        hours: Predicted; None without a cluster.
+    """
+
+    name: str
+    domains: tuple[str, ...]
+    size: str
+    iterations: int
+    operations: float
+    devices: tuple[int, ...]
+    nodes: tuple[int, ...]
+    memory: float
+    hours: float | None
+
+    @property
+    def variant(self) -> str:
+        """Name of the variant that it belongs to."""
+        return self.name.partition("/")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is needed to score models of one size.
+
+    Attributes:
+        arguments: Megatron's, without data, schedule and checkpoints.
+        seed: Folder of the seed model's checkpoints, or None.
+        ranks: Tensor- and pipeline-parallel ranks together: those that hold the model once.
+        micro_batch: Sequences that are scored at once.
+    """
+
+    arguments: tuple[str, ...]
+    seed: str | None
+    ranks: int
+    micro_batch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An ensemble that is ready to be trained.
+
+    Attributes:
+        folder: Where everything of it is.
+        script: Training script.
+        device: ``cuda`` or ``cpu``.
+        gpus_per_node: Ranks that this node takes; on the CPU, processes.
+        homogeneous: Name of the size of all experts where sizes do not differ.
+        domains: Path prefixes of what is scored, by domain: those that are trained on first.
+        trained: Names of the domains that are trained on.
+        models: By the name of the size.
+        experts: All jobs.
+    """
+
+    folder: Path
+    script: str
+    device: str
+    gpus_per_node: int
+    homogeneous: str
+    domains: Mapping[str, str]
+    trained: tuple[str, ...]
+    models: Mapping[str, Model]
+    experts: tuple[Expert, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Plan":
+        """Reads a plan.
+
+        Raises:
+            PierConfigError: If there is none.
+        """
+        file = folder / PLAN
+        if not file.is_file():
+            raise PierConfigError(f"{folder}: no {PLAN} in it. Write one: pier-megatron experts plan FILE --output {folder}")
+        stored = json.loads(file.read_text())
+        stored["models"] = {name: Model(**_tuples(model)) for name, model in stored["models"].items()}
+        stored["experts"] = tuple(Expert(**_tuples(expert)) for expert in stored["experts"])
+        return cls(folder=folder.resolve(), **_tuples(stored))
+
+    def write(self) -> None:
+        """Writes the plan."""
+        stored = dataclasses.asdict(self)
+        del stored["folder"]
+        (self.folder / PLAN).write_text(json.dumps(stored, indent=1))
+
+    def checkpoints(self, name: str) -> Path:
+        """Folder of an expert's checkpoints."""
+        return self.folder / name / "checkpoints"
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own flags."""
+    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="description of the ensemble: docs/experts.md")
+    parser.add_argument("--output", type=Path, default=Path("runs/experts"), help="folder for all of it (%(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plans; returns the exit status."""
+    plan = make(Ensemble.read(options.file), options.output.resolve())
+    print("\n".join(table(plan)))
+    print(f"Written to {plan.folder}. Go on with: pier-megatron experts train {options.output}")
+    return 0
+
+
+def make(ensemble: Ensemble, folder: Path) -> Plan:
+    """Writes a plan: one folder per expert with its arguments and launch scripts.
+
+    Args:
+        ensemble: What was described.
+        folder: Where to.
+
+    Raises:
+        PierConfigError: If Megatron refuses the arguments of a job, or another plan has been trained in the folder.
+    """
+    validated = {name: _validated(ensemble, name, ("--train-iters", str(ensemble.iterations))) for name in ensemble.sizes}
+    operations = {name: sizes_of(args).flops for name, args in validated.items()}
+    models = {
+        name: Model(
+            (*ensemble.arguments, *size.arguments),
+            None if size.seed is None else str(size.seed),
+            validated[name].tensor_model_parallel_size * validated[name].pipeline_model_parallel_size,
+            # The last micro-batch may be smaller, which a pipeline does not take.
+            validated[name].micro_batch_size if validated[name].pipeline_model_parallel_size == 1 else 1,
+        )
+        for name, size in ensemble.sizes.items()
+    }
+    experts: list[Expert] = []
+    for variant in ensemble.variants:
+        for share in shares(ensemble, variant, operations):
+            name = f"{variant}/{share.name}"
+            arguments = _arguments(ensemble, share, folder / name)
+            args = _validated(ensemble, share.size, arguments)
+            memory, hours = _predicted(args, ensemble.machines.cluster)
+            place = _places(ensemble.machines, len(experts))
+            total = operations[share.size] * share.iterations
+            experts.append(Expert(name, share.domains, share.size, share.iterations, total, *place, memory, hours))
+    plan = Plan(
+        folder,
+        str(ensemble.script),
+        ensemble.device,
+        ensemble.machines.gpus_per_node,
+        ensemble.homogeneous,
+        {name: str(prefix) for name, prefix in ensemble.validation.items()},
+        tuple(ensemble.domains),
+        models,
+        tuple(experts),
+    )
+    _check_nothing_is_lost(plan)
+    for expert in plan.experts:
+        share = Share(expert.name.partition("/")[2], expert.domains, expert.size, expert.iterations)
+        _write_scripts(plan, expert, _arguments(ensemble, share, folder / expert.name))
+    plan.write()
+    return plan
+
+
+def _validated(ensemble: Ensemble, size: str, more: Iterable[str]) -> argparse.Namespace:
+    """Arguments of a job as Megatron understands them."""
+    arguments = (*ensemble.arguments, *ensemble.sizes[size].arguments, *more)
+    if ensemble.device == "cpu":
+        arguments += tuple(missing_cpu_flags(arguments))
+    machines = ensemble.machines
+    on_node = min(machines.ranks_per_expert, machines.gpus_per_node)
+    launch = LaunchCommand(machines.ranks_per_expert // on_node, on_node, str(ensemble.script), arguments)
+    try:
+        return launch.validated_arguments()
+    except PierConfigError as error:
+        raise PierConfigError(f"experts of size {size}: {error}") from error
+
+
+def _arguments(ensemble: Ensemble, share: Share, folder: Path) -> tuple[str, ...]:
+    """What Megatron is told of one expert beside its size: schedule, data and checkpoints."""
+    size = ensemble.sizes[share.size]
+    domains = [ensemble.domains[name] for name in share.domains]
+    # A blend of several datasets says how much of each.
+    weight = ("1",) if len(domains) > 1 else ()
+    train = [word for domain in domains for word in (*weight, str(domain.train))]
+    validation = [word for domain in domains for word in (*weight, str(domain.validation))]
+    words = ["--train-iters", str(share.iterations), "--train-data-path", *train, "--valid-data-path", *validation]
+    words += ["--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")]
+    if "--save-interval" not in (*ensemble.arguments, *size.arguments):
+        words += ["--save-interval", str(math.ceil(share.iterations / _SAVES))]
+    if size.seed is not None:
+        # Megatron begins there only where --load finds nothing yet, so that a second start goes on.
+        words += ["--pretrained-checkpoint", str(size.seed)]
+    return tuple(words)
+
+
+def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, float | None]:
+    """Memory of a rank in bytes, and hours of the training, by the planner."""
+    from pier_megatron.integration import planned_job
+    from pier_megatron.integration.arguments import config_from_args, uses_pier
+
+    job = sizes_of(args)
+    config = config_from_args(args) if uses_pier(args) else None
+    memory = planned_job.memory(args) | (outer_memory(config, job.owned) if config else {})
+    if cluster is None:
+        return sum(memory.values()), None
+    prediction = predict(job, CLUSTERS[cluster])
+    iteration = prediction.mean_iteration(config.sync_interval) if config else prediction.synchronous
+    return sum(memory.values()), iteration * args.train_iters / 3600
+
+
+def _places(machines: Machines, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Devices and nodes of a job: jobs fill the machines one beside the other, then begin again from the first rank."""
+    ranks, node = machines.ranks_per_expert, machines.gpus_per_node
+    first = number % (machines.nodes * node // ranks) * ranks
+    if ranks >= node:
+        return tuple(range(node)), tuple(range(first // node, (first + ranks) // node))
+    return tuple(range(first % node, first % node + ranks)), (first // node,)
+
+
+def _check_nothing_is_lost(plan: Plan) -> None:
+    """Refuses to put another plan over one that has been trained."""
+    if not (plan.folder / PLAN).exists():
+        return
+    before = Plan.read(plan.folder)
+    if before == plan or not any(before.checkpoints(expert.name).exists() for expert in before.experts):
+        return
+    raise PierConfigError(f"--output {plan.folder}: another plan has been trained there. Choose another folder, or remove it.")
+
+
+def torchrun(plan: Plan, ranks: int, arguments: Sequence[str]) -> list[str]:
+    """The command that runs the script on this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "-m", "pier_megatron", "--device", plan.device, plan.script, *arguments]
+
+
+def _write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None:
+    folder = plan.folder / expert.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "arguments.txt").write_text("\n".join((*plan.models[expert.size].arguments, *arguments)) + "\n")
+    head = f"# Expert {expert.name}: {expert.iterations} iterations; started again, it goes on from its last checkpoint."
+    common = ["set -euo pipefail", f"mapfile -t arguments < {shlex.quote(str(folder / 'arguments.txt'))}"]
+    common += ["export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
+    script = f'-m pier_megatron --device {plan.device} {shlex.quote(plan.script)} "${{arguments[@]}}"'
+    python, devices = shlex.quote(sys.executable), len(expert.devices)
+    visible = [f"export CUDA_VISIBLE_DEVICES={','.join(map(str, expert.devices))}"] if plan.device == "cuda" else []
+    here = f"exec {python} -m torch.distributed.run --standalone --nproc-per-node {devices} {script}"
+    if len(expert.nodes) == 1:
+        _write(folder / "launch.sh", ["#!/usr/bin/env bash", head, *common, *visible, here])
+    gpus = [f"#SBATCH --gpus-per-node {devices}"] if plan.device == "cuda" else []
+    _write(
+        folder / "launch.slurm",
+        [
+            *("#!/usr/bin/env bash", head),
+            # Jobs of one name wait for each other: submitted twice, the second goes on where the first one ends.
+            *(f"#SBATCH --job-name {expert.name.replace('/', '.')}-{plan.folder.name}", "#SBATCH --dependency singleton"),
+            *(f"#SBATCH --nodes {len(expert.nodes)}", "#SBATCH --ntasks-per-node 1", *gpus),
+            *(f"#SBATCH --output {folder / 'log.txt'}", "#SBATCH --open-mode append", "#SBATCH --requeue"),
+            *common,
+            'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            "export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+            # The script's own arguments reach the nodes as those of bash, since an array cannot be exported.
+            f"exec srun bash -c 'exec {python} -m torch.distributed.run --nnodes {len(expert.nodes)} "
+            f'--nproc-per-node {devices} --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR" '
+            f'--master-port "$MASTER_PORT" -m pier_megatron --device {plan.device} "$@"\' bash '
+            f'{shlex.quote(plan.script)} "${{arguments[@]}}"',
+        ],
+    )
+
+
+def _write(path: Path, lines: Sequence[str]) -> None:
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o755)
+
+
+def table(plan: Plan) -> list[str]:
+    """A plan for people: one line per expert, one per variant."""
+    lines = [f"{'expert':28} {'size':>10} {'iterations':>10} {'operations':>11} {'memory/rank':>12} {'hours':>8}  ranks"]
+    for variant in dict.fromkeys(expert.variant for expert in plan.experts):
+        members = [expert for expert in plan.experts if expert.variant == variant]
+        for expert in members:
+            hours = "-" if expert.hours is None else f"{expert.hours:.2f}"
+            where = ", ".join(f"{expert.devices[0]}-{expert.devices[-1]} of node {node}" for node in expert.nodes)
+            lines.append(
+                f"{expert.name:28} {expert.size:>10} {expert.iterations:10} {expert.operations:11.3e} "
+                f"{expert.memory / 1e9:9.2f} GB {hours:>8}  {where}"
+            )
+        total = math.fsum(expert.operations for expert in members)
+        what = "one model" if variant == DENSE else f"{len(members)} experts"
+        lines.append(f"{f'{variant} together, {what}':50} {total:11.3e}")
+    return lines

@@ -1,0 +1,171 @@
+"""``pier-megatron experts score``: the log-likelihood of every token under every model, through Megatron's own evaluation."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pier_megatron.commands.experts import average
+from pier_megatron.commands.experts.jobs import Job, run_all
+from pier_megatron.commands.experts.plan import Model, Plan, torchrun
+from pier_megatron.commands.experts.train import add_folder_argument, untrained
+from pier_megatron.commands.megatron_log import VALIDATION
+from pier_megatron.errors import PierConfigError
+
+# Largest difference, relative, between the mean of an array and the loss that Megatron prints: of sums in another order.
+_TOLERANCE = 1e-4
+
+# What says how a model is trained and not what it is: pipelines with several chunks, which need more micro-batches than one.
+_OF_TRAINING = ("--pier-", "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What is scored.
+
+    Attributes:
+        name: An expert's, ``seed/SIZE``, or ``average/VARIANT``; also the folder of its scores below the plan's.
+        checkpoints: Folder of its checkpoints.
+        size: Name of its size.
+    """
+
+    name: str
+    checkpoints: Path
+    size: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own flags."""
+    add_folder_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Scores what is not scored yet; returns the exit status."""
+    plan = Plan.read(options.folder)
+    missing_experts = ", ".join(expert.name for expert in untrained(plan))
+    if missing_experts:
+        raise PierConfigError(f"{missing_experts}: not trained to the end. Run: pier-megatron experts train {plan.folder}")
+    average.write_all(plan)
+    models = scored_models(plan)
+    missing = [model for model in models if not _is_scored(plan, model)]
+    print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
+    failed = run_all([_job(plan, model, place) for place, model in enumerate(missing)])
+    for model in missing:
+        if model.name not in [job.name for job in failed]:
+            check_against_log(plan, model)
+    return 1 if failed else 0
+
+
+def scored_models(plan: Plan) -> list[Scored]:
+    """All that is scored: the seed model of the homogeneous size, the experts, averages of equal experts."""
+    size = plan.homogeneous
+    models = []
+    seed = plan.models[size].seed
+    if seed is not None:
+        models.append(Scored(f"seed/{size}", Path(seed), size))
+    models += [Scored(expert.name, plan.checkpoints(expert.name), expert.size) for expert in plan.experts]
+    for variant in average.variants(plan):
+        models.append(Scored(average.name_of(variant), average.folder_of(plan, variant), size))
+    return models
+
+
+def scores_file(plan: Plan, name: str, domain: str) -> Path:
+    """Where the scores of a model on a domain are."""
+    return plan.folder / name / "scores" / f"{domain}.npz"
+
+
+def read_scores(plan: Plan, name: str, domain: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Log-likelihoods in nats and the tokens that they are of, both ``[sequences, tokens]``.
+
+    Raises:
+        PierConfigError: If they are not there.
+    """
+    from pier_megatron.integration.scoring import LABELS, LOSSES
+
+    path = scores_file(plan, name, domain)
+    if not path.exists():
+        raise PierConfigError(f"{path}: no such file. Run: pier-megatron experts score {plan.folder}")
+    with np.load(path) as stored:
+        return -stored[LOSSES].astype(np.float64), stored[LABELS]
+
+
+def _is_scored(plan: Plan, model: Scored) -> bool:
+    tracker = model.checkpoints / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        raise PierConfigError(f"{model.name}: no checkpoint in {model.checkpoints} ({tracker.name} does not exist).")
+    files = [scores_file(plan, model.name, domain) for domain in plan.domains]
+    return all(file.exists() and file.stat().st_mtime > tracker.stat().st_mtime for file in files)
+
+
+def _job(plan: Plan, model: Scored, place: int) -> Job:
+    """The job that scores a model on all domains, on the ranks that hold it once."""
+    from pier_megatron.integration.scoring import VARIABLE
+
+    size = plan.models[model.size]
+    ranks = size.ranks
+    if ranks > plan.gpus_per_node:
+        raise PierConfigError(
+            f"{model.name}: one replica takes {ranks} ranks (tensor x pipeline parallel), and a node has {plan.gpus_per_node}. "
+            "Scoring runs on one node: choose smaller --tensor-model-parallel-size or --pipeline-model-parallel-size."
+        )
+    slots = plan.gpus_per_node // ranks
+    devices = range(place % slots * ranks, (place % slots + 1) * ranks)
+    files = [scores_file(plan, model.name, domain) for domain in plan.domains]
+    for file in files:
+        file.unlink(missing_ok=True)
+    environment = {VARIABLE: os.pathsep.join(map(str, files))}
+    if plan.device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    log = plan.folder / model.name / "scores" / "log.txt"
+    log.unlink(missing_ok=True)
+    return Job(model.name, torchrun(plan, ranks, _arguments(plan, model, size)), devices, log, environment)
+
+
+def _arguments(plan: Plan, model: Scored, size: Model) -> list[str]:
+    """Megatron's: the model in full, one micro-batch after the other, one epoch of each domain's validation text."""
+    return [
+        *_without_training(size.arguments),
+        *("--optimizer", "adam", "--skip-train", "--train-iters", "1", "--no-load-optim", "--no-load-rng", "--finetune"),
+        *("--load", str(model.checkpoints), "--exit-on-missing-checkpoint"),
+        # Data in the same order for all, whatever they were trained with.
+        *("--seed", "1234", "--micro-batch-size", str(size.micro_batch), "--global-batch-size", str(size.micro_batch)),
+        *("--context-parallel-size", "1", "--expert-model-parallel-size", "1"),
+        # Also where there is one domain: Megatron 0.19 does not evaluate one set in full otherwise.
+        *("--full-validation", "--multiple-validation-sets", "--valid-data-path", *plan.domains.values()),
+    ]
+
+
+def _without_training(arguments: Sequence[str]) -> list[str]:
+    kept, is_kept = [], True
+    for argument in arguments:
+        if argument.startswith("--"):
+            is_kept = not argument.startswith(_OF_TRAINING)
+        kept += [argument] if is_kept else []
+    return kept
+
+
+def check_against_log(plan: Plan, model: Scored) -> None:
+    """Compares the arrays with the losses that Megatron printed.
+
+    Raises:
+        PierConfigError: If they differ.
+    """
+    log = plan.folder / model.name / "scores" / "log.txt"
+    printed = [float(loss) for loss in VALIDATION.findall(log.read_text(errors="replace"))]
+    if len(printed) != len(plan.domains):
+        raise PierConfigError(
+            f"{model.name}: Megatron printed {len(printed)} validation losses for {len(plan.domains)} domains, see {log}. The "
+            "script must hand --multiple-validation-sets and --full-validation on to its datasets."
+        )
+    for domain, loss in zip(plan.domains, printed, strict=True):
+        mean = -float(read_scores(plan, model.name, domain)[0].mean())
+        if abs(mean - loss) > _TOLERANCE * abs(loss):
+            raise PierConfigError(
+                f"{model.name} on {domain}: the losses of all tokens have a mean of {mean:.6f}, Megatron printed {loss:.6f}. "
+                "Megatron leaves out masked tokens: score without --eod-mask-loss and on text that is not padded."
+            )
+        print(f"{model.name} on {domain}: {loss:.4f} nats per token, as Megatron prints it", flush=True)

@@ -1,0 +1,186 @@
+"""``pier-megatron experts``: from a description to the table, with a failure on the way, against one process that holds all."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import gpt_reference
+import numpy as np
+import pytest
+import torch
+import yaml
+from launch import REPOSITORY, execute, torchrun
+
+from pier_megatron.commands.demo.corpus import write_documents
+from pier_megatron.commands.experts import mixture
+from pier_megatron.integration.checkpoint.averaging import write_mean
+from pier_megatron.integration.checkpoint.stored_model import StoredModel
+
+pytestmark = pytest.mark.processes
+
+_SEQUENCE = 32
+_COMMON = (
+    f"--num-layers 2 --num-attention-heads 4 --seq-length {_SEQUENCE} --max-position-embeddings {_SEQUENCE} "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 8 --global-batch-size 16 --tokenizer-type NullTokenizer "
+    "--vocab-size 257 --make-vocab-size-divisible-by 16 --lr 1e-2 --lr-decay-style constant --log-interval 1 "
+    "--eval-interval 1000 --eval-iters 1 --save-interval 2"
+)
+_SMALL, _LARGE = "--hidden-size 32", "--hidden-size 48 --pipeline-model-parallel-size 2"
+_TEXTS = {"licence": REPOSITORY / "LICENSE", "code": REPOSITORY / "pier_megatron" / "reference.py"}
+_DEMO = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
+
+
+class Ensemble(NamedTuple):
+    """What was done: the folder of the plan, and what each command printed."""
+
+    folder: Path
+    planned: str
+    failed: str
+    resumed: str
+    scored: str
+    mixed: str
+
+
+@pytest.fixture(scope="module")
+def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Ensemble:
+    home = tmp_path_factory.mktemp("experts")
+    data = {name: str(write_documents(home / "data" / name, [text])) for name, text in _TEXTS.items()}
+    data_of_seed = f"--train-data-path {data['licence']} --valid-data-path {data['licence']}"
+    seed = f"--train-iters 2 {data_of_seed} --save {home / 'seed'}"
+    command = [*torchrun(1), "-m", "pier_megatron", "--device", "cpu", str(_DEMO), *f"{_COMMON} {_SMALL} {seed}".split()]
+    execute(command, home / "seed.txt")
+    description = {
+        "script": str(Path(__file__).with_name("pretrain_failing_once.py")),
+        "device": "cpu",
+        "arguments": _COMMON,
+        "sizes": {"small": {"arguments": _SMALL, "seed": "seed"}, "large": {"arguments": _LARGE}},
+        "domains": {
+            "licence": {"train": data["licence"], "validation": data["licence"], "size": "small"},
+            "code": {"train": data["code"], "validation": data["code"], "size": "large"},
+        },
+        "homogeneous": "small",
+        "iterations": 8,
+        "variants": ["MHe-IHo"],
+        "machines": {"gpus-per-node": 2, "ranks-per-expert": 2},
+    }
+    (home / "experts.yaml").write_text(yaml.safe_dump(description, sort_keys=False))
+    folder = home / "runs"
+    planned = execute([*_COMMAND, "plan", str(home / "experts.yaml"), "--output", str(folder)], home / "plan.txt")
+    first = subprocess.run([*_COMMAND, "train", str(folder)], cwd=REPOSITORY, capture_output=True, text=True)
+    assert first.returncode == 1, first.stdout + first.stderr
+    (folder / "MHe-IHo" / "code" / "is_failing").rename(folder / "MHe-IHo" / "code" / "has_failed")
+    said = [execute([*_COMMAND, name, str(folder)], home / f"{name}.txt") for name in ("train", "score", "mix")]
+    return Ensemble(folder, planned, first.stdout + first.stderr, *said)
+
+
+_COMMAND = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
+
+
+def test_plan_has_equal_operations(ensemble: Ensemble) -> None:
+    plan = json.loads((ensemble.folder / "plan.json").read_text())
+    small, large = plan["experts"]
+    assert small["iterations"] == large["iterations"]
+    of_one = {expert["name"]: expert["operations"] / expert["iterations"] for expert in plan["experts"]}
+    total = 2 * 8 * of_one["MHe-IHo/licence"]
+    assert abs(small["operations"] + large["operations"] - total) <= sum(of_one.values())
+    assert re.search(r"MHe-IHo together, 2 experts +\d", ensemble.planned)
+
+
+def test_failure_stops_nobody_and_training_goes_on(ensemble: Ensemble) -> None:
+    assert re.search(r"MHe-IHo/code: failed with status 1: .*ValueError: a planted failure", ensemble.failed)
+    assert "MHe-IHo/licence: done" in ensemble.failed
+    assert "MHe-IHo/code: saved at iteration 2 of" in ensemble.failed
+    assert ensemble.resumed.startswith("1 of 2 experts are trained\nMHe-IHo/code: started\n")
+    log = (ensemble.folder / "MHe-IHo" / "code" / "log.txt").read_text()
+    assert len(re.findall(r" iteration +2/", log)) == 1
+    assert len(re.findall(r" iteration +3/", log)) == 2
+
+
+def test_expert_begins_from_the_seed(ensemble: Ensemble) -> None:
+    log = (ensemble.folder / "MHe-IHo" / "licence" / "log.txt").read_text()
+    assert re.search(rf"loaded checkpoint from {ensemble.folder.parent / 'seed'} ", log)
+
+
+@pytest.fixture(scope="module")
+def scores(ensemble: Ensemble) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Losses and labels by model and domain."""
+    found: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for name in ("seed/small", "MHe-IHo/licence", "MHe-IHo/code"):
+        for domain in _TEXTS:
+            with np.load(ensemble.folder / name / "scores" / f"{domain}.npz") as stored:
+                found.setdefault(name, {})[domain] = stored["losses"], stored["labels"]
+    return found
+
+
+def test_scores_are_what_megatron_prints(
+    ensemble: Ensemble, scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
+) -> None:
+    for name, by_domain in scores.items():
+        log = (ensemble.folder / name / "scores" / "log.txt").read_text()
+        printed = re.findall(r"validation-\S+ loss at .* lm loss value: (\S+)", log)
+        assert len(printed) == 2
+        for (losses, labels), loss in zip(by_domain.values(), printed, strict=True):
+            assert losses.shape == labels.shape
+            assert losses.mean() == pytest.approx(float(loss), rel=1e-4)
+    assert "MHe-IHo/code on licence: " in ensemble.scored
+
+
+def inputs_of(labels: torch.Tensor, text: bytes) -> torch.Tensor:
+    """What came before the labels, found in the text."""
+    starts = {text[start + 1 : start + 1 + _SEQUENCE]: text[start] for start in range(0, len(text) - _SEQUENCE, _SEQUENCE)}
+    first = [starts[bytes(sequence.tolist())] for sequence in labels]
+    return torch.cat([torch.tensor(first)[:, None], labels[:, :-1]], dim=1)
+
+
+@pytest.mark.parametrize("domain", list(_TEXTS))
+def test_mixture_is_that_of_one_process_with_all_experts(
+    ensemble: Ensemble, scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], domain: str
+) -> None:
+    experts = ["MHe-IHo/licence", "MHe-IHo/code"]
+    labels = torch.from_numpy(scores[experts[0]][domain][1])
+    inputs = inputs_of(labels, _TEXTS[domain].read_bytes())
+    assert all(np.array_equal(scores[name][domain][1], labels) for name in scores)
+    distributions = []
+    for name in experts:
+        weights = gpt_reference.trainable(dict(StoredModel.find(ensemble.folder / name / "checkpoints").weights()))
+        distributions.append(gpt_reference.logits(weights, inputs).log_softmax(-1))
+        chosen = distributions[-1].gather(-1, labels[..., None])[..., 0]
+        np.testing.assert_allclose(-scores[name][domain][0], chosen, atol=1e-4)
+    # The definition, with whole distributions.
+    joint = torch.full((2, len(labels)), 0.5, dtype=torch.float64)
+    expected = torch.empty(labels.shape, dtype=torch.float64)
+    for token in range(_SEQUENCE):
+        weights_of_experts = joint / joint.sum(0)
+        of_token = torch.stack([distribution[:, token].exp() for distribution in distributions])
+        mixed = (weights_of_experts[..., None] * of_token).sum(0)
+        torch.testing.assert_close(mixed.sum(-1), torch.ones(len(labels), dtype=torch.float64))
+        label = labels[:, token, None]
+        expected[:, token] = mixed.gather(-1, label)[:, 0].log()
+        joint = weights_of_experts * of_token.gather(-1, label.expand(2, -1, -1))[..., 0]
+    found = mixture.mixed(np.stack([-scores[name][domain][0].astype(np.float64) for name in experts]), np.log([0.5, 0.5]))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    seen = min(100, len(labels) // 2)
+    told = json.loads((ensemble.folder / "mixture.json").read_text())["MHe-IHo, uniform prior"][domain]
+    assert told == pytest.approx(float(np.exp(-expected[seen:].mean())), rel=1e-4)
+
+
+def test_table_has_every_model(ensemble: Ensemble) -> None:
+    for name in ("seed/small", "MHe-IHo/licence", "MHe-IHo/code", "MHe-IHo, uniform prior", "MHe-IHo, cached prior"):
+        assert re.search(rf"^{name} +\d+\.\d{{4}}[ *] +\d+\.\d{{4}}[ *]$", ensemble.mixed, re.MULTILINE)
+    # As low as the lowest, where two are equal to all digits shown.
+    assert ensemble.mixed.count("*") >= len(_TEXTS)
+    assert (ensemble.folder / "mixture.png").stat().st_size > 1000
+
+
+def test_mean_of_checkpoints_is_a_checkpoint(ensemble: Ensemble, tmp_path: Path) -> None:
+    checkpoints = ensemble.folder / "MHe-IHo" / "code" / "checkpoints"
+    both = [checkpoints / "iter_0000002", checkpoints]
+    write_mean(both, tmp_path / "mean")
+    one, other = (StoredModel.find(path).weights() for path in both)
+    mean = StoredModel.find(tmp_path / "mean").weights()
+    assert mean.keys() == one.keys()
+    for key, tensor in mean.items():
+        torch.testing.assert_close(tensor, (one[key] + other[key]) / 2)

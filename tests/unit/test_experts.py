@@ -1,0 +1,267 @@
+"""Ensembles of experts: what is described, how operations are shared, and the mixture against its definition."""
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from pier_megatron.commands.experts import mixture
+from pier_megatron.commands.experts.budget import apportioned, shares
+from pier_megatron.commands.experts.description import VARIANTS, Ensemble
+from pier_megatron.commands.experts.jobs import Job, run_all
+from pier_megatron.commands.experts.plan import _places
+from pier_megatron.errors import PierConfigError
+
+_OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
+
+# The description.
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    for name in ("law", "history", "physics", "poems"):
+        (tmp_path / f"{name}.idx").touch()
+    (tmp_path / "pretrain.py").touch()
+    return {
+        "script": "pretrain.py",
+        "device": "cpu",
+        "arguments": "--seq-length 32  # tokens\n--lr 1e-3",
+        "sizes": {
+            "small": {"arguments": "--hidden-size 32", "seed": "seeds/small"},
+            "medium": {"arguments": "--hidden-size 64"},
+            "large": {},
+        },
+        "domains": {
+            "law": {"train": "law", "validation": "law", "size": "small", "difficulty": 3},
+            "history": {"train": "history", "validation": "history", "size": "medium", "difficulty": 4},
+            "physics": {"train": "physics", "validation": "physics", "size": "large", "difficulty": 5},
+        },
+        "held-out": {"poems": "poems"},
+        "homogeneous": "medium",
+        "iterations": 400,
+        "machines": {"nodes": 2, "gpus-per-node": 8, "ranks-per-expert": 4, "cluster": "dgx-h100"},
+    }
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[Any], Ensemble]:
+    def written(content: Any) -> Ensemble:
+        file = tmp_path / "experts.yaml"
+        file.write_text(yaml.safe_dump(content, sort_keys=False))
+        return Ensemble.read(file)
+
+    return written
+
+
+def test_description_is_read(read: Callable[[Any], Ensemble], content: dict[str, Any], tmp_path: Path) -> None:
+    ensemble = read(content)
+    assert ensemble.arguments == ("--seq-length", "32", "--lr", "1e-3")
+    assert ensemble.sizes["small"].seed == tmp_path / "seeds" / "small"
+    assert ensemble.sizes["large"].seed is None
+    assert ensemble.variants == VARIANTS
+    assert list(ensemble.validation) == ["law", "history", "physics", "poems"]
+    assert ensemble.domains["physics"].difficulty == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "said"),
+    [
+        (["script"], None, "experts.yaml: script is missing"),
+        (["script"], "nowhere.py", r"script: .*nowhere\.py: no such file"),
+        (["device"], "tpu", "device: tpu: not one of cuda, cpu"),
+        (["arguments"], ["--lr"], "arguments: .* expected flags as on a command line"),
+        (["iterations"], 0, "iterations: 0: expected a whole number from 1 on"),
+        (["iteration"], 4, "iteration: no such key. Did you mean iterations?"),
+        (["homogeneous"], "huge", "homogeneous: huge: not one of small, medium, large"),
+        (["domains"], {}, "domains: {}: empty"),
+        (["domains", "law"], "text", "domains.law is 'text': expected keys"),
+        (["domains", "law", "train"], "lore", r"domains\.law\.train: .*/lore: no dataset there\. .*\.idx"),
+        (["domains", "law", "size"], "tiny", r"domains\.law\.size: tiny: not one of small, medium, large"),
+        (["domains", "law", "difficulty"], -1, r"domains\.law\.difficulty: -1: expected a number above 0"),
+        (["domains", "a/b"], {}, "names are made of letters"),
+        (["held-out", "law"], "law", "held-out: law: is among the domains, too"),
+        (["sizes", "small", "sead"], "x", r"sizes\.small\.sead: no such key\. Did you mean seed\?"),
+        (["variants"], ["MHo"], "variants: MHo: not one of MHo-IHo"),
+        (["machines", "cluster"], "moon", r"machines\.cluster: moon: not one of perlmutter"),
+        (["machines", "ranks-per-expert"], 32, "2 nodes x 8 gpus-per-node = 16"),
+        (["machines", "ranks-per-expert"], 3, r"8 = 2 x 3 \+ 2"),
+    ],
+)
+def test_bad_descriptions_are_refused(
+    read: Callable[[Any], Ensemble], content: dict[str, Any], keys: list[str], value: Any, said: str
+) -> None:
+    *outer, key = keys
+    section = content
+    for name in outer:
+        section = section[name]
+    section[key] = value
+    with pytest.raises(PierConfigError, match=said):
+        read(content)
+
+
+def test_what_is_no_yaml_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("a: [")
+    for file in ("bad.yaml", "none.yaml"):
+        with pytest.raises(PierConfigError, match=f"{file} cannot be read"):
+            Ensemble.read(tmp_path / file)
+
+
+# The budget.
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("iterations", [1, 7, 400])
+def test_variants_take_equal_operations(
+    read: Callable[[Any], Ensemble], content: dict[str, Any], variant: str, iterations: int
+) -> None:
+    ensemble = read(content | {"iterations": iterations})
+    found = shares(ensemble, variant, _OPERATIONS)
+    total = 3 * iterations * _OPERATIONS["medium"]
+    taken = sum(_OPERATIONS[share.size] * share.iterations for share in found)
+    assert abs(taken - total) <= sum(_OPERATIONS[share.size] for share in found)
+    assert all(share.iterations >= 1 for share in found)
+    assert [domain for share in found for domain in share.domains] == ["law", "history", "physics"]
+
+
+def test_what_differs_in_each_variant(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
+    found = {variant: shares(read(content), variant, _OPERATIONS) for variant in VARIANTS}
+    assert [(share.size, share.iterations) for share in found["MHo-IHo"]] == [("medium", 400)] * 3
+    # HDEE's own shares of its iterations.
+    assert [(share.size, share.iterations) for share in found["MHo-IHe"]] == [("medium", 300), ("medium", 400), ("medium", 500)]
+    assert [share.size for share in found["MHe-IHo"]] == ["small", "medium", "large"]
+    assert {share.iterations for share in found["MHe-IHo"]} == {round(400 * 3 * 5.3 / (3.1 + 5.3 + 9.7))}
+    assert [(share.size, share.iterations) for share in found["dense"]] == [("medium", 1200)]
+
+
+def test_whole_numbers_are_shared() -> None:
+    assert sorted(apportioned(10, [1, 1, 1])) == [3, 3, 4]
+    assert apportioned(12, [3, 4, 5]) == [3, 4, 5]
+    assert apportioned(5, [1000, 1, 1]) == [3, 1, 1]
+
+
+def test_experts_fill_disjoint_ranks(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
+    def places(ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        content["machines"]["ranks-per-expert"] = ranks
+        machines = read(content).machines
+        return [_places(machines, number) for number in range(16 // ranks + 1)]
+
+    four = places(4)
+    assert four[:4] == [((0, 1, 2, 3), (0,)), ((4, 5, 6, 7), (0,)), ((0, 1, 2, 3), (1,)), ((4, 5, 6, 7), (1,))]
+    assert four[4] == four[0]
+    for ranks in (1, 2, 4, 8, 16):
+        taken = [(node, device) for devices, nodes in places(ranks)[:-1] for node, device in itertools.product(nodes, devices)]
+        assert sorted(taken) == list(itertools.product(range(2), range(8)))
+
+
+# Jobs.
+
+
+def test_failure_of_one_job_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def job(name: str, script: str, *devices: int) -> Job:
+        return Job(name, ["bash", "-c", script], devices, tmp_path / f"{name}.txt")
+
+    order = tmp_path / "order"
+    jobs = [
+        job("failing", "echo first; echo 'ValueError: too small'; exit 3", 0),
+        job("beside", f"sleep 0.5; echo beside >> {order}", 1),
+        job("wide", f"echo wide >> {order}", 0, 1),
+        job("last", f"echo last >> {order}", 0),
+    ]
+    assert run_all(jobs, lambda _, log: f"wrote {len(log)}" if log else None) == [jobs[0]]
+    # One that needs more devices is not overtaken on any of them.
+    assert order.read_text().split() == ["beside", "wide", "last"]
+    said = capsys.readouterr().out
+    assert "failing: failed with status 3: ValueError: too small" in said
+    assert "failing: wrote 28" in said
+    assert "last: done" in said
+
+
+# The mixture.
+
+
+@pytest.fixture(scope="module")
+def logits() -> torch.Tensor:
+    """Of three experts, ``[experts, sequences, tokens, vocabulary]``: unlike, so that the posterior moves."""
+    return 2 * torch.randn(3, 4, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def labels() -> torch.Tensor:
+    return torch.randint(5, (4, 6), generator=torch.Generator().manual_seed(4))
+
+
+def scores_of(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+    chosen = labels[None, ..., None].expand(len(logits), -1, -1, 1)
+    return logits.log_softmax(-1).gather(-1, chosen)[..., 0].numpy()
+
+
+def by_definition(logits: torch.Tensor, labels: torch.Tensor, prior: list[float]) -> np.ndarray:
+    """The mixture's whole distributions in one process that holds all experts, token by token and in probabilities."""
+    probabilities = logits.softmax(-1)
+    sequences, tokens = labels.shape
+    found = np.empty((sequences, tokens))
+    for sequence in range(sequences):
+        # What each expert has given to the sequence so far, times its prior.
+        joint = torch.tensor(prior, dtype=torch.float64)
+        for token in range(tokens):
+            weights = joint / joint.sum()
+            mixed = (weights[:, None] * probabilities[:, sequence, token]).sum(0)
+            assert math.isclose(float(mixed.sum()), 1)
+            label = labels[sequence, token]
+            found[sequence, token] = mixed[label].log()
+            joint = joint * probabilities[:, sequence, token, label]
+    return found
+
+
+@pytest.mark.parametrize("prior", [[1 / 3] * 3, [0.7, 0.2, 0.1]])
+def test_mixture_is_that_of_one_process(logits: torch.Tensor, labels: torch.Tensor, prior: list[float]) -> None:
+    found = mixture.mixed(scores_of(logits, labels), np.log(prior))
+    np.testing.assert_allclose(found, by_definition(logits, labels, prior), rtol=1e-12)
+
+
+def test_whole_sequences_have_the_likelihood_of_a_mixture(logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """The product over tokens is the prior's mean of the experts' products: a sum that telescopes only without a leak."""
+    scores, prior = scores_of(logits, labels), np.log([0.7, 0.2, 0.1])
+    whole = np.logaddexp.reduce(prior[:, None] + scores.sum(axis=2), axis=0)
+    np.testing.assert_allclose(mixture.mixed(scores, prior).sum(axis=1), whole, rtol=1e-12)
+
+
+def test_uniform_prior_says_nothing() -> None:
+    np.testing.assert_allclose(np.exp(mixture.uniform_prior(4)), [0.25] * 4)
+
+
+def test_long_sequences_do_not_underflow() -> None:
+    scores = np.full((2, 1, 5000), -10.0)
+    scores[1] -= 1
+    found = mixture.mixed(scores, mixture.uniform_prior(2))
+    assert np.isfinite(found).all()
+    assert found[0, -1] == pytest.approx(-10)
+
+
+def test_cached_prior_is_that_of_the_published_code(logits: torch.Tensor, labels: torch.Tensor) -> None:
+    # In probabilities, as written: 0.3^(k+1) times the prior, and the posterior of the whole sequence.
+    prior = np.ones(3)
+    likelihoods = np.exp(scores_of(logits, labels).sum(axis=2))
+    for k in range(4):
+        posterior = prior * likelihoods[:, k] / (prior * likelihoods[:, k]).sum()
+        prior = 0.3 ** (k + 1) * prior + posterior
+    found = np.exp(mixture.cached_prior(scores_of(logits, labels)))
+    np.testing.assert_allclose(found, prior / prior.sum(), rtol=1e-12)
+
+
+def test_cached_prior_takes_a_hundred_sequences() -> None:
+    scores = np.random.default_rng(1).normal(-3, 0.1, (2, 150, 1))
+    np.testing.assert_array_equal(mixture.cached_prior(scores), mixture.cached_prior(scores[:, :100]))
+
+
+def test_simple_average_is_a_geometric_mean(logits: torch.Tensor, labels: torch.Tensor) -> None:
+    whole = logits.log_softmax(-1).mean(0)
+    assert (whole.exp().sum(-1) < 1).all()
+    expected = whole.gather(-1, labels[..., None])[..., 0].numpy()
+    np.testing.assert_allclose(mixture.averaged(scores_of(logits, labels)), expected, rtol=1e-12)
