@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 from pier_megatron.cpu.nodes import running
 
 _POLL = 0.2
+
+# The last line of a traceback, of a rank or not.
+_RAISED = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception): ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,5 +96,5 @@ def _cause(log: str) -> str:
     """The line of a log that says why."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     # Of the first rank that failed: torchrun's own report comes after it.
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    errors = [line for line in lines if _RAISED.match(line) and "ChildFailedError" not in line]
     return (errors or lines[-1:] or ["it wrote nothing"])[0]
