@@ -135,7 +135,7 @@ class GroupSettings:
     compress: str | None = _setting(
         None,
         "Compress what travels inside a group (arXiv 2409.02423): hybrid (gradients int8, activations between stages bf16, the "
-        "outer step int8), aggressive (gradients int4 with error feedback), naive (all int8, which costs loss), or "
+        "outer step int8), aggressive (gradients int4 with error feedback), naive (int8 everywhere, to compare with), or "
         "DIMENSION=CODEC of dp, pp, gather, tp, outer; several with commas, as in hybrid,pp=int8,outer=off. Default: nothing.",
         metavar="POLICY",
     )

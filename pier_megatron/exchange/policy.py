@@ -1,7 +1,7 @@
 """Which traffic is compressed how: a codec for each parallel dimension, as text and as names for what belongs together.
 
 Reference: "Accelerating Large Language Model Training with Hybrid GPU-based Compression", arXiv 2409.02423: gradients bear much
-compression, activations little; compressing all alike is faster and loses loss.
+compression, activations little; compressing all alike is faster and costs loss.
 """
 
 from collections.abc import Mapping
