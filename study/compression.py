@@ -12,9 +12,8 @@ import statistics
 from pathlib import Path
 
 from rows import BATCH, ITERATIONS
-from run import SET_UP, VALIDATION, VALIDATION_SEQUENCES, excerpt, run_worker
+from run import SET_UP, VALIDATION, VALIDATION_SEQUENCES, data_arguments, run_worker
 
-from pier_megatron.commands.demo import corpus
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 
 # As much compression for activations and parameters as for gradients.
@@ -61,8 +60,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/compression"), help="folder for the runs (%(default)s)")
     options = parser.parse_args()
     folder = options.output.resolve()
-    text, validation = corpus.write(folder / "corpus")
-    data = f"--train-data-path {text} --valid-data-path {excerpt(validation)} --test-data-path {validation}"
+    data = data_arguments(folder / "corpus")
     seeds = range(1, options.seeds + 1)
     runs = [Run(policy, seed) for seed, policy in itertools.product(seeds, _POLICIES)]
     specification = []

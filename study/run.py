@@ -86,8 +86,7 @@ class Study:
         self._known = known or {}
         self._iterations = iterations
         self._logs: dict[Row, TensorBoardLog] = {}
-        train, validation = corpus.write(folder / "corpus")
-        self._data = f"--train-data-path {train} --valid-data-path {excerpt(validation)} --test-data-path {validation}"
+        self._data = data_arguments(folder / "corpus")
 
     def train(self, rows: Sequence[Row]) -> None:
         """Trains those rows that are not there yet.
@@ -185,7 +184,13 @@ def run_worker(specification: Sequence[Mapping[str, object]]) -> None:
         subprocess.run([sys.executable, str(_FOLDER / "worker.py"), file.name], env=os.environ | environment, check=True)
 
 
-def excerpt(prefix: Path) -> Path:
+def data_arguments(folder: Path) -> str:
+    """Writes the text that all studies read into a folder, once; the arguments that make Megatron read it."""
+    train, validation = corpus.write(folder)
+    return f"--train-data-path {train} --valid-data-path {_excerpt(validation)} --test-data-path {validation}"
+
+
+def _excerpt(prefix: Path) -> Path:
     """The validation data that every evaluation reads in full, written once."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

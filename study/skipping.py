@@ -13,9 +13,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from run import SET_UP, VALIDATION_SEQUENCES, excerpt, run_worker
+from run import SET_UP, VALIDATION_SEQUENCES, data_arguments, run_worker
 
-from pier_megatron.commands.demo import corpus
 from pier_megatron.pipeline.order import Pipeline
 from pier_megatron.pipeline.paths import search
 from pier_megatron.pipeline.simulator import makespan
@@ -94,8 +93,7 @@ class Study:
     def __init__(self, folder: Path, iterations: int) -> None:
         """Opens it; ``iterations`` is the length of a run that skips nothing."""
         self.folder, self.iterations = folder, iterations
-        train, validation = corpus.write(folder / "corpus")
-        self._data = f"--train-data-path {train} --valid-data-path {excerpt(validation)} --test-data-path {validation}"
+        self._data = data_arguments(folder / "corpus")
 
     def train(self, wanted: Sequence[Row]) -> None:
         """Trains what is not there yet.

@@ -148,9 +148,13 @@ def elements_between_stages(args: argparse.Namespace) -> float:
     if args.pipeline_model_parallel_size == 1:
         return 0.0
     microbatches = args.global_batch_size / (args.micro_batch_size * args.data_parallel_size)
+    return float(2 * microbatches * (args.virtual_pipeline_model_parallel_size or 1)) * elements_of_message(args)
+
+
+def elements_of_message(args: argparse.Namespace) -> float:
+    """Elements that a rank sends to the next stage for one micro-batch."""
     ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    sent = args.seq_length * args.micro_batch_size * args.hidden_size / ranks
-    return float(2 * microbatches * (args.virtual_pipeline_model_parallel_size or 1) * sent)
+    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks)
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:

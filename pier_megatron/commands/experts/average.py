@@ -11,12 +11,11 @@ _FOLDER = "average"
 
 def variants(plan: Plan) -> list[str]:
     """Variants whose experts are all of one size, and several."""
-    found = []
-    for variant in dict.fromkeys(expert.variant for expert in plan.experts):
-        sizes = [expert.size for expert in plan.experts if expert.variant == variant]
-        if variant != DENSE and len(sizes) > 1 and set(sizes) == {plan.homogeneous}:
-            found.append(variant)
-    return found
+    return [
+        variant
+        for variant, members in plan.by_variant.items()
+        if variant != DENSE and len(members) > 1 and {expert.size for expert in members} == {plan.homogeneous}
+    ]
 
 
 def name_of(variant: str) -> str:
@@ -32,7 +31,7 @@ def folder_of(plan: Plan, variant: str) -> Path:
 def write_all(plan: Plan) -> None:
     """Writes the averages that are missing, as checkpoints of Megatron's."""
     for variant in variants(plan):
-        experts = [plan.checkpoints(expert.name) for expert in plan.experts if expert.variant == variant]
+        experts = [plan.checkpoints(expert.name) for expert in plan.by_variant[variant]]
         if not _is_newer(folder_of(plan, variant), experts):
             from pier_megatron.integration.checkpoint.averaging import write_mean
 

@@ -50,8 +50,8 @@ def perplexities(plan: Plan) -> dict[str, dict[str, float]]:
         scores, seen = _scores(plan, domain)
         for name, of_model in scores.items():
             found[name][domain] = mixture.perplexity(of_model[seen:])
-        for variant in dict.fromkeys(expert.variant for expert in plan.experts):
-            names = [expert.name for expert in plan.experts if expert.variant == variant]
+        for variant, members in plan.by_variant.items():
+            names = [expert.name for expert in members]
             if variant == DENSE or len(names) == 1:
                 continue
             experts = np.stack([scores[name] for name in names])
@@ -106,7 +106,7 @@ def table(plan: Plan, found: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 def _ordered(plan: Plan, found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Names of the table: what has no variant, then each variant with its mixtures behind its experts."""
-    variants = list(dict.fromkeys(expert.variant for expert in plan.experts))
+    variants = list(plan.by_variant)
     alone = [name for name in found if not name.startswith(tuple(variants))]
     return alone + [name for variant in variants for name in found if name.startswith((f"{variant}/", f"{variant},"))]
 

@@ -120,6 +120,14 @@ class Plan:
         del stored["folder"]
         (self.folder / PLAN).write_text(json.dumps(stored, indent=1))
 
+    @property
+    def by_variant(self) -> dict[str, list[Expert]]:
+        """The jobs of each variant, in order."""
+        found: dict[str, list[Expert]] = {}
+        for expert in self.experts:
+            found.setdefault(expert.variant, []).append(expert)
+        return found
+
     def checkpoints(self, name: str) -> Path:
         """Folder of an expert's checkpoints."""
         return self.folder / name / "checkpoints"
@@ -166,11 +174,12 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         for name, size in ensemble.sizes.items()
     }
     experts: list[Expert] = []
+    arguments_of: dict[str, tuple[str, ...]] = {}
     for variant in ensemble.variants:
         for share in shares(ensemble, variant, operations):
             name = f"{variant}/{share.name}"
-            arguments = _arguments(ensemble, share, folder / name)
-            args = _validated(ensemble, share.size, arguments)
+            arguments_of[name] = _arguments(ensemble, share, folder / name)
+            args = _validated(ensemble, share.size, arguments_of[name])
             memory, hours = _predicted(args, ensemble.machines.cluster)
             place = _places(ensemble.machines, len(experts))
             total = operations[share.size] * share.iterations
@@ -188,8 +197,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
     )
     _check_nothing_is_lost(plan)
     for expert in plan.experts:
-        share = Share(expert.name.partition("/")[2], expert.domains, expert.size, expert.iterations)
-        _write_scripts(plan, expert, _arguments(ensemble, share, folder / expert.name))
+        _write_scripts(plan, expert, arguments_of[expert.name])
     plan.write()
     return plan
 
@@ -308,8 +316,7 @@ def _write(path: Path, lines: Sequence[str]) -> None:
 def table(plan: Plan) -> list[str]:
     """A plan for people: one line per expert, one per variant."""
     lines = [f"{'expert':28} {'size':>10} {'iterations':>10} {'operations':>11} {'memory/rank':>12} {'hours':>8}  ranks"]
-    for variant in dict.fromkeys(expert.variant for expert in plan.experts):
-        members = [expert for expert in plan.experts if expert.variant == variant]
+    for variant, members in plan.by_variant.items():
         for expert in members:
             hours = "-" if expert.hours is None else f"{expert.hours:.2f}"
             where = ", ".join(f"{expert.devices[0]}-{expert.devices[-1]} of node {node}" for node in expert.nodes)

@@ -48,9 +48,9 @@ def predict_skipping(
 
 def _message(args: argparse.Namespace, cluster: Cluster) -> float:
     """Seconds of a message between stages; on other nodes unless all ranks are on one."""
-    nbytes: float = _ACTIVATION * args.micro_batch_size * args.seq_length * args.hidden_size / args.context_parallel_size
-    if args.sequence_parallel:
-        nbytes /= args.tensor_model_parallel_size
+    from pier_megatron.integration.planned_job import elements_of_message
+
+    nbytes = _ACTIVATION * elements_of_message(args)
     latency = 0.0 if args.world_size <= cluster.gpus_per_node else cluster.latency
     return nbytes / bandwidth_between_stages(args.world_size, cluster) + latency
 

@@ -191,15 +191,14 @@ def describe(args: argparse.Namespace) -> list[str]:
     """Says what is compressed and what is not, line by line; nothing without ``--pier-compress``."""
     if getattr(args, "pier_compress", None) is None:
         return []
-    codecs = compressed(args)
+    codecs, (wanted, _) = compressed(args), parse_policy(args.pier_compress)
     lines = [f"Pier compress {args.pier_compress}:"]
     for dimension, what in DIMENSIONS.items():
-        wanted = parse_policy(args.pier_compress)[0].get(dimension)
         if dimension in codecs:
             name = args.pier_exchange_dtype if dimension == "outer" else codecs[dimension].name
             kept = ", what it drops is added to the next ones (4 bytes per parameter)"
             feedback = kept if dimension == "dp" and has_feedback(codecs[dimension]) else ""
             lines.append(f"  {dimension}: {what}: {name}{feedback}")
-        elif wanted is not None:
-            lines.append(f"  {dimension}: {what}: as they are: {_obstacle(args, dimension, wanted)}")
+        elif dimension in wanted:
+            lines.append(f"  {dimension}: {what}: as they are: {_obstacle(args, dimension, wanted[dimension])}")
     return lines

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import CODECS, Codec
+from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.encoded import ReduceScatter, as_rows, padded, piece_numel
 from pier_megatron.integration import versions
-from pier_megatron.integration.compression.traffic import codec_in_force, count
+from pier_megatron.integration.compression.traffic import codec_in_force, count, count_sum
 
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -181,8 +181,7 @@ class _Summed(Sum):
         self, whole: Tensor, output: Tensor, group: dist.ProcessGroup, wire: Wire, divisor: int, residual: Residual | None
     ) -> None:
         self._output, self._divisor, self._residual = output, divisor, residual
-        uncompressed = Wire(CODECS["fp32"], wire.groups).bytes_of_sum(whole.numel()) * whole.element_size() / 4
-        count("dp", wire.bytes_of_sum(whole.numel()), uncompressed)
+        count_sum("dp", wire, whole)
         self._vector = whole.float()
         self._sum = GroupExchange(group, wire.codec).sum(self._vector, residual)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.encoded import saves_bytes
 from pier_megatron.integration import versions
-from pier_megatron.integration.compression.traffic import codec_in_force, count
+from pier_megatron.integration.compression.traffic import codec_in_force, count_sum
 
 
 def install() -> None:
@@ -30,11 +30,10 @@ def _build(init: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -
 
 def _sum(reduce: Callable[..., Any], /, tensor: Tensor, group: dist.ProcessGroup) -> Any:
     codec = codec_in_force("tp")
-    ranks = group.size()
-    if codec is None or ranks == 1 or not saves_bytes(codec, tensor, ranks):
+    if codec is None or group.size() == 1 or not saves_bytes(codec, tensor, group.size()):
         return reduce(tensor, group)
     exchange = GroupExchange(group, codec)
-    count("tp", exchange.wire.bytes_of_sum(tensor.numel()), 2 * (ranks - 1) / ranks * tensor.nbytes)
+    count_sum("tp", exchange.wire, tensor)
     vector = tensor.detach().float().flatten()
     total = exchange.sum(vector)
     total.advance()

@@ -5,7 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from pier_megatron.exchange.codecs import Codec
+from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.policy import DIMENSIONS
 from pier_megatron.integration import versions
 
@@ -55,6 +58,11 @@ def count(dimension: str, sent: float, uncompressed: float) -> None:
     _bytes.uncompressed[dimension] += round(uncompressed)
 
 
+def count_sum(dimension: str, wire: Wire, tensor: Tensor) -> None:
+    """Counts what this rank sends for a sum of tensors like this one over all ranks, by the cost model of a ring."""
+    count(dimension, wire.bytes_of_sum(tensor.numel()), 2 * (wire.groups - 1) / wire.groups * tensor.nbytes)
+
+
 def counted() -> Bytes:
     """What has been counted until now."""
     return Bytes(_bytes.sent.copy(), _bytes.uncompressed.copy())
@@ -73,8 +81,10 @@ def table(since: Bytes, iterations: int = 1) -> list[str]:
 def _log(training_log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     global _logged
     result = training_log(*args, **kwargs)
+    if not _codecs:
+        return result
     iteration = versions.given(training_log, args, kwargs)["iteration"]
-    if not _codecs or iteration % versions.megatron_args().log_interval:
+    if iteration % versions.megatron_args().log_interval:
         return result
     last, before = _logged
     # A run may have begun anywhere; until its first log it has taken the iterations that Megatron's loop remembers.
