@@ -32,6 +32,11 @@ class Settings:
         "Number of groups that train apart between outer steps; each holds DP / groups model replicas. Default: one per node, "
         "or per domain of --pier-ranks-per-domain.",
     )
+    islands: bool = _setting(
+        False,
+        "Make each group a Megatron world of its own, of consecutive ranks, in place of an instance of the distributed "
+        "optimizer: nothing of Megatron's spans groups, and the inner optimizer may be another one.",
+    )
     ranks_per_domain: int | None = _setting(
         None,
         "Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as 72 "

@@ -57,7 +57,7 @@ class Topology:
 
     @classmethod
     def gather(cls, own: Rank) -> "Topology":
-        """Collects the positions of all ranks; called by all of them."""
+        """Collects the positions of all ranks of the default group; called by all of them."""
         ranks: list[Rank | None] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
         return cls([rank for rank in ranks if rank is not None])

@@ -113,7 +113,9 @@ def _translate(args: argparse.Namespace) -> None:
     if args.pier_groups is None:
         args.pier_groups = _number_of_nodes() if domains is None else domains
     instances = args.num_distributed_optimizer_instances
-    if instances not in (1, args.pier_groups):
+    if args.pier_islands:
+        _check_islands(args.pier_groups, instances)
+    elif instances not in (1, args.pier_groups):
         raise PierConfigError(
             f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
             "is a distributed-optimizer instance, and --optimizer pier sets their number. Drop the former."
@@ -123,7 +125,7 @@ def _translate(args: argparse.Namespace) -> None:
         args.tensorboard_log_interval = args.log_interval
     args.optimizer = "adam"
     args.use_distributed_optimizer = True
-    args.num_distributed_optimizer_instances = args.pier_groups
+    args.num_distributed_optimizer_instances = 1 if args.pier_islands else args.pier_groups
 
 
 def _number_of_domains(ranks: int | None) -> int | None:
@@ -139,6 +141,22 @@ def _number_of_domains(ranks: int | None) -> int | None:
             f"same number of ranks: use one of {', '.join(map(str, divisors))}."
         )
     return world // ranks
+
+
+def _check_islands(islands: int, instances: int) -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if instances > 1:
+        raise PierConfigError(
+            f"--num-distributed-optimizer-instances {instances} cannot be used with --pier-islands: an island is one instance. "
+            "Drop the former."
+        )
+    if islands < 1 or world % islands:
+        arithmetic = f": {division(world, islands)}" if islands > 0 else ""
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        raise PierConfigError(
+            f"--pier-groups {islands} does not divide the world size {world}{arithmetic}. Every island needs the same "
+            f"number of ranks: use one of {', '.join(map(str, divisors))}."
+        )
 
 
 def _number_of_nodes() -> int:

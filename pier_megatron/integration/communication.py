@@ -5,13 +5,14 @@ statistics, the vote on rerunning the iteration, the questions whether to exit a
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration import current, versions
+from pier_megatron.integration import current, islands, versions
 
 _TRAINING = "megatron.training.training"
 
@@ -24,7 +25,7 @@ _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
 
 def install() -> None:
     """Confines Megatron's own collectives."""
-    versions.wrap("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", _vote_in_the_group)
+    versions.wrap("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", _vote_of_those_who_average)
     versions.wrap(_TRAINING, "checkpoint_and_decide_exit", _ask_to_exit_when_together)
     versions.wrap(_TRAINING, "maybe_finalize_async_save", _ask_for_saves_when_together)
     versions.wrap(_TRAINING, "calc_params_l2_norm", _in_the_group)
@@ -34,14 +35,28 @@ def install() -> None:
 def confined_to_group(model_chunk: Any) -> Iterator[None]:
     """Inside, the data-parallel group of the iteration is the part of it in this rank's Pier group.
 
-    Not for the construction of models or optimizers, which size their buffers by the same groups.
-
     Args:
         model_chunk: Any chunk of the model; from 0.19 on it carries its own collection of process groups.
     """
     parallel_state = versions.require("megatron.core", "parallel_state")
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+    with _averaging_over(model_chunk, dense, expert):
+        yield
+
+
+@contextlib.contextmanager
+def over_all_groups(model_chunk: Any) -> Iterator[None]:
+    """Inside, the data-parallel group is over all groups, as it is anyway unless they are islands; see above."""
+    island = islands.own()
+    with contextlib.nullcontext() if island is None else _averaging_over(model_chunk, island.dense, island.expert):
+        yield
+
+
+@contextlib.contextmanager
+def _averaging_over(model_chunk: Any, dense: dist.ProcessGroup, expert: dist.ProcessGroup) -> Iterator[None]:
+    """Not for the construction of models or optimizers, which size their buffers by the same groups."""
+    parallel_state = versions.require("megatron.core", "parallel_state")
     collection = _process_group_collection(model_chunk)
     with contextlib.ExitStack() as stack:
         for owner, names, group in (
@@ -67,20 +82,39 @@ def _in_the_group(function: Callable[..., Any], optimizer: Any, /, *args: Any, *
         return function(*args, **kwargs)
 
 
-@current.in_the_local_phase
-def _vote_in_the_group(reduce_any: Callable[..., Any], optimizer: Any, machine: Any, value: bool | list[bool]) -> Any:
-    """Asks only the own group whether an iteration has to be run again: the others train on other parameters."""
+@current.in_pier_runs
+def _vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, machine: Any, value: bool | list[bool]) -> Any:
+    """Asks whether an iteration has to be run again: all groups, or only the own where the others train on other parameters."""
+    island = islands.own()
+    if not optimizer.loop.is_local:
+        with contextlib.nullcontext() if island is None else island.in_the_launch():
+            return reduce_any(machine, value)
     votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(votes, group=optimizer.get_grad_stats_parallel_group())
     return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)
 
 
-@current.in_the_local_phase
+@current.in_pier_runs
 def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
-    never = {} if _are_together(optimizer) else {"exit_signal_handler": False, "exit_duration_in_mins": None}
-    with versions.replaced(versions.megatron_args(), never):
+    asked: dict[str, Any] = {}
+    if optimizer.loop.is_local and not _are_together(optimizer):
+        asked = {"exit_signal_handler": False, "exit_duration_in_mins": None}
+    elif islands.own() is not None:
+        asked = {"exit_duration_in_mins": _limit_for_all_islands(versions.megatron_args().exit_duration_in_mins)}
+    with versions.replaced(versions.megatron_args(), asked):
         return decide(*args, **kwargs)
+
+
+def _limit_for_all_islands(minutes: float | None) -> float | None:
+    """A limit that all clocks are beyond if one is beyond the given one, and else none: islands must not end one by one."""
+    island = islands.own()
+    if not minutes or island is None:
+        return None
+    passed = (time.time() - versions.require(_TRAINING, "_TRAIN_START_TIME")) / 60
+    is_over = torch.tensor([passed > minutes], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(is_over, dist.ReduceOp.MAX, group=island.launch)
+    return -1.0 if is_over else None
 
 
 @current.in_the_local_phase

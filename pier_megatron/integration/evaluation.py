@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.integration import current, versions
-from pier_megatron.integration.communication import confined_to_group
+from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.outer.report import SCALAR_PREFIX
 
 _TRAINING = "megatron.training.training"
@@ -28,12 +28,13 @@ def _look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, 
         return evaluate(*args, **kwargs)
 
 
-@current.in_the_local_phase
+@current.in_pier_runs
 def _evaluate_each(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Where each group evaluates weights of its own, on its share of the samples, says how far apart they are."""
     loop = optimizer.loop
-    if loop.config.subgroup is None or loop.config.evaluate_mean or loop.is_synchronised:
-        return evaluate(*args, **kwargs)
+    if not loop.is_local or loop.config.subgroup is None or loop.config.evaluate_mean or loop.is_synchronised:
+        with over_all_groups(optimizer.model_chunks[0]):
+            return evaluate(*args, **kwargs)
     with confined_to_group(optimizer.model_chunks[0]):
         losses, *others = evaluate(*args, **kwargs)
     parallel_state = versions.require("megatron.core", "parallel_state")

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
-from pier_megatron.integration import current, versions
+from pier_megatron.integration import current, islands, versions
 from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.integration.compression import traffic
 
@@ -67,9 +67,11 @@ def _look_on(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kw
         _sent = traffic.counted()
     elif loop.iteration == examined:
         _looking.close()
-        group_of: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(group_of, loop.exchange.rank)
-        if dist.get_rank() == 0:
+        island = islands.own()
+        with contextlib.nullcontext() if island is None else island.in_the_launch():
+            group_of: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(group_of, loop.exchange.rank)
+        if islands.rank_in_launch() == 0:
             print("\n".join(_findings(f"iteration {examined}, {place}", group_of)), flush=True)
         sys.exit(0)
     return train_step(*args, **kwargs)

@@ -8,6 +8,10 @@ parallelism, so the phases of Pier are a value in Megatron's own configuration a
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from pier_megatron.integration.islands import Island
+
 
 class GradientAveraging:
     """Switches the gradients of a model between the mean over all groups and the mean over this rank's group.
@@ -15,30 +19,43 @@ class GradientAveraging:
     Switch only between iterations: a reduction in flight would end in another domain than it began in.
     """
 
-    def __init__(self, model_chunks: Sequence[Any], groups: int) -> None:
-        """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them, averaging over all groups."""
+    def __init__(self, model_chunks: Sequence[Any], groups: int, island: Island | None) -> None:
+        """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them.
+
+        Args:
+            model_chunks: Which average over all groups where these are instances, and over the own one if it is an island.
+            groups: Number of groups.
+            island: Of this rank, if groups are islands.
+        """
         self._groups = groups
         self._configs = {id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values()
-        self._scaling = [
-            (bucket, bucket.gradient_scaling_factor)
-            for chunk in model_chunks
-            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-            for bucket in bucket_group.buckets
-        ]
+        bucket_groups = [group for chunk in model_chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
         # Megatron scales gradients by 1 / data-parallel size before it sums them. It does not where it divides by the
-        # number of tokens (of the group, see communication.confined_to_group) or lets the collective average.
+        # number of tokens (of those who average, see communication.averaging_over) or lets the collective average.
         chunk = model_chunks[0]
-        self._prescaled = not (chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective)
+        prescaled = not (chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective)
+        # Megatron has built instances for the mean over all of them, and an island for that over itself.
+        over_all, over_own = (1.0, groups) if island is None else (1 / groups, 1.0)
+        self._over_all, self._over_own = (over_all, over_own) if prescaled else (1.0, 1.0)
+        self._scaling = [
+            (bucket, bucket.gradient_scaling_factor) for bucket_group in bucket_groups for bucket in bucket_group.buckets
+        ]
+        if island is not None:
+            stream = torch.cuda.Stream()
+            for bucket_group in bucket_groups:
+                # Another instance to Megatron, which it uses while its configuration has several.
+                bucket_group.inter_distributed_optimizer_instance_group = island.between
+                bucket_group.communication_stream = stream
 
     def over_all_groups(self) -> None:
         """Gradients become the mean over the samples of all groups, as in stock Megatron."""
-        self._set(instances=self._groups, scale=1)
+        self._set(self._groups, self._over_all)
 
     def over_own_group(self) -> None:
         """Gradients become the mean over the samples of this rank's group."""
-        self._set(instances=1, scale=self._groups if self._prescaled else 1)
+        self._set(1, self._over_own)
 
-    def _set(self, instances: int, scale: int) -> None:
+    def _set(self, instances: int, scale: float) -> None:
         for config in self._configs:
             config.num_distributed_optimizer_instances = instances
         for bucket, factor in self._scaling:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.integration import current, versions
-from pier_megatron.integration.communication import confined_to_group
+from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.outer import OuterStepReport
 from pier_megatron.outer.report import SCALAR_PREFIX
 
@@ -86,8 +86,11 @@ def _by_name(mappings: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     return found
 
 
-@current.in_the_local_phase
+@current.in_pier_runs
 def _average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not optimizer.loop.is_local:
+        with over_all_groups(optimizer.model_chunks[0]):
+            return training_log(*args, **kwargs)
     given = inspect.signature(training_log).bind(*args, **kwargs)
     is_first = given.arguments.get("is_first_iteration", False)
     if not is_first and optimizer.loop.iteration % versions.megatron_args().log_interval:
@@ -106,7 +109,8 @@ def _average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwa
     _replace(given.arguments, own, found)
     if optimizer.loop.config.subgroup is not None and found.spread is not None:
         _log_spread(found.spread, optimizer.loop.iteration)
-    result = training_log(*given.args, **given.kwargs)
+    with over_all_groups(optimizer.model_chunks[0]):
+        result = training_log(*given.args, **given.kwargs)
     if is_first:
         # Megatron goes on summing up from here.
         _restore_sums(given.arguments["total_loss_dict"], own)

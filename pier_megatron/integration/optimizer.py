@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 
+from pier_megatron.integration import islands
 from pier_megatron.integration.gradients import GradientAveraging
 from pier_megatron.outer import OuterLoop
 
@@ -48,7 +49,7 @@ class PierOptimizer(ChainedOptimizer):
         self.saving: Completion | None = None
         self.loading: Restoration | None = None
         self.has_seen_samples = False
-        self._gradients = GradientAveraging(self.model_chunks, loop.config.groups)
+        self._gradients = GradientAveraging(self.model_chunks, loop.config.groups, islands.own())
 
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock (1-based) and the averaging domain of the gradients, before the first micro-batch."""

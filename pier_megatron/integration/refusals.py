@@ -95,6 +95,11 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
         PierConfigError: With the flag, the values, the arithmetic and a remedy.
     """
     _refuse_reductions_over_all_groups(args)
+    if config.islands and args.full_validation:
+        raise PierConfigError(
+            "--full-validation cannot be used with --pier-islands: islands whose shares of the samples differ by one would "
+            "wait for each other. Use --eval-iters."
+        )
     config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
     if args.num_experts is not None:
         _check_expert_data_parallel_size(args, config.groups)
@@ -103,6 +108,11 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             raise PierConfigError(
                 f"--ckpt-format {args.ckpt_format} cannot be used with --optimizer pier: it stores the model of one group "
                 "with the optimizer state of another. Use --ckpt-format torch_dist."
+            )
+        if config.save_inner_state == "first" and config.islands:
+            raise PierConfigError(
+                "--pier-save-inner-state first cannot be used with --pier-islands: each island saves a checkpoint of its own. "
+                "Save all."
             )
         if config.save_inner_state == "first":
             remedy = ", or use --pier-save-inner-state all"

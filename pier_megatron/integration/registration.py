@@ -17,14 +17,24 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from pier_megatron.integration import arguments, communication, evaluation, examination, logged_means, scoring, training
+    from pier_megatron.integration import (
+        arguments,
+        communication,
+        evaluation,
+        examination,
+        islands,
+        logged_means,
+        scoring,
+        training,
+    )
     from pier_megatron.integration.checkpoint import files, helpers, hooks
     from pier_megatron.integration.compression import activations, choice, gradients, parameters, tensor_parallel, traffic
     from pier_megatron.integration.inner import torch_adam
     from pier_megatron.integration.pipeline import layered, skipping
 
     pipeline = (layered, skipping)
-    for seam in (arguments, communication, torch_adam, files, helpers, hooks, training, evaluation, logged_means, *pipeline):
+    checkpoints = (files, helpers, hooks)
+    for seam in (arguments, islands, communication, torch_adam, *checkpoints, training, evaluation, logged_means, *pipeline):
         seam.install()
     for seam in (choice, gradients, parameters, activations, tensor_parallel, traffic):
         seam.install()

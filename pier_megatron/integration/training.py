@@ -1,5 +1,6 @@
 """Megatron's training loop: where the optimizer is built, where an iteration begins."""
 
+import contextlib
 import copy
 import datetime
 import faulthandler
@@ -12,9 +13,10 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, refusals, startup, versions
+from pier_megatron.integration import current, islands, refusals, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
-from pier_megatron.integration.communication import confined_to_group
+from pier_megatron.integration.checkpoint.files import use_folders_of_island
+from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.integration.inner.adam import commit_main_parameters, inner_state, main_parameters, owners
 from pier_megatron.integration.samples import check_groups_read_different_samples
 from pier_megatron.outer import GroupExchange, OuterLoop
@@ -53,9 +55,13 @@ def _build(optimizer: Any) -> Any:
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
     config.codec.compile_for(config.groups if config.subgroup is None else 1, device)
     # All ranks meet here, so that none takes its host memory before the others have looked.
-    topology = Topology.gather(_own_rank(config))
-    topology.check()
-    communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
+    island = islands.own()
+    if island is not None:
+        use_folders_of_island(versions.megatron_args(), island.index)
+    with contextlib.nullcontext() if island is None else island.in_the_launch():
+        topology = Topology.gather(_own_rank(config))
+        topology.check()
+        communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
     loop = OuterLoop(
         shards,
         config,
@@ -75,21 +81,23 @@ def _build(optimizer: Any) -> Any:
             # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages: against a
             # race that PyTorch mended long before the releases that are supported.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
-    if dist.get_rank() == 0:
+    if islands.rank_in_launch() == 0:
         print(startup.describe(topology, loop, args.log_interval, refusals.disappointments(args, config)), flush=True)
     return pier
 
 
 def _own_rank(config: PierConfig) -> Rank:
     parallel_state = versions.require("megatron.core", "parallel_state")
-    rank = dist.get_rank()
+    rank, island = islands.rank_in_launch(), islands.own()
     peers = [rank]
     if config.groups > 1:
         peers = dist.get_process_group_ranks(parallel_state.get_inter_distributed_optimizer_instance_group())
-    tensor_parallel_ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    tensor_parallel_ranks = tuple(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
+    if island is not None:
+        tensor_parallel_ranks = island.ranks_in_launch(tensor_parallel_ranks)
     node = node_name()
     domain = domain_name(rank, node, config.ranks_per_domain)
-    return Rank(rank, node, domain, peers.index(rank), tuple(tensor_parallel_ranks), tuple(peers))
+    return Rank(rank, node, domain, peers.index(rank), tensor_parallel_ranks, tuple(peers))
 
 
 def _report(report: Any) -> None:
@@ -114,7 +122,8 @@ def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, *
         optimizer.has_seen_samples = True
     optimizer.begin_iteration(iteration)
     if not optimizer.loop.is_local:
-        return train_step(*args, **kwargs)
+        with over_all_groups(optimizer.model_chunks[0]):
+            return train_step(*args, **kwargs)
     with confined_to_group(optimizer.model_chunks[0]):
         result = train_step(*args, **kwargs)
     _, _, _, should_exit, exit_code, *_ = result

@@ -15,7 +15,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
-FORMAT = 3
+FORMAT = 4
 """Raised when an older plugin could not read what a newer one writes."""
 
 ENTRY = "pier"
@@ -28,6 +28,7 @@ OUTER = "pier.outer"
 _SETTINGS = (
     "train_iters",
     "groups",
+    "islands",
     "sync_interval",
     "preset",
     "subgroup_size",
@@ -67,6 +68,8 @@ class Description:
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
         pulled: Fragments whose momentum has been made ready for an outer step to come.
         restarted: When groups were last restarted, by group.
+        island: Whose folder it is in, where groups are islands. It holds that island's own state; the outer state that all have
+            in common is with the first.
         is_local: Whether the groups were training apart; format 1 does not say, and the iteration decides.
         is_synchronised: Whether all groups held the same parameters; likewise.
         checksums: Of the outer state, over all ranks of a group, by :func:`checksum_name`.
@@ -82,6 +85,7 @@ class Description:
     rounds: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     pulled: tuple[int, ...] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    island: int | None = None
     is_local: bool | None = None
     is_synchronised: bool | None = None
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -134,7 +138,7 @@ class Description:
     @property
     def holds_all_groups(self) -> bool:
         """Whether nothing of any group is missing: in the lazy start they are all the same."""
-        return not self.is_local or len(self.own_inner_state) >= self.settings["groups"] - 1
+        return not self.is_local or self.island is not None or len(self.own_inner_state) >= self.settings["groups"] - 1
 
     def has_layout_of(self, present: "Description") -> bool:
         """Whether the ranks of a group share the model as they did."""

@@ -40,7 +40,7 @@ from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import current, datasets  # noqa: E402
+from pier_megatron.integration import current, datasets, islands  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.adam import commit_main_parameters, owners  # noqa: E402
 
@@ -190,7 +190,8 @@ class Recorder:
         return stale
 
     def save_weights(self, name: str) -> None:
-        path = self.directory / name
+        island = islands.own()
+        path = self.directory / (f"{name} of island {island.index}" if island is not None and island.index else name)
         if dist.get_rank() == 0:
             path.mkdir(parents=True)
         dist.barrier()
@@ -222,8 +223,10 @@ class Recorder:
 def group_of_every_rank() -> dict[int, int]:
     """The Pier group of each global rank, by Megatron's own communicators."""
     inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    groups = [0] * dist.get_world_size()
-    dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
+    island = islands.own()
+    with contextlib.nullcontext() if island is None else island.in_the_launch():
+        groups = [0] * dist.get_world_size()
+        dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
     return dict(enumerate(groups))
 
 

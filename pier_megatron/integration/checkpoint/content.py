@@ -40,7 +40,8 @@ class Place:
     Attributes:
         config: Of the run.
         device_type: Where it trains, ``cuda`` or ``cpu``.
-        group: Index of this rank's group.
+        group: Index of this rank's group among those that save and load together; an island does so alone.
+        island: Index of the island, if groups are islands.
         ranks: The ranks of the group.
         chained: All of Megatron's optimizers on this rank.
         owners: Those that own parameters here.
@@ -50,6 +51,7 @@ class Place:
     config: PierConfig
     device_type: str
     group: int
+    island: int | None
     ranks: dist.ProcessGroup
     chained: Sequence[Any]
     owners: Sequence[Any]
@@ -58,7 +60,7 @@ class Place:
     def describe(self, iteration: int, **content: Any) -> Description:
         """Describes this run, and what of it is stored."""
         layout = layout_of(versions.megatron_args(), self.ranks.size())
-        return Description.of_run(self.config, iteration, layout, self.device_type, **content)
+        return Description.of_run(self.config, iteration, layout, self.device_type, island=self.island, **content)
 
     def outer_states(self, snapshot: Snapshot) -> list[ParameterState]:
         """Anchor and momentum, in the places of a main parameter and its first moment."""

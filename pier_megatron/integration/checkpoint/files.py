@@ -46,6 +46,25 @@ def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None
     return folder / (f"iter_{int(saved):07d}" if saved.isdigit() else saved)
 
 
+def use_folders_of_island(args: Any, index: int) -> None:
+    """Gives an island a folder of its own below those of the job, which are the first one's.
+
+    Args:
+        args: Megatron's, changed in place.
+        index: Of the island.
+    """
+    if index == 0:
+        return
+    if args.save is not None:
+        args.save = str(_folder_of_island(args.save, index))
+    if args.load is not None and stored_checkpoint(_folder_of_island(args.load, index)) is not None:
+        args.load = str(_folder_of_island(args.load, index))
+
+
+def _folder_of_island(folder: str, index: int) -> Path:
+    return Path(folder) / "islands" / str(index)
+
+
 def damage(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, as far as names and sizes tell."""
     sizes: dict[str, int] = {}

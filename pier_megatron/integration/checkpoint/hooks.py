@@ -2,15 +2,19 @@
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+import torch
 
-from pier_megatron.integration import current, startup, versions
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import current, islands, startup, versions
 from pier_megatron.integration.checkpoint.content import Place
+from pier_megatron.integration.checkpoint.files import stored_checkpoint
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.inner.adam import owners
+from pier_megatron.outer import OuterLoop
 from pier_megatron.outer.description import ENTRY
 
 if TYPE_CHECKING:
@@ -27,12 +31,13 @@ def install() -> None:
     versions.wrap(_TRAINING, "load_checkpoint", _load)
 
 
-def _place(optimizer: "PierOptimizer") -> Place:
-    loop = optimizer.loop
+def _place(optimizer: "PierOptimizer", group: int) -> Place:
+    loop, island = optimizer.loop, islands.own()
     return Place(
         config=loop.config,
         device_type=loop.device.type,
-        group=loop.exchange.rank,
+        group=group,
+        island=None if island is None else island.index,
         ranks=optimizer.get_grad_stats_parallel_group(),
         chained=optimizer.chained_optimizers,
         owners=owners(optimizer.chained_optimizers),
@@ -55,19 +60,41 @@ def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
     snapshot, checksums = loop.snapshot(), loop.checksums()
     with contextlib.ExitStack() as stack:
         trained = None if loop.is_synchronised else stack.enter_context(loop.anchor_in_model(loop.config.subgroup is not None))
-        saving = Saving(_place(pier), snapshot, checksums, trained, scheduler)
-        if dist.get_rank() == 0:
+        group = loop.exchange.rank
+        if islands.own() is not None:
+            group, checksums = 0, checksums[group : group + 1]
+        saving = Saving(_place(pier, group), snapshot, checksums, trained, scheduler)
+        if islands.rank_in_launch() == 0:
             print(saving.announcement(), flush=True)
         stack.enter_context(versions.replaced(pier, {"saving": saving}))
         return save_checkpoint(*args, **kwargs)
 
 
+def _common_iteration(loop: OuterLoop, args: Any) -> dict[str, Any]:
+    """The arguments with which all islands load the same iteration: a failure may have come while they were saving."""
+    if islands.own() is None or args.load is None or args.ckpt_step:
+        return {}
+    folder = stored_checkpoint(Path(args.load))
+    name = "" if folder is None else folder.name.removeprefix("iter_")
+    last = int(name) if name.isdigit() else -1
+    of_islands = loop.exchange.gather(torch.tensor([last], device=loop.device)).result().flatten().tolist()
+    if len(set(of_islands)) == 1:
+        return {}
+    if min(of_islands) < 0:
+        raise PierConfigError(
+            f"--load {args.load}: the last checkpoints of the islands are of iterations {of_islands}, where -1 stands for "
+            "none. Restore the missing folders, or start all from the first island's: move the folder islands/ out of the way "
+            "and pass --pier-override-checkpoint."
+        )
+    return {"ckpt_step": min(of_islands)}
+
+
 @current.in_pier_runs
 def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
     loop = pier.loop
-    loading = Loading(_place(pier), loop)
+    loading, settings = Loading(_place(pier, loop.exchange.rank), loop), versions.megatron_args()
     try:
-        with versions.replaced(pier, {"loading": loading}):
+        with versions.replaced(pier, {"loading": loading}), versions.replaced(settings, _common_iteration(loop, settings)):
             result = load_checkpoint(*args, **kwargs)
     except Exception as error:
         error.add_note(
@@ -77,6 +104,6 @@ def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
         raise
     found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])
     startup.check_groups_agree(loop, begins=False)
-    if found and dist.get_rank() == 0:
+    if found and islands.rank_in_launch() == 0:
         print(found, flush=True)
     return result

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
@@ -13,6 +14,7 @@ from pier_megatron.integration.checkpoint.formats import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.description import ENTRY, Description, checksum_name, group_prefix
+from pier_megatron.outer.state import COMMON
 
 
 @dataclasses.dataclass
@@ -26,7 +28,7 @@ class _Request:
         changes: What is different, one phrase each.
         metadata: Of the checkpoint.
         sources: Saved groups whose inner state this group goes on with, as their mean.
-        outer_sources: The same for the outer state.
+        outer_sources: The same for the outer state; none if the first island hands it out.
         snapshot: The outer loop's; its tensors are what is read into.
         objects: What the first source has beside its tensors, once it was read.
     """
@@ -61,8 +63,8 @@ class Loading:
         request = self._asked_of(Description.from_metadata(metadata[ENTRY]), metadata)
         self._request, place, saved = request, self._place, request.saved
         # Of the groups that go on with the inner state of a saved one, each reads a copy.
-        sources_of = [self._sources(saved, group) for group in range(place.config.groups)]
-        copies = {source: sum(source in of for of in sources_of[: place.group]) for source in request.sources}
+        sources_of = [self._sources(saved, group) for group in self._before_this]
+        copies = {source: sum(source in of for of in sources_of) for source in request.sources}
         entry: dict[str, Any] = {}
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             for source in request.outer_sources:
@@ -84,8 +86,20 @@ class Loading:
             stock = without_sharded(stock)
         return {**stock, ENTRY: entry}
 
+    @property
+    def _before_this(self) -> range:
+        """The groups that load together with this one and come before it."""
+        return range(self._place.group if self._place.island is None else 0)
+
     def _asked_of(self, saved: Description, metadata: Any) -> _Request:
+        if saved.island is not None:
+            self._place = dataclasses.replace(self._place, group=0)
         place, loop = self._place, self._loop
+        if saved.island and saved.island != place.island:
+            raise PierConfigError(
+                f"--load {versions.megatron_args().load} is the folder of island {saved.island} of another job. Pass the "
+                "--save folder of that job: each island finds its own below it."
+            )
         config, present = place.config, place.describe(saved.iteration)
         changes, is_exact = saved.check(present, config.override_checkpoint), saved.is_exact_for(present)
         rounds = []
@@ -102,6 +116,8 @@ class Loading:
             "restarted": saved.restarted if is_exact else {},
         }
         sources, outer_sources = self._sources(saved, place.group), self._outer_sources(saved, place.group)
+        if saved.island and saved.has_common_outer_state:
+            outer_sources = []
         same_layout = saved.has_layout_of(present)
         return _Request(saved, is_exact, same_layout, changes, metadata, sources, outer_sources, snapshot)
 
@@ -116,7 +132,7 @@ class Loading:
         """How many groups before this one read the outer state of a saved one; None if all read the same."""
         if source is None:
             return None
-        return sum(source in self._outer_sources(saved, group) for group in range(self._place.group))
+        return sum(source in self._outer_sources(saved, group) for group in self._before_this)
 
     def restore(self, state: dict[Any, Any]) -> bool:
         """Takes over what was read; see :class:`pier_megatron.integration.optimizer.Restoration`."""
@@ -138,12 +154,21 @@ class Loading:
             _load_mean(inner, of_sources.values(), request.metadata)
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             _load_mean(outer, [entry[f"outer{index}.{source}"] for source in request.outer_sources], request.metadata)
+        if place.island is not None and request.saved.island is not None and request.saved.has_common_outer_state:
+            self._receive_outer_state(request.snapshot)
         for name, tensor in place.exact_tensors(request.snapshot).items() if request.is_exact else ():
             if tensor.numel():
                 tensor.copy_(entry["tensors"][name])
         request.snapshot["outliers"] = request.objects["outliers"]
         self._loop.restore(request.snapshot)
         return True
+
+    def _receive_outer_state(self, snapshot: Snapshot) -> None:
+        """Takes over from the first island what all islands have in common, which only its folder holds."""
+        exchange = self._loop.exchange
+        for state in snapshot["states"]:
+            for name in COMMON:
+                exchange.broadcast(state[name], 0, range(1, exchange.size))
 
     def _inner_settings(self, request: _Request) -> list[dict[Any, Any]]:
         """What each inner optimizer has beside its tensors."""
@@ -195,7 +220,7 @@ class Loading:
         return _resumption(request)
 
     def _verify(self, saved: Description) -> None:
-        found = self._loop.checksums()[self._place.group]
+        found = self._loop.checksums()[self._loop.exchange.rank]
         [source, *others] = self._outer_sources(saved, self._place.group)
         expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
@@ -208,6 +233,7 @@ class Loading:
 
 def _load_mean(mean: ParameterState, of_sources: Iterable[Any], metadata: Any) -> None:
     """Takes over the mean of what was read of several groups; one of them as it is."""
+    number = 0
     for number, read in enumerate(of_sources, start=1):
         target = mean if number == 1 else mean.empty_on_host()
         target.load(read, metadata)

@@ -35,13 +35,13 @@ class Saving:
         Args:
             place: Where it is.
             snapshot: Of the outer loop.
-            checksums: Of each group's outer state, by name.
+            checksums: Of the outer state of each group that saves here, by name.
             trained: As for :meth:`Place.inner_states`.
             opt_param_scheduler: Megatron's.
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
         # Of each group, where they hold different ones.
-        self._holders: list[int | None] = [None] if place.config.subgroup is None else list(range(place.config.groups))
+        self._holders: list[int | None] = [None] if place.config.subgroup is None else list(range(self._groups))
         self.description = place.describe(
             snapshot["iteration"],
             own_inner_state=self._groups_with_own_inner_state(),
@@ -57,10 +57,14 @@ class Saving:
             },
         )
 
+    @property
+    def _groups(self) -> int:
+        return self._place.config.groups if self._place.island is None else 1
+
     def _groups_with_own_inner_state(self) -> tuple[int, ...]:
         if not self._snapshot["is_local"] or self._place.config.save_inner_state == "first":
             return ()
-        return tuple(range(1 if self._snapshot["is_synchronised"] else 0, self._place.config.groups))
+        return tuple(range(1 if self._snapshot["is_synchronised"] else 0, self._groups))
 
     def announcement(self) -> str:
         """What rank 0 says of the checkpoint."""
@@ -74,6 +78,8 @@ class Saving:
         else:
             weights = "the mean of the groups' slow weights"
         inner = f"{own} groups apart" if own else "group 0, for all"
+        if self._place.island is not None:
+            inner = "each island in a folder of its own" + (", apart" if own else "")
         return (
             f" checkpoint of iteration {self.description.iteration}: model weights are {weights}; outer state "
             f"{len(self._holders) * len(COMMON) * _FP32 * parameters * ranks / 1e6:,.1f} MB; inner state of {inner}: "
@@ -86,8 +92,9 @@ class Saving:
         entry: dict[str, Any] = {}
         prefix = group_prefix(place.group)
         has_own = place.group in self.description.own_inner_state
-        holder, copy = (None, None) if self.description.has_common_outer_state else (place.group, 0)
-        for index, outer in enumerate(place.outer_states(snapshot)):
+        has_common = self.description.has_common_outer_state
+        holder, copy = (None, None) if has_common else (place.group, 0)
+        for index, outer in enumerate(() if has_common and place.island else place.outer_states(snapshot)):
             outer_prefix = self.description.outer_prefix(holder, index)
             entry[f"outer{index}"] = outer.sharded(model_state, metadata, outer_prefix, is_loading=False, copy=copy)
         for index, inner in enumerate(place.inner_states(self._trained) if has_own else ()):

@@ -1,0 +1,192 @@
+"""Groups that are Megatron worlds of their own, in one launch.
+
+``torchrun`` starts all ranks as ever, and Megatron's arguments speak of all of them; only its process groups are those of an
+island. Just before Megatron builds them, the ranks of the island become PyTorch's default group: what Megatron makes of it is
+stock and knows of no other island. What is left to do is told here: which samples an island reads, what all islands do in turn
+or decide together, and who speaks.
+"""
+
+import builtins
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from pier_megatron.integration import versions
+
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_TRAINING = "megatron.training.training"
+
+# Where Megatron keeps the group between the instances of its distributed optimizer. An island has only one.
+_BETWEEN = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
+
+
+@dataclasses.dataclass(frozen=True)
+class Island:
+    """The island of this rank, and the process groups that reach beyond it.
+
+    Attributes:
+        index: Of the island.
+        count: Number of islands.
+        launch: All ranks of all islands, numbered as the launcher does.
+        world: The ranks of this island, consecutive ones of the launch.
+        between: The ranks that stand where this one does, one of each island, in order.
+        dense: The ranks of all islands that hold the same part of the model as this one, experts aside.
+        expert: The same for experts.
+    """
+
+    index: int
+    count: int
+    launch: dist.ProcessGroup
+    world: dist.ProcessGroup
+    between: dist.ProcessGroup
+    dense: dist.ProcessGroup
+    expert: dist.ProcessGroup
+
+    @contextlib.contextmanager
+    def in_the_launch(self) -> Iterator[None]:
+        """Inside, PyTorch's default group is that of all islands. Megatron's groups do not know their ranks there."""
+        with _default_group(self.launch):
+            yield
+
+    def ranks_in_launch(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The launcher's numbers of ranks of this island."""
+        return tuple(self.index * self.world.size() + rank for rank in ranks)
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Inside, the first island is alone, the others follow; called by all ranks, where files are made for all."""
+        if self.index > 0:
+            dist.barrier(self.launch)
+        yield
+        if self.index == 0:
+            dist.barrier(self.launch)
+
+
+_island: Island | None = None
+
+
+def own() -> Island | None:
+    """The island of this rank; None where groups are not islands."""
+    return _island
+
+
+def rank_in_launch() -> int:
+    """The number that the launcher gave this rank."""
+    return dist.get_rank(None if _island is None else _island.launch)
+
+
+def in_islands(around: Callable[..., Any]) -> Callable[..., Any]:
+    """For what is put around a function of Megatron: calls it where groups are islands, and the function alone elsewhere.
+
+    Args:
+        around: Called with the function, the island, and the function's arguments; see :func:`versions.wrap`.
+    """
+
+    def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if _island is None else around(function, _island, *args, **kwargs)
+
+    return choose
+
+
+def install() -> None:
+    """Hooks islands into where Megatron forms process groups, gives out samples, makes files for all and speaks."""
+    versions.wrap(_PARALLEL_STATE, "initialize_model_parallel", _form_islands)
+    versions.wrap(_PARALLEL_STATE, "destroy_model_parallel", _return_to_the_launch)
+    versions.wrap(_PARALLEL_STATE, "get_data_parallel_world_size", _count_all_islands)
+    versions.wrap(_TRAINING, "build_train_valid_test_data_iterators", _read_own_samples)
+    versions.wrap("megatron.training.initialize", "_compile_dependencies", _in_turn)
+    versions.wrap("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", _hear_all_islands)
+    # All functions that print for the whole job are in one module.
+    versions.require("megatron.training.utils", "print_rank_0").__globals__["print"] = _print_once
+
+
+@contextlib.contextmanager
+def _default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    before = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
+
+
+def _form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _island
+    settings = versions.require("megatron.training.global_vars", "_GLOBAL_ARGS")
+    if not getattr(settings, "pier_islands", None):
+        return initialize_model_parallel(*args, **kwargs)
+    launch, count = dist.group.WORLD, settings.pier_groups
+    assert launch is not None
+    size = launch.size() // count
+    index = launch.rank() // size
+    blocks = [list(range(first, first + size)) for first in range(0, launch.size(), size)]
+    world, _ = dist.new_subgroups_by_enumeration(blocks, group_desc="PIER_ISLAND")
+    with _default_group(world):
+        result = initialize_model_parallel(*args, **kwargs)
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    between, _ = dist.new_subgroups_by_enumeration(
+        [list(alike) for alike in zip(*blocks, strict=True)], group_desc="PIER_BETWEEN_ISLANDS"
+    )
+    setattr(parallel_state, _BETWEEN, between)
+    inside = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    dense, expert = (
+        _over_all_islands([block[rank] for block in blocks for rank in dist.get_process_group_ranks(group)]) for group in inside
+    )
+    dist.group.WORLD = world
+    _island = Island(index, count, launch, world, between, dense, expert)
+    return result
+
+
+def _over_all_islands(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Makes a group of the same ranks of all islands; called by all ranks, each with its own group's."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tuple(ranks))
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(set(everyone))], group_desc="PIER_OVER_ISLANDS")
+    return own
+
+
+def _return_to_the_launch(destroy_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _island
+    if _island is not None:
+        dist.group.WORLD = _island.launch
+        _island = None
+    return destroy_model_parallel(*args, **kwargs)
+
+
+@in_islands
+def _count_all_islands(size: Callable[..., int], island: Island, /, *args: Any, **kwargs: Any) -> int:
+    """Answers with the data-parallel size of the job who asks without qualification, to count samples."""
+    return size(*args, **kwargs) * (1 if args or kwargs else island.count)
+
+
+@in_islands
+def _read_own_samples(build_data_iterators: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    size = parallel_state.get_data_parallel_world_size() // island.count
+    rank = island.index * size + parallel_state.get_data_parallel_rank()
+    with island.in_turn(), versions.replaced(parallel_state, {"_MPU_DATA_PARALLEL_RANK": rank}):
+        return build_data_iterators(*args, **kwargs)
+
+
+@in_islands
+def _in_turn(function: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    with island.in_turn():
+        return function(*args, **kwargs)
+
+
+@in_islands
+def _hear_all_islands(signals_received: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    with island.in_the_launch():
+        return signals_received(*args, **kwargs)
+
+
+def _print_once(*args: Any, **kwargs: Any) -> None:
+    if _island is None or _island.index == 0:
+        builtins.print(*args, **kwargs)
