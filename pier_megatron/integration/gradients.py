@@ -40,7 +40,7 @@ class GradientAveraging:
         self._scaling = [
             (bucket, bucket.gradient_scaling_factor) for bucket_group in bucket_groups for bucket in bucket_group.buckets
         ]
-        if island is not None:
+        if island is not None and island.between is not None:
             stream = torch.cuda.Stream()
             for bucket_group in bucket_groups:
                 # Another instance to Megatron, which it uses while its configuration has several.
