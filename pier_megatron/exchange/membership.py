@@ -117,7 +117,7 @@ class Membership:
         if meeting is not None and succeeded:
             try:
                 meeting.gather(torch.ones(1)).result()
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 succeeded = False
         verdict = torch.tensor([succeeded], dtype=torch.int32, device=_device_of(self._world))
         dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self._world)

@@ -122,9 +122,10 @@ class Gatherings:
             try:
                 exchange = self._membership.meet()
                 meeting = self._attempt(exchange, iteration, last_common_step, fragments)
-            except (LeftBehindError, DivergedError):
+            except (LeftBehindError, DivergedError, PierConfigError):
                 raise
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, ValueError) as error:
+                # PyTorch itself fails, with a ValueError, when it wants to log the error of a communicator that it has not made.
                 where = f"island {self._island} after iteration {iteration}"
                 print(f" Pier: {where}: {_first_line(error)}; tries again", flush=True)
             if self._membership.agree(exchange, meeting is not None):
