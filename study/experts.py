@@ -21,6 +21,7 @@ import yaml
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
 from pier_megatron.commands.experts.jobs import Job, run_all
+from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
 _SEQUENCE = 128
@@ -118,7 +119,7 @@ def _train_seeds(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]])
     jobs = []
     for place, size in enumerate(_FEED_FORWARD):
         checkpoints = folder / "seeds" / size
-        if (checkpoints / "latest_checkpointed_iteration.txt").exists():
+        if tracker_of(checkpoints).exists():
             continue
         arguments = (
             f"{_MODEL} {_size(size)} --seed {seed} --train-iters {_ITERATIONS_OF_SEEDS} --train-data-path {blend[0]} "
