@@ -1,5 +1,6 @@
 """Ensembles of experts: what is described, how operations are shared, and the mixture against its definition."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from pier_megatron.commands.experts import mixture
 from pier_megatron.commands.experts.budget import apportioned, shares
 from pier_megatron.commands.experts.description import VARIANTS, Ensemble
 from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import _places
+from pier_megatron.commands.experts.plan import Expert, Plan, _check_nothing_is_lost, _places
 from pier_megatron.errors import PierConfigError
 
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
@@ -157,6 +158,19 @@ def test_experts_fill_disjoint_ranks(read: Callable[[Any], Ensemble], content: d
     for ranks in (1, 2, 4, 8, 16):
         taken = [(node, device) for devices, nodes in places(ranks)[:-1] for node, device in itertools.product(nodes, devices)]
         assert sorted(taken) == list(itertools.product(range(2), range(8)))
+
+
+def test_a_trained_plan_takes_more_variants_and_no_other_change(tmp_path: Path) -> None:
+    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (0,), (0,), 1e9, None)
+    longer, dense = dataclasses.replace(law, iterations=9), dataclasses.replace(law, name="dense/dense")
+    plan = Plan(tmp_path, "pretrain.py", "cpu", 2, "one", {}, ("law",), {}, (law,))
+    plan.write()
+    _check_nothing_is_lost(dataclasses.replace(plan, experts=(longer,)))
+    plan.checkpoints(law.name).mkdir(parents=True)
+    _check_nothing_is_lost(dataclasses.replace(plan, experts=(law, dense)))
+    for change in ({"experts": (longer, dense)}, {"experts": (dense,)}, {"experts": (law, dense), "script": "other.py"}):
+        with pytest.raises(PierConfigError, match="another plan has been trained there"):
+            _check_nothing_is_lost(dataclasses.replace(plan, **change))
 
 
 # Jobs.
