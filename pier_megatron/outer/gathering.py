@@ -125,7 +125,7 @@ class Gatherings:
             except (LeftBehindError, DivergedError, PierConfigError):
                 raise
             except (RuntimeError, OSError, ValueError) as error:
-                # PyTorch itself fails, with a ValueError, when it wants to log the error of a communicator that it has not made.
+                # A ValueError is what PyTorch raises when it logs an error of a communicator that it has not made itself.
                 where = f"island {self._island} after iteration {iteration}"
                 print(f" Pier: {where}: {_first_line(error)}; tries again", flush=True)
             if self._membership.agree(exchange, meeting is not None):

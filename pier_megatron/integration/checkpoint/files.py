@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, versions
+from pier_megatron.integration.checkpoint.tracker import tracker_of
 from pier_megatron.outer.description import ENTRY
 
 # Below the --save folder of a job: a folder for each island but the first.
@@ -44,7 +45,7 @@ def _load_whole_files(
 
 def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
     """The checkpoint in the ``--save`` folder of a run, of one iteration or the last; None if nothing was saved there."""
-    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker = tracker_of(folder)
     if not tracker.exists():
         return None
     saved = str(iteration) if iteration else tracker.read_text().strip()
