@@ -191,6 +191,12 @@ def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
             "--async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing: training waits for every "
             "save. Add that flag, with --async-strategy mcore without nvidia-resiliency-ext 0.6, or drop --async-save."
         )
+    if config.lighthouse is not None and config.lazy_start and args.load is None:
+        found.append(
+            f"--pier-lighthouse with a lazy start of {config.lazy_start} iterations and without --load: this job can only join "
+            "islands that have it behind them. For the first ones, run it in one launch and --load its checkpoint, or pass "
+            "--pier-lazy-start-iters 0."
+        )
     if args.data_parallel_size == 1:
         found.append(
             "one model replica (data-parallel size 1): nobody to train apart from, so that outer steps act on this replica "
