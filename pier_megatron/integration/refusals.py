@@ -13,7 +13,6 @@ _QUANTISED = "parameters are quantised from the main parameters by a step that o
 _REFUSED = {
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
-    "use_layer_wise_distributed_optimizer": "the layer-wise optimizer has no instances that could become groups",
     "use_precision_aware_optimizer": "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer "
     "step cannot reach them",
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",

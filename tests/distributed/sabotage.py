@@ -28,7 +28,7 @@ from torch.multiprocessing import reductions
 from pier_megatron.exchange import codecs, encoded
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration import compression, current, gradients, startup
-from pier_megatron.integration.inner.adam import owners
+from pier_megatron.integration.inner.choice import owners
 from pier_megatron.integration.pipeline import layered, skipping
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
@@ -386,9 +386,10 @@ def _nan(optimizer: Any) -> None:
 
 
 def _nan_moments(optimizer: Any) -> None:
-    for member in owners(optimizer.chained_optimizers):
-        for state in member.optimizer.state.values():
-            state["exp_avg"].fill_(float("nan"))
+    for owner in owners(optimizer):
+        for _, main in owner.parameters():
+            for moment in owner.state_of(main).values():
+                moment.fill_(float("nan"))
 
 
 def _jump(optimizer: Any) -> None:

@@ -1,0 +1,55 @@
+"""What an inner optimizer other than AdamW needs, said before Megatron would: in its words, not those of a run without Pier."""
+
+import argparse
+import importlib.util
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import versions
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what the chosen inner optimizer cannot do.
+
+    Args:
+        args: Megatron's, before it has validated them.
+
+    Raises:
+        PierConfigError: With the flag, the reason and a remedy.
+    """
+    name = args.pier_inner_optimizer or "adam"
+    if name == "adam":
+        return
+    given = f"--pier-inner-optimizer {name}"
+    if not args.pier_islands:
+        raise PierConfigError(
+            f"{given} needs --pier-islands: groups are else instances of the distributed optimizer, of which Megatron's {name} "
+            "allows only one. Add --pier-islands."
+        )
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        raise PierConfigError(
+            f"{given} needs the package emerging-optimizers, which is not installed: pip install 'pier-megatron[muon]' or "
+            "pip install 'emerging-optimizers>=0.2'."
+        )
+    if args.fp16:
+        raise PierConfigError(f"--fp16 cannot be used with {given}: Megatron's {name} has no loss scaling. Use --bf16.")
+    if args.use_distributed_optimizer:
+        _check_layer_wise(args, given)
+
+
+def _check_layer_wise(args: argparse.Namespace, given: str) -> None:
+    release = versions.megatron_version()
+    if release.startswith("0.17"):
+        raise PierConfigError(
+            f"--use-distributed-optimizer cannot be used with {given} on Megatron {release}: the layer-wise optimizer that it "
+            "stands for gathers parameters in another way there. Use Megatron 0.18 or newer, or drop it."
+        )
+    if not args.bf16:
+        raise PierConfigError(
+            f"--use-distributed-optimizer cannot be used with {given} in FP32: Megatron's layer-wise optimizer steps bf16 models "
+            "only. Add --bf16, or drop it."
+        )
+    if not args.use_layer_wise_param_layout:
+        raise PierConfigError(
+            f"--no-use-layer-wise-param-layout cannot be used with {given}: parameters are gathered from parts of unequal length "
+            "then, by a call of the inner step that outer steps do not repeat. Drop it."
+        )
