@@ -42,9 +42,9 @@ class Settings:
     )
     inner_optimizer: str = _setting(
         "adam",
-        "What trains inside a group: AdamW, or Megatron's Muon with its own --muon-... flags, which needs --pier-islands and the "
-        "package emerging-optimizers; with --use-distributed-optimizer in its layer-wise form, where data-parallel ranks share the "
-        "work out.",
+        "What trains inside a group: AdamW, or Megatron's Muon with its own --muon-... flags, which needs --pier-islands and "
+        "the package emerging-optimizers; with --use-distributed-optimizer in its layer-wise form, where data-parallel ranks "
+        "share the work out.",
         choices=INNER_OPTIMIZERS,
     )
     ranks_per_domain: int | None = _setting(
