@@ -109,7 +109,7 @@ class GroupExchange(Exchange):
                 talk to.
             codec: What sums look like on the wire.
         """
-        size, rank = (1, 0) if process_group is None else (dist.get_world_size(process_group), dist.get_rank(process_group))
+        size, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
         super().__init__(codec, range(size), rank, Wire(codec, size))
         self.process_group = process_group
 

@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from pier_megatron.errors import PierConfigError
 
+DESCRIPTION = "PIER_"
+"""With which the descriptions of the plugin's own communicators begin."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
@@ -132,7 +135,7 @@ class Topology:
         enumeration = sorted({rank.peers for rank in self.ranks})
         own: dist.ProcessGroup
         own, _ = dist.new_subgroups_by_enumeration(
-            [list(peers) for peers in enumeration], timeout=timeout, group_desc="PIER_BETWEEN_GROUPS"
+            [list(peers) for peers in enumeration], timeout=timeout, group_desc=f"{DESCRIPTION}BETWEEN_GROUPS"
         )
         return own
 

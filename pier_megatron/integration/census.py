@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pier_megatron.integration import islands
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -87,9 +89,9 @@ def _as_group(argument: tuple[str, Any]) -> dist.ProcessGroup | None:
 
 
 def _ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...]:
-    everyone = dist.get_process_group_ranks(group)
+    everyone = islands.ranks_of(group)
     peer = next((given[name] for name in ("dst", "src") if name in given), None)
-    return tuple(everyone) if peer is None else tuple(sorted({dist.get_rank(), everyone[peer]}))
+    return everyone if peer is None else tuple(sorted({islands.rank_in_launch(), everyone[peer]}))
 
 
 def _nbytes_of_input(name: str, given: Mapping[str, Any]) -> int:

@@ -9,11 +9,14 @@ or decide together, and who speaks.
 import builtins
 import contextlib
 import dataclasses
+import datetime
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from pier_megatron.exchange.topology import DESCRIPTION
 from pier_megatron.integration import versions
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
@@ -51,10 +54,6 @@ class Island:
         with _default_group(self.launch):
             yield
 
-    def ranks_in_launch(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The launcher's numbers of ranks of this island."""
-        return tuple(self.index * self.world.size() + rank for rank in ranks)
-
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
         """Inside, the first island is alone, the others follow; called by all ranks, where files are made for all."""
@@ -75,7 +74,15 @@ def own() -> Island | None:
 
 def rank_in_launch() -> int:
     """The number that the launcher gave this rank."""
-    return dist.get_rank(None if _island is None else _island.launch)
+    return dist.get_rank() if _island is None else _island.launch.rank()
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The numbers that the launcher gave the ranks of a process group, Megatron's or the plugin's."""
+    ranks = dist.get_process_group_ranks(group)
+    is_megatrons = _island is not None and group is not _island.launch and not group.group_desc.startswith(DESCRIPTION)
+    first = _island.index * _island.world.size() if _island is not None and is_megatrons else 0
+    return tuple(first + rank for rank in ranks)
 
 
 def in_islands(around: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +111,7 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def _default_group(group: dist.ProcessGroup) -> Iterator[None]:
+def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
     before = dist.group.WORLD
     dist.group.WORLD = group
     try:
@@ -123,12 +130,12 @@ def _form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **k
     size = launch.size() // count
     index = launch.rank() // size
     blocks = [list(range(first, first + size)) for first in range(0, launch.size(), size)]
-    world, _ = dist.new_subgroups_by_enumeration(blocks, group_desc="PIER_ISLAND")
+    world = _new_world(launch, index, size, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
     with _default_group(world):
         result = initialize_model_parallel(*args, **kwargs)
     parallel_state = versions.require("megatron.core", "parallel_state")
     between, _ = dist.new_subgroups_by_enumeration(
-        [list(alike) for alike in zip(*blocks, strict=True)], group_desc="PIER_BETWEEN_ISLANDS"
+        [list(alike) for alike in zip(*blocks, strict=True)], group_desc=f"{DESCRIPTION}BETWEEN_ISLANDS"
     )
     setattr(parallel_state, _BETWEEN, between)
     inside = (
@@ -143,12 +150,25 @@ def _form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **k
     return result
 
 
+def _new_world(launch: dist.ProcessGroup, index: int, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Makes a default group of PyTorch's for the ranks of an island, on a store of its own."""
+    store = dist.PrefixStore(f"pier/island_{index}", distributed_c10d._get_default_store())
+    with _default_group(None):
+        dist.init_process_group(
+            dist.get_backend(launch), store=store, rank=launch.rank() % size, world_size=size, timeout=timeout
+        )
+        world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
 def _over_all_islands(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Makes a group of the same ranks of all islands; called by all ranks, each with its own group's."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, tuple(ranks))
     own: dist.ProcessGroup
-    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(set(everyone))], group_desc="PIER_OVER_ISLANDS")
+    enumeration = [list(ranks) for ranks in sorted(set(everyone))]
+    own, _ = dist.new_subgroups_by_enumeration(enumeration, group_desc=f"{DESCRIPTION}OVER_ISLANDS")
     return own
 
 

@@ -203,25 +203,33 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
     """Where the ranks of a validated job will stand, if the launcher numbers them node by node."""
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+    worlds = args.pier_groups if args.pier_islands else 1
     generator = versions.require("megatron.core.parallel_state", "RankGenerator")(
         tp=args.tensor_model_parallel_size,
         ep=1,
-        dp=args.data_parallel_size,
+        dp=args.data_parallel_size // worlds,
         pp=args.pipeline_model_parallel_size,
         cp=args.context_parallel_size,
         order=order,
     )
-    tensor_parallel = {rank: tuple(ranks) for ranks in generator.get_ranks("tp") for rank in ranks}
+    firsts = range(0, args.world_size, args.world_size // worlds)
+    tensor_parallel = {
+        first + rank: tuple(first + other for other in ranks)
+        for first in firsts
+        for ranks in generator.get_ranks("tp")
+        for rank in ranks
+    }
     positions = {}
-    for ranks in generator.get_ranks("dp-cp"):
+    for alike in generator.get_ranks("dp-cp"):
+        ranks = [first + rank for first in firsts for rank in alike]
         size = len(ranks) // args.pier_groups
         groups = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         for index, members in enumerate(groups):
             for place, rank in enumerate(members):
                 positions[rank] = (index, tuple(other[place] for other in groups))
-    ranks = []
+    planned = []
     for rank, (group, peers) in sorted(positions.items()):
         node = f"node {rank // ranks_per_node}"
         domain = domain_name(rank, node, args.pier_ranks_per_domain)
-        ranks.append(Rank(rank, node, domain, group, tensor_parallel[rank], peers))
-    return Topology(ranks)
+        planned.append(Rank(rank, node, domain, group, tensor_parallel[rank], peers))
+    return Topology(planned)

@@ -93,13 +93,11 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
 
 def _own_rank(config: PierConfig) -> Rank:
     parallel_state = versions.require("megatron.core", "parallel_state")
-    rank, island = islands.rank_in_launch(), islands.own()
+    rank = islands.rank_in_launch()
     peers = [rank]
     if config.groups > 1:
         peers = dist.get_process_group_ranks(parallel_state.get_inter_distributed_optimizer_instance_group())
-    tensor_parallel_ranks = tuple(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
-    if island is not None:
-        tensor_parallel_ranks = island.ranks_in_launch(tensor_parallel_ranks)
+    tensor_parallel_ranks = islands.ranks_of(parallel_state.get_tensor_model_parallel_group())
     node = node_name()
     domain = domain_name(rank, node, config.ranks_per_domain)
     return Rank(rank, node, domain, peers.index(rank), tensor_parallel_ranks, tuple(peers))

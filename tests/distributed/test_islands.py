@@ -3,38 +3,93 @@
 from pathlib import Path
 
 import pytest
+import torch
 from launch import Recorded, Run, launch
+from test_isolation import crossing
+from test_resume import goes_on_exactly
 
 pytestmark = pytest.mark.processes
 
-_PIER = "--train-iters 12 --optimizer pier --pier-groups {groups} --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_PIER = "--train-iters 12 --optimizer pier --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_ISLANDS = "--pier-islands "
+_TP2 = "--pier-groups 2 --tensor-model-parallel-size 2 --global-batch-size 8 "
+_DP2 = "--pier-groups 2 --global-batch-size 16 "
+_OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather "
+_EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 "
+# The contract's shapes, each with other things that reach over all groups in stock Megatron.
 _LAYOUTS = {
-    "tp2": "--pier-groups 2 --tensor-model-parallel-size 2 --global-batch-size 8 --bf16 ",
-    "dp2": "--pier-groups 2 --global-batch-size 16 --bf16 --overlap-grad-reduce --overlap-param-gather ",
-    "pp2": "--pier-groups 2 --pipeline-model-parallel-size 2 --global-batch-size 8 ",
-    "ep2": "--pier-groups 2 --expert-model-parallel-size 2 --num-experts 4 --global-batch-size 16 ",
-    "four": "--pier-groups 4 --global-batch-size 8 ",
+    "TP 2": (_TP2 + "--bf16 --eval-interval 4 --eval-iters 2 --exit-signal-handler --exit-duration-in-mins 60 ", []),
+    "inner DP 2": (_DP2 + "--bf16 --log-params-norm --log-num-zeros-in-grad " + _OVERLAPPED, []),
+    "PP 2": ("--pier-groups 2 --pipeline-model-parallel-size 2 --global-batch-size 8 --fp16 --initial-loss-scale 1024 ", []),
+    "EP 2": (_DP2 + _EXPERTS + "--log-interval 2 ", []),
+    "4 groups": ("--pier-groups 4 --global-batch-size 8 --pier-preset noloco --pier-subgroup-gamma 0.9 --eval-interval 4 ", []),
+    "per token": (_DP2 + "--calculate-per-token-loss --pier-compress dp=int4,outer=int8 --bf16 ", []),
+    "left out": (_TP2 + "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled ", ["nan in group 1 at 9"]),
 }
-_COMMON = (
-    "--train-iters 12 --optimizer pier --pier-sync-interval 3 --pier-lazy-start-iters 3 --eval-interval 4 --log-interval 1 "
-)
-_RUNS = [
-    Run(f"{layout} {kind}", _COMMON + flags + extra, ["main"])
-    for layout, flags in _LAYOUTS.items()
-    for kind, extra in {"instances": "", "islands": "--pier-islands"}.items()
+_COMPARED = [
+    Run(f"{layout}, {kind}", _PIER + flags + extra, ["main", "outer"], faults)
+    for layout, (flags, faults) in _LAYOUTS.items()
+    for kind, extra in {"instances": "", "islands": _ISLANDS}.items()
 ]
+
+_HIDDEN = "--pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier-offload --bf16 "
+_PAIRS = "--pier-groups 4 --global-batch-size 8 --pier-preset noloco --pier-subgroup-gamma 0.9 --pier-overlap 1 "
+# By name: settings, and after which iterations it is stopped.
+_STOPPED = {
+    "plain": (_TP2 + "--bf16 ", (2, 3, 8, 9)),
+    "hidden": (_DP2 + _OVERLAPPED + _HIDDEN, (4, 7)),
+    "pairs": (_PAIRS, (7,)),
+}
+_PROBES = ["main", "outer"]
+_RESUMED = [
+    run
+    for name, (flags, stops) in _STOPPED.items()
+    for run in (
+        Run(name, _PIER + _ISLANDS + flags + f"--save {{directory}}/{name} --save-interval 12", _PROBES, saves=stops),
+        *(
+            Run(f"{name}-from-{stop}", _PIER + _ISLANDS + flags + f"--load {{directory}}/{name} --ckpt-step {stop}", _PROBES)
+            for stop in stops
+        ),
+    )
+]
+_SILENT = Run("silent", _PIER + _ISLANDS + _TP2 + "--log-interval 1000 ", ["census"])
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    return launch(tmp_path_factory.mktemp("islands"), corpus, _RUNS)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("islands")
 
 
-@pytest.mark.parametrize("layout", list(_LAYOUTS))
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(directory, corpus, [*_COMPARED, *_RESUMED, _SILENT])
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
 def test_islands_train_as_instances_do(runs: dict[str, Recorded], layout: str) -> None:
-    instances, islands = runs[f"{layout} instances"], runs[f"{layout} islands"]
-    print(layout)
-    for t in range(1,13):
-        print(t, instances.losses[t]-islands.losses[t], instances.grad_norms[t]-islands.grad_norms[t])
-    for one, other in zip(instances.ranks, islands.ranks, strict=True):
-        print({t: float((one["main"][t]-other["main"][t]).abs().max()) if one["main"][t].shape==other["main"][t].shape else "shape" for t in (1,3,6,12)}, one["group"], other["group"])
+    instances, islands = runs[f"{layout}, instances"], runs[f"{layout}, islands"]
+    assert islands.losses == instances.losses
+    assert islands.grad_norms == instances.grad_norms
+    for group in range(2):
+        for one, other in zip(islands.of_group(group), instances.of_group(group), strict=True):
+            for iteration in range(1, 13):
+                assert torch.equal(one["main"][iteration], other["main"][iteration])
+
+
+@pytest.mark.parametrize(("name", "stop"), [(name, stop) for name, (_, stops) in _STOPPED.items() for stop in stops])
+def test_resumed_islands_are_those_that_never_stopped(runs: dict[str, Recorded], name: str, stop: int) -> None:
+    goes_on_exactly(runs[f"{name}-from-{stop}"], runs[name], stop)
+
+
+def test_nothing_crosses_islands_between_outer_steps(runs: dict[str, Recorded]) -> None:
+    for iteration in (4, 5, 7, 8, 10, 11):
+        assert crossing(runs["silent"], iteration) == []
+        assert runs["silent"].ranks[0]["census"][iteration]
+    for iteration in (2, 6, 9):
+        assert crossing(runs["silent"], iteration)
+
+
+def test_what_islands_have_in_common_is_stored_once(directory: Path, runs: dict[str, Recorded]) -> None:
+    first, second = (directory / "plain" / part / "iter_0000008" for part in ("", "islands/1"))
+    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in (first, second)]
+    assert sizes[1] < 0.8 * sizes[0]

@@ -119,7 +119,7 @@ def _gather(args: argparse.Namespace, codec: Codec) -> str | None:
     if any(getattr(args, name, None) for name in ("fp8_param_gather", "fp4_param_gather")):
         return "--fp8-param-gather and --fp4-param-gather gather them in fewer bits already"
     replicas = args.data_parallel_size * args.context_parallel_size
-    if replicas == args.num_distributed_optimizer_instances:
+    if replicas == (args.pier_groups or args.num_distributed_optimizer_instances):
         return "each group is one model replica, which gathers nothing"
     return None
 
