@@ -19,8 +19,10 @@ _CUT = {"linear_qkv.weight": 0, "linear_fc1.weight": 0, "linear_proj.weight": 1,
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon trains it: a matrix of a layer, with the layers stacked in front."""
-    return ".layers." in name and parameter.ndim > 2
+    """Whether Muon trains it: matrices of layers, stacked, and position embeddings, which Megatron does not count as such."""
+    return name.endswith("position_embeddings.weight") or (
+        ".layers." in name and name.endswith("weight") and parameter.ndim > 2
+    )
 
 
 class _Muon(Muon):
@@ -35,7 +37,7 @@ class _Muon(Muon):
         name = self._names[id(p)]
         dimension = next((dimension - 2 for kind, dimension in _CUT.items() if name.endswith(kind)), -2)
         blocks = self._blocks if name.endswith(tuple(_CUT)) else 1
-        each = [self._of_block(name, block) for block in grad.flatten(0, -3).float().chunk(blocks, dimension)]
+        each = [self._of_block(name, block) for block in grad.reshape(-1, *grad.shape[-2:]).float().chunk(blocks, dimension)]
         return torch.cat(each, dimension).double().view(grad.shape)
 
     def _of_block(self, name: str, stack: Tensor) -> Tensor:
@@ -65,7 +67,11 @@ class _Both:
 
 
 def muon(
-    names: Sequence[str], adamw: Callable[[list[Tensor], list[str]], torch.optim.Optimizer], lr: float, decay: float, blocks: int
+    names: Sequence[str],
+    adamw: Callable[[list[Tensor], list[str]], torch.optim.Optimizer],
+    lr: float,
+    decay: float,
+    blocks: int,
 ) -> Callable[[list[Tensor]], Any]:
     """What makes the inner optimizer of one group.
 
