@@ -27,6 +27,9 @@ class Completion(Protocol):
 class Restoration(Completion, Protocol):
     """What the plugin asks of a checkpoint."""
 
+    def begin(self, metadata: Any) -> None:
+        """Looks at what a checkpoint says of itself, before Megatron asks it for what another run may have stored."""
+
     def restore(self, state: dict[Any, Any], load_stock: Callable[[dict[Any, Any]], None]) -> bool:
         """Takes over what was read; returns whether it was Pier's, so that Megatron has nothing left to do.
 
@@ -84,6 +87,8 @@ class PierOptimizer(ChainedOptimizer):
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> dict[Any, Any]:
         """As Megatron's, with what the groups have of their own and what they have in common beyond the model."""
+        if is_loading and self.loading is not None:
+            self.loading.begin(kwargs.get("metadata"))
         stock: dict[Any, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         part = self.loading if is_loading else self.saving
         return stock if part is None else part.complete(stock, model_sharded_state_dict, kwargs.get("metadata"))

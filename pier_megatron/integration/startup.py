@@ -115,9 +115,9 @@ def copies(loop: OuterLoop, members: Sequence[InnerOptimizer]) -> list[str]:
         return []
     parameters = sum(state.numel for state in loop.states)
     return [
-        f"each of the {several} data-parallel ranks of an island steps, keeps and exchanges all {parameters:,} parameters of its "
-        f"part of the model, where a share of 1 / {several} would do. With --bf16 add --use-distributed-optimizer: Megatron's "
-        "layer-wise optimizer shares them out."
+        f"each of the {several} data-parallel ranks of an island steps, keeps and exchanges all {parameters:,} parameters of "
+        f"its part of the model, where a share of 1 / {several} would do. With --bf16 add --use-distributed-optimizer: "
+        "Megatron's layer-wise optimizer shares them out."
     ]
 
 

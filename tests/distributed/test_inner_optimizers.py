@@ -75,7 +75,7 @@ def _runs() -> list[Run]:
     from_bf16 = _MUON + _TWO + _STOPPED["bf16"][0] + "--load {directory}/bf16 --ckpt-step 8 "
     from_fp32 = "--load {directory}/fp32 --ckpt-step 8 "
     runs += [
-        Run("without moments", from_bf16, _PROBES, ["moments stay behind"], fails=True),
+        Run("without moments", from_bf16, _PROBES, ["moments stay behind"]),
         Run("PP 2 at 8", _MUON + _TWO + _PP2 + from_fp32, ["outer weights"]),
         Run(
             "TP 2 at 8",
@@ -158,13 +158,20 @@ def test_another_inner_optimizer_is_refused(runs: dict[str, Recorded]) -> None:
         assert words in runs["another optimizer"].error
 
 
+def nothing_is_stale(run: Recorded) -> None:
+    # In other iterations the gather of the inner step may be hidden behind the next forward.
+    for rank in run.ranks:
+        assert [rank["stale"][iteration] for iteration in (6, 9, 12)] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("name", _STOPPED)
 def test_model_computes_with_the_main_parameters(runs: dict[str, Recorded], name: str) -> None:
-    assert not any(count for rank in runs[f"{name}, saved"].ranks for count in rank["stale"].values())
+    nothing_is_stale(runs[f"{name}, saved"])
 
 
 def test_model_that_computes_with_others_is_seen(runs: dict[str, Recorded]) -> None:
-    assert any(count for rank in runs["stale"].ranks for count in rank["stale"].values())
+    with pytest.raises(AssertionError):
+        nothing_is_stale(runs["stale"])
 
 
 def is_restarted(run: Recorded) -> None:

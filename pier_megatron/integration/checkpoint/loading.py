@@ -52,16 +52,20 @@ class Loading:
         self._place, self._loop = place, loop
         self._request: _Request | None = None
 
-    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
-        """Asks for what this rank wants; see :class:`pier_megatron.integration.optimizer.Completion`.
+    def begin(self, metadata: Any) -> None:
+        """Looks at what the checkpoint is; see :class:`pier_megatron.integration.optimizer.Restoration`.
 
         Raises:
-            PierConfigError: If the checkpoint is of another run than this one and the user has not accepted that.
+            PierConfigError: If it is of another run than this one and the user has not accepted that.
         """
-        if ENTRY not in (metadata or {}):
+        if ENTRY in (metadata or {}):
+            self._request = self._asked_of(Description.from_metadata(metadata[ENTRY]), metadata)
+
+    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
+        """Asks for what this rank wants; see :class:`pier_megatron.integration.optimizer.Completion`."""
+        if self._request is None:
             return stock
-        request = self._asked_of(Description.from_metadata(metadata[ENTRY]), metadata)
-        self._request, place, saved = request, self._place, request.saved
+        request, place, saved = self._request, self._place, self._request.saved
         # Of the groups that go on with the inner state of a saved one, each reads a copy.
         sources_of = [self._sources(saved, group) for group in self._before_this]
         copies = {source: sum(source in of for of in sources_of) for source in request.sources}

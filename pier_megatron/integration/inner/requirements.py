@@ -45,11 +45,11 @@ def _check_layer_wise(args: argparse.Namespace, given: str) -> None:
         )
     if not args.bf16:
         raise PierConfigError(
-            f"--use-distributed-optimizer cannot be used with {given} in FP32: Megatron's layer-wise optimizer steps bf16 models "
-            "only. Add --bf16, or drop it."
+            f"--use-distributed-optimizer cannot be used with {given} in FP32: Megatron's layer-wise optimizer steps bf16 "
+            "models only. Add --bf16, or drop it."
         )
     if not args.use_layer_wise_param_layout:
         raise PierConfigError(
-            f"--no-use-layer-wise-param-layout cannot be used with {given}: parameters are gathered from parts of unequal length "
-            "then, by a call of the inner step that outer steps do not repeat. Drop it."
+            f"--no-use-layer-wise-param-layout cannot be used with {given}: parameters are gathered from parts of unequal "
+            "length then, by a call of the inner step that outer steps do not repeat. Drop it."
         )
