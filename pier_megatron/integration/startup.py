@@ -10,7 +10,6 @@ import torch
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology
-from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.outer import OuterLoop
 from pier_megatron.outer.meetings import bytes_of_outer_step, wire_of
 from pier_megatron.outer.memory import host_bytes, work_bytes
@@ -106,19 +105,6 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
         *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queued(loop))),
     ]
     return "\n".join(lines)
-
-
-def copies(loop: OuterLoop, members: Sequence[InnerOptimizer]) -> list[str]:
-    """Whether data-parallel ranks do the same outer steps."""
-    several = max((member.copies for member in members), default=1)
-    if several == 1:
-        return []
-    parameters = sum(state.numel for state in loop.states)
-    return [
-        f"each of the {several} data-parallel ranks of an island steps, keeps and exchanges all {parameters:,} parameters of "
-        f"its part of the model, where a share of 1 / {several} would do. With --bf16 add --use-distributed-optimizer: "
-        "Megatron's layer-wise optimizer shares them out."
-    ]
 
 
 def _queued(loop: OuterLoop) -> list[str]:

@@ -86,8 +86,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
             # race that PyTorch mended long before the releases that are supported.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if islands.rank_in_launch() == 0:
-        warnings = [*refusals.disappointments(args, config), *startup.copies(loop, members)]
-        print(startup.describe(topology, loop, args.log_interval, warnings), flush=True)
+        print(startup.describe(topology, loop, args.log_interval, refusals.disappointments(args, config)), flush=True)
     return pier
 
 

@@ -46,15 +46,15 @@ _SKIPPED = (3, 6, 12)
 _SKIPPING = "--iterations-to-skip 3 6 12 --no-create-attention-mask-in-dataloader --pier-preset diloco "
 
 # What trains synchronously in the lazy start, against stock Megatron.
-_STOCKS = {"TP 2": _TP2, "PP 2": _PP2, "four": "--global-batch-size 8 "}
+_STOCKS = {"TP 2": _TP2, "four": "--global-batch-size 8 "}
 
 _HIDDEN = "--pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier-offload "
 # By name: settings, and after which iterations it is stopped.
 _STOPPED = {
     "bf16": (_TP2 + "--bf16 ", (8, 9)),
-    "fp32": (_PP2, (2, 8)),
+    "fp32": (_PP2, (8,)),
     "bf16, hidden": (_DP2 + "--bf16 " + _HIDDEN, (7,)),
-    "layer-wise": (_LAYER_WISE + _OVERLAPPED, (2, 8, 9)),
+    "layer-wise": (_LAYER_WISE + _OVERLAPPED, (2, 8)),
     "layer-wise, hidden": (_LAYER_WISE + _HIDDEN, (7,)),
 }
 _PROBES = ["main", "outer"]
@@ -93,8 +93,13 @@ def _runs() -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    return launch(tmp_path_factory.mktemp("inner"), corpus, _runs())
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inner")
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(directory, corpus, _runs())
 
 
 def error(run: Recorded, blocks: int = 1, **settings: object) -> float:
@@ -188,3 +193,10 @@ def test_group_that_is_not_finite_is_restarted(runs: dict[str, Recorded]) -> Non
 def test_group_that_is_never_restarted_is_seen(runs: dict[str, Recorded]) -> None:
     with pytest.raises(AssertionError):
         is_restarted(runs["never restarted"])
+
+
+def test_copies_on_data_parallel_ranks_are_said(directory: Path, runs: dict[str, Recorded]) -> None:
+    log = (directory / "log.txt").read_text()
+    warned = log.count("each of the 2 data-parallel ranks of an island (4 / --pier-groups 2) steps, keeps and exchanges all")
+    # Inner DP 2, EP 2, and "bf16, hidden" with its resumption.
+    assert warned == 4

@@ -1,4 +1,4 @@
-"""What an inner optimizer other than AdamW needs, said before Megatron would: in its words, not those of a run without Pier."""
+"""What an inner optimizer other than AdamW needs, said before Megatron would, and what it does without."""
 
 import argparse
 import importlib.util
@@ -27,13 +27,18 @@ def check(args: argparse.Namespace) -> None:
         )
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise PierConfigError(
-            f"{given} needs the package emerging-optimizers, which is not installed: pip install 'pier-megatron[muon]' or "
-            "pip install 'emerging-optimizers>=0.2'."
+            f"{given} needs the package emerging-optimizers, which is not installed: "
+            "pip install 'emerging-optimizers>=0.2', or this plugin with the extra [muon]."
         )
     if args.fp16:
         raise PierConfigError(f"--fp16 cannot be used with {given}: Megatron's {name} has no loss scaling. Use --bf16.")
     if args.use_distributed_optimizer:
         _check_layer_wise(args, given)
+
+
+def are_shared_out(args: argparse.Namespace) -> bool:
+    """Whether the data-parallel ranks of a group share the main parameters out, of arguments that have been validated."""
+    return bool(args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False))
 
 
 def _check_layer_wise(args: argparse.Namespace, given: str) -> None:
