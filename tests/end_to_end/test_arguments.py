@@ -172,6 +172,10 @@ _REFUSED = {
         "unequal length",
         "Drop it",
     ],
+    f"{_MUON} --bf16 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2": [
+        "--expert-model-parallel-size 2 with --use-distributed-optimizer",
+        "Drop --use-distributed-optimizer",
+    ],
     f"{_PIER} --optimizer pier --pier-unknown 1": ["unrecognized arguments: --pier-unknown"],
 }
 _ACCEPTED = {

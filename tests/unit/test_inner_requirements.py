@@ -18,6 +18,7 @@ def given(**changes: object) -> argparse.Namespace:
         "bf16": True,
         "use_distributed_optimizer": False,
         "use_layer_wise_param_layout": True,
+        "expert_model_parallel_size": 1,
     }
     return argparse.Namespace(**settings | changes)
 

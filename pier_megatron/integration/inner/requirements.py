@@ -58,3 +58,9 @@ def _check_layer_wise(args: argparse.Namespace, given: str) -> None:
             f"--no-use-layer-wise-param-layout cannot be used with {given}: parameters are gathered from parts of unequal "
             "length then, by a call of the inner step that outer steps do not repeat. Drop it."
         )
+    if args.expert_model_parallel_size > 1:
+        raise PierConfigError(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} with --use-distributed-optimizer cannot be used "
+            f"with {given}: Megatron's layer-wise optimizer has no place for the biases of experts, and without them it has not "
+            "been tried. Drop --use-distributed-optimizer."
+        )
