@@ -61,6 +61,6 @@ def _check_layer_wise(args: argparse.Namespace, given: str) -> None:
     if args.expert_model_parallel_size > 1:
         raise PierConfigError(
             f"--expert-model-parallel-size {args.expert_model_parallel_size} with --use-distributed-optimizer cannot be used "
-            f"with {given}: Megatron's layer-wise optimizer has no place for the biases of experts, and without them it has not "
-            "been tried. Drop --use-distributed-optimizer."
+            f"with {given}: Megatron's layer-wise optimizer has no place for the biases of experts, and without them it has "
+            "not been tried. Drop --use-distributed-optimizer."
         )
