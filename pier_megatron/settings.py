@@ -47,6 +47,22 @@ class Settings:
         "share the work out.",
         choices=INNER_OPTIMIZERS,
     )
+    lighthouse: str | None = _setting(
+        None,
+        "Address of a torchft lighthouse, such as http://10.0.0.1:29510: each island is a job of its own, which joins those "
+        "that are there and may leave. Default: all islands are in one launch.",
+        metavar="URL",
+    )
+    island: int | None = _setting(
+        None, "With --pier-lighthouse, which of the --pier-groups islands this job is, from 0. Default: none.", metavar="N"
+    )
+    island_address: str = _setting(
+        "127.0.0.1", "With --pier-lighthouse, the address at which other islands reach this node.", metavar="ADDRESS"
+    )
+    island_timeout: int = _setting(
+        120, "With --pier-lighthouse, seconds after which an exchange is taken again without islands that do not answer."
+    )
+    island_wait: int = _setting(30, "With --pier-lighthouse, minutes to wait for enough islands before the job saves and ends.")
     ranks_per_domain: int | None = _setting(
         None,
         "Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as 72 "

@@ -1,9 +1,9 @@
-"""Unequal experts against equal ones against one dense model, at equal operations: ``python study/experts.py``.
+"""Unequal experts against equal ones and one dense model, at equal operations: ``python study/experts.py``.
 
 Three domains of real text, from the packages installed here: code, prose and structured data; headers of C and C++ are only
 scored. For each seed: seed models of three sizes on all domains, then ``pier-megatron experts`` from plan to table. Goes on
-where it was interrupted. Which domain gets which size was chosen beforehand and not by result: structured data repeats itself
-most, prose least.
+where it was interrupted, also with variants that are added at the end. Which domain gets which size and how much of the
+iterations was chosen beforehand and not by result: structured data repeats itself most, prose least.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import yaml
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
 from pier_megatron.commands.experts.jobs import Job, run_all
+from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
 _SEQUENCE = 128
@@ -33,8 +34,8 @@ _MODEL = (
     "--eval-interval 100000 --eval-iters 1"
 )
 _FEED_FORWARD = {"small": 128, "medium": 256, "large": 384}
-_DOMAINS = {"structured": "small", "code": "medium", "prose": "large"}
-_VARIANTS = ["MHo-IHo", "MHe-IHo", "dense"]
+_DOMAINS = {"structured": ("small", 3), "code": ("medium", 4), "prose": ("large", 5)}
+_VARIANTS = ["MHo-IHo", "MHe-IHo", "dense", "MHo-IHe"]
 _SUFFIXES = {
     "structured": (".json", ".csv", ".xml", ".yaml", ".yml", ".toml"),
     "code": (".py",),
@@ -80,30 +81,29 @@ def _texts(folder: Path, name: str) -> tuple[Path, Path]:
 
 def _seed(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]]) -> dict[str, dict[str, float]]:
     """Perplexities of all models of one seed, by model and domain."""
-    runs = folder / "experts"
-    if not (runs / "mixture.json").exists():
-        print(f"Seed {seed}", flush=True)
-        _train_seeds(folder, seed, data)
-        description = {
-            "script": str(_SCRIPT),
-            "device": "cpu",
-            "arguments": f"{_MODEL} --seed {seed}",
-            "sizes": {size: {"arguments": _size(size), "seed": f"seeds/{size}"} for size in _FEED_FORWARD},
-            "domains": {
-                name: {"train": str(data[name][0]), "validation": str(data[name][1]), "size": size}
-                for name, size in _DOMAINS.items()
-            },
-            "held-out": {"headers": str(data["headers"][1])},
-            "homogeneous": "medium",
-            "iterations": _ITERATIONS,
-            "variants": _VARIANTS,
-            "machines": {"gpus-per-node": 2, "ranks-per-expert": 1},
-        }
-        (folder / "experts.yaml").write_text(yaml.safe_dump(description, sort_keys=False))
-        command = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
-        subprocess.run([*command, "plan", str(folder / "experts.yaml"), "--output", str(runs)], check=True)
-        for step in ("train", "score", "mix"):
-            subprocess.run([*command, step, str(runs)], check=True)
+    runs, file = folder / "experts", folder / "experts.yaml"
+    description = {
+        "script": str(_SCRIPT),
+        "device": "cpu",
+        "arguments": f"{_MODEL} --seed {seed}",
+        "sizes": {size: {"arguments": _size(size), "seed": f"seeds/{size}"} for size in _FEED_FORWARD},
+        "domains": {
+            name: {"train": str(data[name][0]), "validation": str(data[name][1]), "size": size, "difficulty": difficulty}
+            for name, (size, difficulty) in _DOMAINS.items()
+        },
+        "held-out": {"headers": str(data["headers"][1])},
+        "homogeneous": "medium",
+        "iterations": _ITERATIONS,
+        "variants": _VARIANTS,
+        "machines": {"gpus-per-node": 2, "ranks-per-expert": 1},
+    }
+    print(f"Seed {seed}", flush=True)
+    _train_seeds(folder, seed, data)
+    file.write_text(yaml.safe_dump(description, sort_keys=False))
+    command = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
+    subprocess.run([*command, "plan", str(file), "--output", str(runs)], check=True)
+    for step in ("train", "score", "mix"):
+        subprocess.run([*command, step, str(runs)], check=True)
     found: dict[str, dict[str, float]] = json.loads((runs / "mixture.json").read_text())
     return found
 
@@ -118,7 +118,7 @@ def _train_seeds(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]])
     jobs = []
     for place, size in enumerate(_FEED_FORWARD):
         checkpoints = folder / "seeds" / size
-        if (checkpoints / "latest_checkpointed_iteration.txt").exists():
+        if tracker_of(checkpoints).exists():
             continue
         arguments = (
             f"{_MODEL} {_size(size)} --seed {seed} --train-iters {_ITERATIONS_OF_SEEDS} --train-data-path {blend[0]} "

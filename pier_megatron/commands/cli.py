@@ -17,18 +17,19 @@ COMMANDS = {
     "export": "turn a checkpoint into a Hugging Face GPT-2",
     "evaluate": "run the paper's thirteen downstream tasks on a model",
     "experts": "plan, train, score and mix experts that never talk",
+    "lighthouse": "let islands that are jobs of their own find each other",
 }
 
 
 def parser() -> argparse.ArgumentParser:
     """Builds the parser, which shtab, for one, makes shell completion of."""
-    from pier_megatron.commands import doctor, evaluate, export, plot
+    from pier_megatron.commands import doctor, evaluate, export, lighthouse, plot
     from pier_megatron.commands.demo import run as demo
     from pier_megatron.commands.experts import command as experts
     from pier_megatron.commands.plan import command as plan
 
     modules = {"demo": demo, "doctor": doctor, "plan": plan, "plot": plot, "export": export, "evaluate": evaluate}
-    modules["experts"] = experts
+    modules |= {"experts": experts, "lighthouse": lighthouse}
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"pier-megatron {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="name")

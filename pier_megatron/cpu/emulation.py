@@ -15,6 +15,7 @@ Assumptions and limits:
 import atexit
 import contextlib
 import functools
+import gc
 import logging
 import os
 import types
@@ -210,6 +211,8 @@ def install() -> None:
     data_loader_iterator.__init__ = _keeping_random_state(data_loader_iterator.__init__)  # type: ignore[method-assign]
     # Megatron leaves its process groups to the interpreter's exit, which may tear gloo's threads down while they run.
     atexit.register(_destroy_process_groups)
+    # Python would look for garbage among all objects that importing Megatron made, again and again: a second for every rank.
+    atexit.register(gc.freeze)
     _send_tensors_to_cpu()
     _copy_to_other_processes()
     products.install()

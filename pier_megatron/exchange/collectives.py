@@ -101,16 +101,22 @@ class GroupExchange(Exchange):
         process_group: One rank of each group, in group order; None if there is a single one.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, codec: Codec = CODECS["fp32"]) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        codec: Codec = CODECS["fp32"],
+        groups: Sequence[int] | None = None,
+    ) -> None:
         """Wraps the plugin's own communicator.
 
         Args:
             process_group: One rank of each group, in group order. None stands for a single group: there is nobody to
                 talk to.
             codec: What sums look like on the wire.
+            groups: Which these are among all groups; by default, all of them.
         """
         size, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
-        super().__init__(codec, range(size), rank, Wire(codec, size))
+        super().__init__(codec, groups or range(size), rank, Wire(codec, size))
         self.process_group = process_group
 
     def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":

@@ -112,11 +112,14 @@ def _translate(args: argparse.Namespace) -> None:
         raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
     requirements.check(args)
     domains = _number_of_domains(args.pier_ranks_per_domain)
+    if args.pier_lighthouse is not None:
+        _check_job(args)
+        args.pier_islands = True
     if args.pier_groups is None:
         args.pier_groups = _number_of_nodes() if domains is None else domains
     instances = args.num_distributed_optimizer_instances
     if args.pier_islands:
-        _check_islands(args.pier_groups, instances)
+        _check_islands(args.pier_groups, instances, args.pier_lighthouse is not None)
     elif instances not in (1, args.pier_groups):
         raise PierConfigError(
             f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
@@ -146,14 +149,23 @@ def _number_of_domains(ranks: int | None) -> int | None:
     return world // ranks
 
 
-def _check_islands(islands: int, instances: int) -> None:
+def _check_job(args: argparse.Namespace) -> None:
+    if args.pier_groups is None or args.pier_island is None or not 0 <= args.pier_island < args.pier_groups:
+        raise PierConfigError(
+            f"--pier-lighthouse {args.pier_lighthouse}: also say with --pier-groups how many islands there may be at most, and "
+            f"with --pier-island which of them this job is, from 0; given are --pier-groups {args.pier_groups} and "
+            f"--pier-island {args.pier_island}."
+        )
+
+
+def _check_islands(islands: int, instances: int, are_jobs: bool) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if instances > 1:
         raise PierConfigError(
             f"--num-distributed-optimizer-instances {instances} cannot be used with --pier-islands: an island is one instance. "
             "Drop the former."
         )
-    if islands < 1 or world % islands:
+    if islands < 1 or (world % islands and not are_jobs):
         arithmetic = f": {division(world, islands)}" if islands > 0 else ""
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise PierConfigError(
@@ -179,7 +191,10 @@ def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
         refusals.refuse_what_cannot_work(args)
     saves_behind = args.async_save
-    result = validate_args(args, *rest, **kwargs)
+    # The arguments of an island that is a job speak of the whole run, as if all islands were there.
+    islands = args.pier_groups if getattr(args, "pier_lighthouse", None) else 1
+    with versions.replaced(args, {"world_size": args.world_size * islands}):
+        result = validate_args(args, *rest, **kwargs)
     if uses_pier(args):
         if saves_behind and not args.async_save:
             args.pier_waits_for_saves = True

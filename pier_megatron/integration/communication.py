@@ -56,7 +56,10 @@ def confined_to_group(model_chunk: Any) -> Iterator[None]:
 def over_all_groups(model_chunk: Any) -> Iterator[None]:
     """Inside, the data-parallel group is over all groups, as it is anyway unless they are islands; see above."""
     island = islands.own()
-    with contextlib.nullcontext() if island is None else _averaging_over(model_chunk, island.dense, island.expert):
+    if island is None or island.dense is None or island.expert is None:
+        yield
+        return
+    with _averaging_over(model_chunk, island.dense, island.expert):
         yield
 
 
@@ -105,9 +108,15 @@ def _vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, m
 def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
     asked: dict[str, Any] = {}
-    if optimizer.loop.is_local and not _are_together(optimizer):
+    island = islands.own()
+    if optimizer.loop.is_deserted:
+        asked = {"exit_duration_in_mins": -1.0}
+    elif island is not None and island.is_job:
+        # It may leave at any time.
+        pass
+    elif optimizer.loop.is_local and not _are_together(optimizer):
         asked = {"exit_signal_handler": False, "exit_duration_in_mins": None}
-    elif islands.own() is not None:
+    elif island is not None:
         asked = {"exit_duration_in_mins": _limit_for_all_islands(versions.megatron_args().exit_duration_in_mins)}
     with versions.replaced(versions.megatron_args(), asked):
         return decide(*args, **kwargs)
@@ -134,7 +143,9 @@ def _ask_for_saves_when_together(
 
 def _are_together(optimizer: Any) -> bool:
     """Whether the groups meet in this iteration anyway: at an outer step of all, or else where the mean loss is logged."""
-    loop = optimizer.loop
+    loop, island = optimizer.loop, islands.own()
+    if island is not None and island.is_job:
+        return True
     if loop.config.subgroup is None:
         return bool(loop.groups_meet)
     return bool(loop.groups_meet or loop.iteration % versions.megatron_args().log_interval == 0)

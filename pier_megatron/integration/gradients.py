@@ -43,13 +43,13 @@ class GradientAveraging:
         self._all_reduced: list[tuple[Any, Any, Any]] = []
         if chunk.ddp_config.use_distributed_optimizer:
             self._configs = list({id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values())
-            if island is not None:
+            if island is not None and island.between is not None:
                 stream = torch.cuda.Stream()
                 for group in dense + expert:
                     # Another instance to Megatron, which it uses while its configuration has several.
                     group.inter_distributed_optimizer_instance_group = island.between
                     group.communication_stream = stream
-        elif island is not None:
+        elif island is not None and island.between is not None:
             for groups_of_buckets, everyone in ((dense, island.dense), (expert, island.expert)):
                 self._all_reduced += [(group, group.data_parallel_group, everyone) for group in groups_of_buckets]
 

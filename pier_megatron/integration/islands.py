@@ -33,10 +33,10 @@ class Island:
     Attributes:
         index: Of the island.
         count: Number of islands.
-        launch: All ranks of all islands, numbered as the launcher does.
+        launch: All ranks of the launch, numbered as the launcher does: those of all islands, or of this one alone.
         world: The ranks of this island, consecutive ones of the launch.
-        between: The ranks that stand where this one does, one of each island, in order.
-        dense: The ranks of all islands that hold the same part of the model as this one, experts aside.
+        between: Within a launch, the ranks that stand where this one does, one of each island, in order.
+        dense: Likewise, the ranks of all islands that hold the same part of the model as this one, experts aside.
         expert: The same for experts.
     """
 
@@ -44,9 +44,14 @@ class Island:
     count: int
     launch: dist.ProcessGroup
     world: dist.ProcessGroup
-    between: dist.ProcessGroup
-    dense: dist.ProcessGroup
-    expert: dist.ProcessGroup
+    between: dist.ProcessGroup | None = None
+    dense: dist.ProcessGroup | None = None
+    expert: dist.ProcessGroup | None = None
+
+    @property
+    def is_job(self) -> bool:
+        """Whether it is a launch of its own."""
+        return self.launch is self.world
 
     @contextlib.contextmanager
     def in_the_launch(self) -> Iterator[None]:
@@ -80,8 +85,9 @@ def rank_in_launch() -> int:
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     """The numbers that the launcher gave the ranks of a process group, Megatron's or the plugin's."""
     ranks = dist.get_process_group_ranks(group)
-    is_megatrons = _island is not None and group is not _island.launch and not group.group_desc.startswith(DESCRIPTION)
-    first = _island.index * _island.world.size() if _island is not None and is_megatrons else 0
+    if _island is None or group is _island.launch or group.group_desc.startswith(DESCRIPTION):
+        return tuple(ranks)
+    first = _island.launch.rank() - _island.world.rank()
     return tuple(first + rank for rank in ranks)
 
 
@@ -127,6 +133,11 @@ def _form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **k
         return initialize_model_parallel(*args, **kwargs)
     launch, count = dist.group.WORLD, settings.pier_groups
     assert launch is not None
+    if settings.pier_lighthouse is not None:
+        _island = Island(settings.pier_island, count, launch, launch)
+        # As Megatron's arguments speak of the whole run.
+        settings.world_size = count * launch.size()
+        return initialize_model_parallel(*args, **kwargs)
     size = launch.size() // count
     index = launch.rank() // size
     blocks = [list(range(first, first + size)) for first in range(0, launch.size(), size)]
@@ -152,7 +163,7 @@ def _form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **k
 
 def _new_world(launch: dist.ProcessGroup, index: int, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """Makes a default group of PyTorch's for the ranks of an island, on a store of its own."""
-    store = dist.PrefixStore(f"pier/island_{index}", distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"pier/island_{index}", distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     with _default_group(None):
         dist.init_process_group(
             dist.get_backend(launch), store=store, rank=launch.rank() % size, world_size=size, timeout=timeout
@@ -208,5 +219,5 @@ def _hear_all_islands(signals_received: Callable[..., Any], island: Island, /, *
 
 
 def _print_once(*args: Any, **kwargs: Any) -> None:
-    if _island is None or _island.index == 0:
+    if _island is None or _island.index == 0 or _island.is_job:
         builtins.print(*args, **kwargs)

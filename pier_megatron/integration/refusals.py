@@ -95,6 +95,8 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
         PierConfigError: With the flag, the values, the arithmetic and a remedy.
     """
     _refuse_reductions_over_all_groups(args)
+    if config.lighthouse is not None:
+        _refuse_in_jobs(config)
     if config.islands and args.full_validation:
         raise PierConfigError(
             "--full-validation cannot be used with --pier-islands: islands whose shares of the samples differ by one would "
@@ -134,6 +136,53 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
         )
 
 
+def _refuse_in_jobs(config: PierConfig) -> None:
+    """Refuses what an outer step that may have to be taken again, or an island that joins, does not go with."""
+    if config.overlap:
+        raise PierConfigError(
+            f"--pier-overlap {config.overlap} cannot be used with --pier-lighthouse: an exchange that fails has to be taken "
+            "again before anything has been learned on top of it."
+        )
+    if config.fragments > 1:
+        raise PierConfigError(
+            f"--pier-fragments {config.fragments} cannot be used with --pier-lighthouse: an island that joins takes over all "
+            "parameters at once."
+        )
+    if config.subgroup is not None:
+        raise PierConfigError(
+            f"--pier-preset {config.preset} in subgroups of {config.subgroup} cannot be used with --pier-lighthouse: islands "
+            "that never agree have nothing in common that one which joins could take over."
+        )
+    if config.has_error_feedback:
+        raise PierConfigError(
+            f"--pier-exchange-dtype {config.exchange_dtype} with --pier-lighthouse: what the codec drops cannot be made up for "
+            "after an outer step that is taken again. Add --pier-no-error-feedback."
+        )
+    if config.outlier_zscore is not None:
+        raise PierConfigError(
+            "--pier-outlier-zscore cannot be used with --pier-lighthouse: an outer step that is taken again would count twice "
+            "in the history of norms."
+        )
+
+
+def check_lazy_start(config: PierConfig, iteration: int) -> None:
+    """Refuses to begin a lazy start in an island that is a job.
+
+    Args:
+        config: Of the run.
+        iteration: At which the island begins to train.
+
+    Raises:
+        PierConfigError: If that is in the lazy start.
+    """
+    if config.is_lazy(iteration + 1):
+        raise PierConfigError(
+            f"--pier-lighthouse at iteration {iteration} of a lazy start of {config.lazy_start}: islands that come and go "
+            "cannot train synchronously. Run the lazy start in one launch, without --pier-lighthouse, and --load its "
+            "checkpoint with --pier-override-checkpoint; or pass --pier-lazy-start-iters 0."
+        )
+
+
 def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
     """What works, but not as the user may expect, one sentence each; of arguments that have been validated."""
     found = []
@@ -141,6 +190,12 @@ def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
         found.append(
             "--async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing: training waits for every "
             "save. Add that flag, with --async-strategy mcore without nvidia-resiliency-ext 0.6, or drop --async-save."
+        )
+    if config.lighthouse is not None and config.lazy_start and args.load is None:
+        found.append(
+            f"--pier-lighthouse with a lazy start of {config.lazy_start} iterations and without --load: this job can only join "
+            "islands that have it behind them. For the first ones, run it in one launch and --load its checkpoint, or pass "
+            "--pier-lazy-start-iters 0."
         )
     if args.data_parallel_size == 1:
         found.append(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
+from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, islands, refusals, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
@@ -20,6 +21,7 @@ from pier_megatron.integration.communication import confined_to_group, over_all_
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.samples import check_groups_read_different_samples
 from pier_megatron.outer import GroupExchange, OuterLoop
+from pier_megatron.outer.gathering import Islands
 
 _TRAINING = "megatron.training.training"
 
@@ -29,6 +31,7 @@ def install() -> None:
     versions.wrap(_TRAINING, "get_megatron_optimizer", _build_optimizer)
     if versions.megatron_version().startswith("0.17"):
         versions.wrap(_TRAINING, "get_megatron_muon_optimizer", _build_optimizer)
+    versions.wrap(_TRAINING, "setup_model_and_optimizer", _join)
     versions.wrap(_TRAINING, "train_step", _train_step)
     versions.wrap(_TRAINING, "dummy_train_step", _skip_iteration)
     versions.require(_TRAINING, "update_train_iters")
@@ -61,11 +64,12 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     # All ranks meet here, so that none takes its host memory before the others have looked.
     island = islands.own()
     if island is not None:
-        use_folders_of_island(versions.megatron_args(), island.index)
+        use_folders_of_island(versions.megatron_args(), island.index, island.is_job)
     with contextlib.nullcontext() if island is None else island.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
         communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
+    membership = _membership(config, island)
     loop = OuterLoop(
         shards,
         config,
@@ -75,8 +79,10 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
         inner_state=lambda main: next(filter(None, (member.state_of(main) for member in members)), {}),
         on_change=lambda: commit_main_parameters(members, model_chunks),
         report=_report,
+        islands=membership,
     )
-    startup.check_groups_agree(loop)
+    if membership is None:
+        startup.check_groups_agree(loop)
     pier = PierOptimizer(optimizer, model_chunks, loop)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
@@ -90,12 +96,19 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     return pier
 
 
+def _membership(config: PierConfig, island: islands.Island | None) -> Islands | None:
+    if config.lighthouse is None or island is None:
+        return None
+    timeout = datetime.timedelta(seconds=config.island_timeout)
+    membership = Membership(island.index, config.lighthouse, config.island_address, island.world, config.codec, timeout)
+    return Islands(membership, island.index, 60 * config.island_wait)
+
+
 def _own_rank(config: PierConfig) -> Rank:
     parallel_state = versions.require("megatron.core", "parallel_state")
     rank = islands.rank_in_launch()
-    peers = [rank]
-    if config.groups > 1:
-        peers = dist.get_process_group_ranks(parallel_state.get_inter_distributed_optimizer_instance_group())
+    between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    peers = [rank] if between is None else dist.get_process_group_ranks(between)
     tensor_parallel_ranks = islands.ranks_of(parallel_state.get_tensor_model_parallel_group())
     node = node_name()
     domain = domain_name(rank, node, config.ranks_per_domain)
@@ -114,11 +127,33 @@ def _report(report: Any) -> None:
     )
 
 
+def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Lets an island begin where those that are there have come to."""
+    model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
+    pier, island = current.pier_optimizer(), islands.own()
+    if pier is None or island is None or not island.is_job:
+        return model, optimizer, scheduler
+    settings, loop = versions.megatron_args(), pier.loop
+    before = loop.iteration
+    loop.join()
+    refusals.check_lazy_start(loop.config, loop.iteration)
+    if loop.iteration != before:
+        samples = settings.global_batch_size * (loop.iteration - before)
+        settings.iteration = loop.iteration
+        settings.consumed_train_samples += samples
+        if scheduler is not None:
+            scheduler.step(samples)
+        if islands.rank_in_launch() == 0:
+            print(f" Pier: island {island.index} joins the others at iteration {loop.iteration}", flush=True)
+    return model, optimizer, scheduler
+
+
 @current.in_pier_runs
 def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
-    if not optimizer.has_seen_samples:
+    island = islands.own()
+    if not optimizer.has_seen_samples and not (island is not None and island.is_job):
         device = torch.device(torch.cuda.current_device())
         check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
         optimizer.has_seen_samples = True

@@ -75,10 +75,11 @@ class Description:
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
         pulled: Fragments whose momentum has been made ready for an outer step to come.
         restarted: When groups were last restarted, by group.
-        island: Whose folder it is in, where groups are islands. It holds that island's own state; the outer state that all have
-            in common is with the first.
+        island: Whose folder it is in, where groups are islands. It holds that island's own state.
+        holds_outer_state: Whether the outer state is there too, and not only with the first island.
         is_local: Whether the groups were training apart; format 1 does not say, and the iteration decides.
         is_synchronised: Whether all groups held the same parameters; likewise.
+        last_common_step: Iteration after which the groups took their last outer step together; older plugins do not say.
         checksums: Of the outer state, over all ranks of a group, by :func:`checksum_name`.
         format: See :data:`FORMAT`.
         version: Of the plugin.
@@ -93,8 +94,10 @@ class Description:
     pulled: tuple[int, ...] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     island: int | None = None
+    holds_outer_state: bool = True
     is_local: bool | None = None
     is_synchronised: bool | None = None
+    last_common_step: int | None = None
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     version: str = __version__

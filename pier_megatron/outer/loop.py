@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Computed, Exchange, Gathered, GroupExchange
+from pier_megatron.outer.gathering import Gatherings, Islands
 from pier_megatron.outer.meetings import meeting_at, wire_of, write_mean_of_anchors
 from pier_megatron.outer.members import NEVER, Members
 from pier_megatron.outer.phases import phase
@@ -38,6 +39,8 @@ class OuterLoop:
         iteration: The iteration under way, 1-based; between iterations, the last one completed.
         is_local: Whether it belongs to the local phase, in which groups train apart.
         is_synchronised: Whether all groups hold the same parameters now.
+        last_common_step: Iteration after which this group took its last outer step with the others.
+        is_deserted: Whether too few islands have come together for longer than this one waits.
         rounds: Outer steps whose exchange is hidden behind the present iterations.
     """
 
@@ -52,6 +55,7 @@ class OuterLoop:
         inner_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {},
         on_change: Callable[[], None] = lambda: None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
+        islands: Islands | None = None,
     ) -> None:
         """Takes over parameters that are the same in all groups.
 
@@ -65,6 +69,7 @@ class OuterLoop:
                 is restarted takes over from another one.
             on_change: Called after the parameters have changed, on all ranks of the group.
             report: Called for each outer step once its numbers are there, on every rank.
+            islands: Where groups come and go, those that are there; ``exchange`` is then that of this group alone.
 
         Raises:
             TypeError: If a parameter is not float32.
@@ -91,8 +96,12 @@ class OuterLoop:
         self._members = Members(config, self.exchange.size, self._moments, self.device)
         self._judge = Judge(config, self._stagings, self._over_group, self.device)
         self.reports = OuterStepReports(config, report)
-        self.iteration = 0
+        self.iteration = self.last_common_step = 0
         self.is_local, self.is_synchronised, self._is_committed = False, True, True
+        self.is_deserted = False
+        self._gatherings: Gatherings | None = None
+        if islands is not None:
+            self._gatherings = Gatherings(islands, self._stagings, self._judge, self._members, self._round, self.device)
 
     @property
     def groups_meet(self) -> bool:
@@ -150,6 +159,19 @@ class OuterLoop:
             with self._phase("momentum_warmup"):
                 momentum_warmup(self._stagings, self.config.momentum_at(self.iteration))
 
+    @torch.no_grad()
+    def join(self) -> None:
+        """Meets the islands that are there, before the first iteration; takes over from them what it does not have.
+
+        Raises:
+            PierConfigError: If it cannot be one of them.
+            RuntimeError: If too few are there.
+        """
+        assert self._gatherings is not None
+        self._meet(())
+        if self.is_deserted:
+            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self.config.island_wait} minutes.")
+
     def skip_iteration(self) -> None:
         """An iteration in which nobody trains: the clock goes on, and what is due is done."""
         self.begin_iteration(self.iteration + 1)
@@ -162,6 +184,7 @@ class OuterLoop:
             state.momentum.zero_()
         self._pulls.restart()
         self.iteration = self.iteration if iteration is None else iteration
+        self.last_common_step = self.iteration
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` goes on from it exactly, given the same parameters and inner state.
@@ -182,6 +205,7 @@ class OuterLoop:
             "iteration": self.iteration,
             "is_local": self.is_local,
             "is_synchronised": self.is_synchronised,
+            "last_common_step": self.last_common_step,
             "states": [
                 {ANCHOR: state.anchor, MOMENTUM: state.momentum, "residuals": state.residuals()} for state in self.states
             ],
@@ -202,6 +226,7 @@ class OuterLoop:
         self.config.check_resumable(snapshot["iteration"], snapshot["is_local"])
         self.iteration = snapshot["iteration"]
         self.is_local, self.is_synchronised = snapshot["is_local"], snapshot["is_synchronised"]
+        self.last_common_step = snapshot["last_common_step"]
         for state, saved in zip(self.states, snapshot["states"], strict=True):
             for name in COMMON:
                 state.flats[name].copy_(saved[name])
@@ -283,6 +308,9 @@ class OuterLoop:
         fragments = self.config.fragments_due(self.iteration)
         if not fragments:
             return
+        if self._gatherings is not None:
+            self._meet(fragments)
+            return
         stopwatch, meeting = Stopwatch(self.device), meeting_at(self.config, self.exchange, self.iteration)
         with stopwatch.running():
             with self._phase("pull"):
@@ -319,6 +347,27 @@ class OuterLoop:
                     self.rounds.remove(round_)
                     self._end(round_)
 
+    def _meet(self, fragments: Sequence[int]) -> None:
+        """Takes an outer step with those who are there, if one is due, or joins them."""
+        assert self._gatherings is not None
+        with self._phase("meeting"):
+            meeting = self._gatherings.meet(self.iteration, self.last_common_step, fragments)
+        self.is_deserted = meeting is None
+        if meeting is None:
+            return
+        self.iteration, self.last_common_step = meeting.iteration, meeting.last_common_step
+        self.is_local |= meeting.has_joined
+        if meeting.round is not None:
+            meeting.round.finish()
+        if meeting.round is not None or meeting.has_joined:
+            self._return_to_anchor()
+            self._commit()
+            self.is_synchronised = meeting.round is not None
+        if meeting.round is not None:
+            self.reports.add(
+                meeting.round, Gathered([self._of_group(meeting.round)], [Computed(self.device)]), meeting.restarted
+            )
+
     def _end(self, round_: OuterRound) -> None:
         with self._phase("commit"):
             restarted = self._members.restart_left_out(round_, self.iteration)
@@ -327,12 +376,17 @@ class OuterLoop:
                 for other in self.rounds:
                     other.forget_progress()
             self._commit()
-        self._over_group(round_.sums)
+        own, self.last_common_step = self._of_group(round_), round_.begun
         # Where groups have anchors of their own, each reports for itself: nobody waits for those that it has met.
         is_common = round_.rule.has_common_anchor
-        sums = self.exchange.gather(round_.sums) if is_common else Gathered([round_.sums], [Computed(self.device)])
+        sums = self.exchange.gather(own) if is_common else Gathered([own], [Computed(self.device)])
         self.reports.add(round_, sums, restarted)
         self._pulls.begin(round_.begun, self.iteration)
+
+    def _of_group(self, round_: OuterRound) -> Tensor:
+        """The sums of a round over all ranks of this group."""
+        self._over_group(round_.sums)
+        return round_.sums
 
     def _moments(self) -> list[Tensor]:
         return [

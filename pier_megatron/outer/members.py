@@ -14,6 +14,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange
 from pier_megatron.outer.rounds import OuterRound
+from pier_megatron.outer.verdicts import ABSENT
 
 NEVER = -1
 """Iteration of the last restart of a group that has had none."""
@@ -61,9 +62,13 @@ class Members:
         meeting, counted = round_.meeting, round_.verdicts.counted()
         if all(counted):
             return []
+        # Those that were not there have moments of their own, and have joined with the anchor.
+        joined = [group for group, verdict in enumerate(round_.verdicts.all()) if verdict == ABSENT]
         last = meeting.gather(torch.tensor([self.last_restart], device=self._device)).result().flatten().tolist()
         # A group that was restarted since the round began is another one than was judged then.
-        restarted = [group for group, counts in enumerate(counted) if not counts and last[group] <= round_.begun]
+        restarted = [
+            group for group, counts in enumerate(counted) if not counts and group not in joined and last[group] <= round_.begun
+        ]
         if restarted:
             source = counted.index(True) if any(counted) else None
             hand_over(self._moments(), meeting, restarted, source, self._device)

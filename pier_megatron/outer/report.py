@@ -142,7 +142,7 @@ class OuterStepReports:
 
     def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
         verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.meeting.groups
-        is_common = round_.rule.has_common_anchor
+        is_common = round_.rule.has_common_anchor and len(sums) == len(groups)
         if is_common:
             _check_anchors(round_.begun, sums[:, CHECKSUM].tolist())
         contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
@@ -160,7 +160,7 @@ class OuterStepReports:
             bytes_sent=round_.bytes_sent,
             seconds=round_.stopwatch.seconds(),
             spread=found,
-            spread_grows=not is_common and found is not None and self._watch.grows(found),
+            spread_grows=not round_.rule.has_common_anchor and found is not None and self._watch.grows(found),
             not_finite=tuple(groups[index] for index in left_out if verdicts[index] == NOT_FINITE),
             outliers=tuple(groups[index] for index in left_out if verdicts[index] == OUTLIER),
             restarted=tuple(groups[index] for index in restarted),

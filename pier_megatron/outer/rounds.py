@@ -177,7 +177,7 @@ class OuterRound:
             The round as plain data: when it began, its ``own`` pseudo-gradients, and the ``sum`` over the groups that has
             arrived; both float32 and as long as the round's chunks together.
         """
-        self._arrive()
+        self.arrive()
         for staging in {flight.staging for flight in self._flights}:
             staging.synchronize()
         parts = [flight.kept.of(flight.chunk) for flight in self._flights] or [dict.fromkeys((OWN, SHARED), torch.empty(0))]
@@ -205,7 +205,7 @@ class OuterRound:
         The parameters become the new common point plus the way they have gone meanwhile, as in the delayed outer step of
         "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
-        self._arrive()
+        self.arrive()
         counted = sum(self.verdicts.counted())
         lent = one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in self._flights)
         for flight, staged in zip(self._flights, lent, strict=True):
@@ -239,7 +239,8 @@ class OuterRound:
         while in_flight:
             land()
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
+        """Waits for everything, so that only :meth:`finish` is left to do."""
         for some in itertools.batched(self._flights, PIPELINE_DEPTH):
             for stage in (_SENT, _SENT_ON, _ARRIVED):
                 for flight in some:

@@ -15,8 +15,8 @@ from pier_megatron.outer.state import ANCHOR
 OverGroup = Callable[[Tensor, "dist.ReduceOp.RedOpType"], None]
 """Reduces a tensor in place over the ranks that share the parameters of this group."""
 
-GOOD, NOT_FINITE, OUTLIER = 1, 0, -1
-"""Verdicts on a group's pseudo-gradient."""
+GOOD, NOT_FINITE, OUTLIER, ABSENT = 1, 0, -1, -2
+"""Verdicts on a group's pseudo-gradient; an absent one has none, for it was not there to train."""
 
 
 class DivergedError(RuntimeError):

@@ -1,5 +1,6 @@
 """Groups that are Megatron worlds of their own, against groups that are instances of the distributed optimizer."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ _STOPPED = {
     "pairs": (_PAIRS, (7,)),
 }
 _PROBES = ["main", "outer"]
+_TRACKER = "latest_checkpointed_iteration.txt"
 _RESUMED = [
     run
     for name, (flags, stops) in _STOPPED.items()
@@ -53,6 +55,32 @@ _RESUMED = [
     )
 ]
 _SILENT = Run("silent", _PIER + _ISLANDS + _TP2 + "--log-interval 1000 ", ["census"])
+_APART = Run("apart", _PIER + _ISLANDS + _DP2, ["main"], ["never synchronous"], fails=True)
+_ALONE = Run("alike", _PIER + _ISLANDS + _DP2, [], ["all groups read the same"], fails=True)
+_AT_7 = "--load {directory}/hidden --ckpt-step 7 --global-batch-size 16 "
+_AT_8 = "--load {directory}/plain --ckpt-step 8 --pier-override-checkpoint --bf16 "
+_OTHERS = [
+    Run("instances", _PIER + _TP2 + "--bf16 --save {directory}/instances --save-interval 12", _PROBES, saves=[8]),
+    Run("from instances", _PIER + _ISLANDS + _TP2 + _AT_8.replace("plain", "instances"), ["start", "start anchor"]),
+    Run("to instances", _PIER + _TP2 + _AT_8, ["start", "start anchor"]),
+    Run("four islands", _PIER + _ISLANDS + "--pier-groups 4 " + _AT_7 + _HIDDEN + "--pier-override-checkpoint"),
+    Run("stock", "--train-iters 12 --use-distributed-optimizer --bf16 " + _AT_7),
+    Run("time is up", _PIER + _ISLANDS + _TP2 + "--exit-duration-in-mins=-1 --save {directory}/ended --save-interval 12"),
+    Run(
+        "signal",
+        _PIER + _ISLANDS + _TP2 + "--exit-signal-handler --save {directory}/told --save-interval 12",
+        (),
+        ["signal in group 1 at 7"],
+    ),
+    Run("folder of another", _PIER + _ISLANDS + _TP2 + "--bf16 --load {directory}/plain/islands/1", fails=True),
+    Run("changed", _PIER + _TP2 + "--bf16 --load {directory}/plain --ckpt-step 8", fails=True),
+]
+# After something has gone wrong: island 1 had not finished its last save, and has lost its folder.
+_PLAIN = _PIER + _ISLANDS + _STOPPED["plain"][0]
+_DAMAGED = [
+    Run("behind", _PLAIN + "--load {directory}/behind", _PROBES),
+    Run("lost", _PLAIN + "--load {directory}/lost", fails=True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +90,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    return launch(directory, corpus, [*_COMPARED, *_RESUMED, _SILENT])
+    recorded = launch(directory, corpus, [*_COMPARED, *_RESUMED, _SILENT, _APART, _ALONE, *_OTHERS])
+    for name in ("behind", "lost"):
+        shutil.copytree(directory / "plain", directory / name)
+    (directory / "behind" / "islands" / "1" / _TRACKER).write_text("8")
+    (directory / "lost" / "islands" / "1" / _TRACKER).write_text("not a number")
+    return recorded | launch(directory, corpus, _DAMAGED)
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
@@ -93,3 +126,39 @@ def test_what_islands_have_in_common_is_stored_once(directory: Path, runs: dict[
     first, second = (directory / "plain" / part / "iter_0000008" for part in ("", "islands/1"))
     sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in (first, second)]
     assert sizes[1] < 0.8 * sizes[0]
+
+
+def test_lazy_start_that_is_none_is_seen(runs: dict[str, Recorded]) -> None:
+    assert "AnchorsDifferError: After the outer step" in runs["apart"].error
+    assert runs["apart"].losses[1] == runs["EP 2, instances"].losses[2] or runs["apart"].losses[1] > 0
+
+
+def test_islands_that_read_the_same_are_refused(runs: dict[str, Recorded]) -> None:
+    assert "Groups 0 and 1 read identical data" in runs["alike"].error
+
+
+def test_islands_and_instances_go_on_from_each_other(runs: dict[str, Recorded]) -> None:
+    for source, target in (("plain", "to instances"), ("instances", "from instances")):
+        for saved, loaded in zip(runs[source].ranks, runs[target].ranks, strict=True):
+            own = saved if target == "from instances" else runs[source].of_group(0)[runs[source].ranks.index(saved) % 2]
+            assert torch.equal(loaded["start"]["main"], own["main"][8])
+            for buffer, expected in zip(loaded["start anchor"], saved["anchor"][8], strict=True):
+                assert torch.equal(buffer, expected)
+    assert set(runs["stock"].losses) == set(runs["four islands"].losses) == set(range(8, 13))
+
+
+def test_all_islands_end_together(directory: Path, runs: dict[str, Recorded]) -> None:
+    for name, folder, last in (("time is up", "ended", 1), ("signal", "told", 9)):
+        assert max(runs[name].losses) == last
+        for part in ("", "islands/1"):
+            assert (directory / folder / part / _TRACKER).read_text() == str(last)
+
+
+def test_foreign_folders_are_refused(runs: dict[str, Recorded]) -> None:
+    assert "holds one island's part of a checkpoint. Pass the --save folder" in runs["folder of another"].error
+    assert "--pier-islands True is now False" in runs["changed"].error
+
+
+def test_islands_go_on_from_what_all_have_saved(runs: dict[str, Recorded]) -> None:
+    goes_on_exactly(runs["behind"], runs["plain"], 8)
+    assert "the last checkpoints of the islands are of iterations [9, -1]" in runs["lost"].error

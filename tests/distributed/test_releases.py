@@ -37,6 +37,7 @@ _RUNS = [
         _PIER + "--pipeline-model-parallel-size 2 --global-batch-size 8 --overlap-grad-reduce --overlap-param-gather",
         ["weights", "samples"],
     ),
+    Run("islands", _PIER + "--tensor-model-parallel-size 2 --global-batch-size 8 --pier-islands --eval-interval 4"),
     Run(
         "pairs",
         _PIER.replace("--pier-groups 2", "--pier-groups 4") + "--pier-preset noloco --global-batch-size 8 --eval-interval 4",
@@ -117,6 +118,11 @@ def test_muon_resumes_exactly(runs: dict[str, Recorded], stop: int) -> None:
 
 def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded]) -> None:
     assert not any(count for rank in runs["tp2"].ranks for count in rank["stale"].values())
+
+
+def test_islands_train_as_instances_do(runs: dict[str, Recorded]) -> None:
+    assert runs["islands"].losses == runs["tp2"].losses
+    assert runs["islands"].grad_norms == runs["tp2"].grad_norms
 
 
 def test_breadth_first_equals_depth_first(runs: dict[str, Recorded]) -> None:

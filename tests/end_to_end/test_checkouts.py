@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from launch import REPOSITORY, execute, torchrun
 
 from pier_megatron.cpu.emulation import missing_cpu_flags
@@ -124,3 +125,26 @@ def test_patched_checkout_without_the_launcher(checkout: Path, tmp_path: Path) -
     stock_log = train(checkout, tmp_path, "stock", checkout / "pretrain_gpt.py", *flags.split(), *stock(groups))
     check(log, stock_log)
     assert (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "20"
+
+
+def test_experts(checkout: Path, tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    train, validation = map(str, corpus)
+    # Tokens of the corpus are bytes and one for the end of a document.
+    arguments = [word for word in _MODEL if word != "--mock-data"] + ["--vocab-size", "257"]
+    description = {
+        "script": str(checkout / "pretrain_gpt.py"),
+        "device": "cpu",
+        "arguments": " ".join(arguments),
+        "sizes": {"one": {}},
+        "domains": {name: {"train": train, "validation": validation, "size": "one"} for name in ("law", "history")},
+        "homogeneous": "one",
+        "iterations": 2,
+        "variants": ["MHo-IHo"],
+        "machines": {"gpus-per-node": 2, "ranks-per-expert": 1},
+    }
+    (tmp_path / "experts.yaml").write_text(yaml.safe_dump(description))
+    command, runs = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"], str(tmp_path / "runs")
+    for words in (["plan", str(tmp_path / "experts.yaml"), "--output", runs], ["train", runs], ["score", runs], ["mix", runs]):
+        said = execute([*command, *words], tmp_path / f"{words[0]}.txt")
+    assert "average/MHo-IHo on law: " in (tmp_path / "score.txt").read_text()
+    assert re.search(r"^MHo-IHo, uniform prior +\d+\.\d", said, re.MULTILINE)

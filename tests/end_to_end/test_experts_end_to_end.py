@@ -1,19 +1,25 @@
 """``pier-megatron experts``: from a description to the table, with a failure on the way, against one process that holds all."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import gpt_reference
 import numpy as np
 import pytest
 import torch
 import yaml
-from launch import REPOSITORY, execute, torchrun
+from launch import REPOSITORY, Run, execute, launch
+from torch.nn import functional
 
+from pier_megatron.commands.cli import main
 from pier_megatron.commands.demo.corpus import write_documents
 from pier_megatron.commands.experts import mixture
 from pier_megatron.integration.checkpoint.averaging import write_mean
@@ -29,14 +35,18 @@ _COMMON = (
     "--eval-interval 1000 --eval-iters 1 --save-interval 2"
 )
 _SMALL, _LARGE = "--hidden-size 32", "--hidden-size 48 --pipeline-model-parallel-size 2"
+# Without momentum: it overshoots in so short a training, and large weights cost digits.
+_PIER = "--optimizer pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-outer-momentum 0"
 _TEXTS = {"licence": REPOSITORY / "LICENSE", "code": REPOSITORY / "pier_megatron" / "reference.py"}
-_DEMO = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
+# Of the small size, which is that of all trainings that are launched so.
+_SEED = Run("seed", "--train-iters 2 --global-batch-size 16 --save {directory}/seed --save-interval 2")
 
 
 class Ensemble(NamedTuple):
-    """What was done: the folder of the plan, and what each command printed."""
+    """What was done: the folder of the plan, that of the exported models, and what each command printed."""
 
     folder: Path
+    exported: Path
     planned: str
     failed: str
     resumed: str
@@ -45,18 +55,14 @@ class Ensemble(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Ensemble:
+def ensemble(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> Ensemble:
     home = tmp_path_factory.mktemp("experts")
     data = {name: str(write_documents(home / "data" / name, [text])) for name, text in _TEXTS.items()}
-    data_of_seed = f"--train-data-path {data['licence']} --valid-data-path {data['licence']}"
-    seed = f"--train-iters 2 {data_of_seed} --save {home / 'seed'}"
-    command = [*torchrun(1), "-m", "pier_megatron", "--device", "cpu", str(_DEMO), *f"{_COMMON} {_SMALL} {seed}".split()]
-    execute(command, home / "seed.txt")
     description = {
         "script": str(Path(__file__).with_name("pretrain_failing_once.py")),
         "device": "cpu",
         "arguments": _COMMON,
-        "sizes": {"small": {"arguments": _SMALL, "seed": "seed"}, "large": {"arguments": _LARGE}},
+        "sizes": {"small": {"arguments": f"{_SMALL} {_PIER}", "seed": "seed"}, "large": {"arguments": _LARGE}},
         "domains": {
             "licence": {"train": data["licence"], "validation": data["licence"], "size": "small"},
             "code": {"train": data["code"], "validation": data["code"], "size": "large"},
@@ -64,16 +70,29 @@ def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Ensemble:
         "homogeneous": "small",
         "iterations": 8,
         "variants": ["MHe-IHo"],
-        "machines": {"gpus-per-node": 2, "ranks-per-expert": 2},
+        "machines": {"gpus-per-node": 4, "ranks-per-expert": 2},
     }
     (home / "experts.yaml").write_text(yaml.safe_dump(description, sort_keys=False))
     folder = home / "runs"
-    planned = execute([*_COMMAND, "plan", str(home / "experts.yaml"), "--output", str(folder)], home / "plan.txt")
+    plan = [*_COMMAND, "plan", str(home / "experts.yaml"), "--output", str(folder)]
+    with ThreadPoolExecutor() as beside:
+        planning = beside.submit(execute, plan, home / "plan.txt")
+        launch(home, corpus, [_SEED], world_size=1)
     first = subprocess.run([*_COMMAND, "train", str(folder)], cwd=REPOSITORY, capture_output=True, text=True)
     assert first.returncode == 1, first.stdout + first.stderr
     (folder / "MHe-IHo" / "code" / "is_failing").rename(folder / "MHe-IHo" / "code" / "has_failed")
-    said = [execute([*_COMMAND, name, str(folder)], home / f"{name}.txt") for name in ("train", "score", "mix")]
-    return Ensemble(folder, planned, first.stdout + first.stderr, *said)
+    # The others need no process for themselves, and this one has imported most of what they use. Its signals are pytest's.
+    with mock.patch("signal.signal"):
+        said = [here(name, str(folder)) for name in ("train", "score", "mix")]
+    here("export", str(folder), "--output", str(home / "exported"))
+    return Ensemble(folder, home / "exported", planning.result(), first.stdout + first.stderr, *said)
+
+
+def here(*words: str) -> str:
+    """What a subcommand prints, run in the process of the tests."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["experts", *words]) == 0
+    return printed.getvalue()
 
 
 _COMMAND = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
@@ -102,6 +121,12 @@ def test_failure_stops_nobody_and_training_goes_on(ensemble: Ensemble) -> None:
 def test_expert_begins_from_the_seed(ensemble: Ensemble) -> None:
     log = (ensemble.folder / "MHe-IHo" / "licence" / "log.txt").read_text()
     assert re.search(rf"loaded checkpoint from {ensemble.folder.parent / 'seed'} ", log)
+
+
+def test_expert_trains_with_pier(ensemble: Ensemble) -> None:
+    log = (ensemble.folder / "MHe-IHo" / "licence" / "log.txt").read_text()
+    assert re.findall(r"outer step after iteration +(\d)", log) == ["4", "5"]
+    assert "outer step" not in (ensemble.folder / "MHe-IHo" / "code" / "log.txt").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +190,22 @@ def test_mixture_is_that_of_one_process_with_all_experts(
     seen = min(100, len(labels) // 2)
     told = json.loads((ensemble.folder / "mixture.json").read_text())["MHe-IHo, uniform prior"][domain]
     assert told == pytest.approx(float(np.exp(-expected[seen:].mean())), rel=1e-4)
+
+
+@pytest.mark.parametrize(("expert", "weights"), [("licence", "synchronised"), ("code", "stock")])
+def test_exported_expert_is_the_one_that_was_scored(
+    ensemble: Ensemble, scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], expert: str, weights: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ensemble.exported / "MHe-IHo" / expert).eval()
+    assert model.config.megatron_checkpoint == {"iteration": 5, "weights": weights}
+    for domain, text in _TEXTS.items():
+        losses, labels = map(torch.from_numpy, scores[f"MHe-IHo/{expert}"][domain])
+        with torch.no_grad():
+            logits = model(inputs_of(labels, text.read_bytes())).logits
+        found = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        np.testing.assert_allclose(found, losses.flatten(), atol=1e-4)
 
 
 def test_table_has_every_model(ensemble: Ensemble) -> None:

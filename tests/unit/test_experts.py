@@ -1,5 +1,6 @@
 """Ensembles of experts: what is described, how operations are shared, and the mixture against its definition."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -11,11 +12,11 @@ import pytest
 import torch
 import yaml
 
-from pier_megatron.commands.experts import mixture
+from pier_megatron.commands.experts import mixture, score
 from pier_megatron.commands.experts.budget import apportioned, shares
 from pier_megatron.commands.experts.description import VARIANTS, Ensemble
 from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import _places
+from pier_megatron.commands.experts.plan import Expert, Model, Plan, _check_nothing_is_lost, _places
 from pier_megatron.errors import PierConfigError
 
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
@@ -159,6 +160,19 @@ def test_experts_fill_disjoint_ranks(read: Callable[[Any], Ensemble], content: d
         assert sorted(taken) == list(itertools.product(range(2), range(8)))
 
 
+def test_a_trained_plan_takes_more_variants_and_no_other_change(tmp_path: Path) -> None:
+    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (0,), (0,), 1e9, None)
+    longer, dense = dataclasses.replace(law, iterations=9), dataclasses.replace(law, name="dense/dense")
+    plan = Plan(tmp_path, "pretrain.py", "cpu", 2, "one", {}, ("law",), {}, (law,))
+    plan.write()
+    _check_nothing_is_lost(dataclasses.replace(plan, experts=(longer,)))
+    plan.checkpoints(law.name).mkdir(parents=True)
+    _check_nothing_is_lost(dataclasses.replace(plan, experts=(law, dense)))
+    for change in ({"experts": (longer, dense)}, {"experts": (dense,)}, {"experts": (law, dense), "script": "other.py"}):
+        with pytest.raises(PierConfigError, match="another plan has been trained there"):
+            _check_nothing_is_lost(dataclasses.replace(plan, **change))
+
+
 # Jobs.
 
 
@@ -180,6 +194,18 @@ def test_failure_of_one_job_does_not_stop_the_others(tmp_path: Path, capsys: pyt
     assert "failing: failed with status 3: ValueError: too small" in said
     assert "failing: wrote 28" in said
     assert "last: done" in said
+
+
+def test_models_are_scored_beside_each_other(tmp_path: Path) -> None:
+    models = {name: Model((), None, ranks, 1) for name, ranks in (("small", 1), ("large", 2), ("huge", 8))}
+    plan = Plan(tmp_path, "pretrain.py", "cpu", 4, "small", {}, (), models, ())
+
+    def places(*sizes: str) -> list[tuple[int, ...]]:
+        return [tuple(devices) for devices in score._places(plan, [score.Scored(size, tmp_path, size) for size in sizes])]
+
+    assert places("small", "small", "large", "large", "small", "large") == [(0,), (1,), (2, 3), (0, 1), (2,), (0, 1)]
+    with pytest.raises(PierConfigError, match=r"huge: one replica takes 8 ranks .* and a node has 4"):
+        places("small", "huge")
 
 
 # The mixture.

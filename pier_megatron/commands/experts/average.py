@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pier_megatron.commands.experts.description import DENSE
 from pier_megatron.commands.experts.plan import Plan
+from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 _FOLDER = "average"
 
@@ -40,7 +41,7 @@ def write_all(plan: Plan) -> None:
 
 def _is_newer(folder: Path, than: Iterable[Path]) -> bool:
     def written(checkpoints: Path) -> float:
-        tracker = checkpoints / "latest_checkpointed_iteration.txt"
+        tracker = tracker_of(checkpoints)
         return tracker.stat().st_mtime if tracker.exists() else 0.0
 
     return written(folder) > max(map(written, than))

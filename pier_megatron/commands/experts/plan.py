@@ -259,13 +259,18 @@ def _places(machines: Machines, number: int) -> tuple[tuple[int, ...], tuple[int
 
 
 def _check_nothing_is_lost(plan: Plan) -> None:
-    """Refuses to put another plan over one that has been trained."""
+    """Refuses to put another plan over one that has been trained, unless all that is trained is as it was."""
     if not (plan.folder / PLAN).exists():
         return
     before = Plan.read(plan.folder)
-    if before == plan or not any(before.checkpoints(expert.name).exists() for expert in before.experts):
+    trained = [expert for expert in before.experts if before.checkpoints(expert.name).exists()]
+    others = dataclasses.replace(before, experts=plan.experts)
+    if not trained or (others == plan and all(expert in plan.experts for expert in trained)):
         return
-    raise PierConfigError(f"--output {plan.folder}: another plan has been trained there. Choose another folder, or remove it.")
+    raise PierConfigError(
+        f"--output {plan.folder}: another plan has been trained there. Choose another folder, remove this one, or only add "
+        "variants at the end of the list."
+    )
 
 
 def torchrun(plan: Plan, ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -287,23 +292,27 @@ def _write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None
     here = f"exec {python} -m torch.distributed.run --standalone --nproc-per-node {devices} {script}"
     if len(expert.nodes) == 1:
         _write(folder / "launch.sh", ["#!/usr/bin/env bash", head, *common, *visible, here])
-    gpus = [f"#SBATCH --gpus-per-node {devices}"] if plan.device == "cuda" else []
+    takes = [f"#SBATCH --gpus-per-node {devices}"] if plan.device == "cuda" else []
+    takes += ["#SBATCH --exclusive"] if devices == plan.gpus_per_node else []
+    log, whole_name = shlex.quote(str(folder / "log.txt")), shlex.quote(str(folder))
     _write(
         folder / "launch.slurm",
         [
             *("#!/usr/bin/env bash", head),
-            # Jobs of one name wait for each other: submitted twice, the second goes on where the first one ends.
-            *(f"#SBATCH --job-name {expert.name.replace('/', '.')}-{plan.folder.name}", "#SBATCH --dependency singleton"),
-            *(f"#SBATCH --nodes {len(expert.nodes)}", "#SBATCH --ntasks-per-node 1", *gpus),
-            *(f"#SBATCH --output {folder / 'log.txt'}", "#SBATCH --open-mode append", "#SBATCH --requeue"),
+            # Jobs of one name wait for each other: submitted twice, the second goes on where the first one ends. A path is
+            # the name of no other expert.
+            *(f"#SBATCH --job-name {whole_name}", "#SBATCH --dependency singleton"),
+            *(f"#SBATCH --nodes {len(expert.nodes)}", "#SBATCH --ntasks-per-node 1", *takes),
+            *(f"#SBATCH --output {log}", "#SBATCH --open-mode append", "#SBATCH --requeue"),
             *common,
             'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             "export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
-            # The script's own arguments reach the nodes as those of bash, since an array cannot be exported.
-            f"exec srun bash -c 'exec {python} -m torch.distributed.run --nnodes {len(expert.nodes)} "
-            f'--nproc-per-node {devices} --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR" '
-            f'--master-port "$MASTER_PORT" -m pier_megatron --device {plan.device} "$@"\' bash '
-            f'{shlex.quote(plan.script)} "${{arguments[@]}}"',
+            # The script's own arguments reach the nodes as those of bash, since an array cannot be exported. When one ends,
+            # well or not, the others have 2 minutes: a dead one does not hold the allocation.
+            "exec srun --kill-on-bad-exit=0 --wait=120 bash -c "
+            f'\'exec "$0" -m torch.distributed.run --nnodes {len(expert.nodes)} --nproc-per-node {devices} '
+            '--node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" '
+            f'-m pier_megatron --device {plan.device} "$@"\' {python} {shlex.quote(plan.script)} "${{arguments[@]}}"',
         ],
     )
 

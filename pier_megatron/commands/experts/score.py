@@ -15,6 +15,7 @@ from pier_megatron.commands.experts.plan import Model, Plan, torchrun
 from pier_megatron.commands.experts.train import add_folder_argument, untrained
 from pier_megatron.commands.megatron_log import VALIDATION
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 # Largest difference, relative, between the mean of an array and the loss that Megatron prints: of sums in another order.
 _TOLERANCE = 1e-4
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     models = scored_models(plan)
     missing = [model for model in models if not _is_scored(plan, model)]
     print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
-    failed = run_all([_job(plan, model, place) for place, model in enumerate(missing)])
+    failed = run_all([_job(plan, model, devices) for model, devices in zip(missing, _places(plan, missing), strict=True)])
     for model in missing:
         if model.name not in [job.name for job in failed]:
             check_against_log(plan, model)
@@ -94,26 +95,36 @@ def read_scores(plan: Plan, name: str, domain: str) -> tuple[NDArray[np.float64]
 
 
 def _is_scored(plan: Plan, model: Scored) -> bool:
-    tracker = model.checkpoints / "latest_checkpointed_iteration.txt"
+    tracker = tracker_of(model.checkpoints)
     if not tracker.exists():
         raise PierConfigError(f"{model.name}: no checkpoint in {model.checkpoints} ({tracker.name} does not exist).")
     files = [scores_file(plan, model.name, domain) for domain in plan.domains]
     return all(file.exists() and file.stat().st_mtime > tracker.stat().st_mtime for file in files)
 
 
-def _job(plan: Plan, model: Scored, place: int) -> Job:
-    """The job that scores a model on all domains, on the ranks that hold it once."""
+def _places(plan: Plan, models: Sequence[Scored]) -> list[range]:
+    """Devices of each model's job, which hold it once: jobs fill the node one beside the other, then begin again."""
+    found, first = [], 0
+    for model in models:
+        ranks = plan.models[model.size].ranks
+        if ranks > plan.gpus_per_node:
+            raise PierConfigError(
+                f"{model.name}: one replica takes {ranks} ranks (tensor x pipeline parallel), and a node has "
+                f"{plan.gpus_per_node}. Scoring runs on one node: choose smaller --tensor-model-parallel-size or "
+                "--pipeline-model-parallel-size."
+            )
+        if first + ranks > plan.gpus_per_node:
+            first = 0
+        found.append(range(first, first + ranks))
+        first += ranks
+    return found
+
+
+def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> Job:
+    """The job that scores a model on all domains."""
     from pier_megatron.integration.scoring import VARIABLE
 
     size = plan.models[model.size]
-    ranks = size.ranks
-    if ranks > plan.gpus_per_node:
-        raise PierConfigError(
-            f"{model.name}: one replica takes {ranks} ranks (tensor x pipeline parallel), and a node has {plan.gpus_per_node}. "
-            "Scoring runs on one node: choose smaller --tensor-model-parallel-size or --pipeline-model-parallel-size."
-        )
-    slots = plan.gpus_per_node // ranks
-    devices = range(place % slots * ranks, (place % slots + 1) * ranks)
     files = [scores_file(plan, model.name, domain) for domain in plan.domains]
     for file in files:
         file.unlink(missing_ok=True)
@@ -122,7 +133,7 @@ def _job(plan: Plan, model: Scored, place: int) -> Job:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     log = plan.folder / model.name / "scores" / "log.txt"
     log.unlink(missing_ok=True)
-    return Job(model.name, torchrun(plan, ranks, _arguments(plan, model, size)), devices, log, environment)
+    return Job(model.name, torchrun(plan, len(devices), _arguments(plan, model, size)), devices, log, environment)
 
 
 def _arguments(plan: Plan, model: Scored, size: Model) -> list[str]:

@@ -11,6 +11,7 @@ from pier_megatron.commands.experts.jobs import Job, run_all
 from pier_megatron.commands.experts.plan import Expert, Plan
 from pier_megatron.commands.megatron_log import PROGRESS
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 # How often it says how far an expert is.
 _TENTHS = 10
@@ -68,7 +69,7 @@ def untrained(plan: Plan) -> list[Expert]:
 
 def trained(plan: Plan, expert: Expert) -> int:
     """Iterations of an expert's last checkpoint, 0 if there is none."""
-    tracker = plan.checkpoints(expert.name) / "latest_checkpointed_iteration.txt"
+    tracker = tracker_of(plan.checkpoints(expert.name))
     return int(tracker.read_text()) if tracker.exists() else 0
 
 

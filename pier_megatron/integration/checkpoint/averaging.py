@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
+from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 # Objects that Megatron asks a model's checkpoint for: what was run, and the empty extra states of layers. What was run is in a
 # file of its own in older releases.
@@ -50,7 +51,7 @@ def write_mean(checkpoints: Sequence[Path], output: Path) -> None:
     for file in stored[0].folder.iterdir():
         if file.name != ".metadata" and file.suffix != ".distcp":
             shutil.copyfile(file, folder / file.name)
-    (output / "latest_checkpointed_iteration.txt").write_text(str(stored[0].iteration))
+    tracker_of(output).write_text(str(stored[0].iteration))
 
 
 def _objects(folder: Path) -> dict[str, object]:

@@ -48,6 +48,7 @@ class Place:
         device_type: Where it trains, ``cuda`` or ``cpu``.
         group: Index of this rank's group among those that save and load together; an island does so alone.
         island: Index of the island, if groups are islands.
+        is_job: Whether it is a launch of its own, which cannot count on the files of others.
         ranks: The ranks of the group.
         chained: All of Megatron's optimizers on this rank.
         owners: Those that own parameters here.
@@ -58,6 +59,7 @@ class Place:
     device_type: str
     group: int
     island: int | None
+    is_job: bool
     ranks: dist.ProcessGroup
     chained: Sequence[Any]
     owners: Sequence[InnerOptimizer]

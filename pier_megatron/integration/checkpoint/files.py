@@ -7,7 +7,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, versions
+from pier_megatron.integration.checkpoint.tracker import tracker_of
+from pier_megatron.outer.description import ENTRY
+
+# Below the --save folder of a job: a folder for each island but the first.
+_ISLANDS = "islands"
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -39,30 +45,50 @@ def _load_whole_files(
 
 def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
     """The checkpoint in the ``--save`` folder of a run, of one iteration or the last; None if nothing was saved there."""
-    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker = tracker_of(folder)
     if not tracker.exists():
         return None
     saved = str(iteration) if iteration else tracker.read_text().strip()
     return folder / (f"iter_{int(saved):07d}" if saved.isdigit() else saved)
 
 
-def use_folders_of_island(args: Any, index: int) -> None:
+def use_folders_of_island(args: Any, index: int, is_job: bool) -> None:
     """Gives an island a folder of its own below those of the job, which are the first one's.
 
     Args:
         args: Megatron's, changed in place.
         index: Of the island.
+        is_job: Whether it is one of its own: then only a folder is of use that holds all that it needs.
+
+    Raises:
+        PierConfigError: If they are an island's already.
     """
+    if args.load is not None and Path(args.load).parent.name == _ISLANDS:
+        raise folder_of_an_island(args.load)
     if index == 0:
         return
     if args.save is not None:
         args.save = str(_folder_of_island(args.save, index))
-    if args.load is not None and stored_checkpoint(_folder_of_island(args.load, index)) is not None:
+    own = None if args.load is None else stored_checkpoint(_folder_of_island(args.load, index), args.ckpt_step)
+    if own is not None and not (is_job and _lacks_outer_state(own)):
         args.load = str(_folder_of_island(args.load, index))
 
 
+def _lacks_outer_state(checkpoint: Path) -> bool:
+    metadata = versions.require("megatron.core", "dist_checkpointing").load_content_metadata(str(checkpoint)) or {}
+    return not metadata.get(ENTRY, {}).get("holds_outer_state", True)
+
+
+def folder_of_an_island(folder: str) -> PierConfigError:
+    """The error for a folder that is not that of a job."""
+    return PierConfigError(
+        f"--load {folder} holds one island's part of a checkpoint. Pass the --save folder of the job: each island finds "
+        "its own."
+    )
+
+
 def _folder_of_island(folder: str, index: int) -> Path:
-    return Path(folder) / "islands" / str(index)
+    return Path(folder) / _ISLANDS / str(index)
 
 
 def damage(folder: Path) -> str | None:

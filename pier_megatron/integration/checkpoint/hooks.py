@@ -39,6 +39,7 @@ def _place(optimizer: "PierOptimizer", group: int) -> Place:
         device_type=loop.device.type,
         group=group,
         island=None if island is None else island.index,
+        is_job=island is not None and island.is_job,
         ranks=ranks_of_group(optimizer),
         chained=optimizer.chained_optimizers,
         owners=owners(optimizer),
@@ -73,7 +74,8 @@ def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
 
 def _common_iteration(loop: OuterLoop, args: Any) -> dict[str, Any]:
     """The arguments with which all islands load the same iteration: a failure may have come while they were saving."""
-    if islands.own() is None or args.load is None or args.ckpt_step:
+    island = islands.own()
+    if island is None or island.is_job or args.load is None or args.ckpt_step:
         return {}
     folder = stored_checkpoint(Path(args.load))
     name = "" if folder is None else folder.name.removeprefix("iter_")

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
-from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
+from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.outer import OuterLoop, Snapshot
@@ -96,14 +95,11 @@ class Loading:
         return range(self._place.group if self._place.island is None else 0)
 
     def _asked_of(self, saved: Description, metadata: Any) -> _Request:
-        if saved.island is not None:
+        if saved.island is not None and self._place.island is not None:
             self._place = dataclasses.replace(self._place, group=0)
         place, loop = self._place, self._loop
-        if saved.island and saved.island != place.island:
-            raise PierConfigError(
-                f"--load {versions.megatron_args().load} is the folder of island {saved.island} of another job. Pass the "
-                "--save folder of that job: each island finds its own below it."
-            )
+        if saved.island and place.island is None:
+            raise folder_of_an_island(versions.megatron_args().load)
         config, present = place.config, place.describe(saved.iteration)
         changes, is_exact = saved.check(present, config.override_checkpoint), saved.is_exact_for(present)
         rounds = []
@@ -115,12 +111,13 @@ class Loading:
             "iteration": saved.iteration,
             "is_local": saved.is_local,
             "is_synchronised": saved.is_synchronised,
+            "last_common_step": saved.iteration if saved.last_common_step is None else saved.last_common_step,
             "rounds": rounds,
             "pulled": saved.pulled if is_exact else (),
             "restarted": saved.restarted if is_exact else {},
         }
         sources, outer_sources = self._sources(saved, place.group), self._outer_sources(saved, place.group)
-        if saved.island and saved.has_common_outer_state:
+        if not saved.holds_outer_state:
             outer_sources = []
         same_layout = saved.has_layout_of(present)
         return _Request(saved, is_exact, same_layout, changes, metadata, sources, outer_sources, snapshot)
@@ -151,7 +148,8 @@ class Loading:
             self._take_inner_states(request, state)
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             _load_mean(outer, [entry[f"outer{index}.{source}"] for source in request.outer_sources], request.metadata)
-        if place.island is not None and request.saved.island is not None and request.saved.has_common_outer_state:
+        shares = request.saved.island is not None and request.saved.has_common_outer_state
+        if shares and place.island is not None and not place.is_job:
             self._receive_outer_state(request.snapshot)
         for name, tensor in place.exact_tensors(request.snapshot).items() if request.is_exact else ():
             if tensor.numel():

@@ -38,7 +38,8 @@ class Saving:
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
         # Of each group, where they hold different ones.
-        self._holders: list[int | None] = [None] if place.config.subgroup is None else list(range(self._groups))
+        has_common = place.config.subgroup is None
+        self._holders: list[int | None] = [None] if has_common else list(range(self._groups))
         self.description = place.describe(
             snapshot["iteration"],
             own_inner_state=self._groups_with_own_inner_state(),
@@ -47,6 +48,8 @@ class Saving:
             restarted=snapshot["restarted"],
             is_local=snapshot["is_local"],
             is_synchronised=snapshot["is_synchronised"],
+            last_common_step=snapshot["last_common_step"],
+            holds_outer_state=not (has_common and place.island and not place.is_job),
             checksums={
                 checksum_name(name, group): sums[name]
                 for group, sums in zip(self._holders, checksums, strict=False)
@@ -90,9 +93,8 @@ class Saving:
         entry: dict[str, Any] = {}
         prefix = group_prefix(place.group)
         has_own = place.group in self.description.own_inner_state
-        has_common = self.description.has_common_outer_state
-        holder, copy = (None, None) if has_common else (place.group, 0)
-        for index, outer in enumerate(() if has_common and place.island else place.outer_states(snapshot)):
+        holder, copy = (None, None) if self.description.has_common_outer_state else (place.group, 0)
+        for index, outer in enumerate(place.outer_states(snapshot) if self.description.holds_outer_state else ()):
             outer_prefix = self.description.outer_prefix(holder, index)
             entry[f"outer{index}"] = outer.sharded(model_state, metadata, outer_prefix, is_loading=False, copy=copy)
         for index, inner in enumerate(place.inner_states(self._trained) if has_own else ()):

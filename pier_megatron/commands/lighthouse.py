@@ -1,0 +1,64 @@
+"""``pier-megatron lighthouse``: where islands that are jobs of their own find each other, torchft's lighthouse."""
+
+import argparse
+import signal
+import threading
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.membership import torchft
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("--islands", type=int, required=True, metavar="N", help="how many islands there may be, --pier-groups")
+    parser.add_argument(
+        "--min-islands",
+        type=int,
+        metavar="N",
+        help="how many have to be there for an outer step; with at most half of --islands, parts that lose sight of each other "
+        "can go on apart. Default: more than half",
+    )
+    parser.add_argument("--address", default="127.0.0.1", help="at which to listen. Default: %(default)s, this machine only")
+    parser.add_argument("--port", type=int, default=29510, help="Default: %(default)s; 0 for any")
+    parser.add_argument(
+        "--join-timeout",
+        type=int,
+        default=3600,
+        metavar="SECONDS",
+        help="how long those who have come to an outer step wait for islands that are alive and do not come: longer than any "
+        "island trains between two of them. Default: %(default)s",
+    )
+    parser.add_argument(
+        "--heartbeat-timeout",
+        type=int,
+        default=5,
+        metavar="SECONDS",
+        help="after which an island that is not heard of is given up. Default: %(default)s",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until it is told to end.
+
+    Raises:
+        PierConfigError: If the numbers make no sense or torchft is missing.
+    """
+    least = options.islands // 2 + 1 if options.min_islands is None else options.min_islands
+    if not 1 <= least <= options.islands:
+        raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")
+    server = torchft("coordination").LighthouseServer(
+        bind=f"{options.address}:{options.port}",
+        min_replicas=least,
+        join_timeout_ms=1000 * options.join_timeout,
+        heartbeat_timeout_ms=1000 * options.heartbeat_timeout,
+    )
+    port = server.address().rpartition(":")[2]
+    print(
+        f"--pier-lighthouse http://{options.address}:{port}: for up to {options.islands} islands, at least {least}", flush=True
+    )
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    server.shutdown()
+    return 0
