@@ -27,8 +27,8 @@ def check(args: argparse.Namespace) -> None:
         )
     if getattr(args, "pier_lighthouse", None):
         raise PierConfigError(
-            f"{given} cannot be used with --pier-lighthouse: what an island that joins takes over has been tried with AdamW only. "
-            "Start all islands in one launch."
+            f"{given} cannot be used with --pier-lighthouse: what an island that joins takes over has been tried with AdamW "
+            "only. Start all islands in one launch."
         )
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise PierConfigError(
