@@ -5,6 +5,7 @@ from typing import Any
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.inner.requirements import are_shared_out
 
 # What cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is not set;
 # every other value that is neither None, False nor 0 is refused.
@@ -13,7 +14,6 @@ _QUANTISED = "parameters are quantised from the main parameters by a step that o
 _REFUSED = {
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
-    "use_layer_wise_distributed_optimizer": "the layer-wise optimizer has no instances that could become groups",
     "use_precision_aware_optimizer": "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer "
     "step cannot reach them",
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
@@ -209,6 +209,16 @@ def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
             f"exchanged, as with --optimizer adam. Pass --pier-groups {replicas}, or another divisor of {replicas}, to train "
             "groups apart on one node."
         )
+    if config.inner_optimizer != "adam" and not are_shared_out(args):
+        replicas = args.data_parallel_size * args.context_parallel_size
+        copies = replicas // config.groups
+        if copies > 1:
+            found.append(
+                f"--pier-inner-optimizer {config.inner_optimizer}: each of the {copies} data-parallel ranks of an island "
+                f"({replicas} / --pier-groups {config.groups}) steps, keeps and exchanges all parameters of its part of the "
+                f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
+                "layer-wise optimizer shares them out."
+            )
     if args.log_interval < config.overlap:
         found.append(
             f"--log-interval {args.log_interval}: at every log Megatron waits for the device, hence for what is on the wire "
