@@ -77,7 +77,8 @@ class Membership:
         self._codec, self._timeout, self._world = codec, timeout, world
         self._device = _device_of(world)
         self._members: tuple[int, tuple[str, ...]] | None = None
-        self._meetings = self._failures = 0
+        self._known: frozenset[str] = frozenset()
+        self._last_quorum = self._meetings = self._failures = 0
         self._store: Any = None
         port = 0
         if world.rank() == 0:
@@ -176,19 +177,28 @@ class Membership:
         return told
 
     def _ask(self, within: datetime.timedelta) -> dict[str, Any]:
-        try:
-            quorum = self._client._quorum(
-                group_rank=0,
-                # The greatest of all islands' is that of no other quorum, while a new lighthouse counts quorums anew.
-                step=time.time_ns(),
-                checkpoint_metadata="",
-                shrink_only=False,
-                timeout=within,
-                commit_failures=self._failures,
-                init_sync=False,
-            )
-        except (RuntimeError, OSError) as error:
-            return {"error": str(error)}
+        patience = 0.0
+        while True:
+            try:
+                quorum = self._client._quorum(
+                    group_rank=0,
+                    # The greatest of all islands' is that of no other quorum, while a new lighthouse counts quorums anew.
+                    step=time.time_ns(),
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=within,
+                    commit_failures=self._failures,
+                    init_sync=False,
+                )
+            except (RuntimeError, OSError) as error:
+                return {"error": str(error)}
+            if not patience and quorum.quorum_id <= self._last_quorum:
+                patience = time.monotonic() + _CONNECT.total_seconds()
+            if self._known.issubset(quorum.replica_ids) or time.monotonic() > patience:
+                break
+            # A new lighthouse, which takes the first islands that it hears of for all. The others are on their way to it.
+            time.sleep(_HEARTBEAT.total_seconds())
+        self._last_quorum, self._known = quorum.quorum_id, frozenset(quorum.replica_ids)
         return {
             "id": quorum.quorum_id,
             "islands": quorum.replica_ids,
