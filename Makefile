@@ -38,6 +38,7 @@ test-newest-torch: setup
 
 torture: setup
 	$(BIN)/python tests/end_to_end/torture.py
+	$(BIN)/python tests/loop/islands_torture.py
 
 bench: setup
 	$(BIN)/python benchmarks/interconnect.py --output runs/bench

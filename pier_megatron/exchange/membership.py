@@ -5,7 +5,10 @@ Nothing here decides anything together with others; all of that is torchft's (ht
 """
 
 import datetime
+import enum
+import json
 import socket
+import time
 import uuid
 from typing import Any
 
@@ -19,6 +22,10 @@ from pier_megatron.exchange.collectives import GroupExchange
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
 _HEARTBEAT = datetime.timedelta(milliseconds=200)
 _CONNECT = datetime.timedelta(seconds=10)
+
+# How often torchft asks a lighthouse again that does not answer: so often that only the time of the question counts. It says
+# nothing when it gives up, and who has asked would wait all that time although the lighthouse is back.
+_RETRIES = 1000
 
 
 def torchft(module: str) -> Any:
@@ -38,6 +45,15 @@ def torchft(module: str) -> Any:
         ) from error
 
 
+class Outcome(enum.IntEnum):
+    """What a meeting has come to on a rank. That of an island is the least of its ranks'."""
+
+    GIVES_UP = 0
+    FAILED = 1
+    REFUSED = 2
+    SUCCEEDED = 3
+
+
 class Membership:
     """The membership of this rank's island, and its communicator with the same rank of the other islands."""
 
@@ -52,82 +68,143 @@ class Membership:
             address: Of this node, at which other islands reach it.
             world: The ranks of the island.
             codec: What sums look like on the wire.
-            timeout: For a meeting to come about, and for every collective in it.
+            timeout: For a communicator to come about, and for every collective in it.
+
+        Raises:
+            PierConfigError: If torchft is missing or the lighthouse does not answer.
         """
-        self._codec, self._timeout, self._world = codec, timeout, world
-        self._members: tuple[int, tuple[str, ...]] | None = None
-        self._failures = 0
-        manager: list[Any] = [None]
-        if world.rank() == 0:
-            self._store = _store_at(address)
-            self._server = torchft("coordination").ManagerServer(
-                replica_id=f"{index}:{uuid.uuid4()}",
-                lighthouse_addr=lighthouse,
-                hostname=address,
-                bind=f"{address}:0",
-                store_addr=f"{address}:{self._store.port}",
-                world_size=world.size(),
-                heartbeat_interval=_HEARTBEAT,
-                connect_timeout=_CONNECT,
-                quorum_retries=0,
-            )
-            manager = [self._server.address()]
-        dist.broadcast_object_list(manager, src=dist.get_global_rank(world, 0), group=world)
-        self._client = torchft("coordination").ManagerClient(manager[0], connect_timeout=_CONNECT)
         groups = torchft("process_group")
+        self._codec, self._timeout, self._world = codec, timeout, world
+        self._device = _device_of(world)
+        self._members: tuple[int, tuple[str, ...]] | None = None
+        self._known: frozenset[str] = frozenset()
+        self._last_quorum = self._meetings = self._failures = 0
+        self._store: Any = None
+        port = 0
+        if world.rank() == 0:
+            try:
+                self._store, self._client = self._announce(f"{index:04}:{uuid.uuid4()}", lighthouse, address)
+                port = self._store.port
+            except (RuntimeError, OSError) as error:
+                print(f" Pier: island {index}: {error}", flush=True)
+        told = torch.tensor([port], device=self._device)
+        dist.broadcast(told, group=world, group_src=0)
+        if not told.item():
+            raise PierConfigError(
+                f"--pier-lighthouse {lighthouse} and --pier-island-address {address}: no answer from the lighthouse, or the "
+                "address is none of this node. Start a lighthouse with pier-megatron lighthouse."
+            )
+        if self._store is None:
+            self._store = dist.TCPStore(address, int(told.item()), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
         kind = groups.ProcessGroupNCCL if dist.get_backend(world) == "nccl" else groups.ProcessGroupGloo
         self._group = kind(timeout=timeout)
 
-    def meet(self) -> GroupExchange:
-        """Waits until the islands that are there have come together; called by all ranks of each.
+    def meet(self, within: datetime.timedelta) -> GroupExchange:
+        """Waits until the islands that are there have come together; called by all ranks of each, and then :meth:`agree`.
+
+        Args:
+            within: How long to wait for them.
 
         Returns:
             Collectives with the same rank of all of them, groups numbered by island.
 
         Raises:
-            RuntimeError: If they did not, for whatever reason: see :meth:`agree`.
+            RuntimeError: If they did not, for whatever reason.
         """
-        quorum = self._client._quorum(
-            group_rank=self._world.rank(),
-            step=1,
-            checkpoint_metadata="",
-            shrink_only=False,
-            timeout=self._timeout,
-            commit_failures=self._failures,
-            init_sync=False,
-        )
-        islands = [int(name.split(":")[0]) for name in quorum.replica_ids]
-        members = (quorum.quorum_id, tuple(quorum.replica_ids))
+        quorum = self._quorum(within)
+        members = (quorum["id"], tuple(quorum["islands"]))
         if members != self._members:
             self._members = None
-            store = f"{quorum.store_address}/pier/{quorum.quorum_id}/{self._world.rank()}"
-            self._group.configure(store, quorum.replica_ids[quorum.replica_rank], quorum.replica_rank, len(islands))
+            store = f"{quorum['store']}/{self._world.rank()}"
+            self._group.configure(store, members[1][quorum["place"]], quorum["place"], len(members[1]))
             self._members = members
+        islands = [int(name.split(":")[0]) for name in members[1]]
         return GroupExchange(self._group.parent if len(islands) > 1 else None, self._codec, islands)
 
-    def agree(self, meeting: GroupExchange | None, succeeded: bool) -> bool:
-        """Whether what a meeting was for has succeeded on all ranks of all islands; called by all ranks of the island.
+    def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
+        """What a meeting has come to on all ranks of the island, if it has succeeded on those of all islands.
 
-        After a failure the next meeting is another one, of those who are left then.
+        Called by all ranks of the island. Unless it has succeeded, the next meeting is another one, of those who are left then.
 
         Args:
             meeting: None if there was none.
-            succeeded: On this rank.
+            outcome: On this rank.
         """
-        if meeting is not None and succeeded:
+        if meeting is not None and outcome == Outcome.SUCCEEDED:
             try:
-                meeting.gather(torch.ones(1)).result()
+                meeting.gather(torch.ones(1, device=self._device)).result().tolist()
             except (RuntimeError, ValueError):
-                succeeded = False
-        verdict = torch.tensor([succeeded], dtype=torch.int32, device=_device_of(self._world))
-        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self._world)
-        if verdict.item():
+                outcome = Outcome.FAILED
+        least = torch.tensor([outcome], dtype=torch.int32, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world)
+        outcome = Outcome(int(least.item()))
+        if outcome == Outcome.SUCCEEDED:
             self._failures = 0
-            return True
-        self._failures += 1
-        self._members = None
-        self._group.abort(errored=False)
-        return False
+        else:
+            self._failures += 1
+            self._members = None
+            self._group.abort(errored=False)
+        return outcome
+
+    def _announce(self, name: str, lighthouse: str, address: str) -> tuple[Any, Any]:
+        """Makes the island known under a name; on its first rank. Returns its store, and whom it asks who is there."""
+        store = _store_at(address)
+        coordination = torchft("coordination")
+        self._server = coordination.ManagerServer(
+            replica_id=name,
+            lighthouse_addr=lighthouse,
+            hostname=address,
+            bind=f"{address}:0",
+            store_addr=f"{address}:{store.port}",
+            world_size=1,
+            heartbeat_interval=_HEARTBEAT,
+            connect_timeout=_CONNECT,
+            quorum_retries=_RETRIES,
+        )
+        return store, coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
+
+    def _quorum(self, within: datetime.timedelta) -> dict[str, Any]:
+        """Who is there. One rank asks and tells the others: asked by each, torchft could tell them of different quorums."""
+        self._meetings += 1
+        key = f"meetings/{self._meetings}"
+        if self._world.rank() == 0:
+            self._store.set(key, json.dumps(self._ask(within)))
+            self._store.delete_key(f"meetings/{self._meetings - 1}")
+        self._store.wait([key], within + _CONNECT)
+        told: dict[str, Any] = json.loads(self._store.get(key))
+        if "error" in told:
+            raise RuntimeError(told["error"])
+        return told
+
+    def _ask(self, within: datetime.timedelta) -> dict[str, Any]:
+        patience = 0.0
+        while True:
+            try:
+                quorum = self._client._quorum(
+                    group_rank=0,
+                    # The greatest of all islands' is that of no other quorum, while a new lighthouse counts quorums anew.
+                    step=time.time_ns(),
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=within,
+                    commit_failures=self._failures,
+                    init_sync=False,
+                )
+            except (RuntimeError, OSError) as error:
+                return {"error": str(error)}
+            if not patience and quorum.quorum_id <= self._last_quorum:
+                patience = time.monotonic() + _CONNECT.total_seconds()
+            if self._known.issubset(quorum.replica_ids) or time.monotonic() > patience:
+                break
+            # A new lighthouse, which takes the first islands that it hears of for all. The others are on their way to it.
+            time.sleep(_HEARTBEAT.total_seconds())
+        self._last_quorum, self._known = quorum.quorum_id, frozenset(quorum.replica_ids)
+        return {
+            "id": quorum.quorum_id,
+            "islands": quorum.replica_ids,
+            "place": quorum.replica_rank,
+            "store": f"{quorum.store_address}/pier/{quorum.max_step}",
+        }
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

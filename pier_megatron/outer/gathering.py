@@ -5,21 +5,25 @@ step which failed is simply taken again. An island that joins takes over the anc
 sends nothing, and comes to the same new anchor by the same update.
 """
 
+import collections
 import dataclasses
+import datetime
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import Exchange, GroupExchange
+from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer.members import Members
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.staging import Staging, one_ahead
 from pier_megatron.outer.state import ANCHOR, COMMON
 from pier_megatron.outer.stopwatch import Stopwatch
-from pier_megatron.outer.verdicts import ABSENT, DivergedError, Judge, Verdicts
+from pier_megatron.outer.verdicts import ABSENT, DivergedError, Judge, OverGroup, Verdicts
 
 
 class LeftBehindError(RuntimeError):
@@ -29,11 +33,11 @@ class LeftBehindError(RuntimeError):
 class Membership(Protocol):
     """Who is there; see :class:`pier_megatron.exchange.membership.Membership`."""
 
-    def meet(self) -> GroupExchange:
+    def meet(self, within: datetime.timedelta) -> GroupExchange:
         """Waits until the islands that are there have come together."""
 
-    def agree(self, meeting: GroupExchange | None, succeeded: bool) -> bool:
-        """Whether what a meeting was for has succeeded everywhere."""
+    def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
+        """What a meeting has come to on all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,15 @@ class Meeting:
 
 # What each island says of itself when it comes to a meeting.
 _ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM = range(5)
+Standing = Sequence[int]
+
+# Where an island is whose anchor is neither its own nor yet that of the others.
+_NOWHERE = -1
+
+# Time to come together after the last failure.
+_LEAST_SECONDS = 1.0
+
+_TO_REJOIN = "What it learned since is lost; start it again, for example by torchrun --max-restarts, and it joins the others."
 
 
 class Gatherings:
@@ -84,6 +97,7 @@ class Gatherings:
         judge: Judge,
         members: Members,
         make_round: Callable[[int, Exchange, Verdicts, Stopwatch], OuterRound],
+        over_group: OverGroup,
         device: torch.device,
     ) -> None:
         """Begins with an island that has not met anybody.
@@ -94,11 +108,13 @@ class Gatherings:
             judge: Of its pseudo-gradients.
             members: Restarts islands whose parameters are not finite.
             make_round: Prepares an outer step.
+            over_group: Reduces over the ranks of this island.
             device: For collectives.
         """
         self._membership, self._island, self._wait_seconds = islands.membership, islands.own, islands.wait_seconds
         self._stagings, self._judge, self._members = stagings, judge, members
-        self._make_round, self._device = make_round, device
+        self._make_round, self._over_group, self._device = make_round, over_group, device
+        self._has_whole_anchor = True
 
     def meet(self, iteration: int, last_common_step: int, fragments: Sequence[int]) -> Meeting | None:
         """Comes together with all islands that are there; called by all ranks of the island.
@@ -118,37 +134,41 @@ class Gatherings:
         """
         deadline = time.monotonic() + self._wait_seconds
         while True:
-            exchange, meeting = None, None
+            exchange, meeting, refusal = None, None, None
             try:
-                exchange = self._membership.meet()
+                within = max(deadline - time.monotonic(), _LEAST_SECONDS)
+                exchange = self._membership.meet(datetime.timedelta(seconds=within))
                 meeting = self._attempt(exchange, iteration, last_common_step, fragments)
-            except (LeftBehindError, DivergedError, PierConfigError):
-                raise
+                outcome = Outcome.SUCCEEDED
+            except (LeftBehindError, DivergedError, PierConfigError) as error:
+                refusal, outcome = error, Outcome.REFUSED
             except (RuntimeError, OSError, ValueError) as error:
                 # A ValueError is what PyTorch raises when it logs an error of a communicator that it has not made itself.
                 where = f"island {self._island} after iteration {iteration}"
                 print(f" Pier: {where}: {_first_line(error)}; tries again", flush=True)
-            if self._membership.agree(exchange, meeting is not None):
+                outcome = Outcome.FAILED if time.monotonic() < deadline else Outcome.GIVES_UP
+            # By the ranks of an island together: one that ended or went on alone would leave the others waiting.
+            outcome = self._membership.agree(exchange, outcome)
+            if outcome == Outcome.SUCCEEDED:
                 return meeting
-            if time.monotonic() > deadline:
+            if outcome == Outcome.REFUSED:
+                assert refusal is not None
+                raise refusal
+            if outcome == Outcome.GIVES_UP:
                 return None
 
     def _attempt(self, exchange: GroupExchange, iteration: int, last_common_step: int, fragments: Sequence[int]) -> Meeting:
         stopwatch = Stopwatch(self._device)
         with stopwatch.running():
-            checksum = sum(int(staging.state.checksum(ANCHOR)) for staging in self._stagings)
-            own = [self._island, last_common_step, iteration, int(bool(fragments)), checksum]
-            standings = exchange.gather(torch.tensor(own, device=self._device)).result().tolist()
+            standings = self._standings(exchange, iteration, last_common_step, fragments)
             present = _those_present(standings)
             here, source = exchange.rank in present, standings[present[0]]
-            if not (fragments and here):
-                self._check_name(standings)
-            if fragments and not here:
-                raise LeftBehindError(
-                    f"Island {self._island} missed the outer step after iteration {source[_SYNCED]}: it is at iteration "
-                    f"{iteration} with the anchor of iteration {last_common_step}. What it learned since is lost; start it "
-                    "again, for example by torchrun --max-restarts, and it joins the others."
-                )
+            refusals = _refusals(standings, present)
+            if exchange.rank in refusals:
+                raise refusals[exchange.rank]
+            if refusals:
+                # Not to wait for them in a collective that they do not come to.
+                raise RuntimeError(f"islands end: {[standings[rank][_ISLAND] for rank in refusals]}")
             absent = [rank for rank in range(exchange.size) if rank not in present]
             if absent:
                 self._hand_over(exchange, present[0], absent)
@@ -162,32 +182,71 @@ class Gatherings:
             restarted = self._members.restart_left_out(round_, source[_ITERATION])
         return Meeting(source[_ITERATION], not here, source[_ITERATION], round_, restarted)
 
-    def _check_name(self, standings: Sequence[Sequence[int]]) -> None:
-        """Refuses to join under a name that is taken. Whoever has it already goes on."""
-        if [standing[_ISLAND] for standing in standings].count(self._island) > 1:
-            raise PierConfigError(
-                f"--pier-island {self._island}: another island of that number is there. Each needs one of its own, from 0 to "
-                "--pier-groups less 1."
-            )
+    def _standings(
+        self, exchange: GroupExchange, iteration: int, last_common_step: int, fragments: Sequence[int]
+    ) -> list[list[int]]:
+        checksum = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for staging in self._stagings:
+            checksum += staging.state.checksum(ANCHOR)
+        # Of the whole island, so that all its ranks judge alike.
+        self._over_group(checksum, dist.ReduceOp.SUM)
+        place = [last_common_step, iteration] if self._has_whole_anchor else [_NOWHERE, _NOWHERE]
+        own = [self._island, *place, int(bool(fragments)), int(checksum.item())]
+        standings: list[list[int]] = exchange.gather(torch.tensor(own, device=self._device)).result().tolist()
+        return standings
 
     def _hand_over(self, exchange: GroupExchange, source: int, absent: Sequence[int]) -> None:
+        self._has_whole_anchor = exchange.rank not in absent
         lent = one_ahead(staging.lend(chunk, COMMON) for staging in self._stagings for chunk in staging.state.chunks)
         for staged in lent:
             for name in COMMON:
                 exchange.broadcast(staged.tensors[name], source, absent)
             staged.give_back(COMMON)
+        self._has_whole_anchor = True
 
 
-def _those_present(standings: Sequence[Sequence[int]]) -> list[int]:
-    """The islands that are there already, by rank in the meeting: where an outer step is due, or else the furthest."""
-    places = [(standing[_IS_DUE], standing[_SYNCED], standing[_ITERATION]) for standing in standings]
-    present = [rank for rank, place in enumerate(places) if place == max(places)]
-    if len({standings[rank][_CHECKSUM] for rank in present}) > 1:
-        raise PierConfigError(
-            f"Islands {[standings[rank][_ISLAND] for rank in present]} are at iteration {places[present[0]][-1]} with "
-            "different anchors. All need the same --seed, or checkpoints of one run."
-        )
-    return present
+def _place(standing: Standing) -> tuple[int, ...]:
+    return standing[_IS_DUE], standing[_SYNCED], standing[_ITERATION]
+
+
+def _those_present(standings: Sequence[Standing]) -> list[int]:
+    """The islands that are there already, by rank in the meeting: where an outer step is due, or else the furthest.
+
+    Of those with different anchors, most have the right one.
+    """
+    furthest = [rank for rank, standing in enumerate(standings) if _place(standing) == max(map(_place, standings))]
+    [(checksum, _)] = collections.Counter(standings[rank][_CHECKSUM] for rank in furthest).most_common(1)
+    return [rank for rank in furthest if standings[rank][_CHECKSUM] == checksum]
+
+
+def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int, LeftBehindError | PierConfigError]:
+    """Why islands cannot go on with those present, by rank in the meeting."""
+    source = standings[present[0]]
+    found: dict[int, LeftBehindError | PierConfigError] = {}
+    for rank, standing in enumerate(standings):
+        island, synced, iteration = standing[_ISLAND], standing[_SYNCED], standing[_ITERATION]
+        if source[_SYNCED] == _NOWHERE:
+            found[rank] = LeftBehindError(f"Island {island} lost those whose anchor it was to take over. {_TO_REJOIN}")
+        elif rank not in present and standing[_IS_DUE]:
+            found[rank] = LeftBehindError(
+                f"Island {island} missed the outer step after iteration {source[_SYNCED]}: it is at iteration {iteration} with "
+                f"an anchor of its own, of iteration {synced}. {_TO_REJOIN}"
+            )
+        elif rank not in present and _place(standing) == _place(source):
+            found[rank] = PierConfigError(
+                f"--pier-island {island} is at iteration {iteration} with another anchor than island {source[_ISLAND]}. All "
+                "need the same --seed, or checkpoints of one run."
+            )
+    names = [standing[_ISLAND] for rank, standing in enumerate(standings) if rank not in found]
+    for rank, standing in enumerate(standings):
+        # Who has a name already goes on.
+        is_new = rank not in found and not (rank in present and standing[_IS_DUE])
+        if is_new and names.count(standing[_ISLAND]) > 1:
+            found[rank] = PierConfigError(
+                f"--pier-island {standing[_ISLAND]}: another island of that number is there. Each needs one of its own, from 0 "
+                "to --pier-groups less 1."
+            )
+    return found
 
 
 def _first_line(error: Exception) -> str:

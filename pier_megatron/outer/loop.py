@@ -101,7 +101,9 @@ class OuterLoop:
         self.is_deserted = False
         self._gatherings: Gatherings | None = None
         if islands is not None:
-            self._gatherings = Gatherings(islands, self._stagings, self._judge, self._members, self._round, self.device)
+            self._gatherings = Gatherings(
+                islands, self._stagings, self._judge, self._members, self._round, self._over_group, self.device
+            )
 
     @property
     def groups_meet(self) -> bool:

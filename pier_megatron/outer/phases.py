@@ -21,9 +21,11 @@ def phase(name: str, everyone: Exchange, iteration: int) -> Iterator[None]:
     except DivergedError:
         raise
     except RuntimeError as error:
-        error.add_note(
-            f"Pier: group {everyone.rank} was in phase {name} of the outer step after iteration {iteration}, together with the "
-            f"{everyone.size - 1} other groups. If the error speaks of a connection or a timeout, a rank of another group has "
-            "died or hangs: its own log says why. The last checkpoint is whole."
-        )
+        # A group that is a job of its own knows of the others only while it meets them, and then says so itself.
+        if everyone.size > 1:
+            error.add_note(
+                f"Pier: group {everyone.rank} was in phase {name} of the outer step after iteration {iteration}, together with "
+                f"the {everyone.size - 1} other groups. If the error speaks of a connection or a timeout, a rank of another "
+                "group has died or hangs: its own log says why. The last checkpoint is whole."
+            )
         raise

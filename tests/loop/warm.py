@@ -4,6 +4,7 @@ from unittest import mock
 
 import ranks
 import torch
+import torchft.process_group  # noqa: F401
 
 _parameter = torch.zeros(1)
 _parameter.grad = torch.zeros(1)

@@ -1,0 +1,137 @@
+"""Islands that are jobs: what they come to when some of them die, hang or join, and how soon."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from archipelago import INTERVAL, ISLAND_TIMEOUT, PARTS, Archipelago, Plan, archipelago
+
+from pier_megatron.outer.verdicts import ABSENT, GOOD, NOT_FINITE
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def sea(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Archipelago]:
+    """A lighthouse that wants two islands, or as many as a test says."""
+    with archipelago(tmp_path, getattr(request, "param", 2)) as started:
+        yield started
+
+
+of_three = pytest.mark.parametrize("sea", [3], indirect=True)
+
+
+@of_three
+def test_undisturbed_islands_are_the_simulated_ones(sea: Archipelago) -> None:
+    for index in range(3):
+        sea.start(Plan(index, train_iters=30))
+    assert [island.wait(60) for island in sea.islands] == [["done"] * PARTS] * 3
+    steps = sea.check()
+    assert all(step["verdicts"] == [GOOD] * 3 for step in steps.values())
+    assert max(steps) == 30
+
+
+def test_those_left_take_the_step_again_and_new_ones_join(sea: Archipelago) -> None:
+    first, second = sea.start(Plan(0)), sea.start(Plan(1))
+    sea.go_on([first, second], seconds=60)
+    third = sea.start(Plan(2, dies_after=2))
+    third.wait(60)
+    died_at = third.last_step() + INTERVAL
+    sea.go_on([first, second])
+    anew = sea.start(Plan(2))
+    sea.go_on([first, second, anew], seconds=60)
+    second.kill()
+    sea.go_on([first, anew])
+    steps = sea.check()
+    assert steps[died_at]["islands"] == [0, 1]
+    joined = min(anew.steps())
+    assert steps[joined]["islands"] == [0, 1, 2]
+    assert steps[joined]["verdicts"] == [GOOD, GOOD, ABSENT]
+    assert steps[joined + INTERVAL]["verdicts"] == [GOOD] * 3
+    assert steps[max(steps)]["islands"] == [0, 2]
+
+
+def test_an_island_that_slept_too_long_ends_on_all_its_ranks(sea: Archipelago) -> None:
+    first, second, sleeper = [sea.start(Plan(index)) for index in range(3)]
+    sea.go_on(sea.islands, seconds=60)
+    sleeper.send(signal.SIGSTOP)
+    sea.go_on([first, second])
+    time.sleep(ISLAND_TIMEOUT)
+    sleeper.send(signal.SIGCONT)
+    ends = sleeper.wait()
+    assert len(ends) == PARTS
+    for said in ends:
+        assert said.startswith("LeftBehindError: Island 2 missed the outer step after iteration")
+        assert "--max-restarts" in said
+        assert "other groups" not in said
+    sea.go_on([first, second])
+    sea.check()
+
+
+def test_islands_go_on_when_the_lighthouse_is_back(sea: Archipelago) -> None:
+    islands = [sea.start(Plan(index)) for index in range(3)]
+    sea.go_on(islands, seconds=60)
+    sea.darken()
+    time.sleep(1)
+    before = [island.last_step() for island in islands]
+    time.sleep(1)
+    assert [island.last_step() for island in islands] == before
+    sea.light()
+    sea.go_on(islands)
+    islands.pop().kill()
+    sea.darken()
+    sea.light()
+    sea.go_on(islands)
+    sea.check()
+
+
+def test_a_number_that_is_taken_is_refused(sea: Archipelago) -> None:
+    first, second = sea.start(Plan(0)), sea.start(Plan(1))
+    sea.go_on([first, second], seconds=60)
+    ends = sea.start(Plan(1)).wait()
+    assert len(ends) == PARTS
+    assert all(said.startswith("PierConfigError: --pier-island 1: another island of that number is there") for said in ends)
+    sea.go_on([first, second])
+    sea.check()
+
+
+@of_three
+def test_an_island_that_diverges_is_left_out_and_restarted(sea: Archipelago) -> None:
+    for index in range(3):
+        sea.start(Plan(index, train_iters=30, bad_at=12 if index == 1 else None))
+    assert [island.wait(60) for island in sea.islands] == [["done"] * PARTS] * 3
+    steps = sea.check()
+    assert [list(step["verdicts"]) for step in steps.values()] == [
+        [GOOD, NOT_FINITE if iteration == 15 else GOOD, GOOD] for iteration in range(INTERVAL, 31, INTERVAL)
+    ]
+
+
+@of_three
+def test_an_island_of_another_seed_is_refused(sea: Archipelago) -> None:
+    first, second, other = [sea.start(Plan(index, seed=index == 2)) for index in range(3)]
+    ends = other.wait(60)
+    assert len(ends) == PARTS
+    assert all(said.startswith("PierConfigError: --pier-island 2 is at iteration 0 with another anchor") for said in ends)
+    assert all("--seed" in said for said in ends)
+    sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
+    sea.check()
+
+
+def test_an_island_without_enough_others_gives_up(sea: Archipelago) -> None:
+    first, second = [sea.start(Plan(index, wait_seconds=8)) for index in range(2)]
+    sea.go_on([first, second], seconds=60)
+    second.kill()
+    assert first.wait(20) == ["deserted"] * PARTS
+    ends = sea.start(Plan(0, wait_seconds=1)).wait(20)
+    assert len(ends) == PARTS
+    assert all("--pier-island-wait: too few islands" in said for said in ends)
+    sea.check()
+
+
+def test_an_island_without_a_lighthouse_says_so(sea: Archipelago) -> None:
+    sea.darken()
+    ends = sea.start(Plan(0)).wait(30)
+    assert len(ends) == PARTS
+    assert all(said.startswith("PierConfigError: --pier-lighthouse http://127.0.0.1:") for said in ends)
