@@ -96,7 +96,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     """
     _refuse_reductions_over_all_groups(args)
     if config.lighthouse is not None:
-        _refuse_in_jobs(config)
+        _refuse_in_jobs(args, config)
     if config.islands and args.full_validation:
         raise PierConfigError(
             "--full-validation cannot be used with --pier-islands: islands whose shares of the samples differ by one would "
@@ -136,8 +136,14 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
         )
 
 
-def _refuse_in_jobs(config: PierConfig) -> None:
+def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
     """Refuses what an outer step that may have to be taken again, or an island that joins, does not go with."""
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if getattr(args, name, None):
+            raise PierConfigError(
+                f"{flag(name)} cannot be used with --pier-lighthouse: an island that joins counts the samples of the "
+                "iterations that it was not there for by one batch size. Use a constant --global-batch-size."
+            )
     if config.overlap:
         raise PierConfigError(
             f"--pier-overlap {config.overlap} cannot be used with --pier-lighthouse: an exchange that fails has to be taken "

@@ -16,6 +16,7 @@ _BASE = (
 _ITERATIONS = "--train-iters 1000"
 _PIER = "--optimizer pier --pier-groups 2"
 _MUON = f"{_PIER} --pier-islands --pier-inner-optimizer muon"
+_JOB = f"{_PIER} --pier-lighthouse http://h:1 --pier-island 0"
 _WORLD = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 _PP2, _PP4 = (f"--num-layers 8 --pipeline-model-parallel-size {ranks} --pier-layered" for ranks in (2, 4))
 _SKIP, _SKIP_8 = "--pipeline-model-parallel-size 4 --num-layers 8", "--global-batch-size 16 --pier-skip-fraction"
@@ -31,6 +32,18 @@ _REFUSED = {
         "--num-distributed-optimizer-instances 4 contradicts --pier-groups 2",
         "Drop the former",
     ],
+    f"{_PIER} --pier-islands --num-distributed-optimizer-instances 2": ["an island is one instance", "Drop the former"],
+    "--optimizer pier --pier-islands --pier-groups 3": ["--pier-groups 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
+    f"{_PIER} --pier-islands --full-validation": ["--full-validation", "differ by one", "Use --eval-iters"],
+    f"{_PIER} --pier-islands --save /nowhere --save-interval 50 --pier-save-inner-state first": ["--pier-islands", "Save all"],
+    f"{_PIER} --pier-lighthouse http://h:1": ["--pier-groups 2 and --pier-island None", "from 0"],
+    f"{_JOB} --pier-island 2": ["--pier-groups 2 and --pier-island 2", "from 0"],
+    f"{_JOB} --pier-overlap 5": ["--pier-overlap 5 cannot be used with --pier-lighthouse", "taken again"],
+    f"{_JOB} --pier-fragments 2": ["--pier-fragments 2 cannot be used with --pier-lighthouse", "joins"],
+    f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "nothing in common"],
+    f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],
+    f"{_JOB} --pier-outlier-zscore 3": ["--pier-outlier-zscore", "count twice"],
+    f"{_JOB} --global-batch-size 32 --rampup-batch-size 16 16 1000": ["--rampup-batch-size", "constant --global-batch-size"],
     "--optimizer pier --pier-ranks-per-domain 3": ["--pier-ranks-per-domain 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-ranks-per-domain 0": ["--pier-ranks-per-domain 0 does not divide", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-sync-interval 0": ["--pier-sync-interval 0", "at least 1"],
