@@ -51,7 +51,8 @@ class Islands:
             command = ["-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(_ISLANDS), "--address", address]
         else:
             paths = " ".join(f"--{kind}-data-path {self._data}" for kind in ("train", "valid", "test"))
-            own = f"--pier-lighthouse {lighthouse} --pier-island {place} --pier-island-address {address}"
+            own = f"--pier-lighthouse {lighthouse} --pier-island {place} --pier-island-address {address} "
+            own += f"--data-cache-path {self._folder}"
             command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m pier_megatron --device cpu".split()
             command += [pretrain_bytes.__file__, *f"{_ARGUMENTS} {paths} {own} --pier-island-timeout {self._timeout}".split()]
         stack = self._running[place] = contextlib.ExitStack()

@@ -144,6 +144,11 @@ def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
                 f"{flag(name)} cannot be used with --pier-lighthouse: an island that joins counts the samples of the "
                 "iterations that it was not there for by one batch size. Use a constant --global-batch-size."
             )
+    if config.island and args.data_cache_path is None and args.save is None and not args.mock_data:
+        raise PierConfigError(
+            f"--pier-island {config.island} without --save and --data-cache-path: islands that share data would write the same "
+            "index of it at the same time. Give one of the two."
+        )
     if config.overlap:
         raise PierConfigError(
             f"--pier-overlap {config.overlap} cannot be used with --pier-lighthouse: an exchange that fails has to be taken "

@@ -18,6 +18,7 @@ from pier_megatron.integration import current, islands, refusals, startup, versi
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.checkpoint.files import use_folders_of_island
 from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
+from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.samples import check_groups_read_different_samples
 from pier_megatron.outer import GroupExchange, OuterLoop
@@ -65,6 +66,8 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     island = islands.own()
     if island is not None:
         use_folders_of_island(versions.megatron_args(), island.index, island.is_job)
+        if island.is_job:
+            use_index_of_island(versions.megatron_args(), island.index)
     with contextlib.nullcontext() if island is None else island.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
