@@ -26,7 +26,14 @@ _ARGUMENTS = (
     f"--tensor-model-parallel-size 2 --optimizer pier --pier-groups {_ISLANDS} --pier-sync-interval 10 "
     "--pier-lazy-start-iters 0"
 )
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONUNBUFFERED": "1",
+    # Or ranks that torchrun starts again look for each other where they were before.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 class Islands:
