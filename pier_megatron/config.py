@@ -64,6 +64,8 @@ class PierConfig(Settings):
                 f"{self.fragments}: groups then never hold the same parameters, and what all but the first have learned since "
                 "their last outer step would be lost. Save all."
             )
+        if self.inner_optimizer != "adam" and not self.islands:
+            raise PierConfigError(f"--pier-inner-optimizer {self.inner_optimizer} needs --pier-islands.")
         self._check_subgroups()
         if not 0 <= self.lazy_start_fraction < 1:
             raise PierConfigError(f"--pier-lazy-start-fraction {self.lazy_start_fraction}: must be in [0, 1).")

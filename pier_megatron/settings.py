@@ -6,6 +6,9 @@ from typing import Any
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.schedules import PRESETS
 
+INNER_OPTIMIZERS = ("adam", "muon")
+"""By Megatron's names."""
+
 
 def flag_of(setting: str) -> str:
     """The flag that sets an attribute of :class:`PierConfig` or of :class:`GroupSettings`."""
@@ -36,6 +39,13 @@ class Settings:
         False,
         "Make each group a Megatron world of its own, of consecutive ranks, in place of an instance of the distributed "
         "optimizer: nothing of Megatron's spans groups, and the inner optimizer may be another one.",
+    )
+    inner_optimizer: str = _setting(
+        "adam",
+        "What trains inside a group: AdamW, or Megatron's Muon with its own --muon-... flags, which needs --pier-islands and "
+        "the package emerging-optimizers; with --use-distributed-optimizer in its layer-wise form, where data-parallel ranks "
+        "share the work out.",
+        choices=INNER_OPTIMIZERS,
     )
     lighthouse: str | None = _setting(
         None,

@@ -17,7 +17,7 @@ COMMANDS = {
     "export": "turn a checkpoint into a Hugging Face GPT-2",
     "evaluate": "run the paper's thirteen downstream tasks on a model",
     "experts": "plan, train, score and mix experts that never talk",
-    "lighthouse": "let islands that are jobs of their own find each other",
+    "lighthouse": "let islands that are jobs find each other",
 }
 
 

@@ -141,6 +141,7 @@ def _count(number: int, noun: str) -> str:
 
 def _outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, parameters: int | None) -> str:
     """What the outer state takes, and whether this machine's host memory would hold it."""
+    from pier_megatron.integration.inner.requirements import are_shared_out
     from pier_megatron.outer.memory import bytes_per_parameter, host_bytes
 
     size = bytes_per_parameter(config)
@@ -148,7 +149,7 @@ def _outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCo
         return (
             f"outer state: {size} bytes per owned parameter; how many hangs on the tokenizer (give --vocab-size to see it here)"
         )
-    owners = args.data_parallel_size * args.context_parallel_size // config.groups
+    owners = args.data_parallel_size * args.context_parallel_size // config.groups if are_shared_out(args) else 1
     per_rank = size * parameters / owners
     sizes = f"{size} bytes x {parameters:,} parameters / {owners} ranks = {per_rank / 1e9:,.2f} GB per rank"
     if not config.offload:

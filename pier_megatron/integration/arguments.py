@@ -2,7 +2,7 @@
 
 Megatron treats every optimizer it does not know as one of the "emerging optimizers" and switches the distributed optimizer
 off for it. So the name never reaches Megatron's validation: parsing turns ``pier`` into AdamW under the distributed
-optimizer with one instance per group, which is what Pier is to Megatron.
+optimizer with one instance per group, which is what Pier is to Megatron; with islands into what trains inside one.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, division
 from pier_megatron.integration import refusals, versions
+from pier_megatron.integration.inner import requirements
 from pier_megatron.settings import GroupSettings, flag_of
 
 _PREFIX = "pier_"
@@ -46,7 +47,7 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
     group = parser.add_argument_group(
         "pier",
-        "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which trains with AdamW inside.",
+        "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which by itself trains with AdamW inside.",
     )
     lazy_start = group.add_mutually_exclusive_group()
     for setting in dataclasses.fields(PierConfig):
@@ -109,6 +110,7 @@ def _translate(args: argparse.Namespace) -> None:
         return
     if args.yaml_cfg is not None:
         raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
+    requirements.check(args)
     domains = _number_of_domains(args.pier_ranks_per_domain)
     if args.pier_lighthouse is not None:
         _check_job(args)
@@ -126,8 +128,9 @@ def _translate(args: argparse.Namespace) -> None:
     if args.tensorboard_log_interval % args.log_interval:
         # What is logged is a mean over groups, which must not meet more often than the user asked to see it.
         args.tensorboard_log_interval = args.log_interval
-    args.optimizer = "adam"
-    args.use_distributed_optimizer = True
+    args.optimizer = args.pier_inner_optimizer or "adam"
+    if args.optimizer == "adam":
+        args.use_distributed_optimizer = True
     args.num_distributed_optimizer_instances = 1 if args.pier_islands else args.pier_groups
 
 

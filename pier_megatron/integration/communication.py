@@ -31,6 +31,13 @@ def install() -> None:
     versions.wrap(_TRAINING, "calc_params_l2_norm", _in_the_group)
 
 
+def ranks_of_group(optimizer: Any) -> dist.ProcessGroup:
+    """All ranks of this rank's group; ``optimizer`` is Megatron's."""
+    island = islands.own()
+    found: dist.ProcessGroup = optimizer.get_grad_stats_parallel_group() if island is None else island.world
+    return found
+
+
 @contextlib.contextmanager
 def confined_to_group(model_chunk: Any) -> Iterator[None]:
     """Inside, the data-parallel group of the iteration is the part of it in this rank's Pier group.
@@ -93,7 +100,7 @@ def _vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, m
         with contextlib.nullcontext() if island is None else island.in_the_launch():
             return reduce_any(machine, value)
     votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
-    dist.all_reduce(votes, group=optimizer.get_grad_stats_parallel_group())
+    dist.all_reduce(votes, group=ranks_of_group(optimizer))
     return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, islands, versions
 from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.integration.compression import traffic
@@ -49,6 +50,11 @@ def install() -> None:
 
 
 def _confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    if getattr(args, "pier_lighthouse", None) is not None:
+        raise PierConfigError(
+            f"--pier-lighthouse {args.pier_lighthouse}: the job would join those that are there. Look at it with doctor "
+            "without --start, or without --pier-lighthouse, as islands of one launch."
+        )
     vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})
     return validate_args(args, *rest, **kwargs)
 

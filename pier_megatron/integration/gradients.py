@@ -2,7 +2,8 @@
 
 Megatron averages over all distributed-optimizer instances: a reduce-scatter inside the instance, then an all-reduce between
 instances. With one instance in the configuration it leaves the second out and takes the asynchronous path of plain data
-parallelism, so the phases of Pier are a value in Megatron's own configuration and nothing is replaced.
+parallelism, so the phases of Pier are a value in Megatron's own configuration and nothing is replaced. Without the
+distributed optimizer it averages by one all-reduce, and the phases are the group of that.
 """
 
 from collections.abc import Sequence
@@ -28,24 +29,29 @@ class GradientAveraging:
             island: Of this rank, if groups are islands.
         """
         self._groups = groups
-        self._configs = {id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values()
-        bucket_groups = [group for chunk in model_chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
+        chunk = model_chunks[0]
         # Megatron scales gradients by 1 / data-parallel size before it sums them. It does not where it divides by the
         # number of tokens (of those who average, see communication.averaging_over) or lets the collective average.
-        chunk = model_chunks[0]
         prescaled = not (chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective)
         # Megatron has built instances for the mean over all of them, and an island for that over itself.
         over_all, over_own = (1.0, groups) if island is None else (1 / groups, 1.0)
         self._over_all, self._over_own = (over_all, over_own) if prescaled else (1.0, 1.0)
-        self._scaling = [
-            (bucket, bucket.gradient_scaling_factor) for bucket_group in bucket_groups for bucket in bucket_group.buckets
-        ]
-        if island is not None and island.between is not None:
-            stream = torch.cuda.Stream()
-            for bucket_group in bucket_groups:
-                # Another instance to Megatron, which it uses while its configuration has several.
-                bucket_group.inter_distributed_optimizer_instance_group = island.between
-                bucket_group.communication_stream = stream
+        dense = [group for chunk in model_chunks for group in chunk.bucket_groups]
+        expert = [group for chunk in model_chunks for group in chunk.expert_parallel_bucket_groups]
+        self._scaling = [(bucket, bucket.gradient_scaling_factor) for group in dense + expert for bucket in group.buckets]
+        self._configs: list[Any] = []
+        self._all_reduced: list[tuple[Any, Any, Any]] = []
+        if chunk.ddp_config.use_distributed_optimizer:
+            self._configs = list({id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values())
+            if island is not None and island.between is not None:
+                stream = torch.cuda.Stream()
+                for group in dense + expert:
+                    # Another instance to Megatron, which it uses while its configuration has several.
+                    group.inter_distributed_optimizer_instance_group = island.between
+                    group.communication_stream = stream
+        elif island is not None and island.between is not None:
+            for groups_of_buckets, everyone in ((dense, island.dense), (expert, island.expert)):
+                self._all_reduced += [(group, group.data_parallel_group, everyone) for group in groups_of_buckets]
 
     def over_all_groups(self) -> None:
         """Gradients become the mean over the samples of all groups, as in stock Megatron."""
@@ -58,5 +64,7 @@ class GradientAveraging:
     def _set(self, instances: int, scale: float) -> None:
         for config in self._configs:
             config.num_distributed_optimizer_instances = instances
+        for group, own, everyone in self._all_reduced:
+            group.data_parallel_group = everyone if instances > 1 else own
         for bucket, factor in self._scaling:
             bucket.gradient_scaling_factor = factor * scale

@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import dataclasses
 import datetime
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -164,11 +165,14 @@ def _form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **k
 def _new_world(launch: dist.ProcessGroup, index: int, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """Makes a default group of PyTorch's for the ranks of an island, on a store of its own."""
     store = dist.PrefixStore(f"pier/island_{index}", distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    # PyTorch would put the rank in the island before every line of an error, behind that in the launch.
+    excepthook = sys.excepthook
     with _default_group(None):
         dist.init_process_group(
             dist.get_backend(launch), store=store, rank=launch.rank() % size, world_size=size, timeout=timeout
         )
         world = dist.group.WORLD
+    sys.excepthook = excepthook
     assert world is not None
     return world
 

@@ -1,5 +1,6 @@
 """Megatron's optimizer with the outer loop around it."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,25 +27,36 @@ class Completion(Protocol):
 class Restoration(Completion, Protocol):
     """What the plugin asks of a checkpoint."""
 
-    def restore(self, state: dict[Any, Any]) -> bool:
-        """Takes over what was read; returns whether it was Pier's, so that Megatron has nothing left to do."""
+    def begin(self, metadata: Any) -> None:
+        """Looks at what a checkpoint says of itself, before Megatron asks it for what another run may have stored."""
+
+    def restore(self, state: dict[Any, Any], load_stock: Callable[[dict[Any, Any]], None]) -> bool:
+        """Takes over what was read; returns whether it was Pier's, so that Megatron has nothing left to do.
+
+        Args:
+            state: What was read.
+            load_stock: Lets Megatron load a state of its own.
+        """
 
 
 class PierOptimizer(ChainedOptimizer):
-    """Pier (arXiv 2511.17849) over the distributed optimizers that Megatron built.
+    """Pier (arXiv 2511.17849) over the optimizers that Megatron built.
 
-    A group is a distributed-optimizer instance. Each :meth:`step` is Megatron's own, then one call of the outer loop.
+    Each :meth:`step` is Megatron's own, then one call of the outer loop.
 
     Attributes:
-        loop: The outer loop, over the FP32 shards that this rank owns.
+        loop: The outer loop, over the FP32 main parameters that this rank owns.
         saving: While a checkpoint is saved, what the plugin adds to it.
         loading: While one is loaded, what the plugin asks of it.
         has_seen_samples: Whether this process knows that the groups read different data, at a resume as at the beginning.
     """
 
-    def __init__(self, optimizer: ChainedOptimizer, loop: OuterLoop) -> None:
-        """Takes over what Megatron built: distributed optimizers that have not stepped, with an instance for each group."""
-        super().__init__(optimizer.chained_optimizers)
+    def __init__(self, optimizer: ChainedOptimizer, model_chunks: Sequence[Any], loop: OuterLoop) -> None:
+        """Takes over what Megatron built for the chunks of a model: optimizers that have not stepped."""
+        # The layer-wise optimizer is a chain with ways of its own, and becomes a link.
+        super().__init__(optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer])
+        # Not all optimizers know them.
+        self.model_chunks = list(model_chunks)
         self.loop = loop
         self.saving: Completion | None = None
         self.loading: Restoration | None = None
@@ -75,11 +87,13 @@ class PierOptimizer(ChainedOptimizer):
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> dict[Any, Any]:
         """As Megatron's, with what the groups have of their own and what they have in common beyond the model."""
+        if is_loading and self.loading is not None:
+            self.loading.begin(kwargs.get("metadata"))
         stock: dict[Any, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         part = self.loading if is_loading else self.saving
         return stock if part is None else part.complete(stock, model_sharded_state_dict, kwargs.get("metadata"))
 
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
         """As Megatron's; takes over what :meth:`sharded_state_dict` has asked for."""
-        if self.loading is None or not self.loading.restore(state_dict):
+        if self.loading is None or not self.loading.restore(state_dict, super().load_state_dict):
             super().load_state_dict(state_dict)

@@ -204,6 +204,8 @@ def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
     """Where the ranks of a validated job will stand, if the launcher numbers them node by node."""
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
     worlds = args.pier_groups if args.pier_islands else 1
+    # Of a job that is one island, as if all islands were there.
+    ranks_of_run = args.world_size * (worlds if args.pier_lighthouse is not None else 1)
     generator = versions.require("megatron.core.parallel_state", "RankGenerator")(
         tp=args.tensor_model_parallel_size,
         ep=1,
@@ -212,7 +214,7 @@ def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
         cp=args.context_parallel_size,
         order=order,
     )
-    firsts = range(0, args.world_size, args.world_size // worlds)
+    firsts = range(0, ranks_of_run, ranks_of_run // worlds)
     tensor_parallel = {
         first + rank: tuple(first + other for other in ranks)
         for first in firsts

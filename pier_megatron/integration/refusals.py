@@ -5,6 +5,7 @@ from typing import Any
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.inner.requirements import are_shared_out
 
 # What cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is not set;
 # every other value that is neither None, False nor 0 is refused.
@@ -13,7 +14,6 @@ _QUANTISED = "parameters are quantised from the main parameters by a step that o
 _REFUSED = {
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
-    "use_layer_wise_distributed_optimizer": "the layer-wise optimizer has no instances that could become groups",
     "use_precision_aware_optimizer": "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer "
     "step cannot reach them",
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
@@ -96,7 +96,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     """
     _refuse_reductions_over_all_groups(args)
     if config.lighthouse is not None:
-        _refuse_in_jobs(config)
+        _refuse_in_jobs(args, config)
     if config.islands and args.full_validation:
         raise PierConfigError(
             "--full-validation cannot be used with --pier-islands: islands whose shares of the samples differ by one would "
@@ -136,8 +136,19 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
         )
 
 
-def _refuse_in_jobs(config: PierConfig) -> None:
+def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
     """Refuses what an outer step that may have to be taken again, or an island that joins, does not go with."""
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if getattr(args, name, None):
+            raise PierConfigError(
+                f"{flag(name)} cannot be used with --pier-lighthouse: an island that joins counts the samples of the "
+                "iterations that it was not there for by one batch size. Use a constant --global-batch-size."
+            )
+    if config.island and args.data_cache_path is None and args.save is None and not args.mock_data:
+        raise PierConfigError(
+            f"--pier-island {config.island} without --save and --data-cache-path: islands that share data would write the same "
+            "index of it at the same time. Give one of the two."
+        )
     if config.overlap:
         raise PierConfigError(
             f"--pier-overlap {config.overlap} cannot be used with --pier-lighthouse: an exchange that fails has to be taken "
@@ -191,6 +202,12 @@ def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
             "--async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing: training waits for every "
             "save. Add that flag, with --async-strategy mcore without nvidia-resiliency-ext 0.6, or drop --async-save."
         )
+    if config.lighthouse is not None and config.lazy_start and args.load is None:
+        found.append(
+            f"--pier-lighthouse with a lazy start of {config.lazy_start} iterations and without --load: this job can only join "
+            "islands that have it behind them. For the first ones, run it in one launch and --load its checkpoint, or pass "
+            "--pier-lazy-start-iters 0."
+        )
     if args.data_parallel_size == 1:
         found.append(
             "one model replica (data-parallel size 1): nobody to train apart from, so that outer steps act on this replica "
@@ -203,6 +220,16 @@ def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
             f"exchanged, as with --optimizer adam. Pass --pier-groups {replicas}, or another divisor of {replicas}, to train "
             "groups apart on one node."
         )
+    if config.inner_optimizer != "adam" and not are_shared_out(args):
+        replicas = args.data_parallel_size * args.context_parallel_size
+        copies = replicas // config.groups
+        if copies > 1:
+            found.append(
+                f"--pier-inner-optimizer {config.inner_optimizer}: each of the {copies} data-parallel ranks of an island "
+                f"({replicas} / --pier-groups {config.groups}) steps, keeps and exchanges all parameters of its part of the "
+                f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
+                "layer-wise optimizer shares them out."
+            )
     if args.log_interval < config.overlap:
         found.append(
             f"--log-interval {args.log_interval}: at every log Megatron waits for the device, hence for what is on the wire "

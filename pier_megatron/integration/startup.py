@@ -77,7 +77,7 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
     sent = sum(bytes_of_outer_step(config, chunk.numel, chunk.shards.is_tied) for state in states for chunk in state.chunks)
-    synchronous = round(8 * parameters * (exchange.size - 1) / exchange.size)
+    synchronous = round(8 * parameters * (config.groups - 1) / config.groups)
     is_pinned = loop.device.type == "cuda"
     size = sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states)
     chunk_mib = config.chunk_mib_on(loop.device.type)
@@ -89,8 +89,9 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
         f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
     ]
     lines = [
-        f"Pier: {config.groups} groups of {len(topology.members(0))} ranks, preset {config.preset}",
-        *(f"  {line}" for line in topology.describe()),
+        f"Pier: {config.groups} {'islands' if config.islands else 'groups'} of {len(topology.members(0))} ranks, preset "
+        f"{config.preset}",
+        *(f"  {line}" for line in _members(topology, config)),
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",
         f"  exchange: {', '.join(option for option in options if option)}, in chunks of {chunk_mib} MiB",
@@ -105,6 +106,17 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
         *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queued(loop))),
     ]
     return "\n".join(lines)
+
+
+def _members(topology: Topology, config: PierConfig) -> list[str]:
+    """Who is in which group, as far as this launch knows."""
+    if config.lighthouse is None:
+        return topology.describe()
+    return [
+        f"island {config.island}, at {config.island_address}: this job; whoever else is there is known at {config.lighthouse}",
+        f"an exchange is taken again after {config.island_timeout} s without an answer; too few islands for "
+        f"{config.island_wait} min end the job with a save",
+    ]
 
 
 def _queued(loop: OuterLoop) -> list[str]:

@@ -17,8 +17,9 @@ from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_na
 from pier_megatron.integration import current, islands, refusals, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.checkpoint.files import use_folders_of_island
-from pier_megatron.integration.communication import confined_to_group, over_all_groups
-from pier_megatron.integration.inner.adam import commit_main_parameters, inner_state, main_parameters, owners
+from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
+from pier_megatron.integration.datasets import use_index_of_island
+from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.samples import check_groups_read_different_samples
 from pier_megatron.outer import GroupExchange, OuterLoop
 from pier_megatron.outer.gathering import Islands
@@ -29,6 +30,8 @@ _TRAINING = "megatron.training.training"
 def install() -> None:
     """Hooks Pier into the loop."""
     versions.wrap(_TRAINING, "get_megatron_optimizer", _build_optimizer)
+    if versions.megatron_version().startswith("0.17"):
+        versions.wrap(_TRAINING, "get_megatron_muon_optimizer", _build_optimizer)
     versions.wrap(_TRAINING, "setup_model_and_optimizer", _join)
     versions.wrap(_TRAINING, "train_step", _train_step)
     versions.wrap(_TRAINING, "dummy_train_step", _skip_iteration)
@@ -37,12 +40,14 @@ def install() -> None:
 
 def _build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     optimizer = get_megatron_optimizer(*args, **kwargs)
-    pier = _build(optimizer) if uses_pier(versions.megatron_args()) else None
+    pier = None
+    if uses_pier(versions.megatron_args()):
+        pier = _build(optimizer, versions.given(get_megatron_optimizer, args, kwargs)["model_chunks"])
     current.set_optimizer(pier)
     return optimizer if pier is None else pier
 
 
-def _build(optimizer: Any) -> Any:
+def _build(optimizer: Any, model_chunks: Any) -> Any:
     from pier_megatron.integration.optimizer import PierOptimizer
 
     # Sample-based runs know their iterations only now. Megatron's own arguments must not know them yet: it would build the
@@ -50,8 +55,8 @@ def _build(optimizer: Any) -> Any:
     args = copy.copy(versions.megatron_args())
     settle_iterations(args)
     config = config_from_args(args)
-    members = owners(optimizer.chained_optimizers)
-    shards = [main_parameters(member) for member in members]
+    members = owners(optimizer)
+    shards = [member.main_parameters() for member in members]
     numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -61,6 +66,8 @@ def _build(optimizer: Any) -> Any:
     island = islands.own()
     if island is not None:
         use_folders_of_island(versions.megatron_args(), island.index, island.is_job)
+        if island.is_job:
+            use_index_of_island(versions.megatron_args(), island.index)
     with contextlib.nullcontext() if island is None else island.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
@@ -70,16 +77,16 @@ def _build(optimizer: Any) -> Any:
         shards,
         config,
         GroupExchange(communicator, config.codec),
-        group=optimizer.get_grad_stats_parallel_group(),
+        group=ranks_of_group(optimizer),
         device=device,
-        inner_state=lambda main: next((inner_state(owner, main) for owner in members if main in owner.optimizer.state), {}),
-        on_change=lambda: commit_main_parameters(members),
+        inner_state=lambda main: next(filter(None, (member.state_of(main) for member in members)), {}),
+        on_change=lambda: commit_main_parameters(members, model_chunks),
         report=_report,
         islands=membership,
     )
     if membership is None:
         startup.check_groups_agree(loop)
-    pier = PierOptimizer(optimizer, loop)
+    pier = PierOptimizer(optimizer, model_chunks, loop)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
     if config.overlap:

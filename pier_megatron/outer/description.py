@@ -29,6 +29,7 @@ _SETTINGS = (
     "train_iters",
     "groups",
     "islands",
+    "inner_optimizer",
     "sync_interval",
     "preset",
     "subgroup_size",
@@ -42,6 +43,12 @@ _SETTINGS = (
     "exchange_dtype",
     "no_error_feedback",
 )
+
+LAYER_WISE = "--use-distributed-optimizer"
+"""In the layout of a run whose inner optimizer can do with and without."""
+
+# What the tensors of the inner optimizer are, and how they are stored.
+_INNER = (flag_of("inner_optimizer"), LAYER_WISE)
 
 
 def group_prefix(group: int) -> str:
@@ -161,6 +168,12 @@ class Description:
             PierConfigError: If something has changed that the user has not accepted, or that cannot be.
         """
         changes = self._changes(present)
+        foreign = [change for change in changes if change.startswith(_INNER)]
+        if foreign:
+            raise PierConfigError(
+                f"--load: the checkpoint of iteration {self.iteration} has the state of another inner optimizer: "
+                f"{', '.join(foreign)}. Restore the setting, or begin anew from the weights with --finetune."
+            )
         if changes and not accepts_changes:
             raise PierConfigError(
                 f"--load: the checkpoint of iteration {self.iteration} was trained with other settings: {', '.join(changes)}. "

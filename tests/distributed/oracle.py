@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Collection, Sequence
 
 import gpt_reference
+import muon_reference
 import torch
 from launch import Recorded
 from torch import Tensor
@@ -14,7 +15,11 @@ LEARNING_RATE, ADAM_EPS, WEIGHT_DECAY, CLIP_GRAD = 2e-3, 1e-4, 0.01, 1.0
 
 
 def train(
-    recorded: Recorded, config: PierConfig, skipped: Collection[int] = (), omitted: Sequence[Collection[int]] | None = None
+    recorded: Recorded,
+    config: PierConfig,
+    skipped: Collection[int] = (),
+    omitted: Sequence[Collection[int]] | None = None,
+    muon_blocks: int = 1,
 ) -> dict[str, Tensor]:
     """Trains a model on the samples of a run.
 
@@ -24,6 +29,7 @@ def train(
         skipped: Iterations in which nobody trains.
         omitted: Layers that each micro-batch of a step does without; the first samples of a rank must be those of its first
             stage then, in order.
+        muon_blocks: Where Muon trains inside: in how many parts tensor-parallel ranks orthogonalize a matrix.
 
     Returns:
         The weights after the last iteration, float64, by their names in the checkpoint.
@@ -38,7 +44,7 @@ def train(
         losses = [gpt_reference.loss(weights, *batch, path) for batch, path in paths]
         return torch.autograd.grad(torch.stack(losses).mean(), list(weights.values()))
 
-    def inner_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    def adamw(parameters: list[Tensor], names: list[str]) -> torch.optim.Optimizer:
         # Like Megatron: no weight decay on biases and norms.
         decays = [not name.endswith(("bias", "norm_weight", "layernorm.weight")) for name in names]
         groups = [
@@ -47,6 +53,10 @@ def train(
         ]
         return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=ADAM_EPS)
 
+    inner_optimizer = {
+        "adam": lambda parameters: adamw(parameters, names),
+        "muon": muon_reference.muon(names, adamw, LEARNING_RATE, WEIGHT_DECAY, muon_blocks),
+    }[config.inner_optimizer]
     masks = None
     if config.fragments > 1:
         fragment_of = gpt_reference.trainable(recorded.weights("fragments"))

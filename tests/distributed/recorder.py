@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +41,7 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import current, datasets, islands  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
-from pier_megatron.integration.inner.adam import commit_main_parameters, owners  # noqa: E402
+from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
 
 # Megatron imports it when it trains, which takes seconds; here all ranks share it.
 importlib.import_module("megatron.core.tokenizers.text.libraries")
@@ -120,7 +119,7 @@ class Recorder:
             for state, flat in zip(self.optimizer.loop.states, shown, strict=True):
                 for chunk in state.chunks:
                     chunk.set_parameters(chunk.of(flat))
-            commit_main_parameters(owners(self.optimizer.chained_optimizers))
+            commit_main_parameters(owners(self.optimizer), self.model)
             if shown is flats:
                 self.save_weights(name)
 
@@ -147,7 +146,7 @@ class Recorder:
             keep("stale", {})[self.iteration] = self.stale_parameters()
 
     def main_parameters(self) -> list[torch.Tensor]:
-        groups = [group for member in self.optimizer.chained_optimizers for group in member.optimizer.param_groups]
+        groups = [group for owner in owners(self.optimizer) for group in owner.optimizer.optimizer.param_groups]
         return [parameter for group in groups for parameter in group["params"]]
 
     def flat_outer_parameters(self) -> list[torch.Tensor]:
@@ -162,24 +161,21 @@ class Recorder:
         return torch.cat([parameter.detach().flatten() for parameter in self.main_parameters()])
 
     def flat_moments(self) -> torch.Tensor:
-        """Adam's moments, parameter by parameter; nothing before the first step."""
-        optimizers = [member.optimizer for member in self.optimizer.chained_optimizers]
-        mains = [(o, main) for o in optimizers for group in o.param_groups for main in group["params"] if o.state.get(main)]
-        found = [o.state[main][name] for o, main in mains for name in ("exp_avg", "exp_avg_sq")]
+        """The inner optimizers' moments, parameter by parameter; nothing before the first step."""
+        states = [owner.state_of(main) for owner in owners(self.optimizer) for _, main in owner.parameters()]
+        found = [moment for state in states for _, moment in sorted(state.items())]
         return torch.cat([moment.flatten() for moment in found] or [torch.empty(0)])
 
     def stale_parameters(self) -> int:
         """Counts elements with which the model would not compute what the main parameters say, on any rank of the group."""
         stale = 0
-        for member in self.optimizer.chained_optimizers:
-            for models, mains in (
-                (member.model_float16_groups, member.shard_fp32_from_float16_groups),
-                (member.model_fp32_groups, member.shard_fp32_groups),
-            ):
-                for model, main in zip(chain(*models), chain(*mains), strict=True):
-                    owned = member._get_model_param_range_map(model)["param"]
-                    held = model.detach().flatten()[owned.start : owned.end]
-                    stale += int((held != main.detach().to(model.dtype)).sum())
+        for owner in owners(self.optimizer):
+            for model, main in owner.parameters():
+                held = model.detach().flatten()
+                if main.shape != model.shape:
+                    owned = owner.optimizer._get_model_param_range_map(model)["param"]
+                    held = held[owned.start : owned.end]
+                stale += int((held != main.detach().flatten().to(model.dtype)).sum())
         group = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
         for parameter in (parameter for chunk in self.model for parameter in chunk.parameters()):
             if not getattr(parameter, "allreduce", True):

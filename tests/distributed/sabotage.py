@@ -30,11 +30,13 @@ from torch.multiprocessing import reductions
 from pier_megatron.exchange import codecs, encoded
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration import compression, current, gradients, startup
-from pier_megatron.integration.inner.adam import owners
+from pier_megatron.integration.inner.choice import owners
+from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.integration.pipeline import layered, skipping
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
+from pier_megatron.outer.members import Members
 from pier_megatron.pipeline.paths import Paths
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -351,6 +353,16 @@ def _truncate_a_file(folder: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
+def _moments_stay_behind(directory: Path) -> Patch:
+    """A run that is resumed begins with moments of zero."""
+    return mock.patch.object(WholeOptimizer, "state_of", return_value={})
+
+
+def _nobody_is_restarted(directory: Path) -> Patch:
+    """A group that was left out goes on with what it had."""
+    return mock.patch.object(Members, "restart_left_out", return_value=[])
+
+
 def _other_weights(directory: Path) -> Patch:
     """Group 1 starts from weights of its own."""
     get_model = megatron_training.get_model
@@ -392,9 +404,10 @@ def _nan(optimizer: Any) -> None:
 
 
 def _nan_moments(optimizer: Any) -> None:
-    for member in owners(optimizer.chained_optimizers):
-        for state in member.optimizer.state.values():
-            state["exp_avg"].fill_(float("nan"))
+    for owner in owners(optimizer):
+        for _, main in owner.parameters():
+            for moment in owner.state_of(main).values():
+                moment.fill_(float("nan"))
 
 
 def _jump(optimizer: Any) -> None:
@@ -419,6 +432,8 @@ _ALL = {
     "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),
     "a file is missing": _damaged(_remove_a_file, 6),
     "a file is truncated": _damaged(_truncate_a_file, 9),
+    "moments stay behind": _moments_stay_behind,
+    "nobody is restarted": _nobody_is_restarted,
     "other weights in group 1": _other_weights,
     "a node without memory": _no_memory,
     "all groups read the same": _same_data,

@@ -8,6 +8,7 @@ from pathlib import Path
 import oracle
 import pytest
 from launch import Recorded, Run, launch
+from test_resume import goes_on_exactly
 
 from pier_megatron import PierConfig
 
@@ -24,6 +25,10 @@ _GOLDEN = Path(__file__).parents[1] / "golden"
 
 _STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2 "
 _PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_MUON = (
+    _PIER + "--pier-islands --pier-inner-optimizer muon --muon-fp32-matmul-prec high --tensor-model-parallel-size 2 "
+    "--global-batch-size 8 "
+)
 _RUNS = [
     Run("stock", _STOCK + "--tensor-model-parallel-size 2 --global-batch-size 8"),
     Run("tp2", _PIER + "--tensor-model-parallel-size 2 --global-batch-size 8", ["weights", "samples", "stale"]),
@@ -32,11 +37,14 @@ _RUNS = [
         _PIER + "--pipeline-model-parallel-size 2 --global-batch-size 8 --overlap-grad-reduce --overlap-param-gather",
         ["weights", "samples"],
     ),
+    Run("islands", _PIER + "--tensor-model-parallel-size 2 --global-batch-size 8 --pier-islands --eval-interval 4"),
     Run(
         "pairs",
         _PIER.replace("--pier-groups 2", "--pier-groups 4") + "--pier-preset noloco --global-batch-size 8 --eval-interval 4",
         ["weights", "samples"],
     ),
+    Run("muon", _MUON + "--save {directory}/muon --save-interval 12", ["weights", "samples", "main", "outer"], saves=[8, 9]),
+    *(Run(f"muon from {stop}", f"{_MUON}--load {{directory}}/muon --ckpt-step {stop}", ["main", "outer"]) for stop in (8, 9)),
     Run(
         "ep2",
         _PIER + "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none --global-batch-size 16",
@@ -98,8 +106,23 @@ def test_groups_in_pairs_equal_the_reference(runs: dict[str, Recorded]) -> None:
     assert oracle.largest_error(runs["pairs"].weights("final"), oracle.train(runs["pairs"], config)) < 5e-6
 
 
+def test_muon_equals_the_reference(runs: dict[str, Recorded]) -> None:
+    config = PierConfig(12, groups=2, sync_interval=3, lazy_start_iters=3, islands=True, inner_optimizer="muon")
+    assert oracle.largest_error(runs["muon"].weights("final"), oracle.train(runs["muon"], config, muon_blocks=2)) < 1e-5
+
+
+@pytest.mark.parametrize("stop", [8, 9])
+def test_muon_resumes_exactly(runs: dict[str, Recorded], stop: int) -> None:
+    goes_on_exactly(runs[f"muon from {stop}"], runs["muon"], stop)
+
+
 def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded]) -> None:
     assert not any(count for rank in runs["tp2"].ranks for count in rank["stale"].values())
+
+
+def test_islands_train_as_instances_do(runs: dict[str, Recorded]) -> None:
+    assert runs["islands"].losses == runs["tp2"].losses
+    assert runs["islands"].grad_norms == runs["tp2"].grad_norms
 
 
 def test_breadth_first_equals_depth_first(runs: dict[str, Recorded]) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,18 @@ def _die_in_exchange(iteration: int) -> None:
         run(round_)
 
     OuterRound.run = dying  # type: ignore[method-assign]
+
+
+def _die_among_islands(iteration: int) -> None:
+    """After it has sent what the others need, and before they know that it has."""
+    arrive = OuterRound.arrive
+
+    def dying(round_: OuterRound) -> None:
+        arrive(round_)
+        if _iteration() == iteration:
+            die()
+
+    OuterRound.arrive = dying  # type: ignore[method-assign]
 
 
 def _die_while_saving(iteration: int) -> None:
@@ -70,6 +83,14 @@ def _started_an_hour_ago(iteration: int) -> None:
         training._TRAIN_START_TIME -= 3600
 
     _before(iteration, backdate)
+
+
+def _wait_for_the_others(iteration: int) -> None:
+    def wait() -> None:
+        while not (Path(os.environ["PIER_TEST_FOLDER"]).parent / "go on").exists():
+            time.sleep(0.05)
+
+    _before(iteration, wait)
 
 
 def _before(iteration: int, strike: Callable[[], None]) -> None:
@@ -106,10 +127,12 @@ def _iteration() -> int:
 
 _FAULTS = {
     "dies in the exchange": _die_in_exchange,
+    "dies among islands": _die_among_islands,
     "dies while saving": _die_while_saving,
     "disk is full": _disk_is_full,
     "parameter is nan": _nan,
     "started an hour ago": _started_an_hour_ago,
+    "waits": _wait_for_the_others,
 }
 
 

@@ -15,6 +15,8 @@ _BASE = (
 )
 _ITERATIONS = "--train-iters 1000"
 _PIER = "--optimizer pier --pier-groups 2"
+_MUON = f"{_PIER} --pier-islands --pier-inner-optimizer muon"
+_JOB = f"{_PIER} --pier-lighthouse http://h:1 --pier-island 0"
 _WORLD = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 _PP2, _PP4 = (f"--num-layers 8 --pipeline-model-parallel-size {ranks} --pier-layered" for ranks in (2, 4))
 _SKIP, _SKIP_8 = "--pipeline-model-parallel-size 4 --num-layers 8", "--global-batch-size 16 --pier-skip-fraction"
@@ -30,6 +32,18 @@ _REFUSED = {
         "--num-distributed-optimizer-instances 4 contradicts --pier-groups 2",
         "Drop the former",
     ],
+    f"{_PIER} --pier-islands --num-distributed-optimizer-instances 2": ["an island is one instance", "Drop the former"],
+    "--optimizer pier --pier-islands --pier-groups 3": ["--pier-groups 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
+    f"{_PIER} --pier-islands --full-validation": ["--full-validation", "differ by one", "Use --eval-iters"],
+    f"{_PIER} --pier-islands --save /nowhere --save-interval 50 --pier-save-inner-state first": ["--pier-islands", "Save all"],
+    f"{_PIER} --pier-lighthouse http://h:1": ["--pier-groups 2 and --pier-island None", "from 0"],
+    f"{_JOB} --pier-island 2": ["--pier-groups 2 and --pier-island 2", "from 0"],
+    f"{_JOB} --pier-overlap 5": ["--pier-overlap 5 cannot be used with --pier-lighthouse", "taken again"],
+    f"{_JOB} --pier-fragments 2": ["--pier-fragments 2 cannot be used with --pier-lighthouse", "joins"],
+    f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "nothing in common"],
+    f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],
+    f"{_JOB} --pier-outlier-zscore 3": ["--pier-outlier-zscore", "count twice"],
+    f"{_JOB} --global-batch-size 32 --rampup-batch-size 16 16 1000": ["--rampup-batch-size", "constant --global-batch-size"],
     "--optimizer pier --pier-ranks-per-domain 3": ["--pier-ranks-per-domain 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-ranks-per-domain 0": ["--pier-ranks-per-domain 0 does not divide", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-sync-interval 0": ["--pier-sync-interval 0", "at least 1"],
@@ -162,6 +176,19 @@ _REFUSED = {
         "4 pipeline ranks x 1 virtual stages = 4 stages, from 0 to 3",
         "Use stages from 1 to 2",
     ],
+    f"{_PIER} --pier-inner-optimizer muon": ["--pier-inner-optimizer muon needs --pier-islands", "only one"],
+    f"{_PIER} --pier-islands --pier-inner-optimizer sgd": ["--pier-inner-optimizer", "sgd", "muon"],
+    f"{_MUON} --fp16": ["--fp16 cannot be used with --pier-inner-optimizer muon", "Use --bf16"],
+    f"{_MUON} --use-distributed-optimizer": ["--pier-inner-optimizer muon in FP32", "Add --bf16"],
+    f"{_MUON} --bf16 --use-distributed-optimizer --no-use-layer-wise-param-layout": [
+        "--no-use-layer-wise-param-layout",
+        "unequal length",
+        "Drop it",
+    ],
+    f"{_MUON} --bf16 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2": [
+        "--expert-model-parallel-size 2 with --use-distributed-optimizer",
+        "Drop --use-distributed-optimizer",
+    ],
     f"{_PIER} --optimizer pier --pier-unknown 1": ["unrecognized arguments: --pier-unknown"],
 }
 _ACCEPTED = {
@@ -193,6 +220,8 @@ _ACCEPTED = {
         "--train-samples 8000",
         _WORLD,
     ),
+    "muon": (_MUON, _WORLD),
+    "muon, shared out": (f"{_MUON} --bf16 --use-distributed-optimizer", _WORLD),
     "samples": (f"{_PIER} --train-samples 8000 --lr-decay-samples 8000 --lr-warmup-samples 800", _WORLD),
 }
 
@@ -241,6 +270,13 @@ def test_pier_becomes_adam_under_the_distributed_optimizer(
     outcome = outcomes[name]
     assert (outcome["optimizer"], outcome["use_distributed_optimizer"], outcome["pier"]) == ("adam", True, True)
     assert outcome["num_distributed_optimizer_instances"] == outcome["pier_groups"] == groups
+
+
+@pytest.mark.parametrize("name", ["muon", "muon, shared out"])
+def test_pier_becomes_muon(outcomes: dict[str, dict[str, object]], name: str) -> None:
+    outcome = outcomes[name]
+    assert (outcome["optimizer"], outcome["use_distributed_optimizer"], outcome["pier"]) == ("muon", False, True)
+    assert (outcome["num_distributed_optimizer_instances"], outcome["pier_groups"]) == (1, 2)
 
 
 def test_evaluation_may_come_between_outer_steps(outcomes: dict[str, dict[str, object]]) -> None:

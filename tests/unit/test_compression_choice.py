@@ -18,6 +18,7 @@ def args(**changes: Any) -> argparse.Namespace:
         "pier_compress": "naive",
         "pier_exchange_dtype": None,
         "pier": False,
+        "pier_groups": None,
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
         "context_parallel_size": 1,

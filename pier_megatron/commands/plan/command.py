@@ -96,13 +96,21 @@ def sizes_of(args: argparse.Namespace) -> Job:
         PierConfigError: If the vocabulary's size is unknown.
     """
     from pier_megatron.integration import planned_job
+    from pier_megatron.integration.inner.requirements import are_shared_out
 
     flops, shard = planned_job.operations(args), planned_job.parameters_of_largest_shard(args)
     if flops is None or shard is None:
         raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
-    replicas = args.data_parallel_size * args.context_parallel_size
-    between_stages = planned_job.elements_between_stages(args)
-    return Job(flops, shard, args.world_size, args.tensor_model_parallel_size, replicas, args.pier_groups or 1, between_stages)
+    return Job(
+        flops=flops,
+        shard=shard,
+        gpus=args.world_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        replicas=args.data_parallel_size * args.context_parallel_size,
+        groups=args.pier_groups or 1,
+        sent_between_stages=planned_job.elements_between_stages(args),
+        is_shared_out=are_shared_out(args),
+    )
 
 
 def outer_memory(config: PierConfig, owned: float) -> dict[str, float]:

@@ -73,6 +73,7 @@ class Job:
         replicas: Ranks that hold the same shard: data and context parallelism.
         groups: Pier groups.
         sent_between_stages: Elements that a rank in the middle of a pipeline sends in an iteration, forward and backward.
+        is_shared_out: Whether ranks that hold the same shard share its optimizer state.
     """
 
     flops: float
@@ -82,16 +83,17 @@ class Job:
     replicas: int
     groups: int
     sent_between_stages: float = 0.0
+    is_shared_out: bool = True
 
     @property
     def replicas_in_group(self) -> int:
-        """Ranks of a group that hold the same shard, and share its optimizer state."""
+        """Ranks of a group that hold the same shard."""
         return self.replicas // self.groups
 
     @property
     def owned(self) -> float:
         """Parameters whose optimizer and outer state a rank holds."""
-        return self.shard / self.replicas_in_group
+        return self.shard / (self.replicas_in_group if self.is_shared_out else 1)
 
 
 @dataclasses.dataclass(frozen=True)

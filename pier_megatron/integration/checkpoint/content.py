@@ -10,10 +10,13 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.integration import versions
-from pier_megatron.integration.checkpoint.formats import ParameterState
-from pier_megatron.integration.inner.adam import inner_state
+from pier_megatron.integration.checkpoint.formats import ShardedState
+from pier_megatron.integration.checkpoint.parameter_state import ParameterState
+from pier_megatron.integration.checkpoint.whole_tensors import WholeState
+from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.outer import Snapshot
-from pier_megatron.outer.description import Description, group_prefix
+from pier_megatron.outer.description import LAYER_WISE, Description, group_prefix
 from pier_megatron.outer.state import ANCHOR, MOMENTUM
 
 # Sizes that decide how a group's ranks share the model, by their names among Megatron's arguments.
@@ -30,7 +33,10 @@ _RANKS = "ranks in a group"
 
 def layout_of(args: Any, ranks: int) -> dict[str, int]:
     """How a group of ``ranks`` ranks shares the model, by Megatron's arguments."""
-    return {f"--{name.replace('_', '-')}": getattr(args, name, None) or 1 for name in _LAYOUT} | {_RANKS: ranks}
+    layout = {f"--{name.replace('_', '-')}": getattr(args, name, None) or 1 for name in _LAYOUT} | {_RANKS: ranks}
+    if args.optimizer != "adam":
+        layout[LAYER_WISE] = int(getattr(args, "use_layer_wise_distributed_optimizer", False))
+    return layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Place:
     is_job: bool
     ranks: dist.ProcessGroup
     chained: Sequence[Any]
-    owners: Sequence[Any]
+    owners: Sequence[InnerOptimizer]
     slices: Sequence[Sequence[tuple[Tensor, slice]]]
 
     def describe(self, iteration: int, **content: Any) -> Description:
@@ -67,24 +73,30 @@ class Place:
     def outer_states(self, snapshot: Snapshot) -> list[ParameterState]:
         """Anchor and momentum, in the places of a main parameter and its first moment."""
         return [
-            ParameterState(owner, {id(main): {"param": flat[ANCHOR][at], "exp_avg": flat[MOMENTUM][at]} for main, at in slices})
+            _state_of(
+                owner,
+                {
+                    id(main): {"param": flat[ANCHOR][at].view(main.shape), "exp_avg": flat[MOMENTUM][at].view(main.shape)}
+                    for main, at in slices
+                },
+            )
             for owner, slices, flat in zip(self.owners, self.slices, snapshot["states"], strict=True)
         ]
 
     def inner_states(self, trained: Sequence[Tensor] | None = None) -> list[ParameterState]:
-        """Main parameters and Adam's moments.
+        """Main parameters and the inner optimizers' tensors.
 
         Args:
             trained: The main parameters as they are trained, laid out as the flat buffers, if the model shows others.
         """
 
-        def tensors(owner: Any, flat: Tensor | None, main: Tensor, at: slice) -> Mapping[str, Tensor]:
+        def tensors(owner: InnerOptimizer, flat: Tensor | None, main: Tensor, at: slice) -> Mapping[str, Tensor]:
             parameter = main.detach() if flat is None else flat[at].view(main.shape)
-            return {"param": parameter, **inner_state(owner, main)}
+            return {"param": parameter, **owner.state_of(main)}
 
         flats = trained or itertools.repeat(None)
         return [
-            ParameterState(owner, {id(main): tensors(owner, flat, main, at) for main, at in slices})
+            _state_of(owner, {id(main): tensors(owner, flat, main, at) for main, at in slices})
             for owner, slices, flat in zip(self.owners, self.slices, flats, strict=False)
         ]
 
@@ -108,6 +120,10 @@ class Place:
             for name, tensor in tensors.items()
             if tensor.numel()
         }
+
+
+def _state_of(owner: InnerOptimizer, tensors: Mapping[int, Mapping[str, Tensor]]) -> ParameterState:
+    return WholeState(owner, tensors) if isinstance(owner, WholeOptimizer) else ShardedState(owner, tensors)
 
 
 def sharded_object(group: int, rank: int, data: Any, copy: tuple[int, int]) -> Any:

@@ -1,7 +1,7 @@
 """Tensors of the main parameters of a distributed optimizer, saved and loaded in Megatron's own formats.
 
 The formats know how parameters are sharded and, some of them, how to shard them anew. They ask the optimizer for a main
-parameter and its state, one model parameter at a time; a :class:`ParameterState` answers in its place.
+parameter and its state, one model parameter at a time; a :class:`ShardedState` answers in its place.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pier_megatron.integration import versions
+from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 
 # Megatron's formats of the distributed optimizer's state, and what reads and writes them.
 _FORMATS = {
@@ -33,43 +34,29 @@ def format_of(metadata: Mapping[str, Any]) -> str:
     return found
 
 
-class ParameterState:
-    """Named tensors for every main parameter of one distributed optimizer.
+class ShardedState(ParameterState):
+    """Named tensors for every main parameter of one ``DistributedOptimizer``.
 
-    Attributes:
-        tensors: By the identity of the main parameter, then by the name that Megatron stores them under: ``param``,
-            ``exp_avg``, ``exp_avg_sq``; float32, each of the shape of its main parameter.
+    Megatron stores them under the names ``param``, ``exp_avg`` and ``exp_avg_sq``.
     """
-
-    def __init__(self, optimizer: Any, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Takes tensors for the main parameters of a ``DistributedOptimizer``."""
-        self._optimizer = optimizer
-        self.tensors = tensors
 
     def sharded(
         self, model_state: Any, metadata: Mapping[str, Any], prefix: str, is_loading: bool, copy: int | None = None
     ) -> dict[Any, Any]:
-        """Describes the tensors as Megatron describes an optimizer's state.
-
-        Args:
-            model_state: The sharded state of the model.
-            metadata: Of the checkpoint.
-            prefix: Of all keys.
-            is_loading: Whether the tensors are to be read.
-            copy: Number of this copy among the groups that hold or want the same state, 0 for the first; None if that is
-                every group.
-        """
+        """Describes the tensors as Megatron describes the optimizer's state."""
         kind = format_of(metadata)
         write, _ = _FORMATS[kind]
         numbered = {} if copy is None else {"distributed_optimizer_instance_id": copy}
-        with self._in_place_of_the_state(kind), versions.replaced(self._optimizer, numbered):
-            state: dict[Any, Any] = getattr(self._optimizer, write)(model_state, is_loading, metadata)
+        with self._in_place_of_the_state(kind), versions.replaced(self.owner.optimizer, numbered):
+            state: dict[Any, Any] = getattr(self.owner.optimizer, write)(model_state, is_loading, metadata)
         mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
         dict_utils = versions.require("megatron.core.dist_checkpointing", "dict_utils")
         versions.require("megatron.core.dist_checkpointing.utils", "add_prefix_for_sharding")(state, f"{prefix}.")
         if copy is not None and kind == "fully_reshardable":
             # Copies are numbered over all data-parallel ranks there, group after group.
-            ahead = (self._optimizer.distributed_optimizer_instance_id - copy) * self._optimizer.data_parallel_group.size()
+            ahead = (
+                self.owner.optimizer.distributed_optimizer_instance_id - copy
+            ) * self.owner.optimizer.data_parallel_group.size()
             for value in dict_utils.nested_values(state):
                 if isinstance(value, mapping.ShardedTensor | mapping.ShardedTensorFactory):
                     value.replica_id = (*value.replica_id[:-1], value.replica_id[-1] - ahead)
@@ -80,33 +67,11 @@ class ParameterState:
         kind = format_of(metadata)
         _, read = _FORMATS[kind]
         with self._in_place_of_the_state(kind):
-            getattr(self._optimizer, read)(state)
-
-    def add(self, other: "ParameterState") -> None:
-        """Adds another state of the same parameters."""
-        for main, tensors in self.tensors.items():
-            for name, tensor in tensors.items():
-                tensor += other.tensors[main][name].to(tensor.device)
-
-    def divide(self, number: int) -> None:
-        """Divides all tensors by a number."""
-        for tensors in self.tensors.values():
-            for tensor in tensors.values():
-                tensor /= number
-
-    def empty_on_host(self) -> "ParameterState":
-        """A state of the same shape, in host memory, with nothing in it yet."""
-        return ParameterState(
-            self._optimizer,
-            {
-                main: {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()}
-                for main, tensors in self.tensors.items()
-            },
-        )
+            getattr(self.owner.optimizer, read)(state)
 
     def _of(self, model_parameter: Any) -> Mapping[str, Tensor]:
-        group, order = self._optimizer.model_param_group_index_map[model_parameter]
-        return self.tensors[id(self._optimizer.optimizer.param_groups[group]["params"][order])]
+        group, order = self.owner.optimizer.model_param_group_index_map[model_parameter]
+        return self.tensors[id(self.owner.optimizer.optimizer.param_groups[group]["params"][order])]
 
     @contextlib.contextmanager
     def _in_place_of_the_state(self, kind: str) -> Iterator[None]:
@@ -123,6 +88,6 @@ class ParameterState:
                 tensor.copy_(tensors[name])
 
         with versions.replaced(
-            self._optimizer, {"_get_main_param_and_optimizer_states": get, "_set_main_param_and_optimizer_states": put}
+            self.owner.optimizer, {"_get_main_param_and_optimizer_states": get, "_set_main_param_and_optimizer_states": put}
         ):
             yield

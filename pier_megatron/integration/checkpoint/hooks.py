@@ -13,7 +13,8 @@ from pier_megatron.integration.checkpoint.content import Place
 from pier_megatron.integration.checkpoint.files import stored_checkpoint
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
-from pier_megatron.integration.inner.adam import owners
+from pier_megatron.integration.communication import ranks_of_group
+from pier_megatron.integration.inner.choice import owners
 from pier_megatron.outer import OuterLoop
 from pier_megatron.outer.description import ENTRY
 
@@ -39,9 +40,9 @@ def _place(optimizer: "PierOptimizer", group: int) -> Place:
         group=group,
         island=None if island is None else island.index,
         is_job=island is not None and island.is_job,
-        ranks=optimizer.get_grad_stats_parallel_group(),
+        ranks=ranks_of_group(optimizer),
         chained=optimizer.chained_optimizers,
-        owners=owners(optimizer.chained_optimizers),
+        owners=owners(optimizer),
         slices=[list(state.slices()) for state in loop.states],
     )
 

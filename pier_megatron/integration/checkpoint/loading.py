@@ -1,7 +1,7 @@
 """How a run goes on from what was stored of another one."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island
-from pier_megatron.integration.checkpoint.formats import ParameterState
+from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.description import ENTRY, Description, checksum_name, group_prefix
@@ -51,16 +51,20 @@ class Loading:
         self._place, self._loop = place, loop
         self._request: _Request | None = None
 
-    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
-        """Asks for what this rank wants; see :class:`pier_megatron.integration.optimizer.Completion`.
+    def begin(self, metadata: Any) -> None:
+        """Looks at what the checkpoint is; see :class:`pier_megatron.integration.optimizer.Restoration`.
 
         Raises:
-            PierConfigError: If the checkpoint is of another run than this one and the user has not accepted that.
+            PierConfigError: If it is of another run than this one and the user has not accepted that.
         """
-        if ENTRY not in (metadata or {}):
+        if ENTRY in (metadata or {}):
+            self._request = self._asked_of(Description.from_metadata(metadata[ENTRY]), metadata)
+
+    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
+        """Asks for what this rank wants; see :class:`pier_megatron.integration.optimizer.Completion`."""
+        if self._request is None:
             return stock
-        request = self._asked_of(Description.from_metadata(metadata[ENTRY]), metadata)
-        self._request, place, saved = request, self._place, request.saved
+        request, place, saved = self._request, self._place, self._request.saved
         # Of the groups that go on with the inner state of a saved one, each reads a copy.
         sources_of = [self._sources(saved, group) for group in self._before_this]
         copies = {source: sum(source in of for of in sources_of) for source in request.sources}
@@ -131,24 +135,17 @@ class Loading:
             return None
         return sum(source in self._outer_sources(saved, group) for group in self._before_this)
 
-    def restore(self, state: dict[Any, Any]) -> bool:
+    def restore(self, state: dict[Any, Any], load_stock: Callable[[dict[Any, Any]], None]) -> bool:
         """Takes over what was read; see :class:`pier_megatron.integration.optimizer.Restoration`."""
         request, place = self._request, self._place
         if request is None:
             return False
         entry = state[ENTRY]
         request.objects = entry["objects"]
-        for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
-            owner.load_state_dict(settings)
-        # Only now: loading may have put other tensors in the place of those that were there.
-        for index, inner in enumerate(place.inner_states()):
-            of_sources = {
-                source: entry[f"inner{index}.{source}"]
-                if source in request.saved.own_inner_state
-                else self._stock_of(state, index)["param_state"]
-                for source in request.sources
-            }
-            _load_mean(inner, of_sources.values(), request.metadata)
+        if request.sources == [0] and 0 not in request.saved.own_inner_state:
+            load_stock({key: part for key, part in state.items() if key != ENTRY})
+        else:
+            self._take_inner_states(request, state)
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             _load_mean(outer, [entry[f"outer{index}.{source}"] for source in request.outer_sources], request.metadata)
         shares = request.saved.island is not None and request.saved.has_common_outer_state
@@ -160,6 +157,21 @@ class Loading:
         request.snapshot["outliers"] = request.objects["outliers"]
         self._loop.restore(request.snapshot)
         return True
+
+    def _take_inner_states(self, request: _Request, state: dict[Any, Any]) -> None:
+        """Takes over the mean of the inner states of the sources, wherever they are stored."""
+        place = self._place
+        for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
+            owner.take_settings(settings)
+        # Only now: loading may have put other tensors in the place of those that were there.
+        for index, inner in enumerate(place.inner_states()):
+            of_sources = {
+                source: state[ENTRY][f"inner{index}.{source}"]
+                if source in request.saved.own_inner_state
+                else self._stock_of(state, index)["param_state"]
+                for source in request.sources
+            }
+            _load_mean(inner, of_sources.values(), request.metadata)
 
     def _receive_outer_state(self, snapshot: Snapshot) -> None:
         """Takes over from the first island what all islands have in common, which only its folder holds."""
@@ -179,7 +191,7 @@ class Loading:
         step = next((group["step"] for of in saved for group in of["optimizer"]["param_groups"] if "step" in group), None)
         settings = []
         for owner in self._place.owners:
-            own = owner.state_dict()
+            own = owner.settings()
             for group in own["optimizer"]["param_groups"]:
                 group |= {} if step is None else {"step": step}
             settings.append({**own, **{name: saved[0][name] for name in saved[0] if name != "optimizer"}} if saved else own)
@@ -188,7 +200,7 @@ class Loading:
     def _stock_of(self, state: dict[Any, Any], index: int) -> Any:
         """An owner's part of Megatron's own state, which numbers optimizers only where there are several."""
         chained = self._place.chained
-        return state[chained.index(self._place.owners[index])] if len(chained) > 1 else state
+        return state[chained.index(self._place.owners[index].optimizer)] if len(chained) > 1 else state
 
     def finish(self, iteration: int, opt_param_scheduler: Any) -> str | None:
         """Restores what Megatron keeps outside of the optimizer, and checks the result.

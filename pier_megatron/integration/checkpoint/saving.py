@@ -10,9 +10,6 @@ from pier_megatron.integration.checkpoint.content import Place, sharded_object, 
 from pier_megatron.integration.checkpoint.random_states import random_states
 from pier_megatron.outer import Snapshot
 from pier_megatron.outer.description import ENTRY, checksum_name, group_prefix
-from pier_megatron.outer.state import COMMON
-
-_FP32 = 4
 
 
 class Saving:
@@ -71,22 +68,23 @@ class Saving:
 
     def announcement(self) -> str:
         """What rank 0 says of the checkpoint."""
-        ranks, parameters = self._place.ranks.size(), sum(len(state[COMMON[0]]) for state in self._snapshot["states"])
-        own = len(self.description.own_inner_state)
-        stored = len(next(iter(self._place.inner_states()[0].tensors.values()), ())) if self._place.owners else 0
+        place, own = self._place, len(self.description.own_inner_state)
+        outer, inner_state = (
+            sum(state.nbytes / state.owner.copies for state in states) * place.ranks.size() / 1e6
+            for states in (place.outer_states(self._snapshot), place.inner_states())
+        )
         if self.description.is_synchronised:
             weights = "those that all groups hold"
         elif self.description.has_common_outer_state:
             weights = "the anchor, from the last outer step"
         else:
             weights = "the mean of the groups' slow weights"
-        inner = f"{own} groups apart" if own else "group 0, for all"
-        if self._place.island is not None:
-            inner = "each island in a folder of its own" + (", apart" if own else "")
+        whose = f"{own} groups apart" if own else "group 0, for all"
+        if place.island is not None:
+            whose = "each island in a folder of its own" + (", apart" if own else "")
         return (
             f" checkpoint of iteration {self.description.iteration}: model weights are {weights}; outer state "
-            f"{len(self._holders) * len(COMMON) * _FP32 * parameters * ranks / 1e6:,.1f} MB; inner state of {inner}: "
-            f"{stored * _FP32 * parameters * ranks * own / 1e6:,.1f} MB beside Megatron's own"
+            f"{len(self._holders) * outer:,.1f} MB; inner state of {whose}: {own * inner_state:,.1f} MB beside Megatron's own"
         )
 
     def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
@@ -102,7 +100,7 @@ class Saving:
         for index, inner in enumerate(place.inner_states(self._trained) if has_own else ()):
             entry[f"inner{index}"] = inner.sharded(model_state, metadata, f"{prefix}.{index}", is_loading=False, copy=0)
         objects = {
-            "inner": [owner.state_dict() for owner in place.owners],
+            "inner": [owner.settings() for owner in place.owners],
             "scheduler steps": None if self._scheduler is None else self._scheduler.num_steps,
             "rng": random_states(),
             "outliers": snapshot["outliers"],

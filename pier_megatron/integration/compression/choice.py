@@ -110,6 +110,8 @@ def _pp(args: argparse.Namespace, codec: Codec) -> str | None:
 
 
 def _gather(args: argparse.Namespace, codec: Codec) -> str | None:
+    if getattr(args, "use_layer_wise_distributed_optimizer", False):
+        return "those that Megatron's layer-wise optimizer gathers have not been tried"
     if not args.use_distributed_optimizer:
         return "without --use-distributed-optimizer no parameters are gathered"
     if args.params_dtype.itemsize == 4:

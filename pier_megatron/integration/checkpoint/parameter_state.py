@@ -1,0 +1,70 @@
+"""Tensors of the main parameters of one inner optimizer, to save and to load, however they are stored."""
+
+import abc
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pier_megatron.integration.inner.base import InnerOptimizer
+
+
+class ParameterState(abc.ABC):
+    """Named tensors for every main parameter of one optimizer.
+
+    Attributes:
+        owner: The optimizer.
+        tensors: By the identity of the main parameter, then by name: ``param`` and the names of the optimizer's own tensors;
+            float32, each of the shape of its main parameter.
+    """
+
+    def __init__(self, owner: InnerOptimizer, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Takes tensors for the main parameters of an optimizer."""
+        self.owner, self.tensors = owner, tensors
+
+    @abc.abstractmethod
+    def sharded(
+        self, model_state: Any, metadata: Mapping[str, Any], prefix: str, is_loading: bool, copy: int | None = None
+    ) -> dict[Any, Any]:
+        """Describes the tensors as Megatron describes an optimizer's state.
+
+        Args:
+            model_state: The sharded state of the model.
+            metadata: Of the checkpoint.
+            prefix: Of all keys.
+            is_loading: Whether the tensors are to be read.
+            copy: Number of this copy among the groups that hold or want the same state, 0 for the first; None if that is
+                every group.
+        """
+
+    @abc.abstractmethod
+    def load(self, state: Any, metadata: Mapping[str, Any]) -> None:
+        """Takes over what was read for :meth:`sharded`."""
+
+    def add(self, other: "ParameterState") -> None:
+        """Adds another state of the same parameters."""
+        for main, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                tensor += other.tensors[main][name].to(tensor.device)
+
+    def divide(self, number: int) -> None:
+        """Divides all tensors by a number."""
+        for tensors in self.tensors.values():
+            for tensor in tensors.values():
+                tensor /= number
+
+    def empty_on_host(self) -> Self:
+        """A state of the same shape, in host memory, with nothing in it yet."""
+        return type(self)(
+            self.owner,
+            {
+                main: {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()}
+                for main, tensors in self.tensors.items()
+            },
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())

@@ -1,0 +1,43 @@
+"""Tensors of whole main parameters, saved and loaded as Megatron saves the parameters of the model.
+
+Each takes the place of its parameter in the sharded state of the model, under a key of its own: how that is split over ranks is
+said there, and other layouts of the same model find their parts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pier_megatron.integration import versions
+from pier_megatron.integration.checkpoint.parameter_state import ParameterState
+from pier_megatron.integration.inner.whole import WholeOptimizer
+
+
+class WholeState(ParameterState):
+    """Named tensors for every main parameter of one :class:`WholeOptimizer`, of an island: it saves and loads alone."""
+
+    owner: WholeOptimizer
+
+    def sharded(
+        self, model_state: Any, metadata: Mapping[str, Any], prefix: str, is_loading: bool, copy: int | None = None
+    ) -> dict[Any, Any]:
+        """Describes the tensors in the manner of the model's."""
+        module = "megatron.core.dist_checkpointing.optimizer"
+        parameters = list(self.owner.parameters())
+        of_model = versions.require(module, "get_param_id_to_sharded_param_map")(
+            model_state, [model for model, _ in parameters]
+        )
+        make = versions.require(module, "make_sharded_optimizer_tensor")
+        state: dict[Any, Any] = {}
+        for index, (_, main) in enumerate(parameters):
+            for name, tensor in self.tensors[id(main)].items():
+                state[f"{index}.{name}"] = sharded = make(of_model[index], tensor, f"{prefix}.{name}")
+                if self.owner.is_shared_out:
+                    # Where the model has copies on data-parallel ranks, one rank has the tensor.
+                    sharded.replica_id = (*sharded.replica_id[:-1], 0)
+        return state
+
+    def load(self, state: Any, metadata: Mapping[str, Any]) -> None:
+        """Takes over what was read for :meth:`sharded`."""
+        for index, (_, main) in enumerate(self.owner.parameters()):
+            for name, tensor in self.tensors[id(main)].items():
+                tensor.copy_(state[f"{index}.{name}"])

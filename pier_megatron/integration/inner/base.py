@@ -1,0 +1,83 @@
+"""What the outer loop and checkpoints want to know of an inner optimizer, whatever it computes."""
+
+import abc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pier_megatron.integration import versions
+from pier_megatron.outer import Shards
+
+
+class InnerOptimizer(abc.ABC):
+    """One of the optimizers that Megatron steps on this rank, with parameters of its own.
+
+    Attributes:
+        optimizer: Megatron's.
+        copies: Number of data-parallel ranks of the group that hold the same main parameters.
+    """
+
+    copies = 1
+
+    def __init__(self, optimizer: Any) -> None:
+        """Wraps one of Megatron's optimizers."""
+        self.optimizer = optimizer
+
+    @abc.abstractmethod
+    def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The model's parameters, each with the FP32 main parameter that this rank steps for it: all of it or a part."""
+
+    @abc.abstractmethod
+    def round_to_model(self) -> None:
+        """Writes the main parameters to those of the model, as far as this rank steps them."""
+
+    @abc.abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What it has beside tensors: ``optimizer``, with the settings of its ``param_groups``, and what else there is."""
+
+    @abc.abstractmethod
+    def take_settings(self, settings: Mapping[str, Any]) -> None:
+        """Goes on with the settings of another one with the same groups of parameters."""
+
+    def is_counted(self, is_expert: bool) -> bool:
+        """Whether norms over the model count this rank's main parameters, those of experts or the others."""
+        return True
+
+    def state_of(self, main: Tensor) -> dict[str, Tensor]:
+        """The tensors for one main parameter, of its shape, by name: Adam's or Muon's moments, once it has stepped."""
+        state = self.optimizer.optimizer.state.get(main, {})
+        return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == main.shape}
+
+    def main_parameters(self) -> list[Shards]:
+        """The FP32 main parameters.
+
+        Returns:
+            Those that are split over tensor-parallel ranks, then those of which each of these ranks holds a copy, then those
+            that the first and the last pipeline stage share. All copies come at the same place on their ranks.
+        """
+        split: list[Tensor] = []
+        copied: list[Tensor] = []
+        tied: list[Tensor] = []
+        is_counted_when_tied, is_expert = True, False
+        is_not_shared = versions.require("megatron.core.transformer.module", "param_is_not_shared")
+        for model, main in self.parameters():
+            is_expert |= not getattr(model, "allreduce", True)
+            if getattr(model, "shared_embedding", False):
+                tied.append(main)
+                is_counted_when_tied = is_not_shared(model)
+            elif getattr(model, "tensor_model_parallel", False):
+                split.append(main)
+            else:
+                copied.append(main)
+        parallel_state = versions.require("megatron.core", "parallel_state")
+        # Experts may be split over other tensor-parallel ranks than the rest of the model.
+        tensor_parallel_rank = (
+            parallel_state.get_expert_tensor_parallel_rank() if is_expert else parallel_state.get_tensor_model_parallel_rank()
+        )
+        is_counted = self.is_counted(is_expert)
+        return [
+            Shards(split, is_counted=is_counted),
+            Shards(copied, is_counted=is_counted and tensor_parallel_rank == 0),
+            Shards(tied, is_counted=is_counted and is_counted_when_tied, is_tied=True),
+        ]

@@ -1,0 +1,34 @@
+"""The distributed optimizer over AdamW: each data-parallel rank steps a part of every parameter."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pier_megatron.integration.inner.base import InnerOptimizer
+
+
+class ShardedOptimizer(InnerOptimizer):
+    """A ``DistributedOptimizer``."""
+
+    def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The model's parameters, each with the part of the main parameter that this rank steps."""
+        for models, mains in (
+            (self.optimizer.model_fp32_groups, self.optimizer.shard_fp32_groups),
+            (self.optimizer.model_float16_groups, self.optimizer.shard_fp32_from_float16_groups),
+        ):
+            yield from zip(itertools.chain(*models), itertools.chain(*mains), strict=True)
+
+    def round_to_model(self) -> None:
+        """Writes the own parts of the main parameters to the buffer that is then gathered."""
+        self.optimizer._copy_main_params_to_model_params()
+
+    def settings(self) -> dict[str, Any]:
+        """What Megatron stores of it for each rank; the tensors are not among it."""
+        settings: dict[str, Any] = self.optimizer.state_dict()
+        return settings
+
+    def take_settings(self, settings: Mapping[str, Any]) -> None:
+        """Goes on with other settings; may put other tensors in the place of those that were there."""
+        self.optimizer.load_state_dict(settings)

@@ -1,0 +1,75 @@
+"""Optimizers that step whole parameters, as Muon must: those of the model, or FP32 copies of them."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pier_megatron.integration import versions
+from pier_megatron.integration.inner.base import InnerOptimizer
+
+# Of AdamW: PyTorch counts steps for each parameter, others for a group of them.
+_STEP = "step"
+
+
+class WholeOptimizer(InnerOptimizer):
+    """A ``Float16OptimizerWithFloat16Params`` or an ``FP32Optimizer``.
+
+    Attributes:
+        is_shared_out: Whether data-parallel ranks have shared the parameters out among themselves, each to step some for all:
+            Megatron's layer-wise optimizer. Else each steps all of them.
+    """
+
+    def __init__(self, optimizer: Any, is_shared_out: bool) -> None:
+        """Wraps one of Megatron's optimizers."""
+        super().__init__(optimizer)
+        self.is_shared_out = is_shared_out
+        if not is_shared_out:
+            is_expert = any(not getattr(model, "allreduce", True) for model, _ in self.parameters())
+            self.copies = _data_parallel_group(is_expert).size()
+
+    def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The model's parameters, each with its main parameter: in FP32 itself."""
+        if not hasattr(self.optimizer, "float16_groups"):
+            yield from ((parameter, parameter) for parameter in self.optimizer.get_parameters())
+            return
+        models, mains = self.optimizer.float16_groups, self.optimizer.fp32_from_float16_groups
+        yield from zip(itertools.chain(*models), itertools.chain(*mains), strict=True)
+        yield from ((parameter, parameter) for parameter in itertools.chain(*self.optimizer.fp32_from_fp32_groups))
+
+    def round_to_model(self) -> None:
+        """Writes the main parameters to the model's, where these are others."""
+        if hasattr(self.optimizer, "float16_groups"):
+            self.optimizer._copy_main_params_to_model_params()
+
+    def is_counted(self, is_expert: bool) -> bool:
+        """Whether this is the one of the ranks that hold the same main parameters whose are counted."""
+        return self.is_shared_out or _data_parallel_group(is_expert).rank() == 0
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the groups of parameters, with the number of AdamW's steps among them."""
+        state = self.optimizer.optimizer.state
+        groups = [dict(group) for group in self.optimizer.optimizer.param_groups]
+        for group in groups:
+            for counter in (state[main].get(_STEP) for main in group.pop("params") if main in state):
+                if counter is not None:
+                    group[_STEP] = int(counter)
+        return {"optimizer": {"param_groups": groups}}
+
+    def take_settings(self, settings: Mapping[str, Any]) -> None:
+        """Goes on with other settings; tensors stay."""
+        for group, taken in zip(self.optimizer.optimizer.param_groups, settings["optimizer"]["param_groups"], strict=True):
+            counts_for_all = _STEP in group
+            group |= {name: value for name, value in taken.items() if name != _STEP or counts_for_all}
+            if _STEP in taken and not counts_for_all:
+                for main in group["params"]:
+                    self.optimizer.optimizer.state[main][_STEP] = torch.tensor(float(taken[_STEP]))
+
+
+def _data_parallel_group(is_expert: bool) -> Any:
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    if is_expert:
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)

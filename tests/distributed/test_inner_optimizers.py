@@ -1,0 +1,216 @@
+"""Inner optimizers other than AdamW, on islands: Muon, whole and shared out by Megatron's layer-wise optimizer."""
+
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from launch import Recorded, Run, launch
+from test_resume import goes_on_exactly
+
+from pier_megatron import PierConfig
+
+pytestmark = pytest.mark.processes
+
+_CONFIG = {"train_iters": 12, "sync_interval": 3, "lazy_start_iters": 3, "islands": True, "inner_optimizer": "muon"}
+_PIER = "--train-iters 12 --optimizer pier --pier-sync-interval 3 --pier-lazy-start-iters 3 --pier-islands "
+_MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
+_TWO, _FOUR = "--pier-groups 2 ", "--pier-groups 4 "
+_STOCK = "--train-iters 3 --optimizer muon --muon-fp32-matmul-prec high "
+_TP2 = "--tensor-model-parallel-size 2 --global-batch-size 8 "
+_PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+_DP2 = "--global-batch-size 16 "
+_WHOLE_MATRICES = "--muon-tp-mode duplicated "
+_LAYER_WISE = _DP2 + "--bf16 --use-distributed-optimizer "
+_OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather "
+_UNCHECKED = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
+
+# Weights move by 0.2 in these runs; FP32 arithmetic in another order moves them by 3e-6.
+_TOLERANCE = 1e-5
+
+# By name: flags, settings that the reference has to know, in how many parts it orthogonalizes a matrix.
+_LAYOUTS = {
+    "TP 2": (_TP2, {}, 2),
+    "TP 2, whole matrices": (_TP2 + _WHOLE_MATRICES, {}, 1),
+    "TP 2, distributed": (_TP2 + "--muon-tp-mode distributed ", {}, 1),
+    "PP 2": (_PP2, {}, 1),
+    "four": ("--global-batch-size 8 ", {"groups": 4}, 1),
+    "inner DP 2": (_DP2 + "--overlap-grad-reduce --calculate-per-token-loss ", {}, 1),
+    "EP 2": (_DP2 + "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none ", {}, 1),
+    "pairs": ("--global-batch-size 8 --pier-preset noloco ", {"groups": 4, "preset": "noloco"}, 1),
+    "hidden": (_PP2 + "--pier-overlap 2 --pier-fragments 3 --pier-offload ", {"overlap": 2, "fragments": 3}, 1),
+}
+
+# Iterations in which nobody trains: the last one of the lazy start, one with an outer step, and the last of all.
+_SKIPPED = (3, 6, 12)
+_SKIPPING = "--iterations-to-skip 3 6 12 --no-create-attention-mask-in-dataloader --pier-preset diloco "
+
+# What trains synchronously in the lazy start, against stock Megatron.
+_STOCKS = {"TP 2": _TP2, "four": "--global-batch-size 8 "}
+
+_HIDDEN = "--pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier-offload "
+# By name: settings, and after which iterations it is stopped.
+_STOPPED = {
+    "bf16": (_DP2 + "--bf16 ", (8, 9)),
+    "fp32": (_PP2, (8,)),
+    "bf16, hidden": (_TP2 + "--bf16 " + _HIDDEN, (7,)),
+    "layer-wise": (_LAYER_WISE + _OVERLAPPED, (2, 8)),
+    "layer-wise, hidden": (_LAYER_WISE + _HIDDEN, (7,)),
+}
+_PROBES = ["main", "outer"]
+
+
+def _runs() -> list[Run]:
+    runs = [
+        Run(name, f"{_MUON}--pier-groups {settings.get('groups', 2)} {flags}", ["weights", "samples", "fragments"])
+        for name, (flags, settings, _) in _LAYOUTS.items()
+    ]
+    runs.append(Run("skipping", _MUON + _FOUR + "--global-batch-size 8 " + _SKIPPING, ["weights", "samples"]))
+    runs += [Run(f"{name}, stock", _STOCK + flags) for name, flags in _STOCKS.items()]
+    runs.append(Run("never synchronous", _MUON + _TWO + _TP2, [], ["never synchronous"], fails=True))
+    for name, (flags, stops) in _STOPPED.items():
+        argv, folder = _MUON + _TWO + flags, f"{{directory}}/{name.replace(' ', '-')}"
+        runs.append(Run(f"{name}, saved", argv + f"--save {folder} --save-interval 12 ", [*_PROBES, "stale"], saves=stops))
+        runs += [Run(f"{name}, from {stop}", argv + f"--load {folder} --ckpt-step {stop} ", _PROBES) for stop in stops]
+    from_bf16 = _MUON + _TWO + _STOPPED["bf16"][0] + "--load {directory}/bf16 --ckpt-step 8 "
+    from_fp32 = "--load {directory}/fp32 --ckpt-step 8 "
+    runs += [
+        Run("without moments", from_bf16, _PROBES, ["moments stay behind"]),
+        Run("PP 2 at 8", _MUON + _TWO + _PP2 + from_fp32, ["outer weights"]),
+        Run(
+            "TP 2 at 8",
+            _MUON + _TWO + _TP2 + _WHOLE_MATRICES + "--pier-override-checkpoint --make-vocab-size-divisible-by 32 " + from_fp32,
+            ["outer weights"],
+        ),
+        Run("another optimizer", _PIER + _TWO + _PP2 + from_fp32 + "--pier-override-checkpoint ", fails=True),
+        Run("stale", _MUON + _TWO + _STOPPED["bf16"][0], ["stale"], ["no commit"]),
+        *(
+            Run(name, _MUON + _TWO + _TP2 + _UNCHECKED, ["main", "moments"], ["nan in the moments of group 1 at 9", *bugs])
+            for name, bugs in {"left out": [], "never restarted": ["nobody is restarted"]}.items()
+        ),
+    ]
+    return runs
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inner")
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(directory, corpus, _runs())
+
+
+def error(run: Recorded, blocks: int = 1, **settings: object) -> float:
+    reference = oracle.train(run, PierConfig(**{"groups": 2} | _CONFIG | settings), muon_blocks=blocks)
+    return oracle.largest_error(run.weights("final"), reference)
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_layout_equals_the_reference(runs: dict[str, Recorded], layout: str) -> None:
+    _, settings, blocks = _LAYOUTS[layout]
+    assert error(runs[layout], blocks, **settings) < _TOLERANCE
+
+
+def test_iterations_that_megatron_skips_equal_the_reference(runs: dict[str, Recorded]) -> None:
+    reference = oracle.train(runs["skipping"], PierConfig(**_CONFIG, groups=4, preset="diloco"), _SKIPPED)
+    assert oracle.largest_error(runs["skipping"].weights("final"), reference) < _TOLERANCE
+
+
+def test_reference_tells_bugs(runs: dict[str, Recorded]) -> None:
+    # Matrices that are orthogonalized whole where they should not be, AdamW in place of Muon, a coefficient off by a hundredth.
+    assert error(runs["TP 2"]) > 20 * _TOLERANCE
+    assert error(runs["TP 2"], 2, inner_optimizer="adam") > 20 * _TOLERANCE
+    assert error(runs["TP 2"], 2, outer_momentum=0.89) > 20 * _TOLERANCE
+
+
+def lazy_start_is_stock(run: Recorded, stock: Recorded) -> None:
+    for iteration in (1, 2, 3):
+        assert run.losses[iteration] == stock.losses[iteration]
+        assert run.grad_norms[iteration] == stock.grad_norms[iteration]
+
+
+@pytest.mark.parametrize("layout", _STOCKS)
+def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded], layout: str) -> None:
+    lazy_start_is_stock(runs[layout], runs[f"{layout}, stock"])
+
+
+def test_lazy_start_that_is_none_is_seen(runs: dict[str, Recorded]) -> None:
+    with pytest.raises(AssertionError):
+        lazy_start_is_stock(runs["never synchronous"], runs["TP 2, stock"])
+
+
+@pytest.mark.parametrize(("name", "stop"), [(name, stop) for name, (_, stops) in _STOPPED.items() for stop in stops])
+def test_resumed_run_is_the_run_that_never_stopped(runs: dict[str, Recorded], name: str, stop: int) -> None:
+    goes_on_exactly(runs[f"{name}, from {stop}"], runs[f"{name}, saved"], stop)
+
+
+def layer_wise_trains_as_whole_does(layer_wise: Recorded, whole: Recorded) -> None:
+    # AdamW's part is clipped by a norm that is summed in another order.
+    assert layer_wise.losses == pytest.approx(whole.losses, rel=2e-4)
+
+
+def test_layer_wise_trains_as_whole_does(runs: dict[str, Recorded]) -> None:
+    layer_wise_trains_as_whole_does(runs["layer-wise, saved"], runs["bf16, saved"])
+
+
+def test_layer_wise_that_trains_otherwise_is_seen(runs: dict[str, Recorded]) -> None:
+    with pytest.raises(AssertionError):
+        layer_wise_trains_as_whole_does(runs["layer-wise, hidden, saved"], runs["bf16, saved"])
+
+
+def test_run_that_is_resumed_without_moments_is_seen(runs: dict[str, Recorded]) -> None:
+    with pytest.raises(AssertionError):
+        goes_on_exactly(runs["without moments"], runs["bf16, saved"], 8)
+
+
+def test_another_layout_goes_on_with_the_same_outer_state(runs: dict[str, Recorded]) -> None:
+    for name in ("anchor", "momentum"):
+        one, other = (oracle.gpt_reference.trainable(runs[run].weights(name)) for run in ("PP 2 at 8", "TP 2 at 8"))
+        for key, tensor in one.items():
+            assert torch.equal(tensor, other[key][: len(tensor)])
+
+
+def test_another_inner_optimizer_is_refused(runs: dict[str, Recorded]) -> None:
+    for words in ("--pier-inner-optimizer muon is now adam", "--finetune"):
+        assert words in runs["another optimizer"].error
+
+
+def nothing_is_stale(run: Recorded) -> None:
+    # In other iterations the gather of the inner step may be hidden behind the next forward.
+    for rank in run.ranks:
+        assert [rank["stale"][iteration] for iteration in (6, 9, 12)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", _STOPPED)
+def test_model_computes_with_the_main_parameters(runs: dict[str, Recorded], name: str) -> None:
+    nothing_is_stale(runs[f"{name}, saved"])
+
+
+def test_model_that_computes_with_others_is_seen(runs: dict[str, Recorded]) -> None:
+    with pytest.raises(AssertionError):
+        nothing_is_stale(runs["stale"])
+
+
+def is_restarted(run: Recorded) -> None:
+    for one, other in zip(run.of_group(0), run.of_group(1), strict=True):
+        assert torch.equal(one["moments"][9], other["moments"][9])
+        assert not torch.equal(one["moments"][8], other["moments"][8])
+        assert other["main"][12].isfinite().all()
+
+
+def test_group_that_is_not_finite_is_restarted(runs: dict[str, Recorded]) -> None:
+    is_restarted(runs["left out"])
+
+
+def test_group_that_is_never_restarted_is_seen(runs: dict[str, Recorded]) -> None:
+    with pytest.raises(AssertionError):
+        is_restarted(runs["never restarted"])
+
+
+def test_copies_on_data_parallel_ranks_are_said(directory: Path, runs: dict[str, Recorded]) -> None:
+    log = (directory / "log.txt").read_text()
+    warned = log.count("each of the 2 data-parallel ranks of an island (4 / --pier-groups 2) steps, keeps and exchanges all")
+    # Inner DP 2, EP 2, and five times "bf16".
+    assert warned == 7

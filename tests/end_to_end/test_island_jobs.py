@@ -1,0 +1,107 @@
+"""Islands that are jobs of their own, with real Megatron: one dies in an exchange, comes back, and all start again."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import ITERATIONS, Attempt, Job, differing
+from launch import REPOSITORY
+
+pytestmark = pytest.mark.processes
+
+_ISLANDS = 3
+# The one in which an island dies, and the one before which the others wait for it to come back.
+_DEATH, _PAUSE, _SAVE = 8, 14, 22
+
+
+class Island(Job):
+    """A job that is one island."""
+
+    def __init__(self, folder: Path, corpus: tuple[Path, Path], flags: str, index: int) -> None:
+        super().__init__(folder / str(index), corpus, 1, f"{flags} --pier-island {index}")
+        self._index = index
+
+    def checkpoint(self, iteration: int) -> Path:
+        part = f"islands/{self._index}" if self._index else ""
+        return self.folder / "checkpoints" / part / f"iter_{iteration:07d}"
+
+
+@contextlib.contextmanager
+def lighthouse(least: int) -> Iterator[str]:
+    """Where it is; it waits for so many islands."""
+    command = [
+        sys.executable,
+        "-m",
+        "pier_megatron.commands.cli",
+        "lighthouse",
+        "--islands",
+        str(_ISLANDS),
+        "--min-islands",
+        str(least),
+    ]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--heartbeat-timeout", "2"],
+        cwd=REPOSITORY,
+        env=os.environ | {"RUST_LOG": "error"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    found = re.search(r"http://\S+:\d+", process.stdout.readline())
+    assert found is not None
+    yield f"--pier-lighthouse {found[0]}"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+
+
+@contextlib.contextmanager
+def started(islands: Sequence[Island], **how: Any) -> Iterator[list[Attempt]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(island.started(**how)) for island in islands]
+
+
+def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    flags = (
+        f"--pier-groups {_ISLANDS} --global-batch-size {4 * _ISLANDS} --pier-lazy-start-iters 0 "
+        f"--pier-island-timeout 60 --save-interval {_SAVE} "
+    )
+    islands = [Island(tmp_path, corpus, flags, index) for index in range(_ISLANDS)]
+    waits = [{"fault": "waits", "rank": 0, "iteration": _PAUSE}]
+    dies = [{"fault": "dies among islands", "rank": 0, "iteration": _DEATH}]
+    with (
+        lighthouse(least=2) as place,
+        started(islands[:2], faults=waits, flags=place) as others,
+        islands[2].started(faults=dies, flags=place) as victim,
+    ):
+        assert victim.wait() != 0
+        begun = time.monotonic()
+        others[0].wait_for_iteration(_DEATH + 1)
+        print(f"{time.monotonic() - begun:.1f} s from death to the next iteration")
+        with islands[2].started(flags=place) as again:
+            again.wait_for(f"Pier: {_ISLANDS} islands")
+            others[1].wait_for_iteration(_PAUSE - 1)
+            (tmp_path / "go on").touch()
+            assert [attempt.wait() for attempt in (*others, again)] == [0, 0, 0]
+    # The step of iteration 16 is that of the others; it counts in the one after.
+    assert "island 2 joins the others at iteration 16" in again.log
+    assert min(again.losses()) == 17
+    final = [island.weights(ITERATIONS) for island in islands]
+    assert differing(final[0], final[1]) == differing(final[0], final[2]) == []
+    apart = [island.weights(_SAVE) for island in islands]
+    assert differing(apart[0], apart[1]) == []
+    before = [island.losses() for island in (*others, again)]
+    # All together, once more from where the islands had trained apart since the last outer step.
+    with lighthouse(least=3) as place, started(islands, flags=f"{place} --ckpt-step {_SAVE}") as resumed:
+        assert [attempt.wait() for attempt in resumed] == [0, 0, 0]
+    for attempt, losses, island, weights in zip(resumed, before, islands, final, strict=True):
+        assert attempt.losses() == {iteration: loss for iteration, loss in losses.items() if iteration > _SAVE}
+        assert differing(island.weights(ITERATIONS), weights) == []

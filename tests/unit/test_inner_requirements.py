@@ -1,0 +1,56 @@
+"""What an inner optimizer needs that is not there."""
+
+import argparse
+from unittest import mock
+
+import pytest
+
+from pier_megatron import PierConfig
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.inner import requirements
+
+
+def given(**changes: object) -> argparse.Namespace:
+    settings = {
+        "pier_inner_optimizer": "muon",
+        "pier_islands": True,
+        "fp16": False,
+        "bf16": True,
+        "use_distributed_optimizer": False,
+        "use_layer_wise_param_layout": True,
+        "expert_model_parallel_size": 1,
+    }
+    return argparse.Namespace(**settings | changes)
+
+
+def test_what_is_there_is_enough() -> None:
+    requirements.check(given())
+    requirements.check(given(use_distributed_optimizer=True))
+    requirements.check(given(pier_inner_optimizer=None, pier_islands=None, fp16=True))
+
+
+def test_package_that_is_missing_is_named() -> None:
+    with (
+        mock.patch.object(requirements.importlib.util, "find_spec", return_value=None),
+        pytest.raises(PierConfigError, match=r"--pier-inner-optimizer muon needs the package emerging-optimizers.*pip install"),
+    ):
+        requirements.check(given())
+
+
+def test_islands_that_join_are_refused() -> None:
+    with pytest.raises(PierConfigError, match="cannot be used with --pier-lighthouse"):
+        requirements.check(given(pier_lighthouse="http://localhost:29510"))
+
+
+def test_release_without_a_layout_is_named() -> None:
+    with (
+        mock.patch.object(requirements.versions, "megatron_version", return_value="0.17.1"),
+        pytest.raises(PierConfigError, match=r"on Megatron 0\.17\.1: .* Use Megatron 0\.18 or newer"),
+    ):
+        requirements.check(given(use_distributed_optimizer=True))
+
+
+def test_configuration_knows_that_it_needs_islands() -> None:
+    with pytest.raises(PierConfigError, match="--pier-inner-optimizer muon needs --pier-islands"):
+        PierConfig(1000, groups=2, inner_optimizer="muon")
+    PierConfig(1000, groups=2, islands=True, inner_optimizer="muon")
