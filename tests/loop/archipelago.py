@@ -247,7 +247,7 @@ def _launch(plan: Plan, url: str, folder: Path, name: str) -> None:
         process.join()
 
 
-def _shine(port: int, least: int, log: Path) -> None:
+def _shine(port: int, least: int, heartbeat_timeout: int, log: Path) -> None:
     _log_to(log)
     lighthouse.run(
         Namespace(
@@ -256,7 +256,7 @@ def _shine(port: int, least: int, log: Path) -> None:
             address="127.0.0.1",
             port=port,
             join_timeout=100,
-            heartbeat_timeout=HEARTBEAT_TIMEOUT,
+            heartbeat_timeout=heartbeat_timeout,
         )
     )
 
@@ -274,6 +274,9 @@ class Island:
         self._read, self._entries = [0] * PARTS, [[] for _ in range(PARTS)]
         self._process = context.Process(target=_launch, args=(plan, url, folder, name))
         self._process.start()
+        while os.getsid(self.session) != self.session:
+            # Until then no signal reaches all of it.
+            time.sleep(0.01)
 
     def entries(self, part: int = 0) -> list[Step]:
         """What one of its ranks wrote down."""
@@ -353,7 +356,9 @@ class Archipelago:
 
     def light(self) -> None:
         """Starts the lighthouse."""
-        self._lighthouse = self._context.Process(target=_shine, args=(self._port, self._least, self._folder / "lighthouse.log"))
+        self._lighthouse = self._context.Process(
+            target=_shine, args=(self._port, self._least, HEARTBEAT_TIMEOUT, self._folder / "lighthouse.log")
+        )
         self._lighthouse.start()
         self.until(self._answers, 10)
 
