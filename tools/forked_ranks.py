@@ -1,10 +1,15 @@
 """Starts the ranks of trainings as forks of one process, which imports once what would take each of them many seconds."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import sys
 from collections.abc import Callable
+
+# Below what Linux gives to connections by default: one of those could take the port before rank 0 does.
+_PORTS = range(16_384, 32_768)
 
 
 def run(world_size: int, rank_main: Callable[[], None]) -> None:
@@ -18,8 +23,7 @@ def run(world_size: int, rank_main: Callable[[], None]) -> None:
         SystemExit: In a rank, at its end.
         RuntimeError: In the calling process if a rank failed, after the others were killed.
     """
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = _free_port()
     ranks = {}
     for rank in range(world_size):
         child = os.fork()
@@ -37,3 +41,10 @@ def run(world_size: int, rank_main: Callable[[], None]) -> None:
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
             raise RuntimeError(f"Rank {rank} failed with status {os.waitstatus_to_exitcode(status)}.")
+
+
+def _free_port() -> int:
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port

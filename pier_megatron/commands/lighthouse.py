@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join-timeout",
         type=int,
-        default=3600,
+        default=600,
         metavar="SECONDS",
         help="how long those who have come to an outer step wait for islands that are alive and do not come: longer than any "
         "island trains between two of them. Default: %(default)s",
