@@ -35,6 +35,12 @@ class Settings:
         "Number of groups that train apart between outer steps; each holds DP / groups model replicas. Default: one per node, "
         "or per domain of --pier-ranks-per-domain.",
     )
+    ranks_per_domain: int | None = _setting(
+        None,
+        "Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as 72 "
+        "in an NVL72. Tensor parallelism stays inside. Default: the ranks of a node.",
+        metavar="N",
+    )
     islands: bool = _setting(
         False,
         "Make each group a Megatron world of its own, of consecutive ranks, in place of an instance of the distributed "
@@ -63,12 +69,6 @@ class Settings:
         120, "With --pier-lighthouse, seconds after which an exchange is taken again without islands that do not answer."
     )
     island_wait: int = _setting(30, "With --pier-lighthouse, minutes to wait for enough islands before the job saves and ends.")
-    ranks_per_domain: int | None = _setting(
-        None,
-        "Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as 72 "
-        "in an NVL72. Tensor parallelism stays inside. Default: the ranks of a node.",
-        metavar="N",
-    )
     sync_interval: int = _setting(50, "Iterations between outer steps.")
     preset: str = _setting("pier", "Schedule of outer momentum and outer learning rate over the run.", choices=PRESETS)
     lazy_start_fraction: float = _setting(
