@@ -140,13 +140,16 @@ def _number_of_domains(ranks: int | None) -> int | None:
         return None
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 1 or world % ranks:
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
         arithmetic = f": {division(world, ranks)}" if ranks > 0 else ""
         raise PierConfigError(
             f"--pier-ranks-per-domain {ranks} does not divide the world size {world}{arithmetic}. Every fast network needs the "
-            f"same number of ranks: use one of {', '.join(map(str, divisors))}."
+            f"same number of ranks: use one of {_divisors(world)}."
         )
     return world // ranks
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _check_job(args: argparse.Namespace) -> None:
@@ -167,10 +170,9 @@ def _check_islands(islands: int, instances: int, are_jobs: bool) -> None:
         )
     if islands < 1 or (world % islands and not are_jobs):
         arithmetic = f": {division(world, islands)}" if islands > 0 else ""
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise PierConfigError(
             f"--pier-groups {islands} does not divide the world size {world}{arithmetic}. Every island needs the same "
-            f"number of ranks: use one of {', '.join(map(str, divisors))}."
+            f"number of ranks: use one of {_divisors(world)}."
         )
 
 

@@ -95,9 +95,8 @@ def _in_the_group(function: Callable[..., Any], optimizer: Any, /, *args: Any, *
 @current.in_pier_runs
 def _vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, machine: Any, value: bool | list[bool]) -> Any:
     """Asks whether an iteration has to be run again: all groups, or only the own where the others train on other parameters."""
-    island = islands.own()
     if not optimizer.loop.is_local:
-        with contextlib.nullcontext() if island is None else island.in_the_launch():
+        with islands.in_the_launch():
             return reduce_any(machine, value)
     votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(votes, group=ranks_of_group(optimizer))
@@ -108,24 +107,22 @@ def _vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, m
 def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
     asked: dict[str, Any] = {}
-    island = islands.own()
     if optimizer.loop.is_deserted:
         asked = {"exit_duration_in_mins": -1.0}
-    elif island is not None and island.is_job:
+    elif islands.is_job():
         # It may leave at any time.
         pass
     elif optimizer.loop.is_local and not _are_together(optimizer):
         asked = {"exit_signal_handler": False, "exit_duration_in_mins": None}
-    elif island is not None:
-        asked = {"exit_duration_in_mins": _limit_for_all_islands(versions.megatron_args().exit_duration_in_mins)}
+    elif (island := islands.own()) is not None:
+        asked = {"exit_duration_in_mins": _limit_for_all(island, versions.megatron_args().exit_duration_in_mins)}
     with versions.replaced(versions.megatron_args(), asked):
         return decide(*args, **kwargs)
 
 
-def _limit_for_all_islands(minutes: float | None) -> float | None:
+def _limit_for_all(island: islands.Island, minutes: float | None) -> float | None:
     """A limit that all clocks are beyond if one is beyond the given one, and else none: islands must not end one by one."""
-    island = islands.own()
-    if not minutes or island is None:
+    if not minutes:
         return None
     passed = (time.time() - versions.require(_TRAINING, "_TRAIN_START_TIME")) / 60
     is_over = torch.tensor([passed > minutes], dtype=torch.int32, device=torch.cuda.current_device())
@@ -143,8 +140,8 @@ def _ask_for_saves_when_together(
 
 def _are_together(optimizer: Any) -> bool:
     """Whether the groups meet in this iteration anyway: at an outer step of all, or else where the mean loss is logged."""
-    loop, island = optimizer.loop, islands.own()
-    if island is not None and island.is_job:
+    loop = optimizer.loop
+    if islands.is_job():
         return True
     if loop.config.subgroup is None:
         return bool(loop.groups_meet)

@@ -73,8 +73,7 @@ def _look_on(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kw
         _sent = traffic.counted()
     elif loop.iteration == examined:
         _looking.close()
-        island = islands.own()
-        with contextlib.nullcontext() if island is None else island.in_the_launch():
+        with islands.in_the_launch():
             group_of: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(group_of, loop.exchange.rank)
         if islands.rank_in_launch() == 0:

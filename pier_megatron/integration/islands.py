@@ -55,12 +55,6 @@ class Island:
         return self.launch is self.world
 
     @contextlib.contextmanager
-    def in_the_launch(self) -> Iterator[None]:
-        """Inside, PyTorch's default group is that of all islands. Megatron's groups do not know their ranks there."""
-        with _default_group(self.launch):
-            yield
-
-    @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
         """Inside, the first island is alone, the others follow; called by all ranks, where files are made for all."""
         if self.index > 0:
@@ -81,6 +75,18 @@ def own() -> Island | None:
 def rank_in_launch() -> int:
     """The number that the launcher gave this rank."""
     return dist.get_rank() if _island is None else _island.launch.rank()
+
+
+def is_job() -> bool:
+    """Whether this rank's island is a launch of its own."""
+    return _island is not None and _island.is_job
+
+
+@contextlib.contextmanager
+def in_the_launch() -> Iterator[None]:
+    """Inside, PyTorch's default group is that of all ranks of the launch. Islands' groups do not know their ranks there."""
+    with contextlib.nullcontext() if _island is None else _default_group(_island.launch):
+        yield
 
 
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -218,7 +224,7 @@ def _in_turn(function: Callable[..., Any], island: Island, /, *args: Any, **kwar
 
 @in_islands
 def _hear_all_islands(signals_received: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
-    with island.in_the_launch():
+    with in_the_launch():
         return signals_received(*args, **kwargs)
 
 

@@ -1,6 +1,5 @@
 """Megatron's training loop: where the optimizer is built, where an iteration begins."""
 
-import contextlib
 import copy
 import datetime
 import faulthandler
@@ -68,7 +67,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
         use_folders_of_island(versions.megatron_args(), island.index, island.is_job)
         if island.is_job:
             use_index_of_island(versions.megatron_args(), island.index)
-    with contextlib.nullcontext() if island is None else island.in_the_launch():
+    with islands.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
         communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
@@ -155,8 +154,7 @@ def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: A
 def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
-    island = islands.own()
-    if not optimizer.has_seen_samples and not (island is not None and island.is_job):
+    if not optimizer.has_seen_samples and not islands.is_job():
         device = torch.device(torch.cuda.current_device())
         check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
         optimizer.has_seen_samples = True

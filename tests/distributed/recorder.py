@@ -219,8 +219,7 @@ class Recorder:
 def group_of_every_rank() -> dict[int, int]:
     """The Pier group of each global rank, by Megatron's own communicators."""
     inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    island = islands.own()
-    with contextlib.nullcontext() if island is None else island.in_the_launch():
+    with islands.in_the_launch():
         groups = [0] * dist.get_world_size()
         dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
     return dict(enumerate(groups))

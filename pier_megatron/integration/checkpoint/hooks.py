@@ -39,7 +39,7 @@ def _place(optimizer: "PierOptimizer", group: int) -> Place:
         device_type=loop.device.type,
         group=group,
         island=None if island is None else island.index,
-        is_job=island is not None and island.is_job,
+        is_job=islands.is_job(),
         ranks=ranks_of_group(optimizer),
         chained=optimizer.chained_optimizers,
         owners=owners(optimizer),
