@@ -7,6 +7,7 @@ every outer step: who met, what they said of themselves, and the anchor that cam
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -228,6 +229,7 @@ def _log_to(path: Path) -> None:
 def _rank(plan: Plan, part: int, url: str, store: str, folder: Path, name: str) -> None:
     diary = _Diary(folder / f"{name}.{part}")
     _log_to(folder / f"{name}.{part}.log")
+    faulthandler.register(signal.SIGUSR1)
     try:
         _be_rank(plan, part, url, store, diary)
     except Exception as error:
@@ -388,7 +390,11 @@ class Archipelago:
         """Waits for a condition; returns how many seconds."""
         begun = time.monotonic()
         while not condition():
-            assert time.monotonic() - begun < seconds, f"hangs: {[island.state() for island in self.islands]}"
+            if time.monotonic() - begun > seconds:
+                for island in self.islands:
+                    # Where it is, into its log.
+                    island.send(signal.SIGUSR1)
+                raise AssertionError(f"hangs: {[island.state() for island in self.islands]}, logs in {self._folder}")
             time.sleep(0.02)
         return time.monotonic() - begun
 

@@ -8,6 +8,7 @@ import argparse
 import collections
 import dataclasses
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from archipelago import HEARTBEAT_TIMEOUT, ISLAND_TIMEOUT, LIMIT, PARTS, Archipelago, Island, Plan, archipelago
 
-ISLANDS = 3
+ISLANDS, LEAST = 3, 2
 _START_SECONDS = 60
 
 # The others went on without it, or the lighthouse was away when it started.
@@ -110,21 +111,33 @@ class _Torture:
             self._live[index] = self._sea.start(Plan(index))
 
     def _settle(self, event: str) -> float:
-        """Waits until all who are left have gone on, or have ended since the others did without them."""
+        """Waits until all who are left have gone on; who has ended since the others did without it is started again."""
+        begun = time.monotonic()
         limit = LIMIT if all(island.taken() for island in self._live.values()) else _START_SECONDS
         wanted = {island: island.taken() + 2 for island in self._live.values()}
-        seconds = self._sea.until(
-            lambda: all(island.taken() >= number or not island.is_alive for island, number in wanted.items()), limit
-        )
+        while not self._have_gone_on(wanted):
+            self._sea.until(lambda: self._have_gone_on(wanted) or bool(self._ended()), limit)
+            for island in self._ended():
+                ends = island.ends()
+                assert len(ends) == PARTS, island.state()
+                assert all(end.startswith(_CLEAR_ENDS) for end in ends), island.state()
+                self.outcome.left_behind[event] += 1
+                del self._live[island.index], wanted[island]
+            if len(self._live) < LEAST:
+                # They wait for others, as they should.
+                self._populate()
+                wanted |= {island: 2 for island in self._live.values() if island not in wanted}
+                limit = _START_SECONDS
+        seconds = time.monotonic() - begun
         if limit == LIMIT:
             self.outcome.longest = max(self.outcome.longest, seconds)
-        for island in [island for island in wanted if not island.is_alive]:
-            ends = island.ends()
-            assert len(ends) == PARTS, island.state()
-            assert all(end.startswith(_CLEAR_ENDS) for end in ends), island.state()
-            self.outcome.left_behind[event] += 1
-            del self._live[island.index]
         return seconds
+
+    def _have_gone_on(self, wanted: dict[Island, int]) -> bool:
+        return all(island.taken() >= number for island, number in wanted.items()) and not self._ended()
+
+    def _ended(self) -> list[Island]:
+        return [island for island in self._live.values() if not island.is_alive]
 
 
 def torture(folder: Path, events: int, seed: int) -> Outcome:
@@ -135,7 +148,7 @@ def torture(folder: Path, events: int, seed: int) -> Outcome:
         events: Number of them.
         seed: Of the random choices.
     """
-    with archipelago(folder) as sea:
+    with archipelago(folder, LEAST) as sea:
         tortured = _Torture(sea, seed)
         tortured.run(events)
     tortured.outcome.steps = len(sea.check())
@@ -150,8 +163,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (%(default)s)")
     options = parser.parse_args()
     print(f"Seed {options.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        outcome = torture(Path(scratch), options.events, options.seed)
+    # Stays where it is if something fails.
+    folder = Path(tempfile.mkdtemp(prefix="islands-torture-"))
+    outcome = torture(folder, options.events, options.seed)
+    shutil.rmtree(folder)
     print(outcome)
     sys.exit(bool(outcome.remaining))
 
