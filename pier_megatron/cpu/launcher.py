@@ -85,7 +85,8 @@ def _run_as_main(script: Path) -> None:
     main_module.__dict__.update(
         __file__=str(script), __spec__=importlib.machinery.ModuleSpec(__name__, None), __builtins__=__builtins__
     )
-    sys.modules["__main__"] = main_module
+    # Under the second name helper processes know what they send back of the script's.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     _execute(script, main_module.__dict__)
 
 
@@ -93,11 +94,33 @@ def _execute(script: Path, namespace: dict[str, object]) -> None:
     exec(compile(script.read_bytes(), str(script), "exec"), namespace)
 
 
+def _be_script(namespace: dict[str, object]) -> None:
+    """Gives a helper process what the script defines at module level."""
+    script = Path(os.environ[_SCRIPT_VARIABLE])
+    _prepare(script)
+    _execute(script, namespace)
+
+
+def _look_in_script(name: str) -> object:
+    """The main module's ``__getattr__`` in a helper: becomes the script when something of it is asked for."""
+    main_module = sys.modules["__main__"]
+    if name.startswith("__"):
+        raise AttributeError(name)
+    del main_module.__getattr__
+    _be_script(main_module.__dict__)
+    return getattr(main_module, name)
+
+
 if __name__ == "__mp_main__":
+    import multiprocessing
+
     from pier_megatron.integration.checkpoint.helpers import end_with_parent
 
     # A helper process: what the script defines at module level may be unpickled here.
     end_with_parent()
-    _script = Path(os.environ[_SCRIPT_VARIABLE])
-    _prepare(_script)
-    _execute(_script, globals())
+    if multiprocessing.current_process().name.startswith("SyncManager"):
+        # Every rank starts such a server with its first save. It hands on what others send each other, hardly ever anything of
+        # the script's, and importing Megatron would take it seconds.
+        __getattr__ = _look_in_script
+    else:
+        _be_script(globals())

@@ -33,6 +33,10 @@ import neighbour
 ON_EMULATED_DEVICE = torch.zeros(1, device="cuda")
 
 
+class Message:
+    text = "of the script's own"
+
+
 def report(queue):
     queue.put((__name__, ON_EMULATED_DEVICE.device.type, neighbour.NAME))
 
@@ -44,6 +48,10 @@ if __name__ == "__main__":
     process.start()
     print("arguments", sys.argv[1:3], "child", queue.get(timeout=60))
     process.join()
+    with context.Manager() as manager:
+        queue = manager.Queue()
+        queue.put(Message())
+        print("message", queue.get().text)
 """
 
 
@@ -74,6 +82,7 @@ def test_spawned_processes_know_the_main_module(tmp_path: Path) -> None:
     command = [*_LAUNCHER, "--device", "cpu", str(tmp_path / "script.py"), "--flag", "value"]
     log = execute(command, tmp_path / "log.txt")
     assert "arguments ['--flag', 'value'] child ('__mp_main__', 'cpu', 'neighbour')" in log
+    assert "message of the script's own" in log
     assert "compiled kernels, and adds: --distributed-backend gloo" in log
 
 
