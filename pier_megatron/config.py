@@ -64,6 +64,11 @@ class PierConfig(Settings):
                 f"{self.fragments}: groups then never hold the same parameters, and what all but the first have learned since "
                 "their last outer step would be lost. Save all."
             )
+        if self.sync_seconds is not None and (self.lighthouse is None or not self.sync_seconds > 0):
+            raise PierConfigError(
+                f"--pier-sync-seconds {self.sync_seconds}: must be above 0, and is for islands that are jobs of their own "
+                "(--pier-lighthouse). Groups of one launch take outer steps by --pier-sync-interval alone."
+            )
         if self.inner_optimizer != "adam" and not self.islands:
             raise PierConfigError(f"--pier-inner-optimizer {self.inner_optimizer} needs --pier-islands.")
         self._check_subgroups()

@@ -70,6 +70,12 @@ class Settings:
     )
     island_wait: int = _setting(30, "With --pier-lighthouse, minutes to wait for enough islands before the job saves and ends.")
     sync_interval: int = _setting(50, "Iterations between outer steps.")
+    sync_seconds: float | None = _setting(
+        None,
+        "With --pier-lighthouse, seconds of training after which an island rests until the next outer step, so that faster "
+        "ones need not wait for it; the mean is weighted by what each has read. Default: none rests.",
+        metavar="SECONDS",
+    )
     preset: str = _setting("pier", "Schedule of outer momentum and outer learning rate over the run.", choices=PRESETS)
     lazy_start_fraction: float = _setting(
         0.1, "Share of the run, in [0, 1), that starts fully synchronous; rounded to the nearest multiple of the sync interval."

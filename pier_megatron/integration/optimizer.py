@@ -8,6 +8,7 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from pier_megatron.integration import islands
 from pier_megatron.integration.gradients import GradientAveraging
+from pier_megatron.integration.resting import Clock
 from pier_megatron.outer import OuterLoop
 
 
@@ -46,18 +47,19 @@ class PierOptimizer(ChainedOptimizer):
 
     Attributes:
         loop: The outer loop, over the FP32 main parameters that this rank owns.
+        clock: When this island rests; None where outer steps do not go by the clock.
         saving: While a checkpoint is saved, what the plugin adds to it.
         loading: While one is loaded, what the plugin asks of it.
         has_seen_samples: Whether this process knows that the groups read different data, at a resume as at the beginning.
     """
 
-    def __init__(self, optimizer: ChainedOptimizer, model_chunks: Sequence[Any], loop: OuterLoop) -> None:
+    def __init__(self, optimizer: ChainedOptimizer, model_chunks: Sequence[Any], loop: OuterLoop, clock: Clock | None) -> None:
         """Takes over what Megatron built for the chunks of a model: optimizers that have not stepped."""
         # The layer-wise optimizer is a chain with ways of its own, and becomes a link.
         super().__init__(optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer])
         # Not all optimizers know them.
         self.model_chunks = list(model_chunks)
-        self.loop = loop
+        self.loop, self.clock = loop, clock
         self.saving: Completion | None = None
         self.loading: Restoration | None = None
         self.has_seen_samples = False

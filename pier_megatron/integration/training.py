@@ -19,6 +19,7 @@ from pier_megatron.integration.checkpoint.files import use_folders_of_island
 from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
 from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
+from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import check_groups_read_different_samples
 from pier_megatron.outer import GroupExchange, OuterLoop
 from pier_megatron.outer.gathering import Islands
@@ -85,7 +86,10 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     )
     if membership is None:
         startup.check_groups_agree(loop)
-    pier = PierOptimizer(optimizer, model_chunks, loop)
+    clock = None
+    if config.sync_seconds is not None and island is not None:
+        clock = Clock(loop, config.sync_seconds, island.index, island.world, device)
+    pier = PierOptimizer(optimizer, model_chunks, loop, clock)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
     if config.overlap:
@@ -162,8 +166,12 @@ def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, *
     if not optimizer.loop.is_local:
         with over_all_groups(optimizer.model_chunks[0]):
             return train_step(*args, **kwargs)
+    if optimizer.clock is not None:
+        optimizer.clock.begin_iteration()
     with confined_to_group(optimizer.model_chunks[0]):
         result = train_step(*args, **kwargs)
+    if optimizer.clock is not None:
+        optimizer.clock.end_iteration(given["opt_param_scheduler"])
     _, _, _, should_exit, exit_code, *_ = result
     if should_exit:
         raise RuntimeError(
@@ -179,5 +187,5 @@ def _skip_iteration(dummy_train_step: Callable[..., Any], optimizer: Any, /, *ar
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
     result = dummy_train_step(*args, **kwargs)
-    optimizer.loop.end_iteration()
+    optimizer.loop.end_iteration(has_rested=optimizer.clock is not None and optimizer.clock.rest())
     return result

@@ -75,7 +75,7 @@ class Meeting:
 
 
 # What each island says of itself when it comes to a meeting.
-_ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM = range(5)
+_ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED = range(6)
 Standing = Sequence[int]
 
 # Where an island is whose anchor is neither its own nor yet that of the others.
@@ -116,13 +116,14 @@ class Gatherings:
         self._make_round, self._over_group, self._device = make_round, over_group, device
         self._has_whole_anchor = True
 
-    def meet(self, iteration: int, last_common_step: int, fragments: Sequence[int]) -> Meeting | None:
+    def meet(self, iteration: int, last_common_step: int, fragments: Sequence[int], rested: int) -> Meeting | None:
         """Comes together with all islands that are there; called by all ranks of the island.
 
         Args:
             iteration: Iterations completed.
             last_common_step: See :class:`pier_megatron.outer.loop.OuterLoop`.
             fragments: Whose outer step is due; none before the first iteration.
+            rested: Iterations since the last outer step in which this island has read nothing.
 
         Returns:
             What has come of it; None if nothing has, for longer than this island waits.
@@ -133,12 +134,13 @@ class Gatherings:
             PierConfigError: If two islands cannot be of one run.
         """
         deadline = time.monotonic() + self._wait_seconds
+        trained = iteration - last_common_step - rested
         while True:
             exchange, meeting, refusal = None, None, None
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
                 exchange = self._membership.meet(datetime.timedelta(seconds=within))
-                meeting = self._attempt(exchange, iteration, last_common_step, fragments)
+                meeting = self._attempt(exchange, iteration, last_common_step, fragments, trained)
                 outcome = Outcome.SUCCEEDED
             except (LeftBehindError, DivergedError, PierConfigError) as error:
                 refusal, outcome = error, Outcome.REFUSED
@@ -157,10 +159,12 @@ class Gatherings:
             if outcome == Outcome.GIVES_UP:
                 return None
 
-    def _attempt(self, exchange: GroupExchange, iteration: int, last_common_step: int, fragments: Sequence[int]) -> Meeting:
+    def _attempt(
+        self, exchange: GroupExchange, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int
+    ) -> Meeting:
         stopwatch = Stopwatch(self._device)
         with stopwatch.running():
-            standings = self._standings(exchange, iteration, last_common_step, fragments)
+            standings = self._standings(exchange, iteration, last_common_step, fragments, trained)
             present = _those_present(standings)
             here, source = exchange.rank in present, standings[present[0]]
             refusals = _refusals(standings, present)
@@ -177,13 +181,14 @@ class Gatherings:
             verdicts = self._judge.verdicts(fragments, exchange) if here else Verdicts(exchange, ABSENT, self._device)
             verdicts.check(source[_ITERATION])
             round_ = self._make_round(source[_ITERATION], exchange, verdicts, stopwatch)
+            round_.weight = _weight(standings, verdicts.counted(), exchange.rank)
             round_.begin()
             round_.arrive()
             restarted = self._members.restart_left_out(round_, source[_ITERATION])
         return Meeting(source[_ITERATION], not here, source[_ITERATION], round_, restarted)
 
     def _standings(
-        self, exchange: GroupExchange, iteration: int, last_common_step: int, fragments: Sequence[int]
+        self, exchange: GroupExchange, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int
     ) -> list[list[int]]:
         checksum = torch.zeros(1, dtype=torch.int64, device=self._device)
         for staging in self._stagings:
@@ -191,7 +196,7 @@ class Gatherings:
         # Of the whole island, so that all its ranks judge alike.
         self._over_group(checksum, dist.ReduceOp.SUM)
         place = [last_common_step, iteration] if self._has_whole_anchor else [_NOWHERE, _NOWHERE]
-        own = [self._island, *place, int(bool(fragments)), int(checksum.item())]
+        own = [self._island, *place, int(bool(fragments)), int(checksum.item()), trained]
         standings: list[list[int]] = exchange.gather(torch.tensor(own, device=self._device)).result().tolist()
         return standings
 
@@ -207,6 +212,13 @@ class Gatherings:
 
 def _place(standing: Standing) -> tuple[int, ...]:
     return standing[_IS_DUE], standing[_SYNCED], standing[_ITERATION]
+
+
+def _weight(standings: Sequence[Standing], counted: Sequence[bool], rank: int) -> float:
+    """How much a pseudo-gradient counts, by the samples behind it, in units of those that count on average."""
+    trained = [standing[_TRAINED] for standing, counts in zip(standings, counted, strict=True) if counts]
+    # All have let everything pass, as Megatron's --iterations-to-skip may say.
+    return standings[rank][_TRAINED] * len(trained) / sum(trained) if sum(trained) else 1.0
 
 
 def _those_present(standings: Sequence[Standing]) -> list[int]:

@@ -99,6 +99,7 @@ class OuterLoop:
         self.iteration = self.last_common_step = 0
         self.is_local, self.is_synchronised, self._is_committed = False, True, True
         self.is_deserted = False
+        self._rested = 0
         self._gatherings: Gatherings | None = None
         if islands is not None:
             self._gatherings = Gatherings(
@@ -138,13 +139,17 @@ class OuterLoop:
         self.is_synchronised = not self.is_local
 
     @torch.no_grad()
-    def end_iteration(self) -> None:
+    def end_iteration(self, has_rested: bool = False) -> None:
         """Does what is due after the inner step, whether or not this group has taken it: the others wait for it.
+
+        Args:
+            has_rested: Whether this island has let the iteration pass for others that are faster: it read nothing.
 
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
             AnchorsDifferError: If the groups do not hold the same anchor.
         """
+        self._rested += has_rested
         if self.is_local:
             self._pulls.proceed(self.iteration)
             self._move_rounds()
@@ -353,11 +358,12 @@ class OuterLoop:
         """Takes an outer step with those who are there, if one is due, or joins them."""
         assert self._gatherings is not None
         with self._phase("meeting"):
-            meeting = self._gatherings.meet(self.iteration, self.last_common_step, fragments)
+            meeting = self._gatherings.meet(self.iteration, self.last_common_step, fragments, self._rested)
         self.is_deserted = meeting is None
         if meeting is None:
             return
         self.iteration, self.last_common_step = meeting.iteration, meeting.last_common_step
+        self._rested = 0
         self.is_local |= meeting.has_joined
         if meeting.round is not None:
             meeting.round.finish()

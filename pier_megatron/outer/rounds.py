@@ -117,6 +117,7 @@ class OuterRound:
         rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
         verdicts: On the pseudo-gradients of all groups.
+        weight: Of this group's in the mean, by which each that counts has 1 on average.
         sums: Over the chunks that this rank counts, in the order of :data:`PRODUCTS` and what follows it; float64.
         bytes_sent: By this rank to other groups.
         stopwatch: Time spent on it so far.
@@ -153,6 +154,7 @@ class OuterRound:
         # The same on all ranks, and every part's turn comes whatever the intervals are.
         self._compared = [chunk for _, chunk in self._chunks[random.Random(begun).randrange(parts) :: parts]]
         self.begun, self.verdicts, self.stopwatch = begun, verdicts, stopwatch
+        self.weight = 1.0
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
         self.bytes_sent = sum(meeting.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for _, chunk in self._chunks)
 
@@ -266,6 +268,8 @@ class OuterRound:
 
     def _send(self, staged: Staged) -> Sum:
         self.rule.send(staged)
+        if self.weight != 1:
+            staged.shared.mul_(self.weight)
         return self.meeting.sum(staged.shared, staged.residual, exactly=staged.chunk.shards.is_tied)
 
     def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:

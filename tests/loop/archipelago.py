@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,6 +64,7 @@ class Plan:
         wait_seconds: How long it waits for enough others.
         dies_after: Outer steps after which it kills itself in the middle of the next one.
         bad_at: Iteration in which its first rank's parameters become nan.
+        rests_after: Iterations of an interval after which it rests.
         seed: Of its parameters.
     """
 
@@ -74,6 +75,7 @@ class Plan:
     wait_seconds: float = 60.0
     dies_after: int | None = None
     bad_at: int | None = None
+    rests_after: int = INTERVAL
     seed: int = 0
 
     def config(self) -> PierConfig:
@@ -113,11 +115,17 @@ class Model:
             parameter.copy_(values.view_as(parameter))
 
 
-def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
+def rests(iteration: int, rests_after: int) -> bool:
+    """Whether an island rests in an iteration, if it does so after some of an interval; never when an outer step is due."""
+    return rests_after < iteration % INTERVAL
+
+
+def simulate(steps: Sequence[Step], rests_after: Mapping[int, int], parts: int = PARTS) -> dict[int, Tensor]:
     """What the outer steps that were written down have to come to.
 
     Args:
         steps: One of each iteration, in order; of each, who met and who counted.
+        rests_after: See :class:`Plan`, by island.
         parts: Ranks of an island.
 
     Returns:
@@ -133,9 +141,12 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
                 if island in joined or island not in models:
                     models[island] = Model(island, part)
                 for iteration in range(before + 1, step["iteration"] + 1) if island not in joined else ():
-                    models[island].step(iteration)
+                    if not rests(iteration, rests_after[island]):
+                        models[island].step(iteration)
             counted = [island for island, said in zip(step["islands"], step["verdicts"], strict=True) if said == GOOD]
-            delta = torch.stack([anchor - models[island].flat() for island in counted]).mean(0)
+            weights = torch.tensor([min(rests_after[island] + 1.0, INTERVAL) for island in counted])
+            deltas = torch.stack([anchor - models[island].flat() for island in counted])
+            delta = (deltas * weights[:, None]).sum(0) / weights.sum()
             momentum = MU * momentum + delta
             anchor = anchor - ETA * (delta + MU * momentum)
             for island, said in zip(step["islands"], step["verdicts"], strict=True):
@@ -212,6 +223,9 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
             GroupExchange.sum = _die_in_the_exchange(loop, plan.dies_after)  # type: ignore[method-assign]
         while loop.iteration < plan.train_iters and not loop.is_deserted:
             loop.begin_iteration(loop.iteration + 1)
+            if rests(loop.iteration, plan.rests_after):
+                loop.end_iteration(has_rested=True)
+                continue
             model.step(loop.iteration)
             if loop.iteration == plan.bad_at and part == 0:
                 model.parameters[0].view(-1)[3] = float("nan")
@@ -267,11 +281,12 @@ class Island:
     """An island that has been started.
 
     Attributes:
+        plan: What it does.
         index: Its number.
     """
 
     def __init__(self, plan: Plan, url: str, folder: Path, name: str, context: Any) -> None:
-        self.index = plan.index
+        self.plan, self.index = plan, plan.index
         self._paths = [folder / f"{name}.{part}" for part in range(PARTS)]
         self._read, self._entries = [0] * PARTS, [[] for _ in range(PARTS)]
         self._process = context.Process(target=_launch, args=(plan, url, folder, name))
@@ -427,7 +442,8 @@ class Archipelago:
                     assert part["parameters"] == part["anchor"], where
             found[iteration] = first[0] | {"all": torch.tensor([number for part in first for number in part["anchor"]])}
         assert list(found) == list(range(INTERVAL, max(found) + 1, INTERVAL))
-        for iteration, anchor in simulate(list(found.values())).items():
+        rests_after = {island.index: island.plan.rests_after for island in self.islands}
+        for iteration, anchor in simulate(list(found.values()), rests_after).items():
             furthest = (found[iteration]["all"] - anchor).abs().max().item()
             assert furthest < ROUNDING, f"after iteration {iteration} the anchor is {furthest} from that of the simulation"
         return found

@@ -115,8 +115,12 @@ class _Torture:
         begun = time.monotonic()
         limit = LIMIT if all(island.taken() for island in self._live.values()) else _START_SECONDS
         wanted = {island: island.taken() + 2 for island in self._live.values()}
-        while not self._have_gone_on(wanted):
-            self._sea.until(lambda: self._have_gone_on(wanted) or bool(self._ended()), limit)
+
+        def have_gone_on() -> bool:
+            return all(island.taken() >= number for island, number in wanted.items()) and not self._ended()
+
+        while not have_gone_on():
+            self._sea.until(lambda: have_gone_on() or bool(self._ended()), limit)
             for island in self._ended():
                 ends = island.ends()
                 assert len(ends) == PARTS, island.state()
@@ -126,15 +130,12 @@ class _Torture:
             if len(self._live) < LEAST:
                 # They wait for others, as they should.
                 self._populate()
-                wanted |= {island: 2 for island in self._live.values() if island not in wanted}
+                wanted.update({island: 2 for island in self._live.values() if island not in wanted})
                 limit = _START_SECONDS
         seconds = time.monotonic() - begun
         if limit == LIMIT:
             self.outcome.longest = max(self.outcome.longest, seconds)
         return seconds
-
-    def _have_gone_on(self, wanted: dict[Island, int]) -> bool:
-        return all(island.taken() >= number for island, number in wanted.items()) and not self._ended()
 
     def _ended(self) -> list[Island]:
         return [island for island in self._live.values() if not island.is_alive]

@@ -33,6 +33,19 @@ def test_undisturbed_islands_are_the_simulated_ones(sea: Archipelago) -> None:
     assert max(steps) == 30
 
 
+@of_three
+def test_slower_islands_rest_and_count_by_what_they_have_read(sea: Archipelago) -> None:
+    plans = [Plan(index, train_iters=30, rests_after=2 if index == 1 else INTERVAL) for index in range(3)]
+    for plan in plans:
+        sea.start(plan)
+    assert [island.wait(60) for island in sea.islands] == [["done"] * PARTS] * 3
+    sea.check()
+    # Had it trained as long as the others.
+    sea.islands[1].plan = Plan(1)
+    with pytest.raises(AssertionError, match="from that of the simulation"):
+        sea.check()
+
+
 def test_those_left_take_the_step_again_and_new_ones_join(sea: Archipelago) -> None:
     first, second = sea.start(Plan(0)), sea.start(Plan(1))
     sea.go_on([first, second], seconds=60)

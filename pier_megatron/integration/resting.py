@@ -1,0 +1,76 @@
+"""Outer steps by the clock: an island that has trained for long enough rests until the next one, so that others need not wait.
+
+All islands keep counting the same iterations. Those in which one rests are passed as Megatron passes ``--iterations-to-skip``:
+their samples are left out, and the one in which the outer step is due is trained.
+"""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pier_megatron.integration import versions
+from pier_megatron.outer import OuterLoop
+
+
+class Clock:
+    """When an island that is a job of its own rests."""
+
+    def __init__(self, loop: OuterLoop, seconds: float, island: int, world: dist.ProcessGroup, device: torch.device) -> None:
+        """Begins with an island that has not trained yet.
+
+        Args:
+            loop: Of the island.
+            seconds: After which it rests.
+            island: Its index.
+            world: Its ranks.
+            device: For their collectives.
+        """
+        self._loop, self._seconds, self._island, self._world, self._device = loop, seconds, island, world, device
+        self._last_step: int | None = None
+        self._begun = 0.0
+        self._scheduler: Any = None
+        self._rests: set[int] = set()
+
+    def begin_iteration(self) -> None:
+        """Starts anew with the first iteration after an outer step."""
+        if self._last_step != self._loop.last_common_step:
+            self._last_step, self._begun = self._loop.last_common_step, time.monotonic()
+
+    def end_iteration(self, scheduler: Any) -> None:
+        """Has Megatron pass what is left of the interval if the time is up; called by all ranks of the island.
+
+        Args:
+            scheduler: Of the learning rate, which goes on as in islands that do not rest.
+        """
+        settings, iteration, config = versions.megatron_args(), self._loop.iteration, self._loop.config
+        next_step = min(iteration + -iteration % config.sync_interval, config.train_iters)
+        left = [later for later in range(iteration + 1, next_step) if later not in settings.iterations_to_skip]
+        if not left:
+            return
+        # By the ranks together: their clocks differ.
+        is_late = torch.tensor([time.monotonic() - self._begun >= self._seconds], dtype=torch.int32, device=self._device)
+        dist.all_reduce(is_late, dist.ReduceOp.MAX, group=self._world)
+        if not is_late.item():
+            return
+        settings.iterations_to_skip += left
+        self._scheduler = scheduler
+        self._rests.update(left)
+        if self._world.rank() == 0:
+            print(
+                f" Pier: island {self._island} has trained for {self._seconds:g} s after iteration {iteration}: it rests for "
+                f"{len(left)} iterations, until the outer step after iteration {next_step}",
+                flush=True,
+            )
+
+    def rest(self) -> bool:
+        """Whether the island rests in this iteration, in which nothing is trained; if so, the learning rate goes on."""
+        iteration = self._loop.iteration
+        if iteration not in self._rests:
+            return False
+        settings = versions.megatron_args()
+        self._rests.remove(iteration)
+        settings.iterations_to_skip.remove(iteration)
+        self._scheduler.step(increment=settings.global_batch_size)
+        return True
