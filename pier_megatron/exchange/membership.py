@@ -4,12 +4,14 @@ Nothing here decides anything together with others; all of that is torchft's (ht
 ``islands``). What islands send each other is tensors and the texts of torchft's own messages: nothing is unpickled.
 """
 
+import collections
 import datetime
 import enum
 import json
 import socket
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +60,14 @@ class Membership:
     """The membership of this rank's island, and its communicator with the same rank of the other islands."""
 
     def __init__(
-        self, index: int, lighthouse: str, address: str, world: dist.ProcessGroup, codec: Codec, timeout: datetime.timedelta
+        self,
+        index: int,
+        lighthouse: str,
+        address: str,
+        world: dist.ProcessGroup,
+        codec: Codec,
+        timeout: datetime.timedelta,
+        run: Mapping[str, Any],
     ) -> None:
         """Makes the island known; called by all of its ranks.
 
@@ -69,15 +78,17 @@ class Membership:
             world: The ranks of the island.
             codec: What sums look like on the wire.
             timeout: For a communicator to come about, and for every collective in it.
+            run: What all islands must have in common before they exchange anything: plain values by what a user calls them.
 
         Raises:
             PierConfigError: If torchft is missing or the lighthouse does not answer.
         """
         groups = torchft("process_group")
-        self._codec, self._timeout, self._world = codec, timeout, world
+        self._codec, self._timeout, self._world, self._run = codec, timeout, world, run
         self._device = _device_of(world)
         self._members: tuple[int, tuple[str, ...]] | None = None
         self._known: frozenset[str] = frozenset()
+        self._is_new = True
         self._last_quorum = self._meetings = self._failures = 0
         self._store: Any = None
         port = 0
@@ -110,6 +121,7 @@ class Membership:
 
         Raises:
             RuntimeError: If they did not, for whatever reason.
+            PierConfigError: If this island is of another run than they.
         """
         quorum = self._quorum(within)
         members = (quorum["id"], tuple(quorum["islands"]))
@@ -139,7 +151,7 @@ class Membership:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world)
         outcome = Outcome(int(least.item()))
         if outcome == Outcome.SUCCEEDED:
-            self._failures = 0
+            self._failures, self._is_new = 0, False
         else:
             self._failures += 1
             self._members = None
@@ -168,30 +180,57 @@ class Membership:
         self._meetings += 1
         key = f"meetings/{self._meetings}"
         if self._world.rank() == 0:
-            self._store.set(key, json.dumps(self._ask(within)))
+            try:
+                said = self._ask(within)
+                if (said["id"], tuple(said["islands"])) != self._members:
+                    self._compare_runs(said)
+            except PierConfigError as error:
+                said = {"refusal": str(error)}
+            except (RuntimeError, OSError) as error:
+                said = {"error": str(error)}
+            self._store.set(key, json.dumps(said))
             self._store.delete_key(f"meetings/{self._meetings - 1}")
-        self._store.wait([key], within + _CONNECT)
+        self._store.wait([key], within + _CONNECT + self._timeout)
         told: dict[str, Any] = json.loads(self._store.get(key))
+        if "refusal" in told:
+            raise PierConfigError(told["refusal"])
         if "error" in told:
             raise RuntimeError(told["error"])
         return told
 
+    def _compare_runs(self, quorum: Mapping[str, Any]) -> None:
+        """Keeps islands of different runs apart: a collective of tensors of unequal size can end the process of either."""
+        names, place = quorum["islands"], quorum["place"]
+        store = torchft("process_group").create_store_client(f"{quorum['store']}/runs", timeout=self._timeout)
+        store.set(names[place], json.dumps({"is_new": self._is_new, "run": self._run}))
+        store.wait(names, self._timeout)
+        common, strangers = _common_run([json.loads(store.get(name)) for name in names])
+        if place in strangers and self._is_new:
+            different = [
+                f"{name} {self._run.get(name)} here and {common.get(name)} there"
+                for name in [*common, *(self._run.keys() - common.keys())]
+                if self._run.get(name) != common.get(name)
+            ]
+            raise PierConfigError(
+                f"--pier-island {int(names[place].split(':')[0])} is of another run than the other islands: "
+                f"{', '.join(different)}. All need the same arguments, layout and plugin."
+            )
+        if strangers:
+            raise RuntimeError(f"islands of another run end: {[int(names[rank].split(':')[0]) for rank in strangers]}")
+
     def _ask(self, within: datetime.timedelta) -> dict[str, Any]:
         patience = 0.0
         while True:
-            try:
-                quorum = self._client._quorum(
-                    group_rank=0,
-                    # The greatest of all islands' is that of no other quorum, while a new lighthouse counts quorums anew.
-                    step=time.time_ns(),
-                    checkpoint_metadata="",
-                    shrink_only=False,
-                    timeout=within,
-                    commit_failures=self._failures,
-                    init_sync=False,
-                )
-            except (RuntimeError, OSError) as error:
-                return {"error": str(error)}
+            quorum = self._client._quorum(
+                group_rank=0,
+                # The greatest of all islands' is that of no other quorum, while a new lighthouse counts quorums anew.
+                step=time.time_ns(),
+                checkpoint_metadata="",
+                shrink_only=False,
+                timeout=within,
+                commit_failures=self._failures,
+                init_sync=False,
+            )
             if not patience and quorum.quorum_id <= self._last_quorum:
                 patience = time.monotonic() + _CONNECT.total_seconds()
             if self._known.issubset(quorum.replica_ids) or time.monotonic() > patience:
@@ -205,6 +244,14 @@ class Membership:
             "place": quorum.replica_rank,
             "store": f"{quorum.store_address}/pier/{quorum.max_step}",
         }
+
+
+def _common_run(said: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[int]]:
+    """The run of those who have met before, or else of most; and the places of those of another one."""
+    met_before = [each for each in said if not each["is_new"]] or said
+    [(text, _)] = collections.Counter(json.dumps(each["run"], sort_keys=True) for each in met_before).most_common(1)
+    common: dict[str, Any] = json.loads(text)
+    return common, [place for place, each in enumerate(said) if each["run"] != common]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

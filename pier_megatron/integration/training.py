@@ -15,6 +15,7 @@ from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, islands, refusals, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
+from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import use_folders_of_island
 from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
 from pier_megatron.integration.datasets import use_index_of_island
@@ -22,6 +23,7 @@ from pier_megatron.integration.inner.choice import commit_main_parameters, owner
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import check_groups_read_different_samples
 from pier_megatron.outer import GroupExchange, OuterLoop
+from pier_megatron.outer.description import Description
 from pier_megatron.outer.gathering import Islands
 
 _TRAINING = "megatron.training.training"
@@ -72,7 +74,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
         topology = Topology.gather(_own_rank(config))
         topology.check()
         communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
-    membership = _membership(config, island)
+    membership = _membership(config, island, sum(numels), device)
     loop = OuterLoop(
         shards,
         config,
@@ -102,11 +104,13 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     return pier
 
 
-def _membership(config: PierConfig, island: islands.Island | None) -> Islands | None:
+def _membership(config: PierConfig, island: islands.Island | None, numel: int, device: torch.device) -> Islands | None:
     if config.lighthouse is None or island is None:
         return None
     timeout = datetime.timedelta(seconds=config.island_timeout)
-    membership = Membership(island.index, config.lighthouse, config.island_address, island.world, config.codec, timeout)
+    layout = layout_of(versions.megatron_args(), island.world.size())
+    run = Description.of_run(config, 0, layout, device.type).in_common | {"parameters of the first rank": numel}
+    membership = Membership(island.index, config.lighthouse, config.island_address, island.world, config.codec, timeout, run)
     return Islands(membership, island.index, 60 * config.island_wait)
 
 

@@ -150,6 +150,12 @@ class Description:
         """Whether nothing of any group is missing: in the lazy start they are all the same."""
         return not self.is_local or self.island is not None or len(self.own_inner_state) >= self.settings["groups"] - 1
 
+    @property
+    def in_common(self) -> dict[str, Any]:
+        """What islands that are jobs must all have alike, by what a user calls it."""
+        settings = {flag_of(name): value for name, value in self.settings.items()}
+        return settings | dict(self.layout) | {flag_of("chunk_mib"): self.chunk_mib, "pier_megatron": self.version}
+
     def has_layout_of(self, present: "Description") -> bool:
         """Whether the ranks of a group share the model as they did."""
         return self.layout == present.layout

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import Exchange, GroupExchange
@@ -137,10 +138,13 @@ class Gatherings:
         trained = iteration - last_common_step - rested
         while True:
             exchange, meeting, refusal = None, None, None
+            # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not
+            # come to a collective that the others wait in.
+            own, verdict = self._standing(iteration, last_common_step, fragments, trained), self._judge.judge(fragments)[0]
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
                 exchange = self._membership.meet(datetime.timedelta(seconds=within))
-                meeting = self._attempt(exchange, iteration, last_common_step, fragments, trained)
+                meeting = self._attempt(exchange, own, verdict)
                 outcome = Outcome.SUCCEEDED
             except (LeftBehindError, DivergedError, PierConfigError) as error:
                 refusal, outcome = error, Outcome.REFUSED
@@ -159,12 +163,10 @@ class Gatherings:
             if outcome == Outcome.GIVES_UP:
                 return None
 
-    def _attempt(
-        self, exchange: GroupExchange, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int
-    ) -> Meeting:
+    def _attempt(self, exchange: GroupExchange, own: Tensor, verdict: int) -> Meeting:
         stopwatch = Stopwatch(self._device)
         with stopwatch.running():
-            standings = self._standings(exchange, iteration, last_common_step, fragments, trained)
+            standings: list[list[int]] = exchange.gather(own).result().tolist()
             present = _those_present(standings)
             here, source = exchange.rank in present, standings[present[0]]
             refusals = _refusals(standings, present)
@@ -178,7 +180,7 @@ class Gatherings:
                 self._hand_over(exchange, present[0], absent)
             if not source[_IS_DUE]:
                 return Meeting(source[_ITERATION], not here, source[_SYNCED], None)
-            verdicts = self._judge.verdicts(fragments, exchange) if here else Verdicts(exchange, ABSENT, self._device)
+            verdicts = Verdicts(exchange, verdict if here else ABSENT, self._device)
             verdicts.check(source[_ITERATION])
             round_ = self._make_round(source[_ITERATION], exchange, verdicts, stopwatch)
             round_.weight = _weight(standings, verdicts.counted(), exchange.rank)
@@ -187,9 +189,7 @@ class Gatherings:
             restarted = self._members.restart_left_out(round_, source[_ITERATION])
         return Meeting(source[_ITERATION], not here, source[_ITERATION], round_, restarted)
 
-    def _standings(
-        self, exchange: GroupExchange, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int
-    ) -> list[list[int]]:
+    def _standing(self, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int) -> Tensor:
         checksum = torch.zeros(1, dtype=torch.int64, device=self._device)
         for staging in self._stagings:
             checksum += staging.state.checksum(ANCHOR)
@@ -197,8 +197,7 @@ class Gatherings:
         self._over_group(checksum, dist.ReduceOp.SUM)
         place = [last_common_step, iteration] if self._has_whole_anchor else [_NOWHERE, _NOWHERE]
         own = [self._island, *place, int(bool(fragments)), int(checksum.item()), trained]
-        standings: list[list[int]] = exchange.gather(torch.tensor(own, device=self._device)).result().tolist()
-        return standings
+        return torch.tensor(own, device=self._device)
 
     def _hand_over(self, exchange: GroupExchange, source: int, absent: Sequence[int]) -> None:
         self._has_whole_anchor = exchange.rank not in absent

@@ -103,15 +103,15 @@ class Judge:
 
     def verdicts(self, fragments: Sequence[int], meeting: Exchange) -> Verdicts:
         """Judges the pseudo-gradient of some fragments, and begins to collect the verdicts of the groups that are met."""
-        own, norms = self._judge(fragments)
+        own, norms = self.judge(fragments)
         verdicts = Verdicts(meeting, own, self._device)
         if self.outliers is not None and norms and verdicts.own_counts():
             for fragment, norm in zip(fragments, norms, strict=True):
                 self.outliers.add(norm, fragment)
         return verdicts
 
-    def _judge(self, fragments: Sequence[int]) -> tuple[int, list[float]]:
-        """The own verdict, and the norms by fragment if they were looked at."""
+    def judge(self, fragments: Sequence[int]) -> tuple[int, list[float]]:
+        """The own verdict on the pseudo-gradient of some fragments, and the norms by fragment if they were looked at."""
         finite = torch.ones((), dtype=torch.int32, device=self._device)
         for staging in self._stagings:
             finite *= staging.state.parameters_are_finite()

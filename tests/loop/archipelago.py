@@ -66,6 +66,8 @@ class Plan:
         bad_at: Iteration in which its first rank's parameters become nan.
         rests_after: Iterations of an interval after which it rests.
         seed: Of its parameters.
+        layout: What it says of itself to the others.
+        fails_alone_in: Its meeting, from 1, in which its first rank fails and the others do not.
     """
 
     index: int
@@ -77,6 +79,8 @@ class Plan:
     bad_at: int | None = None
     rests_after: int = INTERVAL
     seed: int = 0
+    layout: int = PARTS
+    fails_alone_in: int | None = None
 
     def config(self) -> PierConfig:
         return PierConfig(
@@ -185,6 +189,19 @@ def _die_in_the_exchange(loop: OuterLoop, steps: int) -> Callable[..., Sum]:
     return sum_
 
 
+def _fail_in(number: int, meet: Callable[..., GroupExchange]) -> Callable[..., GroupExchange]:
+    """In place of a meeting: one of them comes about, and this rank does not go on."""
+    meetings: list[GroupExchange] = []
+
+    def meet_or_fail(within: datetime.timedelta) -> GroupExchange:
+        meetings.append(meet(within))
+        if len(meetings) == number:
+            raise RuntimeError("fails alone")
+        return meetings[-1]
+
+    return meet_or_fail
+
+
 def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -195,7 +212,10 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     # Seconds for which a test would wait.
     memberships._CONNECT = datetime.timedelta(seconds=PATIENCE)
     timeout = datetime.timedelta(seconds=ISLAND_TIMEOUT)
-    membership = memberships.Membership(plan.index, url, "127.0.0.1", world, config.codec, timeout)
+    run = {"--tensor-model-parallel-size": plan.layout}
+    membership = memberships.Membership(plan.index, url, "127.0.0.1", world, config.codec, timeout, run)
+    if plan.fails_alone_in is not None and part == 0:
+        membership.meet = _fail_in(plan.fails_alone_in, membership.meet)  # type: ignore[method-assign]
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=ranks.CHUNK_NUMEL):
         loop = OuterLoop(
             [[Shards(model.parameters)]],

@@ -46,6 +46,14 @@ def test_slower_islands_rest_and_count_by_what_they_have_read(sea: Archipelago) 
         sea.check()
 
 
+@of_three
+def test_a_rank_that_fails_alone_keeps_the_others_of_its_island_in_step(sea: Archipelago) -> None:
+    for index in range(3):
+        sea.start(Plan(index, train_iters=30, fails_alone_in=4 if index == 1 else None))
+    assert [island.wait(60) for island in sea.islands] == [["done"] * PARTS] * 3
+    assert all(step["verdicts"] == [GOOD] * 3 for step in sea.check().values())
+
+
 def test_those_left_take_the_step_again_and_new_ones_join(sea: Archipelago) -> None:
     first, second = sea.start(Plan(0)), sea.start(Plan(1))
     sea.go_on([first, second], seconds=60)
@@ -129,6 +137,23 @@ def test_an_island_of_another_seed_is_refused(sea: Archipelago) -> None:
     assert all(said.startswith("PierConfigError: --pier-island 2 is at iteration 0 with another anchor") for said in ends)
     assert all("--seed" in said for said in ends)
     sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
+    sea.check()
+
+
+@of_three
+def test_an_island_of_another_run_is_refused_before_anything_is_exchanged(sea: Archipelago) -> None:
+    refusal = "PierConfigError: --pier-island {} is of another run than the other islands: --tensor-model-parallel-size {}"
+    # At the start most are right; later, those who have met before, however many come.
+    first, second, other = [sea.start(Plan(index, layout=PARTS + (index == 2))) for index in range(3)]
+    ends = other.wait(60)
+    assert len(ends) == PARTS
+    assert all(said.startswith(refusal.format(2, "3 here and 2 there")) for said in ends)
+    sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
+    second.kill()
+    others = [sea.start(Plan(index, layout=4)) for index in range(3, 7)]
+    for other in others:
+        assert all(said.startswith(refusal.format(other.index, "4 here and 2 there")) for said in other.wait(60))
+    sea.go_on([first, sea.start(Plan(1))], seconds=60)
     sea.check()
 
 
