@@ -110,11 +110,11 @@ def _translate(args: argparse.Namespace) -> None:
         return
     if args.yaml_cfg is not None:
         raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
-    requirements.check(args)
     domains = _number_of_domains(args.pier_ranks_per_domain)
     if args.pier_lighthouse is not None:
         _check_job(args)
         args.pier_islands = True
+    requirements.check(args)
     if args.pier_groups is None:
         args.pier_groups = _number_of_nodes() if domains is None else domains
     instances = args.num_distributed_optimizer_instances

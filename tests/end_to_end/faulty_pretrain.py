@@ -85,6 +85,19 @@ def _started_an_hour_ago(iteration: int) -> None:
     _before(iteration, backdate)
 
 
+def _trained_for_an_hour(iteration: int) -> None:
+    """Since the last outer step."""
+
+    def backdate() -> None:
+        optimizer = current.pier_optimizer()
+        assert optimizer is not None
+        assert optimizer.clock is not None
+        optimizer.clock.begin_iteration()
+        optimizer.clock._begun -= 3600
+
+    _before(iteration, backdate)
+
+
 def _wait_for_the_others(iteration: int) -> None:
     def wait() -> None:
         while not (Path(os.environ["PIER_TEST_FOLDER"]).parent / "go on").exists():
@@ -132,6 +145,7 @@ _FAULTS = {
     "disk is full": _disk_is_full,
     "parameter is nan": _nan,
     "started an hour ago": _started_an_hour_ago,
+    "trained for an hour": _trained_for_an_hour,
     "waits": _wait_for_the_others,
 }
 

@@ -105,3 +105,40 @@ def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -
     for attempt, losses, island, weights in zip(resumed, before, islands, final, strict=True):
         assert attempt.losses() == {iteration: loss for iteration, loss in losses.items() if iteration > _SAVE}
         assert differing(island.weights(ITERATIONS), weights) == []
+
+
+def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    """With Muon inside; the second island joins the first, and rests in two intervals."""
+    flags = (
+        "--pier-groups 2 --global-batch-size 8 --pier-lazy-start-iters 0 --pier-island-timeout 60 --pier-sync-seconds 1800 "
+        "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --lr-decay-style cosine --lr-decay-iters 40 "
+        f"--no-create-attention-mask-in-dataloader --save-interval {_SAVE} "
+    )
+    first, second = [Island(tmp_path, corpus, flags, index) for index in range(2)]
+    waits = [{"fault": "waits", "rank": 0, "iteration": 6}]
+    slow = [{"fault": "trained for an hour", "rank": 0, "iteration": iteration} for iteration in (13, 18)]
+    with lighthouse(least=1) as place, first.started(faults=waits, flags=place) as alone:
+        alone.wait_for_iteration(5)
+        with second.started(faults=slow, flags=place) as joins:
+            joins.wait_for("Pier: 2 islands")
+            (tmp_path / "go on").touch()
+            assert [attempt.wait() for attempt in (alone, joins)] == [0, 0]
+    assert "island 1 joins the others at iteration 8" in joins.log
+    assert "rests for 2 iterations, until the outer step after iteration 16" in joins.log
+    assert "rests for 1 iterations, until the outer step after iteration 20" in joins.log
+    assert "it rests for" not in alone.log
+    assert list(joins.losses()) == [9, 10, 11, 12, 13, 16, 17, 18, 20, 21, 22, 23, 24]
+    # The learning rate of both, and the samples that they have passed, are the same all the same.
+    logged = re.compile(r"iteration +(\d+)/ .* consumed samples: +(\d+) .* learning rate: (\S+)")
+    clocks = [{int(match[1]): match.groups() for match in logged.finditer(attempt.log)} for attempt in (alone, joins)]
+    assert clocks[1]
+    assert clocks[1].items() <= clocks[0].items()
+    final = [island.weights(ITERATIONS) for island in (first, second)]
+    assert differing(*final) == []
+    with (
+        lighthouse(least=2) as place,
+        started([first, second], flags=f"{place} --ckpt-step {_SAVE}") as resumed,
+    ):
+        assert [attempt.wait() for attempt in resumed] == [0, 0]
+    for island, weights in zip((first, second), final, strict=True):
+        assert differing(island.weights(ITERATIONS), weights) == []

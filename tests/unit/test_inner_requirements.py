@@ -37,11 +37,6 @@ def test_package_that_is_missing_is_named() -> None:
         requirements.check(given())
 
 
-def test_islands_that_join_are_refused() -> None:
-    with pytest.raises(PierConfigError, match="cannot be used with --pier-lighthouse"):
-        requirements.check(given(pier_lighthouse="http://localhost:29510"))
-
-
 def test_release_without_a_layout_is_named() -> None:
     with (
         mock.patch.object(requirements.versions, "megatron_version", return_value="0.17.1"),

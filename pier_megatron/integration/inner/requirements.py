@@ -25,11 +25,6 @@ def check(args: argparse.Namespace) -> None:
             f"{given} needs --pier-islands: groups are else instances of the distributed optimizer, of which Megatron's {name} "
             "allows only one. Add --pier-islands."
         )
-    if getattr(args, "pier_lighthouse", None):
-        raise PierConfigError(
-            f"{given} cannot be used with --pier-lighthouse: what an island that joins takes over has been tried with AdamW "
-            "only. Start all islands in one launch."
-        )
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise PierConfigError(
             f"{given} needs the package emerging-optimizers, which is not installed: "
