@@ -112,7 +112,7 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     flags = (
         "--pier-groups 2 --global-batch-size 8 --pier-lazy-start-iters 0 --pier-island-timeout 60 --pier-sync-seconds 1800 "
         "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --lr-decay-style cosine --lr-decay-iters 40 "
-        f"--no-create-attention-mask-in-dataloader --save-interval {_SAVE} "
+        f"--save-interval {_SAVE} "
     )
     first, second = [Island(tmp_path, corpus, flags, index) for index in range(2)]
     waits = [{"fault": "waits", "rank": 0, "iteration": 6}]
