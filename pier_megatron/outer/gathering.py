@@ -135,7 +135,7 @@ class Gatherings:
             PierConfigError: If two islands cannot be of one run.
         """
         deadline = time.monotonic() + self._wait_seconds
-        trained = iteration - last_common_step - rested
+        trained, where = iteration - last_common_step - rested, f"island {self._island} after iteration {iteration}"
         while True:
             exchange, meeting, refusal = None, None, None
             # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not
@@ -150,13 +150,14 @@ class Gatherings:
                 refusal, outcome = error, Outcome.REFUSED
             except (RuntimeError, OSError, ValueError) as error:
                 # A ValueError is what PyTorch raises when it logs an error of a communicator that it has not made itself.
-                where = f"island {self._island} after iteration {iteration}"
                 print(f" Pier: {where}: {_first_line(error)}; tries again", flush=True)
                 outcome = Outcome.FAILED if time.monotonic() < deadline else Outcome.GIVES_UP
             # By the ranks of an island together: one that ended or went on alone would leave the others waiting.
-            outcome = self._membership.agree(exchange, outcome)
+            of_rank, outcome = outcome, self._membership.agree(exchange, outcome)
             if outcome == Outcome.SUCCEEDED:
                 return meeting
+            if of_rank == Outcome.SUCCEEDED:
+                print(f" Pier: {where}: not every rank of every island has all of it; tries again", flush=True)
             if outcome == Outcome.REFUSED:
                 assert refusal is not None
                 raise refusal
