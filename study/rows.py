@@ -1,8 +1,10 @@
 """What the study trains: every row of its tables, as data."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from pier_megatron.schedules import PRESETS, Preset
 
@@ -13,7 +15,11 @@ BATCH = 64
 LEARNING_RATES = (4e-3, 8e-3, 1.6e-2)
 """Among which synchronous AdamW chooses before anything is compared with it."""
 
+MUON_RATES = (1e-2, 2e-2, 4e-2)
+"""Among which synchronous Muon chooses, of matrices; all else is trained by AdamW, at the rate that that has chosen."""
+
 SYNCHRONOUS = "adamw"
+ADAM, MUON = "adam", "muon"
 METHODS = ("diloco", "pier", "pier-rising")
 
 # What a schedule owes to each of its parts.
@@ -36,6 +42,10 @@ ABLATIONS: dict[str, Preset] = {
 }
 
 
+# What a run and the synchronous one that it is compared with have alike, beside the seed.
+_COMPARED = ("learning_rate", "batch_scale", "inner", "muon_rate")
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One training.
@@ -48,6 +58,8 @@ class Row:
         lazy_start: Share of the run that is synchronous.
         learning_rate: Of AdamW; None for the one that synchronous AdamW chose.
         batch_scale: Factor on the batch and on the learning rate; the run is as many times shorter.
+        inner: What trains inside a group, or synchronously.
+        muon_rate: Learning rate of Muon; None for the one that synchronous Muon chose.
     """
 
     method: str
@@ -57,6 +69,8 @@ class Row:
     lazy_start: float = 0.1
     learning_rate: float | None = None
     batch_scale: int = 1
+    inner: str = ADAM
+    muon_rate: float | None = None
 
     @property
     def name(self) -> str:
@@ -66,6 +80,8 @@ class Row:
             parts += [f"h{self.interval}", f"lazy{round(100 * self.lazy_start)}"]
         if self.batch_scale > 1:
             parts.append(f"batch{self.batch_scale}")
+        if self.inner == MUON:
+            parts.append(MUON if self.muon_rate is None else f"{MUON}{self.muon_rate:g}")
         if self.learning_rate is not None:
             parts.append(f"lr{self.learning_rate:g}")
         return "-".join([*parts, f"seed{self.seed}"])
@@ -73,7 +89,7 @@ class Row:
     @property
     def baseline(self) -> "Row":
         """The synchronous training that it is compared with: the same batches in the same order."""
-        return Row(SYNCHRONOUS, self.seed, groups=2, learning_rate=self.learning_rate, batch_scale=self.batch_scale)
+        return dataclasses.replace(Row(SYNCHRONOUS, self.seed, groups=2), **{name: getattr(self, name) for name in _COMPARED})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +104,12 @@ class Table:
 
     title: str
     methods: tuple[str, ...]
-    variants: dict[str, dict[str, float]]
+    variants: dict[str, dict[str, Any]]
 
     def rows(self, seeds: int) -> Iterator[Row]:
         """All trainings of the table but for the synchronous ones."""
         for seed, changes, method in itertools.product(range(1, seeds + 1), self.variants.values(), self.methods):
-            yield Row(method, seed, **changes)  # type: ignore[arg-type]
+            yield Row(method, seed, **changes)
 
 
 _BOTH = ("diloco", "pier-rising")
@@ -132,9 +148,25 @@ TABLES = (
         _BOTH,
         {f"{scale} x, {2 * scale} groups": {"batch_scale": scale, "groups": 2 * scale} for scale in (1, 2)},
     ),
+    Table(
+        "Muon inside: number of groups",
+        METHODS,
+        {f"{groups} groups": {"groups": groups, "inner": MUON} for groups in (2, 4, 8, 16)},
+    ),
+    Table(
+        "Muon inside: sync interval, 4 groups",
+        _BOTH,
+        {f"H = {interval}": {"interval": interval, "inner": MUON} for interval in (10, 20, 50)},
+    ),
 )
 
 
 def learning_rate_sweep(seeds: int) -> list[Row]:
     """The trainings that choose the learning rate."""
     return [Row(SYNCHRONOUS, seed, groups=2, learning_rate=rate) for rate in LEARNING_RATES for seed in range(1, seeds + 1)]
+
+
+def muon_sweep(seeds: int, learning_rate: float) -> list[Row]:
+    """The trainings that choose the learning rate of Muon."""
+    of_muon = functools.partial(Row, SYNCHRONOUS, groups=2, learning_rate=learning_rate, inner=MUON)
+    return [of_muon(seed, muon_rate=rate) for rate in MUON_RATES for seed in range(1, seeds + 1)]

@@ -8,16 +8,17 @@ import argparse
 import dataclasses
 import functools
 import json
+import operator
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rows import BATCH, ITERATIONS, METHODS, SYNCHRONOUS, TABLES, Row, learning_rate_sweep
+from rows import BATCH, ITERATIONS, METHODS, MUON, SYNCHRONOUS, TABLES, Row, learning_rate_sweep, muon_sweep
 
 from pier_megatron.commands.demo import corpus
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
@@ -32,6 +33,9 @@ SET_UP = (
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 "
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --log-interval 10"
 )
+# Its update of a matrix is as long as that of https://kellerjordan.github.io/posts/muon/, times the factor that makes of
+# AdamW's rate its own.
+_MUON = "--muon-momentum 0.95 --muon-nesterov --muon-scale-mode shape_scaling --muon-fp32-matmul-prec high"
 _SEQUENCE = 64
 VALIDATION_SEQUENCES = 256
 VALIDATION = "lm loss validation"
@@ -56,6 +60,8 @@ def main() -> None:
     if options.short:
         study.train([row for method in METHODS for row in (Row(method, 1).baseline, Row(method, 1, interval=5))])
         return
+    study.train(muon_sweep(seeds, study.learning_rate))
+    print(f"Synchronous Muon chooses {study.muon_rate:g}", flush=True)
     rows = [
         row
         for table in TABLES
@@ -116,10 +122,13 @@ class Study:
             f"--eval-iters {VALIDATION_SEQUENCES // batch} "
             f"--tensorboard-dir {self.folder / row.name / 'tensorboard'}"
         ).split()
+        if row.inner == MUON:
+            arguments += f"{_MUON} --muon-extra-scale-factor {row.muon_rate / row.learning_rate}".split()  # type: ignore[operator]
         if row.method == SYNCHRONOUS:
-            return [*arguments, "--use-distributed-optimizer"]
+            return [*arguments, *(("--optimizer", MUON) if row.inner == MUON else ("--use-distributed-optimizer",))]
         return [
             *arguments,
+            *(("--pier-islands", "--pier-inner-optimizer", MUON) if row.inner == MUON else ()),
             *("--optimizer", "pier", "--pier-preset", row.method, "--pier-groups", str(row.groups)),
             *("--pier-sync-interval", str(row.interval), "--pier-lazy-start-fraction", str(row.lazy_start)),
         ]
@@ -153,16 +162,28 @@ class Study:
 
     def with_rate(self, row: Row) -> Row:
         """A row as it is trained: its folder says at which rate, so that another choice does not find runs of this one."""
-        return row if row.learning_rate else dataclasses.replace(row, learning_rate=self.learning_rate)
+        if row.learning_rate is None:
+            row = dataclasses.replace(row, learning_rate=self.learning_rate)
+        if row.inner == MUON and row.muon_rate is None:
+            row = dataclasses.replace(row, muon_rate=self.muon_rate)
+        return row
 
     @functools.cached_property
     def learning_rate(self) -> float:
         """The one at which synchronous AdamW ends best, over the seeds that there are."""
+        return self._best(learning_rate_sweep(seeds=99), operator.attrgetter("learning_rate"))
+
+    @functools.cached_property
+    def muon_rate(self) -> float:
+        """The one at which synchronous Muon ends best."""
+        return self._best(muon_sweep(99, self.learning_rate), operator.attrgetter("muon_rate"))
+
+    def _best(self, rows: Sequence[Row], rate_of: Callable[[Row], float]) -> float:
         ends: dict[float, list[float]] = {}
-        for row in learning_rate_sweep(seeds=99):
+        for row in rows:
             curve = self.validation(row) if self.has(row) else self.known_curve(row)
             if curve:
-                ends.setdefault(row.learning_rate or 0.0, []).append(curve[max(curve)])
+                ends.setdefault(rate_of(row), []).append(curve[max(curve)])
         if not ends:
             sys.exit(f"No rate has been tried yet in {self.folder}: python study/run.py")
         return min(ends, key=lambda rate: statistics.mean(ends[rate]))
