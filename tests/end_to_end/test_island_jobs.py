@@ -98,13 +98,6 @@ def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -
     assert differing(final[0], final[1]) == differing(final[0], final[2]) == []
     apart = [island.weights(_SAVE) for island in islands]
     assert differing(apart[0], apart[1]) == []
-    before = [island.losses() for island in (*others, again)]
-    # All together, once more from where the islands had trained apart since the last outer step.
-    with lighthouse(least=3) as place, started(islands, flags=f"{place} --ckpt-step {_SAVE}") as resumed:
-        assert [attempt.wait() for attempt in resumed] == [0, 0, 0]
-    for attempt, losses, island, weights in zip(resumed, before, islands, final, strict=True):
-        assert attempt.losses() == {iteration: loss for iteration, loss in losses.items() if iteration > _SAVE}
-        assert differing(island.weights(ITERATIONS), weights) == []
 
 
 def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
@@ -135,10 +128,10 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert clocks[1].items() <= clocks[0].items()
     final = [island.weights(ITERATIONS) for island in (first, second)]
     assert differing(*final) == []
-    with (
-        lighthouse(least=2) as place,
-        started([first, second], flags=f"{place} --ckpt-step {_SAVE}") as resumed,
-    ):
+    # Together, once more from where they had trained apart since the last outer step.
+    before = [attempt.losses() for attempt in (alone, joins)]
+    with lighthouse(least=2) as place, started([first, second], flags=f"{place} --ckpt-step {_SAVE}") as resumed:
         assert [attempt.wait() for attempt in resumed] == [0, 0]
-    for island, weights in zip((first, second), final, strict=True):
+    for attempt, losses, island, weights in zip(resumed, before, (first, second), final, strict=True):
+        assert attempt.losses() == {iteration: loss for iteration, loss in losses.items() if iteration > _SAVE}
         assert differing(island.weights(ITERATIONS), weights) == []
