@@ -1,7 +1,7 @@
 """The outer loop of one rank: when groups meet, and what they do then. Plain PyTorch; Megatron is one of its users."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Computed, Exchange, Gathered, GroupExchange
 from pier_megatron.outer.gathering import Gatherings, Islands
-from pier_megatron.outer.meetings import meeting_at, wire_of, write_mean_of_anchors
+from pier_megatron.outer.meetings import meeting_at, wire_of
 from pier_megatron.outer.members import NEVER, Members
 from pier_megatron.outer.phases import phase
 from pier_megatron.outer.pulls import Pulls
@@ -22,6 +22,7 @@ from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import ANCHOR, COMMON, MOMENTUM, OuterState, Shards
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import Judge, KnownVerdicts, Verdicts
+from pier_megatron.outer.weights import Weights
 
 Snapshot = dict[str, Any]
 """An outer loop as plain data, see :meth:`OuterLoop.snapshot`."""
@@ -90,14 +91,15 @@ class OuterLoop:
         ]
         self._stagings = [Staging(state) for state in self.states]
         self._group = group
-        self._inner_state, self._on_change = inner_state, on_change
+        self._inner_state = inner_state
+        self._weights = Weights(self._stagings, exchange, on_change)
         self.rounds: list[OuterRound] = []
         self._pulls = Pulls(config, self._stagings, exchange, self.device)
         self._members = Members(config, self.exchange.size, self._moments, self.device)
         self._judge = Judge(config, self._stagings, self._over_group, self.device)
         self.reports = OuterStepReports(config, report)
         self.iteration = self.last_common_step = 0
-        self.is_local, self.is_synchronised, self._is_committed = False, True, True
+        self.is_local, self.is_synchronised = False, True
         self.is_deserted = False
         self._rested = 0
         self._gatherings: Gatherings | None = None
@@ -129,11 +131,10 @@ class OuterLoop:
         if self.iteration == 0:
             # Weights that came from elsewhere came after this was built.
             self.reset()
-        if not self._is_committed:
-            self._commit()
+        self._weights.commit_what_is_left()
         if not self.is_local and not self.config.is_lazy(iteration):
             # Wherever the lazy start ends, and whether or not its last iteration was skipped.
-            self._reset_anchor()
+            self._weights.become_anchor()
             self.is_local = True
         self.iteration = iteration
         self.is_synchronised = not self.is_local
@@ -156,9 +157,7 @@ class OuterLoop:
             self._begin_rounds()
             if self.config.subgroup is not None and self.iteration == self.config.train_iters:
                 with self._phase("agree"):
-                    write_mean_of_anchors(self._stagings, self.exchange)
-                    self._reset_anchor()
-                    self._commit()
+                    self._weights.agree_on_mean()
                 self.is_synchronised = True
             # Where all groups hold the same parameters they have just met: nobody waits.
             self.reports.write_arrived(waits=self.is_synchronised)
@@ -186,7 +185,7 @@ class OuterLoop:
 
     def reset(self, iteration: int | None = None) -> None:
         """Takes the present parameters, which all groups share, for the anchor, without momentum; may set the clock."""
-        self._reset_anchor()
+        self._weights.become_anchor()
         for state in self.states:
             state.momentum.zero_()
         self._pulls.restart()
@@ -251,7 +250,7 @@ class OuterLoop:
         self._members.last_restart = snapshot["restarted"].get(self.exchange.rank, NEVER)
         if self._judge.outliers:
             self._judge.outliers.load_state_dict(snapshot["outliers"])
-        self._commit()
+        self._weights.commit()
 
     def checksums(self) -> list[dict[str, int]]:
         """Of each group, sums of the bits of anchor and momentum over all its ranks, however they share the model."""
@@ -263,8 +262,7 @@ class OuterLoop:
         self._over_group(sums)
         return [dict(zip(COMMON, of_group, strict=True)) for of_group in self.exchange.gather(sums).result().tolist()]
 
-    @contextlib.contextmanager
-    def anchor_in_model(self, as_mean: bool = False) -> Iterator[list[Tensor]]:
+    def anchor_in_model(self, as_mean: bool = False) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Inside, the parameters are what all groups agreed on last; where they never do, the group's own slow weights.
 
         For evaluation and saving while the groups have drifted apart or an exchange is under way: training goes on as if nobody
@@ -273,39 +271,10 @@ class OuterLoop:
         Args:
             as_mean: Show the mean of all groups' slow weights instead, at the cost of an all-reduce.
 
-        Yields:
-            The parameters as they are trained, laid out as the flat buffers of each state.
+        Returns:
+            A context that yields the parameters as they are trained, laid out as the flat buffers of each state.
         """
-        with torch.no_grad():
-            trained = [state.copy_parameters_to(torch.empty(state.numel, dtype=torch.float32)) for state in self.states]
-            if as_mean:
-                write_mean_of_anchors(self._stagings, self.exchange)
-            else:
-                self._return_to_anchor()
-        try:
-            self._commit()
-            yield trained
-        finally:
-            with torch.no_grad():
-                for state, parameters in zip(self.states, trained, strict=True):
-                    state.set_parameters(parameters)
-            # Not here: after an error on one rank the others would not take part.
-            self._is_committed = False
-        self._commit()
-
-    def _commit(self) -> None:
-        self._on_change()
-        self._is_committed = True
-
-    def _reset_anchor(self) -> None:
-        for staging in self._stagings:
-            staging.synchronize()
-            staging.state.copy_parameters_to(staging.state.anchor)
-
-    def _return_to_anchor(self) -> None:
-        for staging in self._stagings:
-            staging.synchronize()
-            staging.state.set_parameters(staging.state.anchor)
+        return self._weights.showing_anchor(as_mean)
 
     def _round(self, begun: int, meeting: Exchange, verdicts: Verdicts, stopwatch: Stopwatch) -> OuterRound:
         fragments, rule = self.config.fragments_due(begun), rule_at(self.config, begun, frozenset(self._pulls.done))
@@ -368,8 +337,8 @@ class OuterLoop:
         if meeting.round is not None:
             meeting.round.finish()
         if meeting.round is not None or meeting.has_joined:
-            self._return_to_anchor()
-            self._commit()
+            self._weights.return_to_anchor()
+            self._weights.commit()
             self.is_synchronised = meeting.round is not None
         if meeting.round is not None:
             self.reports.add(
@@ -380,10 +349,10 @@ class OuterLoop:
         with self._phase("commit"):
             restarted = self._members.restart_left_out(round_, self.iteration)
             if round_.meeting.rank in restarted:
-                self._return_to_anchor()
+                self._weights.return_to_anchor()
                 for other in self.rounds:
                     other.forget_progress()
-            self._commit()
+            self._weights.commit()
         own, self.last_common_step = self._of_group(round_), round_.begun
         # Where groups have anchors of their own, each reports for itself: nobody waits for those that it has met.
         is_common = round_.rule.has_common_anchor

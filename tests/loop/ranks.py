@@ -29,6 +29,7 @@ from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
+from pier_megatron.outer.weights import Weights
 
 WORLD = 4
 
@@ -62,10 +63,11 @@ class Settings:
         return PierConfig(groups=self.groups, **self.config)
 
 
-def _only_the_first_fragment(loop: OuterLoop) -> None:
+def _only_the_first_fragment(weights: Weights) -> None:
     """What is not in the first fragment stays as it is."""
-    for chunk in (chunk for state in loop.states for chunk in state.chunks if chunk.fragment == 0):
-        chunk.set_parameters(chunk.of(loop.states[0].anchor))
+    [staging] = weights._stagings
+    for chunk in (chunk for chunk in staging.state.chunks if chunk.fragment == 0):
+        chunk.set_parameters(chunk.of(staging.state.anchor))
 
 
 def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
@@ -107,10 +109,10 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
     "a group keeps its progress over a restart": (OuterRound, "forget_progress", lambda round_: None),
     "a bit of an anchor flips": (Nesterov, "update", _update_with_a_flipped_bit),
-    "one fragment is restarted": (OuterLoop, "_return_to_anchor", _only_the_first_fragment),
+    "one fragment is restarted": (Weights, "return_to_anchor", _only_the_first_fragment),
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
-    "the anchor stays where the run began": (OuterLoop, "_reset_anchor", lambda loop: None),
+    "the anchor stays where the run began": (Weights, "become_anchor", lambda weights: None),
     "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
     "everybody meets the same partner": (meetings, "draw_subgroups", _the_same_partners),
     "nobody is restarted": (Members, "restart_left_out", lambda members, round_, iteration: []),
