@@ -15,7 +15,7 @@ BATCH = 64
 LEARNING_RATES = (4e-3, 8e-3, 1.6e-2)
 """Among which synchronous AdamW chooses before anything is compared with it."""
 
-MUON_RATES = (1e-2, 2e-2, 4e-2)
+MUON_RATES = (1e-2, 2e-2, 4e-2, 8e-2)
 """Among which synchronous Muon chooses, of matrices; all else is trained by AdamW, at the rate that that has chosen."""
 
 SYNCHRONOUS = "adamw"
