@@ -23,7 +23,7 @@ def run(world_size: int, rank_main: Callable[[], None]) -> None:
         SystemExit: In a rank, at its end.
         RuntimeError: In the calling process if a rank failed, after the others were killed.
     """
-    port = _free_port()
+    port = free_port()
     ranks = {}
     for rank in range(world_size):
         child = os.fork()
@@ -43,7 +43,8 @@ def run(world_size: int, rank_main: Callable[[], None]) -> None:
             raise RuntimeError(f"Rank {rank} failed with status {os.waitstatus_to_exitcode(status)}.")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port on which nothing listens, and which no connection is given by default."""
     while True:
         port = random.SystemRandom().choice(_PORTS)
         with contextlib.suppress(OSError), socket.create_server(("localhost", port)):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import forked_ranks
 import psutil
 import ranks
 import torch
@@ -43,6 +44,7 @@ LIMIT = HEARTBEAT_TIMEOUT + ISLAND_TIMEOUT + PATIENCE + 5
 """Seconds within which islands go on after anything: all time-outs, and time for a busy machine."""
 
 _ENDLESS = 1_000_000
+_START_SECONDS = 60
 _INNER_LR, _INNER_MOMENTUM = 0.05, 0.5
 
 ROUNDING = 2e-5
@@ -385,8 +387,8 @@ class Archipelago:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["warm"])
         self._folder, self._least = folder, least
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self._port = server.getsockname()[1]
+        # While the lighthouse is away nobody else takes its port.
+        self._port = forked_ranks.free_port()
         self.islands: list[Island] = []
         self._lighthouse: Any = None
         self.light()
@@ -397,7 +399,7 @@ class Archipelago:
             target=_shine, args=(self._port, self._least, HEARTBEAT_TIMEOUT, self._folder / "lighthouse.log")
         )
         self._lighthouse.start()
-        self.until(self._answers, 10)
+        self.until(self._answers, _START_SECONDS)
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
