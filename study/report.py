@@ -10,7 +10,21 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rows import ABLATIONS, ITERATIONS, LEARNING_RATES, METHODS, SYNCHRONOUS, TABLES, Row, Table, learning_rate_sweep
+from rows import (
+    ABLATIONS,
+    ADAM,
+    ITERATIONS,
+    LEARNING_RATES,
+    METHODS,
+    MUON,
+    MUON_RATES,
+    SYNCHRONOUS,
+    TABLES,
+    Row,
+    Table,
+    learning_rate_sweep,
+    muon_sweep,
+)
 from run import Study
 
 from pier_megatron import PierConfig
@@ -49,6 +63,11 @@ class Results:
         self._study = study
         self._curves: dict[Row, dict[int, float]] = {}
 
+    @property
+    def learning_rate(self) -> float:
+        """Of AdamW in all rows but those of its sweep."""
+        return self._study.learning_rate
+
     def curve(self, row: Row) -> dict[int, float] | None:
         """Validation loss by iteration, or None for a row that has not been trained."""
         row = self._study.with_rate(row)
@@ -65,7 +84,7 @@ class Results:
         return None if curve is None else curve[max(curve)]
 
     def gap(self, row: Row) -> float | None:
-        """Final loss above that of synchronous AdamW on the same batches."""
+        """Final loss above that of the synchronous run on the same batches."""
         own, baseline = self.final(row), self.final(row.baseline)
         return None if own is None or baseline is None else own - baseline
 
@@ -120,6 +139,10 @@ def _sweep(results: Results) -> str:
     for rate in LEARNING_RATES:
         rows = (row for row in learning_rate_sweep(len(_SEEDS)) if row.learning_rate == rate)
         lines.append(f"| {rate:g} | {_spread(results.final(row) for row in rows)} |")
+    lines += ["\n## Learning rate of synchronous Muon\n", "| of matrices | final loss |", "|---|---|"]
+    for rate in MUON_RATES:
+        rows = (row for row in muon_sweep(len(_SEEDS), results.learning_rate) if row.muon_rate == rate)
+        lines.append(f"| {rate:g} | {_spread(results.final(row) for row in rows)} |")
     return "\n".join(lines)
 
 
@@ -131,7 +154,8 @@ def _section(results: Results, table: Table) -> str:
     lines = [f"## {table.title}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, changes in table.variants.items():
         baselines = [row.baseline for row in _of_all_seeds(SYNCHRONOUS, changes)]
-        lines.append(f"| {name} | synchronous AdamW | | | | {_spread(map(results.final, baselines))} | | | |")
+        inner = {ADAM: "AdamW", MUON: "Muon"}[baselines[0].inner]
+        lines.append(f"| {name} | synchronous {inner} | | | | {_spread(map(results.final, baselines))} | | | |")
         for method in table.methods:
             rows = _of_all_seeds(method, changes)
             cells = (
