@@ -4,7 +4,7 @@ Presets are data. Every length in them is a fraction of the run counted from the
 shorter lazy start shifts all break points with it.
 
 Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``),
-arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``).
+arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``, ``pier-muon``).
 """
 
 import dataclasses
@@ -82,6 +82,13 @@ PRESETS: dict[str, Preset] = {
         warmup_momentum=0.3,
         momentum=(Segment(0.3, 0.9, None, _linear),),
         learning_rate=(Segment(1.0, 0.8, None, _linear),),
+        longest_horizon=0.4,
+    ),
+    # For Muon inside. Its steps are as long where gradients are mostly noise, so that less has to be made up for.
+    "pier-muon": Preset(
+        warmup_momentum=0.3,
+        momentum=(Segment(0.3, 0.8, None, _linear),),
+        learning_rate=(Segment(0.8, 0.6, None, _linear),),
         longest_horizon=0.4,
     ),
     "diloco": Preset(warmup_momentum=None, momentum=(_constant(0.9),), learning_rate=(_constant(0.7),)),

@@ -25,6 +25,7 @@ METHODS = ("diloco", "pier", "pier-rising")
 # What a schedule owes to each of its parts.
 _PIER, _RISING = PRESETS["pier"], PRESETS["pier-rising"]
 _UNLIMITED = "pier-rising without the limit"
+_SHORT_DILOCO = "diloco with momentum 0.5"
 _NOLOCO = PRESETS["noloco"]
 IN_PAIRS: dict[str, Preset] = {
     "noloco with momentum warmup": dataclasses.replace(_NOLOCO, warmup_momentum=0.5),
@@ -36,6 +37,9 @@ ABLATIONS: dict[str, Preset] = {
     "pier without the ramp": dataclasses.replace(_PIER, learning_rate=_PIER.learning_rate[1:]),
     _UNLIMITED: dataclasses.replace(_RISING, longest_horizon=None),
     **IN_PAIRS,
+    _SHORT_DILOCO: dataclasses.replace(
+        PRESETS["diloco"], momentum=tuple(dataclasses.replace(part, start=0.5, end=0.5) for part in PRESETS["diloco"].momentum)
+    ),
     "pier-rising reversed": dataclasses.replace(
         _RISING, momentum=tuple(dataclasses.replace(part, start=part.end, end=part.start) for part in _RISING.momentum)
     ),
@@ -113,6 +117,7 @@ class Table:
 
 
 _BOTH = ("diloco", "pier-rising")
+_WITH_MUON = (*_BOTH, _SHORT_DILOCO, "pier-muon")
 # A lazy start lasts at least an interval.
 _LONG_INTERVALS = {"H = 50": {"interval": 50}, "H = 200, lazy start 33 %": {"interval": 200, "lazy_start": 1 / 3}}
 
@@ -127,7 +132,10 @@ TABLES = (
     Table("Lazy start, 8 groups", _BOTH, {f"{share:.0%}": {"lazy_start": share, "groups": 8} for share in (0.1, 0.3)}),
     Table(
         "What a schedule owes to its parts, 4 groups",
-        ("local-sgd", "pier", "pier-cosine", "pier-rising", *(name for name in ABLATIONS if name != _UNLIMITED)),
+        (
+            *("local-sgd", "pier", "pier-cosine", "pier-rising"),
+            *(name for name in ABLATIONS if name not in (_UNLIMITED, _SHORT_DILOCO)),
+        ),
         {"H = 20": {}},
     ),
     Table("Many groups", _BOTH, {"16 groups": {"groups": 16}}),
@@ -150,12 +158,12 @@ TABLES = (
     ),
     Table(
         "Muon inside: number of groups",
-        METHODS,
+        _WITH_MUON,
         {f"{groups} groups": {"groups": groups, "inner": MUON} for groups in (2, 4, 8, 16)},
     ),
     Table(
         "Muon inside: sync interval, 4 groups",
-        _BOTH,
+        ("diloco", "pier-muon"),
         {f"H = {interval}": {"interval": interval, "inner": MUON} for interval in (10, 20, 50)},
     ),
 )

@@ -62,6 +62,13 @@ def test_rising_momentum_remembers_two_fifths_of_the_outer_steps_at_most(train_i
     assert not schedule.warnings()
 
 
+@pytest.mark.parametrize(("iteration", "mu", "eta"), [(100, 0.3, 0.0), (550, 0.55, 0.7), (1000, 0.8, 0.6)])
+def test_preset_for_muon_moves_less(iteration: int, mu: float, eta: float) -> None:
+    schedule = config("pier-muon")
+    assert schedule.momentum_at(iteration) == pytest.approx(mu)
+    assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
+
+
 def test_constant_presets() -> None:
     assert (config("diloco").momentum_at(500), config("diloco").learning_rate_at(500)) == (0.9, 0.7)
     assert (config("local-sgd").momentum_at(500), config("local-sgd").learning_rate_at(500)) == (0.0, 1.0)
