@@ -100,7 +100,7 @@ def _trained_for_an_hour(iteration: int) -> None:
 
 def _wait_for_the_others(iteration: int) -> None:
     def wait() -> None:
-        while not (Path(os.environ["PIER_TEST_FOLDER"]).parent / "go on").exists():
+        while not (Path(os.environ["PIER_TEST_FOLDER"]).parent / f"go on with {iteration}").exists():
             time.sleep(0.05)
 
     _before(iteration, wait)

@@ -18,8 +18,9 @@ from launch import REPOSITORY
 pytestmark = pytest.mark.processes
 
 _ISLANDS = 3
-# The one in which an island dies, and the one before which the others wait for it to come back.
-_DEATH, _PAUSE, _SAVE = 8, 14, 22
+# The iteration before which the others wait for an island, that in which it dies, and that before which they wait for it to
+# come back.
+_START, _DEATH, _PAUSE, _SAVE = 3, 8, 14, 22
 
 
 class Island(Job):
@@ -75,13 +76,16 @@ def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -
         f"--pier-island-timeout 60 --save-interval {_SAVE} "
     )
     islands = [Island(tmp_path, corpus, flags, index) for index in range(_ISLANDS)]
-    waits = [{"fault": "waits", "rank": 0, "iteration": _PAUSE}]
+    waits = [{"fault": "waits", "rank": 0, "iteration": iteration} for iteration in (_START, _PAUSE)]
     dies = [{"fault": "dies among islands", "rank": 0, "iteration": _DEATH}]
     with (
         lighthouse(least=2) as place,
         started(islands[:2], faults=waits, flags=place) as others,
         islands[2].started(faults=dies, flags=place) as victim,
     ):
+        # The others may begin without it. It joins them in their first outer step then.
+        victim.wait_for(f"Pier: {_ISLANDS} islands")
+        (tmp_path / f"go on with {_START}").touch()
         assert victim.wait() != 0
         begun = time.monotonic()
         others[0].wait_for_iteration(_DEATH + 1)
@@ -89,7 +93,7 @@ def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -
         with islands[2].started(flags=place) as again:
             again.wait_for(f"Pier: {_ISLANDS} islands")
             others[1].wait_for_iteration(_PAUSE - 1)
-            (tmp_path / "go on").touch()
+            (tmp_path / f"go on with {_PAUSE}").touch()
             assert [attempt.wait() for attempt in (*others, again)] == [0, 0, 0]
     # The step of iteration 16 is that of the others; it counts in the one after.
     assert "island 2 joins the others at iteration 16" in again.log
@@ -114,7 +118,7 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
         alone.wait_for_iteration(5)
         with second.started(faults=slow, flags=place) as joins:
             joins.wait_for("Pier: 2 islands")
-            (tmp_path / "go on").touch()
+            (tmp_path / "go on with 6").touch()
             assert [attempt.wait() for attempt in (alone, joins)] == [0, 0]
     assert "island 1 joins the others at iteration 8" in joins.log
     assert "rests for 2 iterations, until the outer step after iteration 16" in joins.log
