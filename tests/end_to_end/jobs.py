@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from launch import REPOSITORY, torchrun
 
@@ -71,8 +72,15 @@ class Job:
         try:
             yield attempt
         finally:
+            # torchrun gives each rank a session of its own.
+            left: list[psutil.Process] = []
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left = psutil.Process(process.pid).children(recursive=True)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            for child in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             process.wait()
 
     def run(self, **how: Any) -> "Attempt":

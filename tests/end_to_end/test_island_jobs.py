@@ -59,9 +59,11 @@ def lighthouse(least: int) -> Iterator[str]:
     assert process.stdout is not None
     found = re.search(r"http://\S+:\d+", process.stdout.readline())
     assert found is not None
-    yield f"--pier-lighthouse {found[0]}"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    try:
+        yield f"--pier-lighthouse {found[0]}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
 
 
 @contextlib.contextmanager
