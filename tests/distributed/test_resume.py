@@ -30,22 +30,13 @@ _KINDS = {
     "hidden exchange": ("--bf16 " + _HIDDEN, [], {"in flight": 10, "begun": 9}),
     "fp16": (_FP16, ["overflow in group 1 at 8 and 9"], {"after a skip": 9}),
 }
-# Where the iteration is what matters, one layout stands for all; what is stored differs in each.
-_ELSEWHERE = {"bf16": ("switch", "mid-interval"), "hidden exchange": ("in flight",), "fp16": ("after a skip",)}
-_KINDS_OF = {"TP 2": tuple(_KINDS), "PP 2": tuple(_ELSEWHERE), "inner DP 2": tuple(_ELSEWHERE), "EP 2": ("bf16",)}
-
-
-def points_of(layout: str, kind: str) -> dict[str, int]:
-    """After which iterations a run is stopped, by what is told apart by them."""
-    points = _KINDS[kind][2]
-    return points if layout == "TP 2" else {point: points[point] for point in _ELSEWHERE[kind]}
-
-
+_SKIPPED = {("EP 2", "fp16"), ("EP 2", "hidden exchange"), ("EP 2", "fp32")}
 _CASES = [
     (layout, kind, point, stop)
     for layout in _LAYOUTS
-    for kind in _KINDS_OF[layout]
-    for point, stop in points_of(layout, kind).items()
+    for kind, (_, _, points) in _KINDS.items()
+    for point, stop in points.items()
+    if (layout, kind) not in _SKIPPED
 ]
 
 
@@ -59,8 +50,9 @@ def resumed(layout: str, kind: str, stop: int) -> str:
 
 def _runs(layout: str) -> list[Run]:
     runs = []
-    for kind in _KINDS_OF[layout]:
-        (flags, faults, _), points = _KINDS[kind], points_of(layout, kind)
+    for kind, (flags, faults, points) in _KINDS.items():
+        if (layout, kind) in _SKIPPED:
+            continue
         argv = _LAYOUTS[layout] + flags + _PIER
         folder = f"{{directory}}/checkpoints-{base(layout, kind)}"
         # The controls need a finished run, too.

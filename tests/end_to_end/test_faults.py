@@ -34,13 +34,20 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert set(losses) == set(range(1, ITERATIONS + 1))
     seen: dict[int, str] = {}
 
+    # A rank is killed in an exchange: the other one says where it was.
+    attempt = job.run(faults=[{"fault": "dies in the exchange", "rank": 1, "iteration": 12}])
+    assert attempt.wait() != 0
+    assert "group 0 was in phase outer_step of the outer step after iteration 12" in attempt.log
+    assert job.last_saved() == 8
+    seen |= attempt.losses()
+
     # The disk is full, then a rank dies between the last byte of a checkpoint and its completion.
     for fault, rank in (("disk is full", 1), ("dies while saving", 0)):
         attempt = job.run(faults=[{"fault": fault, "rank": rank, "iteration": 16}])
         assert attempt.wait() != 0
+        assert "Pier goes on exactly from iteration 8" in attempt.log
         assert job.last_saved() == 8
         seen |= attempt.losses()
-    assert "Pier goes on exactly from iteration 8" in attempt.log
 
     # The job ends by itself between outer steps, with an asynchronous save.
     attempt = job.run(flags=f"{_BEHIND_TRAINING} --exit-interval 13")
@@ -64,8 +71,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert job.last_saved() in (20, ITERATIONS)
     seen |= attempt.losses()
 
-    # A rank is killed in an exchange: the other one says where it was. torchrun starts the job again by itself, and what was
-    # killed leaves no helper behind.
+    # torchrun starts it again by itself, and the rank that was killed leaves no helper behind.
     attempt = job.run(
         faults=[{"fault": "dies in the exchange", "rank": 0, "iteration": 20}],
         restarts=1,
@@ -73,7 +79,6 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     )
     assert attempt.wait() == 0, attempt.log[-5000:]
     assert attempt.log.count("Pier goes on exactly from iteration 16") == 2
-    assert "group 1 was in phase outer_step of the outer step after iteration 20" in attempt.log
     seen |= attempt.losses()
 
     # What the doctor says of the checkpoint before a job is queued.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import ITERATIONS, Attempt, Job, differing
 from launch import REPOSITORY
 
@@ -72,6 +73,18 @@ def started(islands: Sequence[Island], **how: Any) -> Iterator[list[Attempt]]:
         yield [stack.enter_context(island.started(**how)) for island in islands]
 
 
+def check_that_all_go_on_exactly(
+    islands: Sequence[Island], before: Sequence[Attempt], weights: Sequence[dict[str, torch.Tensor]]
+) -> None:
+    """Starts all together once more, from where they had trained apart since the last outer step."""
+    losses = [attempt.losses() for attempt in before]
+    with lighthouse(least=len(islands)) as place, started(islands, flags=f"{place} --ckpt-step {_SAVE}") as resumed:
+        assert [attempt.wait() for attempt in resumed] == [0] * len(islands)
+    for attempt, expected, island, final in zip(resumed, losses, islands, weights, strict=True):
+        assert attempt.losses() == {iteration: loss for iteration, loss in expected.items() if iteration > _SAVE}
+        assert differing(island.weights(ITERATIONS), final) == []
+
+
 def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     flags = (
         f"--pier-groups {_ISLANDS} --global-batch-size {4 * _ISLANDS} --pier-lazy-start-iters 0 "
@@ -104,6 +117,7 @@ def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -
     assert differing(final[0], final[1]) == differing(final[0], final[2]) == []
     apart = [island.weights(_SAVE) for island in islands]
     assert differing(apart[0], apart[1]) == []
+    check_that_all_go_on_exactly(islands, (*others, again), final)
 
 
 def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
@@ -134,10 +148,4 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert clocks[1].items() <= clocks[0].items()
     final = [island.weights(ITERATIONS) for island in (first, second)]
     assert differing(*final) == []
-    # Together, once more from where they had trained apart since the last outer step.
-    before = [attempt.losses() for attempt in (alone, joins)]
-    with lighthouse(least=2) as place, started([first, second], flags=f"{place} --ckpt-step {_SAVE}") as resumed:
-        assert [attempt.wait() for attempt in resumed] == [0, 0]
-    for attempt, losses, island, weights in zip(resumed, before, (first, second), final, strict=True):
-        assert attempt.losses() == {iteration: loss for iteration, loss in losses.items() if iteration > _SAVE}
-        assert differing(island.weights(ITERATIONS), weights) == []
+    check_that_all_go_on_exactly((first, second), (alone, joins), final)
