@@ -5,7 +5,7 @@ import itertools
 import json
 import operator
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,8 @@ from rows import (
     ABLATIONS,
     ADAM,
     ITERATIONS,
-    LEARNING_RATES,
     METHODS,
     MUON,
-    MUON_RATES,
     SYNCHRONOUS,
     TABLES,
     Row,
@@ -136,14 +134,14 @@ class Results:
 
 def _sweep(results: Results) -> str:
     lines = ["## Learning rate of synchronous AdamW\n", "| lr | final loss, nats per byte |", "|---|---|"]
-    for rate in LEARNING_RATES:
-        rows = (row for row in learning_rate_sweep(len(_SEEDS)) if row.learning_rate == rate)
-        lines.append(f"| {rate:g} | {_spread(results.final(row) for row in rows)} |")
+    lines += _of_rates(results, learning_rate_sweep(len(_SEEDS)), operator.attrgetter("learning_rate"))
     lines += ["\n## Learning rate of synchronous Muon\n", "| of matrices | final loss |", "|---|---|"]
-    for rate in MUON_RATES:
-        rows = (row for row in muon_sweep(len(_SEEDS), results.learning_rate) if row.muon_rate == rate)
-        lines.append(f"| {rate:g} | {_spread(results.final(row) for row in rows)} |")
+    lines += _of_rates(results, muon_sweep(len(_SEEDS), results.learning_rate), operator.attrgetter("muon_rate"))
     return "\n".join(lines)
+
+
+def _of_rates(results: Results, sweep: Iterable[Row], rate_of: Callable[[Row], float]) -> list[str]:
+    return [f"| {rate:g} | {_spread(map(results.final, rows))} |" for rate, rows in itertools.groupby(sweep, rate_of)]
 
 
 def _section(results: Results, table: Table) -> str:

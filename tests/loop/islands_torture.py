@@ -17,10 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from archipelago import HEARTBEAT_TIMEOUT, ISLAND_TIMEOUT, LIMIT, PARTS, Archipelago, Island, Plan, archipelago
+from archipelago import HEARTBEAT_TIMEOUT, ISLAND_TIMEOUT, LIMIT, PARTS, START_SECONDS, Archipelago, Island, Plan, archipelago
 
 ISLANDS, LEAST = 3, 2
-_START_SECONDS = 60
 
 # The others went on without it, or the lighthouse was away when it started.
 _CLEAR_ENDS = ("LeftBehindError", "PierConfigError: --pier-lighthouse")
@@ -74,7 +73,7 @@ class _Torture:
         """An island dies with a part of its pseudo-gradient sent."""
         index = self._victim().index
         self._live.pop(index).kill()
-        self._sea.start(Plan(index, dies_after=self._chance.randint(0, 2))).wait(_START_SECONDS)
+        self._sea.start(Plan(index, dies_after=self._chance.randint(0, 2))).wait(START_SECONDS)
 
     def pause(self) -> None:
         """An island stands still for less than a time-out."""
@@ -113,7 +112,7 @@ class _Torture:
     def _settle(self, event: str) -> float:
         """Waits until all who are left have gone on; who has ended since the others did without it is started again."""
         begun = time.monotonic()
-        limit = LIMIT if all(island.taken() for island in self._live.values()) else _START_SECONDS
+        limit = LIMIT if all(island.taken() for island in self._live.values()) else START_SECONDS
         wanted = {island: island.taken() + 2 for island in self._live.values()}
 
         def have_gone_on() -> bool:
@@ -131,7 +130,7 @@ class _Torture:
                 # They wait for others, as they should.
                 self._populate()
                 wanted.update({island: 2 for island in self._live.values() if island not in wanted})
-                limit = _START_SECONDS
+                limit = START_SECONDS
         seconds = time.monotonic() - begun
         if limit == LIMIT:
             self.outcome.longest = max(self.outcome.longest, seconds)
