@@ -6,6 +6,7 @@ spawns (checkpoint writers, for one), and they need what the script's module lev
 
 import argparse
 import importlib.machinery
+import multiprocessing
 import os
 import sys
 import types
@@ -112,8 +113,6 @@ def _look_in_script(name: str) -> object:
 
 
 if __name__ == "__mp_main__":
-    import multiprocessing
-
     from pier_megatron.integration.checkpoint.helpers import end_with_parent
 
     # A helper process: what the script defines at module level may be unpickled here.

@@ -124,13 +124,13 @@ class Membership:
             PierConfigError: If this island is of another run than they.
         """
         quorum = self._quorum(within)
-        members = (quorum["id"], tuple(quorum["islands"]))
+        members = _members(quorum)
         if members != self._members:
             self._members = None
             store = f"{quorum['store']}/{self._world.rank()}"
             self._group.configure(store, members[1][quorum["place"]], quorum["place"], len(members[1]))
             self._members = members
-        islands = [int(name.split(":")[0]) for name in members[1]]
+        islands = [_island(name) for name in members[1]]
         return GroupExchange(self._group.parent if len(islands) > 1 else None, self._codec, islands)
 
     def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
@@ -182,7 +182,7 @@ class Membership:
         if self._world.rank() == 0:
             try:
                 said = self._ask(within)
-                if (said["id"], tuple(said["islands"])) != self._members:
+                if _members(said) != self._members:
                     self._compare_runs(said)
             except PierConfigError as error:
                 said = {"refusal": str(error)}
@@ -212,11 +212,11 @@ class Membership:
                 if self._run.get(name) != common.get(name)
             ]
             raise PierConfigError(
-                f"--pier-island {int(names[place].split(':')[0])} is of another run than the other islands: "
+                f"--pier-island {_island(names[place])} is of another run than the other islands: "
                 f"{', '.join(different)}. All need the same arguments, layout and plugin."
             )
         if strangers:
-            raise RuntimeError(f"islands of another run end: {[int(names[rank].split(':')[0]) for rank in strangers]}")
+            raise RuntimeError(f"islands of another run end: {[_island(names[rank]) for rank in strangers]}")
 
     def _ask(self, within: datetime.timedelta) -> dict[str, Any]:
         patience = 0.0
@@ -244,6 +244,16 @@ class Membership:
             "place": quorum.replica_rank,
             "store": f"{quorum.store_address}/pier/{quorum.max_step}",
         }
+
+
+def _members(quorum: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """What tells a communicator from another."""
+    return quorum["id"], tuple(quorum["islands"])
+
+
+def _island(name: str) -> int:
+    """The number of the island that has announced itself under a name."""
+    return int(name.split(":")[0])
 
 
 def _common_run(said: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[int]]:

@@ -136,11 +136,12 @@ class Gatherings:
         """
         deadline = time.monotonic() + self._wait_seconds
         trained, where = iteration - last_common_step - rested, f"island {self._island} after iteration {iteration}"
+        verdict, _ = self._judge.judge(fragments)
         while True:
             exchange, meeting, refusal = None, None, None
             # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not
             # come to a collective that the others wait in.
-            own, verdict = self._standing(iteration, last_common_step, fragments, trained), self._judge.judge(fragments)[0]
+            own = self._standing(iteration, last_common_step, fragments, trained)
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
                 exchange = self._membership.meet(datetime.timedelta(seconds=within))
