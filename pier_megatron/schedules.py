@@ -4,7 +4,7 @@ Presets are data. Every length in them is a fraction of the run counted from the
 shorter lazy start shifts all break points with it.
 
 Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``),
-arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``, ``pier-muon``).
+arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``, ``pier-annealed`` and those for Muon).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Segment:
     Attributes:
         start: Value at the beginning of the segment.
         end: Value at its end; equal to ``start`` for a constant segment.
-        length: Fraction of the whole run, or None for everything that is left of it.
+        length: Fraction of the whole run, or None for everything that the other segments leave of it.
         shape: Maps the fraction of the segment behind us, in [0, 1], to the fraction of the way from start to end.
     """
 
@@ -91,6 +91,19 @@ PRESETS: dict[str, Preset] = {
         learning_rate=(Segment(0.8, 0.6, None, _linear),),
         longest_horizon=0.4,
     ),
+    # For a hundred outer steps and more, whose noise a long momentum would carry into the end.
+    "pier-annealed": Preset(
+        warmup_momentum=0.3,
+        momentum=(Segment(0.3, 0.9, None, _linear), Segment(0.9, 0.3, 0.10, _linear)),
+        learning_rate=(Segment(1.0, 0.8, None, _linear),),
+        longest_horizon=0.4,
+    ),
+    "pier-muon-annealed": Preset(
+        warmup_momentum=0.3,
+        momentum=(Segment(0.3, 0.8, None, _linear), Segment(0.8, 0.3, 0.10, _linear)),
+        learning_rate=(Segment(0.8, 0.6, None, _linear),),
+        longest_horizon=0.4,
+    ),
     "diloco": Preset(warmup_momentum=None, momentum=(_constant(0.9),), learning_rate=(_constant(0.7),)),
     "noloco": Preset(warmup_momentum=None, momentum=(_constant(0.5),), learning_rate=(_constant(0.7),), subgroup_size=2),
     "local-sgd": Preset(warmup_momentum=None, momentum=(_constant(0.0),), learning_rate=(_constant(1.0),)),
@@ -101,21 +114,18 @@ def value_at(segments: tuple[Segment, ...], offset: float, total: float) -> floa
     """Evaluates a schedule.
 
     Args:
-        segments: The schedule; an open-ended segment must come last.
+        segments: The schedule, one of them at most open-ended.
         offset: Progress since the end of the lazy start, as a fraction of the whole run.
         total: The whole local phase, as a fraction of the whole run.
 
     Returns:
         The value at ``offset``. A break point belongs to the segment that ends there.
     """
-    begin = 0.0
-    for segment in segments[:-1]:
-        length = total - begin if segment.length is None else segment.length
-        if offset <= begin + length + _BREAK_POINT_TOLERANCE:
+    begin, left = 0.0, max(total - sum(segment.length or 0.0 for segment in segments), 0.0)
+    for segment in segments:
+        length = left if segment.length is None else segment.length
+        if offset <= begin + length + _BREAK_POINT_TOLERANCE or segment is segments[-1]:
             break
         begin += length
-    else:
-        segment = segments[-1]
-        length = total - begin if segment.length is None else segment.length
     fraction = min(max((offset - begin) / length, 0.0), 1.0) if length > 0 else 1.0
     return segment.start + (segment.end - segment.start) * segment.shape(fraction)

@@ -40,6 +40,9 @@ _SEQUENCE = 64
 VALIDATION_SEQUENCES = 256
 VALIDATION = "lm loss validation"
 
+# glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
+MALLOC = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
+
 
 def main() -> None:
     """Trains what is missing."""
@@ -196,9 +199,7 @@ def run_worker(specification: Sequence[Mapping[str, object]]) -> None:
         subprocess.CalledProcessError: If a training failed.
     """
     path = [str(_FOLDER), str(_FOLDER.parent), str(_FOLDER.parent / "tools")]
-    # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
-    malloc = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
-    environment = malloc | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
+    environment = MALLOC | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(specification, file)
         file.flush()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
+from pier_megatron.outer.noise import noise_to_signal
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
 from pier_megatron.outer.spread import SpreadWatch
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
@@ -33,6 +34,8 @@ class OuterStepReport:
         cosine_min: Smallest cosine, over the contributing groups, of a group's pseudo-gradient to the mean one. 1 means
             that all groups moved the same way; groups that moved at random are near ``1 / sqrt(groups)``.
         cosine_mean: Mean of those cosines.
+        noise_to_signal: As :func:`pier_megatron.outer.noise.noise_to_signal`; None where fewer than two groups have met,
+            and where groups have anchors of their own.
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
@@ -54,6 +57,7 @@ class OuterStepReport:
     eta: float
     bytes_sent: int
     seconds: float
+    noise_to_signal: float | None = None
     spread: float | None = None
     spread_grows: bool = False
     not_finite: tuple[int, ...] = ()
@@ -71,6 +75,7 @@ class OuterStepReport:
             f" outer step after iteration {self.iteration:8d} | mu: {self.mu:.3f} | eta: {self.eta:.3f} | "
             f"pseudo-gradient norm: {self.pseudo_gradient_norm:.4E} | momentum norm: {self.momentum_norm:.4E} | "
             f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
+            + (f"noise to signal: {self.noise_to_signal:.2f} | " if self.noise_to_signal is not None else "")
             + (f"spread of weights: {self.spread:.3E} | " if self.spread is not None else "")
             + ("WEIGHTS DRIFT APART, see docs/troubles.md | " if self.spread_grows else "")
             + f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |"
@@ -155,6 +160,7 @@ class OuterStepReports:
             momentum_norm=momentum,
             cosine_min=cosine_min,
             cosine_mean=cosine_mean,
+            noise_to_signal=_noise(round_, sums[contributes], counted),
             mu=self._config.momentum_at(round_.begun),
             eta=self._config.learning_rate_at(round_.begun),
             bytes_sent=round_.bytes_sent,
@@ -165,6 +171,15 @@ class OuterStepReports:
             outliers=tuple(groups[index] for index in left_out if verdicts[index] == OUTLIER),
             restarted=tuple(groups[index] for index in restarted),
         )
+
+
+def _noise(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> float | None:
+    """Noise of the groups' pseudo-gradients, from the sums of those that count or of the own group."""
+    met = sum(counted)
+    if not round_.rule.has_common_anchor or met < 2 or (len(sums) < met and not counted[round_.meeting.rank]):
+        return None
+    own, _, mean, _ = sums[:, :PRODUCTS].mean(0).tolist()
+    return noise_to_signal(own, mean, met)
 
 
 def _check_anchors(iteration: int, checksums: Sequence[float]) -> None:

@@ -186,10 +186,11 @@ def test_demo(tmp_path: Path) -> None:
     said = execute(command, tmp_path / "log.txt")
     assert re.search(r"Pier reached a validation loss of \d\.\d+ ", said)
     assert re.search(r"After the same tokens: \d\.\d+ and \d\.\d+ nats per byte", said)
+    assert re.search(r"Pier, Muon inside reached a validation loss of \d\.\d+ ", said)
     assert "(4 synchronous iterations, 2 outer steps)" in said
     assert "warn" not in said.lower()
     assert (output / "loss.png").stat().st_size
-    assert all(list((output / training / "tensorboard").iterdir()) for training in ("synchronous", "pier"))
+    assert all(list((output / training / "tensorboard").iterdir()) for training in ("synchronous", "pier", "pier-muon"))
     assert (output / "pier" / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert "preset diloco" in (output / "pier" / "log0.txt").read_text()
     left = [process for process in psutil.process_iter(["cmdline"]) if str(output) in " ".join(process.info["cmdline"] or [])]

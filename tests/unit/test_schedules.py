@@ -69,6 +69,18 @@ def test_preset_for_muon_moves_less(iteration: int, mu: float, eta: float) -> No
     assert schedule.learning_rate_at(iteration) == pytest.approx(eta)
 
 
+@pytest.mark.parametrize(("preset", "highest"), [("pier-annealed", 0.9), ("pier-muon-annealed", 0.8)])
+@pytest.mark.parametrize("lazy_start", [0, 100, 300, 900])
+def test_annealed_momentum_rises_and_falls_back_in_the_last_tenth(preset: str, highest: float, lazy_start: int) -> None:
+    schedule = config(preset, lazy_start_iters=lazy_start)
+    assert schedule.momentum_at(1000) == pytest.approx(0.3)
+    assert schedule.momentum_at(950) == pytest.approx(0.3 + (highest - 0.3) / 2)
+    if lazy_start < 900:
+        assert schedule.momentum_at(900) == pytest.approx(highest)
+        middle = (lazy_start + 900) // 2
+        assert schedule.momentum_at(middle) == pytest.approx(0.3 + (highest - 0.3) / 2)
+
+
 def test_constant_presets() -> None:
     assert (config("diloco").momentum_at(500), config("diloco").learning_rate_at(500)) == (0.9, 0.7)
     assert (config("local-sgd").momentum_at(500), config("local-sgd").learning_rate_at(500)) == (0.0, 1.0)

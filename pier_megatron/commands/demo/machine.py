@@ -108,7 +108,7 @@ def this_machine(megabits: float) -> Iterator[Machine]:
         except NoNetworkError as error:
             yield Machine(
                 f"Found {found}: Megatron runs on the CPU and gloo, without a slow link between emulated nodes: {error}. So "
-                "the time that Pier saves does not show: both trainings take as long.",
+                "the time that Pier saves does not show: all trainings take as long.",
                 "cpu",
                 _NODES,
             )

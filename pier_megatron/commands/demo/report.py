@@ -1,9 +1,10 @@
-"""What the demo's two trainings ended with: numbers from their TensorBoard logs, and one picture."""
+"""What the demo's trainings ended with: numbers from their TensorBoard logs, and one picture."""
 
 import argparse
 import ast
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from pier_megatron.integration.arguments import config_from_args
 from pier_megatron.outer.report import SCALAR_PREFIX
 
 _LOSS, _VALIDATION = "lm loss", "lm loss validation"
-_NAMES = {"synchronous": "synchronous AdamW", "pier": "Pier"}
+_NAMES = {"synchronous": "synchronous AdamW", "pier": "Pier", "pier-muon": "Pier, Muon inside"}
+_COLORS = {"synchronous": "tab:gray", "pier": "tab:blue", "pier-muon": "tab:green"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +53,24 @@ def curve(log: TensorBoardLog, name: str) -> Curve:
     return Curve(list(first), list(seconds), list(losses))
 
 
-def summarise(output: Path, megabits: float | None) -> str:
-    """Compares the two trainings and draws them.
+def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
+    """Compares the trainings and draws them.
 
     Args:
         output: Folder of the demo, with a folder for each training; ``loss.png`` is written into it.
+        runs: Names of the trainings.
         megabits: Rate of the emulated link, None if there is none.
 
     Returns:
         A few lines for people.
     """
-    logs = {name: TensorBoardLog(output / name) for name in _NAMES}
+    logs = {name: TensorBoardLog(output / name) for name in runs}
     validation = {name: curve(log, _VALIDATION) for name, log in logs.items()}
     said = [*verdict(validation["synchronous"], validation["pier"]), *_bytes(logs["pier"])]
+    if "pier-muon" in validation:
+        said += verdict(validation["synchronous"], validation["pier-muon"], _NAMES["pier-muon"])
+    else:
+        said.append("Not trained, Muon inside: pip install 'pier-megatron[muon]'")
     _draw(output / "loss.png", logs, validation, said[0], megabits)
     return "\n".join(
         [
@@ -76,7 +83,7 @@ def summarise(output: Path, megabits: float | None) -> str:
     )
 
 
-def verdict(synchronous: Curve, pier: Curve) -> list[str]:
+def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"]) -> list[str]:
     """How much sooner, and at what price: of the lowest validation loss that both have reached."""
     loss = max(min(synchronous.losses), min(pier.losses))
     slow, fast = synchronous.seconds_to(loss), pier.seconds_to(loss)
@@ -85,8 +92,8 @@ def verdict(synchronous: Curve, pier: Curve) -> list[str]:
     gap = pier.losses[-1] - synchronous.losses[-1]
     ratio = f"{slow / fast:.1f} x sooner" if slow >= fast > 0 else "no sooner"
     return [
-        f"Pier reached a validation loss of {loss:.3f} {ratio}: after {fast:.0f} s, synchronous AdamW after {slow:.0f} s",
-        f"After the same tokens: {pier.losses[-1]:.3f} and {synchronous.losses[-1]:.3f} nats per byte, Pier {gap:+.3f}, "
+        f"{name} reached a validation loss of {loss:.3f} {ratio}: after {fast:.0f} s, synchronous AdamW after {slow:.0f} s",
+        f"After the same tokens: {pier.losses[-1]:.3f} and {synchronous.losses[-1]:.3f} nats per byte, {name} {gap:+.3f}, "
         f"in {pier.seconds[-1]:.0f} s and {synchronous.seconds[-1]:.0f} s",
     ]
 
@@ -123,11 +130,10 @@ def _draw(
 
     figure, (over_time, over_tokens) = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for name, log in logs.items():
-        color = {"synchronous": "tab:gray", "pier": "tab:blue"}[name]
         per_iteration = float(log.arguments["global_batch_size"]) * float(log.arguments["seq_length"]) / 1e6
         found = validation[name]
-        over_time.plot(found.seconds, found.losses, color=color, marker="o", label=_NAMES[name])
-        over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, color=color, marker="o")
+        over_time.plot(found.seconds, found.losses, color=_COLORS[name], marker="o", label=_NAMES[name])
+        over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, color=_COLORS[name], marker="o")
     link = "" if megabits is None else f", {megabits:g} Mbit/s between two nodes"
     over_time.set(xlabel=f"seconds of training{link}", ylabel="validation loss, nats per byte", xlim=(0, None))
     over_tokens.set(xlabel="tokens, in millions", xlim=(0, None))

@@ -1,0 +1,256 @@
+"""Pier in one process: all groups of a run side by side, many times faster than a process each.
+
+For surveys that would take days through the plugin: it computes what ``reference.py`` does, in FP32, on a GPT of its own. What
+it finds is checked against rows that were trained through the plugin: docs/study.md.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+from rows import ADAM, BATCH, ITERATIONS, MUON, SYNCHRONOUS
+from small_gpt import MATRIX, SEQUENCE, VECTORS, Parameters, Text, initial, losses
+from torch import Tensor
+from torch.nn import functional
+
+from pier_megatron import PierConfig
+from pier_megatron.exchange.codecs import BLOCK, CODECS
+
+_WARMUP, _LOWEST_RATE = 0.1, 0.1
+_BETA1, _WEIGHT_DECAY, _CLIP = 0.9, 0.1, 1.0
+_MUON_MOMENTUM, _MUON_STEPS = 0.95, 5
+
+# Anchors at the end, of which the mean is evaluated too.
+_AVERAGED = (2, 4, 8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        method: :data:`rows.SYNCHRONOUS`, or a preset of the outer schedule.
+        seed: Of weights and data.
+        groups: Number of groups.
+        interval: Iterations between outer steps.
+        lazy_start: Share of the run that is synchronous.
+        iterations: Of the run.
+        batch: Sequences in a batch of all groups together.
+        layers: Of the model.
+        width: Of the model.
+        inner: What trains inside a group, or synchronously.
+        learning_rate: Of AdamW.
+        muon_rate: Of Muon.
+        beta2: Of AdamW.
+        tail: Share of the run at its end that is synchronous again, from the mean of all groups and of their moments.
+        dtype: What a pseudo-gradient is sent as, with error feedback.
+        divides_noise: Whether groups divide the noise in AdamW's second moment by their number, to have the steps of all.
+        slow_share: Of an AdamW step that follows a momentum which groups average when they meet (MT-DAO, arXiv 2510.05361).
+        slow_beta: Of that momentum.
+    """
+
+    method: str = SYNCHRONOUS
+    seed: int = 1
+    groups: int = 8
+    interval: int = 20
+    lazy_start: float = 0.1
+    iterations: int = ITERATIONS
+    batch: int = BATCH
+    layers: int = 2
+    width: int = 64
+    inner: str = ADAM
+    learning_rate: float = 8e-3
+    muon_rate: float = 4e-2
+    beta2: float = 0.99
+    tail: float = 0.0
+    dtype: str = "fp32"
+    divides_noise: bool = False
+    slow_share: float = 0.0
+    slow_beta: float = 0.99
+
+    def rate_factor(self, iteration: int) -> float:
+        """Of the inner learning rates in an iteration, counted from 1: warmup and cosine, as Megatron has them."""
+        warmup = int(_WARMUP * self.iterations)
+        if iteration <= warmup:
+            return iteration / warmup
+        progress = (iteration - warmup) / (self.iterations - warmup)
+        return _LOWEST_RATE + (1 - _LOWEST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came out of a training; losses in nats per byte on all validation data.
+
+    Attributes:
+        final: Loss after the last iteration.
+        curve: Loss of the anchor after outer steps, by iteration.
+        norms: Of each outer step, the mean square norm of the groups' pseudo-gradients and that of the mean one.
+        averaged: Loss of the mean of the last so many anchors.
+    """
+
+    final: float = math.nan
+    curve: dict[int, float] = dataclasses.field(default_factory=dict)
+    norms: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    averaged: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+class _Inner:
+    """AdamW, or Muon and AdamW, of all groups at once, after clipping each group's gradient to a norm of 1."""
+
+    def __init__(self, run: Run, parameters: Parameters) -> None:
+        self._run, self._steps = run, 0
+        self._first, self._second, self._slow = (
+            {name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(3)
+        )
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Puts what a function makes of them in the place of all moments, when groups part or join."""
+        for state in (self._first, self._second, self._slow):
+            state.update({name: function(tensor) for name, tensor in state.items()})
+
+    def share_slow_momentum(self) -> None:
+        self._slow = {name: _of_mean(slow).expand_as(slow).clone() for name, slow in self._slow.items()}
+
+    @torch.no_grad()
+    def step(self, parameters: Parameters, gradients: Parameters, factor: float) -> None:
+        run = self._run
+        self._steps += 1
+        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients.values()]).sum(0)
+        clip = (_CLIP / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        for name, gradient in gradients.items():
+            parameter = parameters[name]
+            if not name.endswith(VECTORS):
+                parameter.mul_(1 - run.learning_rate * factor * _WEIGHT_DECAY)
+            gradient = gradient * clip.view(-1, *[1] * (gradient.dim() - 1))
+            if run.inner == MUON and name.endswith(MATRIX):
+                self._muon(name, parameter, gradient, run.muon_rate * factor)
+            else:
+                self._adam(name, parameter, gradient, run.learning_rate * factor)
+
+    def _muon(self, name: str, parameter: Tensor, gradient: Tensor, rate: float) -> None:
+        momentum = self._first[name].lerp_(gradient, 1 - _MUON_MOMENTUM)
+        update = newton_schulz(gradient.lerp(momentum, _MUON_MOMENTUM), _MUON_STEPS)
+        rows, columns = parameter.shape[-2:]
+        parameter.sub_(update, alpha=rate * max(1.0, rows / columns) ** 0.5)
+
+    def _adam(self, name: str, parameter: Tensor, gradient: Tensor, rate: float) -> None:
+        run = self._run
+        first = self._first[name].lerp_(gradient, 1 - _BETA1) / (1 - _BETA1**self._steps)
+        self._second[name].mul_(run.beta2).addcmul_(gradient, gradient, value=1 - run.beta2)
+        second = self._second[name] / (1 - run.beta2**self._steps)
+        if run.divides_noise and len(parameter) > 1:
+            square = first.square()
+            second = square + (second - square).clamp(min=0) / run.groups
+        if run.slow_share:
+            slow = self._slow[name].lerp_(gradient, 1 - run.slow_beta) / (1 - run.slow_beta**self._steps)
+            first = (1 - run.slow_share) * first + run.slow_share * slow
+        parameter.addcdiv_(first, second.sqrt_().add_(1e-8), value=-rate)
+
+
+class _Outer:
+    """Anchor and momentum of all groups, which always meet."""
+
+    def __init__(self, run: Run, parameters: Parameters) -> None:
+        self._run = run
+        self.config = PierConfig(
+            train_iters=run.iterations,
+            groups=run.groups,
+            sync_interval=run.interval,
+            preset=run.method,
+            lazy_start_fraction=run.lazy_start,
+        )
+        self.anchor = {name: value[0].clone() for name, value in parameters.items()}
+        self._momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
+        self._rounded_away: Parameters = {}
+
+    def follow(self, iteration: int, parameters: Parameters) -> None:
+        """The momentum warmup, where one is due, and the anchor of the lazy start."""
+        if self.config.is_momentum_warmup(iteration):
+            mu = self.config.momentum_at(iteration)
+            for name, value in parameters.items():
+                self._momentum[name] = mu * self._momentum[name] + self.anchor[name] - value[0]
+        if self.config.is_lazy(iteration) and iteration % self._run.interval == 0:
+            self.anchor = {name: value[0].clone() for name, value in parameters.items()}
+
+    def step(self, iteration: int, parameters: Parameters) -> tuple[float, float]:
+        """An outer step; changes the parameters, returns what :class:`Outcome` has as ``norms``."""
+        mu, eta = self.config.momentum_at(iteration), self.config.learning_rate_at(iteration)
+        own_square = mean_square = 0.0
+        for name, value in parameters.items():
+            own = self._sent(name, self.anchor[name] - value)
+            delta = own.mean(0)
+            own_square += own.square().sum().item() / len(own)
+            mean_square += delta.square().sum().item()
+            self._momentum[name] = mu * self._momentum[name] + delta
+            self.anchor[name] = self.anchor[name] - eta * (delta + mu * self._momentum[name])
+            parameters[name] = self.anchor[name].expand_as(value).clone()
+        return own_square, mean_square
+
+    def _sent(self, name: str, own: Tensor) -> Tensor:
+        """What arrives of the groups' pseudo-gradients."""
+        codec = CODECS[self._run.dtype]
+        if codec.lossless:
+            return own
+        own = own + self._rounded_away.get(name, 0)
+        rows = functional.pad(own.flatten(1), (0, -own[0].numel() % BLOCK))
+        arrived = codec.decode(codec.encode(rows))[:, : own[0].numel()].view_as(own)
+        self._rounded_away[name] = own - arrived
+        return arrived
+
+
+def train(run: Run, text: Text) -> Outcome:
+    """Trains a run; the same batches in the same order as all runs of its seed and batch."""
+    outcome, generator = Outcome(), np.random.default_rng(run.seed)
+    parameters = initial(run.layers, run.width, run.seed)
+    inner = _Inner(run, parameters)
+    outer = None if run.method == SYNCHRONOUS else _Outer(run, parameters)
+    apart_until = run.iterations
+    if run.tail:
+        apart_until = round((1 - run.tail) * run.iterations) // run.interval * run.interval
+    anchors: list[Parameters] = []
+    for iteration in range(1, run.iterations + 1):
+        groups = len(parameters["tokens"])
+        batch = text.batch(generator, run.batch).view(groups, -1, SEQUENCE + 1)
+        inner.step(parameters, _gradients(parameters, batch), run.rate_factor(iteration))
+        if outer is None or iteration > apart_until:
+            continue
+        outer.follow(iteration, parameters)
+        if outer.config.fragments_due(iteration):
+            outcome.norms.append(outer.step(iteration, parameters))
+            inner.share_slow_momentum()
+            anchors = [*anchors[1 - max(_AVERAGED) :], dict(outer.anchor)]
+            outcome.curve[iteration] = _evaluate(parameters, text)
+        if groups == 1 and not outer.config.is_lazy(iteration + 1):
+            outcome.curve[iteration] = _evaluate(parameters, text)
+            _change(parameters, inner, lambda common: common.repeat(run.groups, *[1] * (common.dim() - 1)))
+        if run.tail and iteration == apart_until:
+            _change(parameters, inner, _of_mean)
+    outcome.final = _evaluate(parameters, text)
+    for number in _AVERAGED:
+        if len(anchors) >= number:
+            mean = {name: torch.stack([anchor[name] for anchor in anchors[-number:]]).mean(0) for name in parameters}
+            outcome.averaged[number] = _evaluate({name: value.unsqueeze(0) for name, value in mean.items()}, text)
+    return outcome
+
+
+def _gradients(parameters: Parameters, batch: Tensor) -> Parameters:
+    leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+    found = torch.autograd.grad(losses(leaves, batch).sum(), list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
+
+
+def _change(parameters: Parameters, inner: _Inner, function: Callable[[Tensor], Tensor]) -> None:
+    parameters.update({name: function(value) for name, value in parameters.items()})
+    inner.change(function)
+
+
+def _of_mean(tensor: Tensor) -> Tensor:
+    return tensor.mean(0, keepdim=True)
+
+
+def _evaluate(parameters: Parameters, text: Text) -> float:
+    with torch.no_grad():
+        return losses({name: value[:1] for name, value in parameters.items()}, text.validation).item()
