@@ -23,6 +23,8 @@ _WARMUP, _LOWEST_RATE = 0.1, 0.1
 _BETA1, _WEIGHT_DECAY, _CLIP = 0.9, 0.1, 1.0
 _MUON_MOMENTUM, _MUON_STEPS = 0.95, 5
 
+_EVALUATION_INTERVAL = 20
+
 # Anchors at the end, of which the mean is evaluated too.
 _AVERAGED = (2, 4, 8, 16, 32)
 
@@ -86,7 +88,7 @@ class Outcome:
 
     Attributes:
         final: Loss after the last iteration.
-        curve: Loss of the anchor after outer steps, by iteration.
+        curve: Loss of the anchor after some outer steps and at the switch, by iteration.
         norms: Of each outer step, the mean square norm of the groups' pseudo-gradients and that of the mean one.
         averaged: Loss of the mean of the last so many anchors.
     """
@@ -222,7 +224,8 @@ def train(run: Run, text: Text) -> Outcome:
             outcome.norms.append(outer.step(iteration, parameters))
             inner.share_slow_momentum()
             anchors = [*anchors[1 - max(_AVERAGED) :], dict(outer.anchor)]
-            outcome.curve[iteration] = _evaluate(parameters, text)
+            if iteration % _EVALUATION_INTERVAL == 0:
+                outcome.curve[iteration] = _evaluate(parameters, text)
         if groups == 1 and not outer.config.is_lazy(iteration + 1):
             outcome.curve[iteration] = _evaluate(parameters, text)
             _change(parameters, inner, lambda common: common.repeat(run.groups, *[1] * (common.dim() - 1)))

@@ -25,6 +25,7 @@ from pier_megatron.integration.samples import check_groups_read_different_sample
 from pier_megatron.outer import GroupExchange, OuterLoop
 from pier_megatron.outer.description import Description
 from pier_megatron.outer.gathering import Islands
+from pier_megatron.outer.noise import expectation
 
 _TRAINING = "megatron.training.training"
 
@@ -129,12 +130,16 @@ def _report(report: Any) -> None:
     global_vars = "megatron.training.global_vars"
     optimizer = current.pier_optimizer()
     assert optimizer is not None
+    print_rank_last = versions.require("megatron.training.utils", "print_rank_last")
     report.write(
-        versions.require("megatron.training.utils", "print_rank_last"),
+        print_rank_last,
         versions.require(global_vars, "get_tensorboard_writer")(),
         versions.require(global_vars, "get_wandb_writer")(),
         optimizer.loop.iteration,
     )
+    expected = expectation(optimizer.loop.config, report.noise_to_signal, report.iteration)
+    if expected is not None:
+        print_rank_last(expected)
 
 
 def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

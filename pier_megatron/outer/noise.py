@@ -1,6 +1,16 @@
-"""How much of what a group learns between outer steps is noise of its own samples."""
+"""How much of what a group learns between outer steps is noise of its own samples, and what that costs."""
 
 import math
+
+from pier_megatron.config import PierConfig
+
+LOST_PER_NOISE = 0.13
+"""Iterations that groups lose per noise that they do not share, in units of ``ln``: docs/study.md#what-to-expect."""
+
+_FITTED_PRESETS = ("pier-rising", "pier-annealed")
+
+# Outer steps after which a run says what to expect: the noise settles in the first few.
+_SAID_AFTER = (10, 100, 1000)
 
 
 def noise_to_signal(own_square: float, mean_square: float, groups: int) -> float:
@@ -21,3 +31,36 @@ def noise_to_signal(own_square: float, mean_square: float, groups: int) -> float
     variance = (own_square - mean_square) * groups / (groups - 1)
     signal = (groups * mean_square - own_square) / (groups - 1)
     return max(variance, 0.0) / signal if signal > 0 else math.inf
+
+
+def equivalent_share(noise: float, measured_groups: int, groups: int) -> float:
+    """Share of its iterations after which synchronous training would have the loss that groups end with.
+
+    Args:
+        noise: As of :func:`noise_to_signal`, in one of the first outer steps.
+        measured_groups: That trained then.
+        groups: That are to train, on the same global batch: the fewer they are, the less noise has each.
+
+    Returns:
+        A share from 0 to 1; 1 for one group. It holds for what :func:`is_foreseeable` says.
+    """
+    return math.exp(-LOST_PER_NOISE * noise * groups / measured_groups * (1 - 1 / groups))
+
+
+def is_foreseeable(config: PierConfig) -> bool:
+    """Whether :func:`equivalent_share` was fitted to runs of this kind."""
+    return config.inner_optimizer == "adam" and config.preset in _FITTED_PRESETS
+
+
+def expectation(config: PierConfig, noise: float | None, iteration: int) -> str | None:
+    """What to expect of the loss, for the log; None where nothing is known, or nothing to be said after this iteration."""
+    outer_steps, left = divmod(iteration - config.lazy_start, config.sync_interval)
+    if noise is None or left or outer_steps not in _SAID_AFTER or not is_foreseeable(config):
+        return None
+    share = equivalent_share(noise, config.groups, config.groups)
+    fewer = [config.groups >> halved for halved in range(1, config.groups.bit_length() - 1)]
+    others = "".join(f", with {groups} groups {equivalent_share(noise, config.groups, groups):.0%}" for groups in fewer)
+    return (
+        f" after {outer_steps} outer steps: expect the loss of a synchronous run of {share:.0%} of the iterations{others} "
+        "(docs/study.md#what-to-expect)"
+    )

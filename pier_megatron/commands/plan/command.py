@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
-from pier_megatron.commands.plan import compression
+from pier_megatron.commands.plan import compression, loss
 from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, Prediction, predict
 from pier_megatron.commands.plan.skipping import describe_skipping, predict_skipping
 from pier_megatron.config import PierConfig
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-bandwidth", type=float, metavar="GB/S", help="what a node sends in an all-reduce, if measured")
     parser.add_argument("--latency", type=float, metavar="MS", help="of a message between groups, if they are far apart")
     parser.add_argument("--tflops", type=float, help="what a GPU achieves on this model, if measured on one group")
+    parser.add_argument("--log", type=Path, metavar="DIR", help="TensorBoard folder of such a run with Pier: what groups cost")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the mean iteration over the number of GPUs, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_command_argument(parser)
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns the exit status."""
-    plan = make_plan(LaunchCommand.parse(options.command), _cluster(options), options.tflops)
+    plan = make_plan(LaunchCommand.parse(options.command), _cluster(options), options.tflops, options.log)
     if options.plot:
         draw_scaling(plan["scaling"], options.plot)
     print(json.dumps(plan, indent=2) if options.json else "\n".join(_text(plan)))
@@ -49,13 +50,14 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = None) -> dict[str, Any]:
+def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = None, log: Path | None = None) -> dict[str, Any]:
     """Plans a job with ``--optimizer pier``; needs no GPU.
 
     Args:
         command: Its launch command.
         cluster: Where it runs.
         tflops: What a GPU achieves on this model, in 1e12 operations per second; None for the cluster's figure.
+        log: Folder of the log of a run of the job that has begun, on fewer iterations if need be.
 
     Returns:
         Plain values: the job, memory in bytes, times in seconds, a verdict.
@@ -69,6 +71,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     args, config, job = found.args, found.config, sizes_of(found.args)
     flops = None if tflops is None else tflops * 1e12
     prediction = predict(job, cluster, flops)
+    expected = None if log is None else loss.expected_shares(loss.read(log), config, args.global_batch_size)
     return {
         "groups": config.groups,
         "gpus": job.gpus,
@@ -85,6 +88,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
         "scaling": _scaling(job, args.global_batch_size, cluster, config, flops),
         "skipping": predict_skipping(args, job, cluster, flops),
         "iterations": args.train_iters,
+        "loss": expected,
         "verdict": _verdict(prediction, config, job),
     }
 
@@ -249,4 +253,4 @@ def _text(plan: dict[str, Any]) -> list[str]:
         )
     if not plan["calibrated"]:
         lines.append("Not calibrated: this cluster's figures follow from data sheets. Give --tflops and --node-bandwidth.")
-    return [*lines, "", plan["verdict"]]
+    return [*lines, "", *(loss.text(plan["loss"], plan["groups"]) if plan["loss"] else ()), plan["verdict"]]
