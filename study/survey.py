@@ -42,9 +42,13 @@ class Survey:
         with self._path.open("a") as file:
             file.write(json.dumps({"run": dataclasses.asdict(run), "outcome": dataclasses.asdict(outcome)}) + "\n")
 
-    def outcome(self, run: Run) -> Outcome | None:
-        """What came out of a run; None if it has not been trained."""
-        return self._outcomes.get(run)
+    def __contains__(self, run: Run) -> bool:
+        """Whether a run has been trained."""
+        return run in self._outcomes
+
+    def __getitem__(self, run: Run) -> Outcome:
+        """What came out of it."""
+        return self._outcomes[run]
 
 
 def _parse(line: str) -> tuple[Run, Outcome]:
