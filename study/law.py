@@ -19,10 +19,12 @@ from simulation import Run
 from small_gpt import SEQUENCE
 from survey import Survey
 
-from pier_megatron.outer.noise import LOST_PER_NOISE, noise_to_signal
+from pier_megatron.outer.noise import LOST_PER_NOISE, SETTLED_AFTER, noise_to_signal
 
 _SHORTER = 0.75
 """Synchronous training of so many of a setting's iterations says what iterations are worth there."""
+
+_UNSETTLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Point:
         synchronous: Loss of synchronous training, in nats per byte.
         gap: What the groups' is above it.
         worth: By how much synchronous training's falls while its iterations grow by a factor of e, at this length.
-        noise: Noise to signal of the groups' pseudo-gradients, median over the outer steps.
+        noise: Noise to signal of the groups' pseudo-gradients in the first outer steps, as the plugin takes it.
     """
 
     run: Run
@@ -92,6 +94,12 @@ class Point:
     def lost(self) -> float | None:
         """Iterations that are lost, as the logarithm of their share."""
         return None if self.worth is None else self.gap / self.worth
+
+    @property
+    def critical(self) -> float | None:
+        """Bytes of a group in an iteration at which groups without number would lose a factor of e."""
+        run = self.run
+        return None if self.lost is None else self.lost * (run.batch * SEQUENCE / run.groups) / (1 - 1 / run.groups)
 
     @property
     def foretold(self) -> float | None:
@@ -148,7 +156,7 @@ def _points(survey: Survey, setting: Setting, inner: str) -> Iterator[Point]:
     for run in of_groups:
         if run in survey:
             outcome, synchronous = survey[run], survey[best].final
-            noises = [noise_to_signal(own, mean, run.groups) for own, mean in outcome.norms]
+            noises = [noise_to_signal(own, mean, run.groups) for own, mean in outcome.norms[_UNSETTLED:SETTLED_AFTER]]
             yield Point(run, synchronous, outcome.final - synchronous, worth, statistics.median(noises))
 
 
@@ -165,14 +173,18 @@ def _table(points: Iterable[Point]) -> str:
             "synchronous",
             "gap",
         ),
-        *("", "noise to signal", "lost", "foretold gap", "measured / foretold"),
+        *("", "noise to signal", "lost", "critical bytes", "foretold gap", "measured / foretold"),
     )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for point in points:
         run, foretold = point.run, point.foretold
         cells = [run.width, run.batch, run.iterations, run.groups, run.interval, run.batch * SEQUENCE // run.groups, run.method]
         cells += [f"{point.synchronous:.3f}", f"{point.gap:.3f}", f"{point.gap / point.synchronous:.1%}", f"{point.noise:.2f}"]
-        cells += ["", "", ""] if foretold is None else [f"{point.lost:.2f}", f"{foretold:.3f}", f"{point.gap / foretold:.2f}"]
+        cells += (
+            ["-"] * 4
+            if foretold is None
+            else [f"{point.lost:.2f}", f"{point.critical:.0f}", f"{foretold:.3f}", f"{point.gap / foretold:.2f}"]
+        )
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 

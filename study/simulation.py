@@ -134,7 +134,7 @@ class _Inner:
 
     def _muon(self, name: str, parameter: Tensor, gradient: Tensor, rate: float) -> None:
         momentum = self._first[name].lerp_(gradient, 1 - _MUON_MOMENTUM)
-        update = newton_schulz(gradient.lerp(momentum, _MUON_MOMENTUM), _MUON_STEPS)
+        update = newton_schulz(gradient.lerp(momentum, _MUON_MOMENTUM).float(), _MUON_STEPS)
         rows, columns = parameter.shape[-2:]
         parameter.sub_(update, alpha=rate * max(1.0, rows / columns) ** 0.5)
 

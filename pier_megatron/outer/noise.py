@@ -4,13 +4,16 @@ import math
 
 from pier_megatron.config import PierConfig
 
-LOST_PER_NOISE = 0.13
-"""Iterations that groups lose per noise that they do not share, in units of ``ln``: docs/study.md#what-to-expect."""
+LOST_PER_NOISE = 0.12
+"""Logarithm of the share of iterations that groups lose, per noise that they do not share: docs/study.md#what-to-expect."""
 
 _FITTED_PRESETS = ("pier-rising", "pier-annealed")
 
-# Outer steps after which a run says what to expect: the noise settles in the first few.
-_SAID_AFTER = (10, 100, 1000)
+_FEWEST_OUTER_STEPS = 25
+"""With fewer, groups lose more than their noise says."""
+
+SETTLED_AFTER = 10
+"""Outer steps after which the noise is what the law was fitted to; later it grows, as the loss falls."""
 
 
 def noise_to_signal(own_square: float, mean_square: float, groups: int) -> float:
@@ -37,7 +40,7 @@ def equivalent_share(noise: float, measured_groups: int, groups: int) -> float:
     """Share of its iterations after which synchronous training would have the loss that groups end with.
 
     Args:
-        noise: As of :func:`noise_to_signal`, in one of the first outer steps.
+        noise: As of :func:`noise_to_signal`, around the outer step :data:`SETTLED_AFTER`.
         measured_groups: That trained then.
         groups: That are to train, on the same global batch: the fewer they are, the less noise has each.
 
@@ -49,18 +52,19 @@ def equivalent_share(noise: float, measured_groups: int, groups: int) -> float:
 
 def is_foreseeable(config: PierConfig) -> bool:
     """Whether :func:`equivalent_share` was fitted to runs of this kind."""
-    return config.inner_optimizer == "adam" and config.preset in _FITTED_PRESETS
+    outer_steps = (config.train_iters - config.lazy_start) // config.sync_interval
+    return config.inner_optimizer == "adam" and config.preset in _FITTED_PRESETS and outer_steps >= _FEWEST_OUTER_STEPS
 
 
 def expectation(config: PierConfig, noise: float | None, iteration: int) -> str | None:
     """What to expect of the loss, for the log; None where nothing is known, or nothing to be said after this iteration."""
-    outer_steps, left = divmod(iteration - config.lazy_start, config.sync_interval)
-    if noise is None or left or outer_steps not in _SAID_AFTER or not is_foreseeable(config):
+    is_due = iteration == config.lazy_start + SETTLED_AFTER * config.sync_interval
+    if noise is None or not is_due or not is_foreseeable(config):
         return None
     share = equivalent_share(noise, config.groups, config.groups)
     fewer = [config.groups >> halved for halved in range(1, config.groups.bit_length() - 1)]
     others = "".join(f", with {groups} groups {equivalent_share(noise, config.groups, groups):.0%}" for groups in fewer)
     return (
-        f" after {outer_steps} outer steps: expect the loss of a synchronous run of {share:.0%} of the iterations{others} "
+        f" after {SETTLED_AFTER} outer steps: expect the loss of a synchronous run of {share:.0%} of the iterations{others} "
         "(docs/study.md#what-to-expect)"
     )

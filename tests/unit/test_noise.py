@@ -42,20 +42,20 @@ def config(**kwargs: Any) -> PierConfig:
     return PierConfig(**settings)
 
 
-def test_log_says_what_to_expect_after_ten_outer_steps_and_a_hundred() -> None:
+def test_log_says_what_to_expect_after_ten_outer_steps() -> None:
     said = {t: text for t in config().outer_steps() if (text := expectation(config(), 4.0, t)) is not None}
-    assert list(said) == [10_200, 12_000, 30_000]
+    assert list(said) == [10_200]
     share, with_four, with_two = (f"{equivalent_share(4.0, 8, groups):.0%}" for groups in (8, 4, 2))
     assert (
         f"a synchronous run of {share} of the iterations, with 4 groups {with_four}, with 2 groups {with_two} (" in said[10_200]
     )
-    assert "after 100 outer steps" in said[12_000]
 
 
 def test_nothing_is_said_of_what_was_not_studied() -> None:
     assert expectation(config(preset="pier"), 4.0, 10_200) is None
     assert expectation(config(islands=True, inner_optimizer="muon"), 4.0, 10_200) is None
     assert expectation(config(), None, 10_200) is None
+    assert expectation(config(train_iters=500), 4.0, 260) is None
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_plan_refuses_logs_that_say_nothing_of_the_job(run_with_eight_groups: Pa
     log = loss.read(run_with_eight_groups)
     with pytest.raises(PierConfigError, match="--global-batch-size 64, the job 128"):
         loss.expected_shares(log, config(), global_batch=128)
-    with pytest.raises(PierConfigError, match="the job has adam and diloco"):
+    with pytest.raises(PierConfigError, match="the job has adam, diloco and 4500"):
         loss.expected_shares(log, config(preset="diloco"), global_batch=64)
     del log.scalars["pier/noise-to-signal"]
     with pytest.raises(PierConfigError, match="at least 5 outer steps"):

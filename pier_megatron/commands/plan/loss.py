@@ -8,11 +8,11 @@ from typing import Any
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.noise import equivalent_share, is_foreseeable
+from pier_megatron.outer.noise import SETTLED_AFTER, equivalent_share, is_foreseeable
 from pier_megatron.outer.report import SCALAR_PREFIX
 
-# In the first outer steps groups have only begun to come apart; what follows says enough.
-_SKIPPED, _READ = 4, 16
+# In the first outer steps groups have only begun to come apart.
+_SKIPPED = 4
 
 
 def expected_shares(log: TensorBoardLog, config: PierConfig, global_batch: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def expected_shares(log: TensorBoardLog, config: PierConfig, global_batch: int) 
     Raises:
         PierConfigError: If the run's noise is not known, or says nothing of the job.
     """
-    noises = [noise for _, noise in log.mean(SCALAR_PREFIX + "noise-to-signal")][_SKIPPED:][:_READ]
+    noises = [noise for _, noise in log.mean(SCALAR_PREFIX + "noise-to-signal")][_SKIPPED:SETTLED_AFTER]
     if not noises:
         raise PierConfigError(
             f"--log: no noise of pseudo-gradients in it, which takes two groups or more and at least {_SKIPPED + 1} outer "
@@ -45,8 +45,9 @@ def expected_shares(log: TensorBoardLog, config: PierConfig, global_batch: int) 
         )
     if not is_foreseeable(config):
         raise PierConfigError(
-            f"--log: the loss is foreseen with AdamW inside and --pier-preset pier-rising or pier-annealed only; the job has "
-            f"{config.inner_optimizer} and {config.preset}."
+            "--log: the loss is foreseen with AdamW inside, --pier-preset pier-rising or pier-annealed, and 25 outer steps or "
+            f"more; the job has {config.inner_optimizer}, {config.preset} and "
+            f"{(config.train_iters - config.lazy_start) // config.sync_interval}."
         )
     noise = statistics.median(noises)
     shares = {groups: equivalent_share(noise, measured, groups) for groups in _alternatives(config.groups)}

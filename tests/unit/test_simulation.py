@@ -1,0 +1,103 @@
+"""The study's simulation of all groups in one process, against the reference."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rows import ADAM, MUON
+from simulation import Run, _Inner, train
+from small_gpt import SEQUENCE, Parameters, Text, initial, losses
+from torch import Tensor
+
+from pier_megatron import PierConfig, reference
+
+_RUN = Run(method="pier-rising", groups=2, interval=2, iterations=10, batch=4, layers=1, width=16, lazy_start=0.2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    generator = np.random.default_rng(0)
+    for name in ("train", "excerpt"):
+        # Bytes of which half say what comes next, so that there is something to learn.
+        generator.integers(0, 8, 5000, dtype=np.uint16).repeat(2).tofile(folder / f"{name}.bin")
+    return Text(folder)
+
+
+def referenced(run: Run, text: Text) -> float:
+    """Final loss of the same run by ``reference.train``, in float64."""
+    start = initial(run.layers, run.width, run.seed)
+    generator = np.random.default_rng(run.seed)
+    batches = [text.batch(generator, run.batch) for _ in range(run.iterations)]
+
+    def named(parameters: Sequence[Tensor]) -> Parameters:
+        return dict(zip(start, (parameter.unsqueeze(0) for parameter in parameters), strict=True))
+
+    def gradient(parameters: Sequence[Tensor], group: int, iteration: int) -> Sequence[Tensor]:
+        leaves = [parameter.detach().requires_grad_() for parameter in parameters]
+        own = batches[iteration - 1].view(run.groups, -1, SEQUENCE + 1)[group]
+        return torch.autograd.grad(losses(named(leaves), own.unsqueeze(0)).sum(), leaves)
+
+    class InnerOfOneGroup(torch.optim.Optimizer):
+        """The simulation's, for the parameters of one group."""
+
+        def __init__(self, parameters: list[Tensor]) -> None:
+            super().__init__(parameters, {})
+            self._parameters, self._inner, self._iteration = parameters, _Inner(run, named(parameters)), 0
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            self._iteration += 1
+            gradients = named([parameter.grad for parameter in self._parameters])  # type: ignore[misc]
+            self._inner.step(named(self._parameters), gradients, run.rate_factor(self._iteration))
+
+    config = PierConfig(
+        run.iterations, run.groups, sync_interval=run.interval, preset=run.method, lazy_start_fraction=run.lazy_start
+    )
+    trained = reference.train([value[0] for value in start.values()], gradient, InnerOfOneGroup, config)
+    with torch.no_grad():
+        return losses(named(trained), text.validation).item()
+
+
+@pytest.mark.parametrize("inner", [ADAM, MUON])
+@pytest.mark.parametrize("preset", ["pier-rising", "diloco", "pier"])
+def test_groups_train_as_the_reference_says(inner: str, preset: str, text: Text) -> None:
+    run = dataclasses.replace(_RUN, inner=inner, method=preset)
+    found = train(run, text)
+    assert found.final == pytest.approx(referenced(run, text), rel=2e-5)
+    untrained = losses(initial(run.layers, run.width, run.seed), text.validation).item()
+    assert found.final < untrained - 0.1
+    assert len(found.norms) == 4
+
+
+def test_groups_need_not_end_where_one_does(text: Text) -> None:
+    # Otherwise the comparison above could not fail.
+    both, one = (train(dataclasses.replace(_RUN, groups=groups), text).final for groups in (2, 1))
+    assert abs(both - one) > 1e-3
+
+
+def test_inner_step_is_that_of_adamw(text: Text) -> None:
+    run = dataclasses.replace(_RUN, iterations=100)
+    start = initial(run.layers, run.width, run.seed)
+    mine = {name: value.clone() for name, value in start.items()}
+    inner = _Inner(run, mine)
+    theirs = {name: value.clone().requires_grad_() for name, value in start.items()}
+    vectors = [value for name, value in theirs.items() if name.endswith((".bias", ".scale"))]
+    others = [value for name, value in theirs.items() if not name.endswith((".bias", ".scale"))]
+    grouped = [{"params": others, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(grouped, lr=1.0, betas=(0.9, run.beta2))
+    generator = np.random.default_rng(1)
+    for iteration in range(1, 6):
+        batch = text.batch(generator, 4).unsqueeze(0)
+        gradients = dict(zip(theirs, torch.autograd.grad(losses(theirs, batch).sum(), list(theirs.values())), strict=True))
+        for name, value in theirs.items():
+            value.grad = gradients[name].clone()
+        torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0)
+        for group in adamw.param_groups:
+            group["lr"] = run.learning_rate * run.rate_factor(iteration)
+        adamw.step()
+        inner.step(mine, gradients, run.rate_factor(iteration))
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value.detach(), rtol=1e-4, atol=1e-6)
