@@ -4,7 +4,7 @@ import math
 
 from pier_megatron.config import PierConfig
 
-LOST_PER_NOISE = 0.12
+LOST_PER_NOISE = 0.13
 """Logarithm of the share of iterations that groups lose, per noise that they do not share: docs/study.md#what-to-expect."""
 
 _FITTED_PRESETS = ("pier-rising", "pier-annealed")
