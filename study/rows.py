@@ -64,6 +64,7 @@ class Row:
         batch_scale: Factor on the batch and on the learning rate; the run is as many times shorter.
         inner: What trains inside a group, or synchronously.
         muon_rate: Learning rate of Muon; None for the one that synchronous Muon chose.
+        dtype: What a pseudo-gradient is sent as, with error feedback.
     """
 
     method: str
@@ -75,6 +76,7 @@ class Row:
     batch_scale: int = 1
     inner: str = ADAM
     muon_rate: float | None = None
+    dtype: str = "fp32"
 
     @property
     def name(self) -> str:
@@ -82,6 +84,8 @@ class Row:
         parts = [self.method.replace(" ", "-"), f"g{self.groups}"]
         if self.method != SYNCHRONOUS:
             parts += [f"h{self.interval}", f"lazy{round(100 * self.lazy_start)}"]
+        if self.dtype != "fp32":
+            parts.append(self.dtype)
         if self.batch_scale > 1:
             parts.append(f"batch{self.batch_scale}")
         if self.inner == MUON:
@@ -117,7 +121,7 @@ class Table:
 
 
 _BOTH = ("diloco", "pier-rising")
-_WITH_MUON = (*_BOTH, _SHORT_DILOCO, "pier-muon")
+_WITH_MUON = (*_BOTH, _SHORT_DILOCO, "pier-muon", "pier-muon-annealed")
 # A lazy start lasts at least an interval.
 _LONG_INTERVALS = {"H = 50": {"interval": 50}, "H = 200, lazy start 33 %": {"interval": 200, "lazy_start": 1 / 3}}
 
@@ -164,8 +168,15 @@ TABLES = (
     Table(
         "Muon inside: sync interval, 4 groups",
         ("diloco", "pier-muon"),
-        {f"H = {interval}": {"interval": interval, "inner": MUON} for interval in (10, 20, 50)},
+        {f"H = {interval}": {"interval": interval, "inner": MUON} for interval in (10, 20, 50)}
+        | {"H = 200, lazy start 33 %": {"interval": 200, "lazy_start": 1 / 3, "inner": MUON}},
     ),
+    Table(
+        "Muon inside: an eighth of the bytes, four times as often",
+        ("pier-muon-annealed",),
+        {"8 groups, H = 5, int4": {"groups": 8, "interval": 5, "dtype": "int4", "inner": MUON}},
+    ),
+    Table("A momentum that falls back at the end, 4 groups", ("pier-rising", "pier-annealed"), {"H = 20": {}}),
 )
 
 

@@ -134,6 +134,7 @@ class Study:
             *(("--pier-islands", "--pier-inner-optimizer", MUON) if row.inner == MUON else ()),
             *("--optimizer", "pier", "--pier-preset", row.method, "--pier-groups", str(row.groups)),
             *("--pier-sync-interval", str(row.interval), "--pier-lazy-start-fraction", str(row.lazy_start)),
+            *("--pier-exchange-dtype", row.dtype),
         ]
 
     def _done(self, row: Row) -> Path:
