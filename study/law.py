@@ -60,13 +60,13 @@ SETTINGS = (
         {},
         (8e-3,),
         ((4e-2, 8e-3),),
-        ({"groups": 2}, {"groups": 4}, _EIGHT, {"groups": 16}, {"interval": 10}, {"interval": 50}),
+        (*({"groups": groups} for groups in (2, 4, 8)), *({"interval": interval} for interval in (5, 10, 40, 50))),
     ),
     Setting("2400 iterations", {"iterations": 2400}, (4e-3, 8e-3), ((2e-2, 8e-3), (4e-2, 8e-3)), (_EIGHT,)),
-    Setting("256 sequences", {"batch": 256}, (8e-3, 1.6e-2), ((4e-2, 8e-3),), (_EIGHT,)),
-    Setting("16 sequences", {"batch": 16}, (4e-3, 8e-3), ((1e-2, 8e-3), (2e-2, 8e-3)), (_EIGHT,)),
+    Setting("256 sequences", {"batch": 256}, (1.6e-2,), ((4e-2, 8e-3),), (_EIGHT,)),
+    Setting("16 sequences", {"batch": 16}, (4e-3, 8e-3), (), (_EIGHT,)),
     Setting("width 32", {"width": 32}, (8e-3, 1.6e-2, 3.2e-2), ((2e-2, 8e-3), (4e-2, 8e-3), (4e-2, 1.6e-2)), (_EIGHT,)),
-    Setting("width 128", {"width": 128}, (4e-3, 8e-3), ((2e-2, 4e-3),), (_EIGHT,)),
+    Setting("width 128", {"width": 128}, (4e-3, 8e-3), (), (_EIGHT,)),
 )
 
 SCHEDULES = {ADAM: ("diloco", "pier-rising", "pier-annealed"), MUON: ("diloco", "pier-muon", "pier-muon-annealed")}

@@ -159,7 +159,13 @@ def test_operator_sees_every_outer_step(two_nodes: tuple[str, Path]) -> None:
     accumulator = EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
     scalars = {name for name in accumulator.Tags()["scalars"] if name.startswith("pier/")}
-    assert {"pier/pseudo-gradient-norm", "pier/momentum-norm", "pier/cosine-min", "pier/bytes-sent"} < scalars
+    assert {
+        "pier/pseudo-gradient-norm",
+        "pier/momentum-norm",
+        "pier/cosine-min",
+        "pier/noise-to-signal",
+        "pier/bytes-sent",
+    } < scalars
     assert [event.step for event in accumulator.Scalars("pier/mu")] == [4, 6]
     # 2 (G - 1) / G x 4 bytes of each parameter that the rank owns.
     parameters = int(log[log.index("per rank: ") + 10 :].split()[0].replace(",", ""))
