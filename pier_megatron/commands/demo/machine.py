@@ -69,8 +69,7 @@ class Machine:
                 file.flush()
                 start = running if self.nodes is None else self.nodes.running_on(node)
                 processes.append(stack.enter_context(start(command, file, _ENVIRONMENT)))
-            # The last rank logs, which is on the last node.
-            _follow(processes, logs[-1])
+            _follow(processes, logs)
             status = next((process.returncode for process in processes if process.returncode), 0)
         if status:
             print(f"\nThe training failed with status {status}; its logs are in {folder}. Their ends:", file=sys.stderr)
@@ -122,13 +121,14 @@ def this_machine(megabits: float) -> Iterator[Machine]:
         )
 
 
-def _follow(processes: Sequence["subprocess.Popen[str]"], log: Path) -> None:
-    """Shows how far a training is until it ends, or a part of it fails."""
+def _follow(processes: Sequence["subprocess.Popen[str]"], logs: Sequence[Path]) -> None:
+    """Shows how far a training is until it ends, or a part of it fails. One node says so: the last, or that of island 0."""
     begin, shown, is_terminal = time.monotonic(), "", sys.stdout.isatty()
-    with log.open(errors="replace") as file:
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(log.open(errors="replace")) for log in logs]
         while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
             time.sleep(0.5)
-            found = PROGRESS.findall(file.read())
+            found = PROGRESS.findall("".join(file.read() for file in files))
             if not found and shown:
                 continue
             seconds = time.monotonic() - begin
