@@ -45,9 +45,9 @@ class Setting:
     muon_rates: Sequence[tuple[float, float]]
     groups: Sequence[Mapping[str, int]]
 
-    def synchronous(self, inner: str, **changes: Any) -> list[Run]:
+    def synchronous(self, inner: str) -> list[Run]:
         """One run for each rate."""
-        given = {"inner": inner, "method": SYNCHRONOUS, **self.changes, **changes}
+        given = {"inner": inner, "method": SYNCHRONOUS, **self.changes}
         if inner == ADAM:
             return [Run(learning_rate=rate, **given) for rate in self.rates]
         return [Run(muon_rate=muon, learning_rate=adam, **given) for muon, adam in self.muon_rates]
@@ -70,6 +70,31 @@ SETTINGS = (
 )
 
 SCHEDULES = {ADAM: ("diloco", "pier-rising", "pier-annealed"), MUON: ("diloco", "pier-muon", "pier-muon-annealed")}
+
+_RISING, _MUON = Run("pier-rising"), Run("pier-muon-annealed", inner=MUON)
+_CLAIM = Run("diloco", groups=4, interval=2, iterations=4000, batch=128, width=32, learning_rate=1.6e-2)
+_replace = dataclasses.replace
+
+OTHERS = {
+    "synchronous tail, 5 %": (_replace(_RISING, tail=0.05), _replace(_MUON, method="pier-muon", tail=0.05)),
+    "synchronous tail, 10 %": (_replace(_RISING, tail=0.1), _replace(_MUON, method="pier-muon", tail=0.1)),
+    "AdamW's noise divided": (_replace(_RISING, divides_noise=True),),
+    "slow momentum": tuple(_replace(_RISING, slow_share=0.5, slow_beta=beta) for beta in (0.99, 0.999)),
+    "int4, H = 5": (
+        _replace(_RISING, method="pier-annealed", interval=5, dtype="int4"),
+        *(_replace(_MUON, interval=5, dtype="int4", seed=seed) for seed in (1, 2, 3)),
+    ),
+    **{f"lazy start {share:.0%}": (_replace(_MUON, lazy_start=share),) for share in (1 / 30, 0.2, 0.3)},
+    "other seeds": (
+        *(_replace(_RISING, method="pier-annealed", interval=interval, seed=seed) for interval in (10, 20) for seed in (2, 3)),
+        *(_replace(_RISING, method="diloco", interval=10, seed=seed) for seed in (2, 3)),
+        *(_replace(_MUON, method=method, seed=seed) for method in ("diloco", "pier-muon-annealed") for seed in (2, 3)),
+        *(_replace(_MUON, method=method, iterations=2400, seed=seed) for method in SCHEDULES[MUON][1:] for seed in (2, 3)),
+    ),
+    "16 groups": tuple(_replace(_MUON, method=method, groups=16) for method in ("diloco", "pier-muon-annealed")),
+    "1800 outer steps": (_CLAIM, *(_replace(_CLAIM, method=method, learning_rate=2e-3) for method in ("diloco", "pier"))),
+}
+"""What else was tried: docs/study.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +142,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("docs/survey.jsonl"), help="file of the runs (%(default)s)")
     parser.add_argument("--train", action="store_true", help="train what is missing there: hours on two cores")
+    parser.add_argument("--corpus", type=Path, default=Path("runs/study/corpus"), help="folder of the text (%(default)s)")
     options = parser.parse_args()
-    survey = Survey(options.runs)
+    survey = Survey(options.runs, options.corpus.resolve())
     pairs = list(itertools.product(SETTINGS, SCHEDULES))
     if options.train:
         survey.train(run for setting, inner in pairs for run in setting.synchronous(inner))
         survey.train(run for setting, inner in pairs for run in _rows(survey, setting, inner))
+        survey.train(each for runs in OTHERS.values() for run in runs for each in (_synchronous(run), run))
     for inner in SCHEDULES:
         points = [point for setting in SETTINGS for point in _points(survey, setting, inner)]
         print(f"## {inner} inside\n\n{_table(points)}\n\n{_summary(points)}\n")
+    print(f"## What else was tried\n\n{_others(survey)}")
 
 
 def _best(survey: Survey, setting: Setting, inner: str) -> Run | None:
@@ -186,6 +214,25 @@ def _table(points: Iterable[Point]) -> str:
             else [f"{point.lost:.2f}", f"{point.critical:.0f}", f"{foretold:.3f}", f"{point.gap / foretold:.2f}"]
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _synchronous(run: Run) -> Run:
+    """Training on the same batches, at the rate that is best for it."""
+    given = {name: getattr(run, name) for name in ("seed", "inner", "iterations", "batch", "width", "muon_rate")}
+    return Run(learning_rate=_CLAIM.learning_rate if run.width == _CLAIM.width else run.learning_rate, **given)
+
+
+def _others(survey: Survey) -> str:
+    lines = ["| | schedule | inner | iterations | H | inner rate | seed | final loss | gap |", "|---" * 9 + "|"]
+    for title, runs in OTHERS.items():
+        for run in runs:
+            if run in survey:
+                final, synchronous = survey[run].final, _synchronous(run)
+                gap = f"{final - survey[synchronous].final:.3f}" if synchronous in survey else "-"
+                cells = (title, run.method, run.inner, run.iterations, run.interval, f"{run.learning_rate:g}", run.seed)
+                cells += (f"{final:.3f}", gap)
+                lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

@@ -18,9 +18,14 @@ from small_gpt import Text
 class Survey:
     """The runs in a file."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads what is there."""
-        self._path = path
+    def __init__(self, path: Path, corpus: Path) -> None:
+        """Reads what is there.
+
+        Args:
+            path: Of the file.
+            corpus: Folder of the text, which is written if need be.
+        """
+        self._path, self._corpus = path, corpus
         lines = path.read_text().splitlines() if path.exists() else ()
         self._outcomes = dict(map(_parse, lines))
 
@@ -28,13 +33,12 @@ class Survey:
         """Trains those that are missing, each in a process of one thread, as many at a time as there are processors."""
         missing = [run for run in dict.fromkeys(runs) if run not in self._outcomes]
         print(f"{len(missing)} simulated runs are to be done", flush=True)
-        corpus = self._path.parent / "corpus"
         if missing:
-            data_arguments(corpus)
+            data_arguments(self._corpus)
         os.environ.update(MALLOC, OMP_NUM_THREADS="1")
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(mp_context=context, initializer=_use_one_thread) as pool:
-            for run, outcome in zip(missing, pool.map(functools.partial(_train, corpus), missing), strict=True):
+            for run, outcome in zip(missing, pool.map(functools.partial(_train, self._corpus), missing), strict=True):
                 self._add(run, outcome)
 
     def _add(self, run: Run, outcome: Outcome) -> None:
@@ -53,6 +57,9 @@ class Survey:
 
 def _parse(line: str) -> tuple[Run, Outcome]:
     found = json.loads(line)
+    # JSON has no numbers as keys.
+    for name in {"curve", "averaged"} & set(found["outcome"]):
+        found["outcome"][name] = {int(key): loss for key, loss in found["outcome"][name].items()}
     return Run(**found["run"]), Outcome(**found["outcome"])
 
 
