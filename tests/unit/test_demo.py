@@ -116,11 +116,14 @@ def test_machine_without_tools_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_progress_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_progress_is_shown_of_the_node_that_says_it(node: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from pier_megatron.commands.demo.machine import _follow
 
-    log = tmp_path / "log"
-    log.write_text(" [2026-11-22] iteration       50/     300 | consumed | lm loss: 2.9553E+00 | grad norm\n")
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    for log in logs:
+        log.touch()
+    logs[node].write_text(" [2026-11-22] iteration       50/     300 | consumed | lm loss: 2.9553E+00 | grad norm\n")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
-    _follow([process], log)
+    _follow([process], logs)
     assert "iteration 50 of 300, loss 2.955" in capsys.readouterr().out
