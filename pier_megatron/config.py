@@ -181,6 +181,11 @@ class PierConfig(Settings):
         return int(self.lazy_start_fraction * self.train_iters / self.sync_interval + 0.5) * self.sync_interval
 
     @property
+    def local_intervals(self) -> float:
+        """Sync intervals of the local phase; the last one may be cut short."""
+        return (self.train_iters - self.lazy_start) / self.sync_interval
+
+    @property
     def warms_momentum(self) -> bool:
         """Whether the momentum is built up during the lazy start."""
         return self._preset.warmup_momentum is not None
@@ -235,8 +240,7 @@ class PierConfig(Settings):
         mu = value_at(self._preset.momentum, *self._local_progress(iteration))
         if self._preset.longest_horizon is None:
             return mu
-        outer_steps = (self.train_iters - self.lazy_start) / self.sync_interval
-        limit = 1 - 1 / (self._preset.longest_horizon * outer_steps)
+        limit = 1 - 1 / (self._preset.longest_horizon * self.local_intervals)
         return min(mu, max(limit, self._preset.warmup_momentum or 0.0))
 
     def learning_rate_at(self, iteration: int) -> float:

@@ -66,6 +66,24 @@ class Preset:
     subgroup_size: int | None = None
 
 
+def _rising(highest: float, learning_rate: tuple[float, float], falls_back: float | None = None) -> Preset:
+    """Amplifies the mean pseudo-gradient, by ``eta / (1 - mu)``, as the inner learning rate falls.
+
+    Args:
+        highest: ``mu`` that it rises to.
+        learning_rate: ``eta`` at the beginning and at the end.
+        falls_back: Fraction of the whole run, at its end, in which ``mu`` falls to where it began.
+    """
+    begin = 0.3
+    back = () if falls_back is None else (Segment(highest, begin, falls_back, _linear),)
+    return Preset(
+        warmup_momentum=begin,
+        momentum=(Segment(begin, highest, None, _linear), *back),
+        learning_rate=(Segment(*learning_rate, None, _linear),),
+        longest_horizon=0.4,
+    )
+
+
 PRESETS: dict[str, Preset] = {
     "pier": Preset(
         warmup_momentum=0.9,
@@ -77,33 +95,12 @@ PRESETS: dict[str, Preset] = {
         momentum=(Segment(0.99, 0.90, None, _cosine),),
         learning_rate=(Segment(0.0, 1.1, 0.10, _linear), Segment(1.1, 0.9, None, _cosine)),
     ),
-    # Amplifies the mean pseudo-gradient, by eta / (1 - mu), as the inner learning rate falls.
-    "pier-rising": Preset(
-        warmup_momentum=0.3,
-        momentum=(Segment(0.3, 0.9, None, _linear),),
-        learning_rate=(Segment(1.0, 0.8, None, _linear),),
-        longest_horizon=0.4,
-    ),
-    # For Muon inside. Its steps are as long where gradients are mostly noise, so that less has to be made up for.
-    "pier-muon": Preset(
-        warmup_momentum=0.3,
-        momentum=(Segment(0.3, 0.8, None, _linear),),
-        learning_rate=(Segment(0.8, 0.6, None, _linear),),
-        longest_horizon=0.4,
-    ),
+    "pier-rising": _rising(0.9, (1.0, 0.8)),
     # For a hundred outer steps and more, whose noise a long momentum would carry into the end.
-    "pier-annealed": Preset(
-        warmup_momentum=0.3,
-        momentum=(Segment(0.3, 0.9, None, _linear), Segment(0.9, 0.3, 0.10, _linear)),
-        learning_rate=(Segment(1.0, 0.8, None, _linear),),
-        longest_horizon=0.4,
-    ),
-    "pier-muon-annealed": Preset(
-        warmup_momentum=0.3,
-        momentum=(Segment(0.3, 0.8, None, _linear), Segment(0.8, 0.3, 0.10, _linear)),
-        learning_rate=(Segment(0.8, 0.6, None, _linear),),
-        longest_horizon=0.4,
-    ),
+    "pier-annealed": _rising(0.9, (1.0, 0.8), falls_back=0.10),
+    # For Muon inside. Its steps are as long where gradients are mostly noise, so that less has to be made up for.
+    "pier-muon": _rising(0.8, (0.8, 0.6)),
+    "pier-muon-annealed": _rising(0.8, (0.8, 0.6), falls_back=0.10),
     "diloco": Preset(warmup_momentum=None, momentum=(_constant(0.9),), learning_rate=(_constant(0.7),)),
     "noloco": Preset(warmup_momentum=None, momentum=(_constant(0.5),), learning_rate=(_constant(0.7),), subgroup_size=2),
     "local-sgd": Preset(warmup_momentum=None, momentum=(_constant(0.0),), learning_rate=(_constant(1.0),)),

@@ -19,12 +19,10 @@ from simulation import Run
 from small_gpt import SEQUENCE
 from survey import Survey
 
-from pier_megatron.outer.noise import LOST_PER_NOISE, SETTLED_AFTER, noise_to_signal
+from pier_megatron.outer.noise import equivalent_share, noise_to_signal, settled
 
 _SHORTER = 0.75
 """Synchronous training of so many of a setting's iterations says what iterations are worth there."""
-
-_UNSETTLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +30,12 @@ class Setting:
     """What synchronous training is tuned for, and what is compared with it.
 
     Attributes:
-        title: For people.
         changes: What its runs have in place of a :class:`Run`'s defaults.
         rates: Of AdamW that were tried.
         muon_rates: Of Muon and AdamW that were tried together.
         groups: What groups have in place of the defaults.
     """
 
-    title: str
     changes: Mapping[str, Any]
     rates: Sequence[float]
     muon_rates: Sequence[tuple[float, float]]
@@ -56,17 +52,16 @@ class Setting:
 _EIGHT = {"groups": 8}
 SETTINGS = (
     Setting(
-        "600 iterations of 64 sequences, width 64",
         {},
         (8e-3,),
         ((4e-2, 8e-3),),
         (*({"groups": groups} for groups in (2, 4, 8)), *({"interval": interval} for interval in (5, 10, 40, 50))),
     ),
-    Setting("2400 iterations", {"iterations": 2400}, (4e-3, 8e-3), ((2e-2, 8e-3), (4e-2, 8e-3)), (_EIGHT,)),
-    Setting("256 sequences", {"batch": 256}, (1.6e-2,), ((4e-2, 8e-3),), (_EIGHT,)),
-    Setting("16 sequences", {"batch": 16}, (4e-3, 8e-3), (), (_EIGHT,)),
-    Setting("width 32", {"width": 32}, (8e-3, 1.6e-2, 3.2e-2), ((2e-2, 8e-3), (4e-2, 8e-3), (4e-2, 1.6e-2)), (_EIGHT,)),
-    Setting("width 128", {"width": 128}, (4e-3, 8e-3), (), (_EIGHT,)),
+    Setting({"iterations": 2400}, (4e-3, 8e-3), ((2e-2, 8e-3), (4e-2, 8e-3)), (_EIGHT,)),
+    Setting({"batch": 256}, (1.6e-2,), ((4e-2, 8e-3),), (_EIGHT,)),
+    Setting({"batch": 16}, (4e-3, 8e-3), (), (_EIGHT,)),
+    Setting({"width": 32}, (8e-3, 1.6e-2, 3.2e-2), ((2e-2, 8e-3), (4e-2, 8e-3), (4e-2, 1.6e-2)), (_EIGHT,)),
+    Setting({"width": 128}, (4e-3, 8e-3), (), (_EIGHT,)),
 )
 
 SCHEDULES = {ADAM: ("diloco", "pier-rising", "pier-annealed"), MUON: ("diloco", "pier-muon", "pier-muon-annealed")}
@@ -129,7 +124,8 @@ class Point:
     @property
     def foretold(self) -> float | None:
         """The gap that the plugin would foretell from the noise."""
-        return None if self.worth is None else self.worth * LOST_PER_NOISE * self.unshared_noise
+        groups = self.run.groups
+        return None if self.worth is None else -self.worth * math.log(equivalent_share(self.noise, groups, groups))
 
     @property
     def unshared_noise(self) -> float:
@@ -148,7 +144,12 @@ def main() -> None:
     pairs = list(itertools.product(SETTINGS, SCHEDULES))
     if options.train:
         survey.train(run for setting, inner in pairs for run in setting.synchronous(inner))
-        survey.train(run for setting, inner in pairs for run in _rows(survey, setting, inner))
+        survey.train(
+            run
+            for setting, inner in pairs
+            for best in _best(survey, setting, inner)
+            for run in (_shorter(best), *_of_groups(best, setting))
+        )
         survey.train(each for runs in OTHERS.values() for run in runs for each in (_synchronous(run), run))
     for inner in SCHEDULES:
         points = [point for setting in SETTINGS for point in _points(survey, setting, inner)]
@@ -156,54 +157,36 @@ def main() -> None:
     print(f"## What else was tried\n\n{_others(survey)}")
 
 
-def _best(survey: Survey, setting: Setting, inner: str) -> Run | None:
-    """Synchronous training at the best of the rates that have been tried."""
-    found = [run for run in setting.synchronous(inner) if run in survey]
-    return min(found, key=lambda run: survey[run].final) if found else None
-
-
-def _rows(survey: Survey, setting: Setting, inner: str) -> list[Run]:
-    """A shorter synchronous run, and those of groups, at the best rate."""
-    best = _best(survey, setting, inner)
-    if best is None:
-        return []
-    of_groups = itertools.product(SCHEDULES[inner], setting.groups)
-    return [_shorter(best), *(dataclasses.replace(best, method=method, **changes) for method, changes in of_groups)]
+def _best(survey: Survey, setting: Setting, inner: str) -> list[Run]:
+    """Synchronous training at the best of the rates that have been tried, if any has been."""
+    return sorted((run for run in setting.synchronous(inner) if run in survey), key=lambda run: survey[run].final)[:1]
 
 
 def _shorter(run: Run) -> Run:
-    return dataclasses.replace(run, iterations=round(_SHORTER * run.iterations))
+    return _replace(run, iterations=round(_SHORTER * run.iterations))
+
+
+def _of_groups(best: Run, setting: Setting) -> list[Run]:
+    methods = SCHEDULES[best.inner]
+    return [_replace(best, method=method, **changes) for method, changes in itertools.product(methods, setting.groups)]
 
 
 def _points(survey: Survey, setting: Setting, inner: str) -> Iterator[Point]:
-    best = _best(survey, setting, inner)
-    if best is None:
-        return
-    shorter, *of_groups = _rows(survey, setting, inner)
-    worth = (survey[shorter].final - survey[best].final) / -math.log(_SHORTER) if shorter in survey else None
-    for run in of_groups:
-        if run in survey:
-            outcome, synchronous = survey[run], survey[best].final
-            noises = [noise_to_signal(own, mean, run.groups) for own, mean in outcome.norms[_UNSETTLED:SETTLED_AFTER]]
-            yield Point(run, synchronous, outcome.final - synchronous, worth, statistics.median(noises))
+    for best in _best(survey, setting, inner):
+        synchronous, shorter = survey[best].final, _shorter(best)
+        worth = (survey[shorter].final - synchronous) / -math.log(_SHORTER) if shorter in survey else None
+        for run in _of_groups(best, setting):
+            if run not in survey:
+                continue
+            noise = settled([noise_to_signal(own, mean, run.groups) for own, mean in survey[run].norms])
+            assert noise is not None, "all have outer steps enough"
+            yield Point(run, synchronous, survey[run].final - synchronous, worth, noise)
 
 
 def _table(points: Iterable[Point]) -> str:
-    columns = (
-        *(
-            "width",
-            "sequences",
-            "iterations",
-            "groups",
-            "H",
-            "bytes of a group in an iteration",
-            "schedule",
-            "synchronous",
-            "gap",
-        ),
-        *("", "noise to signal", "lost", "critical bytes", "foretold gap", "measured / foretold"),
-    )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns = ("width", "sequences", "iterations", "groups", "H", "bytes of a group in an iteration", "schedule", "synchronous")
+    measured = ("gap", "", "noise to signal", "lost", "critical bytes", "foretold gap", "measured / foretold")
+    rows: list[Sequence[object]] = []
     for point in points:
         run, foretold = point.run, point.foretold
         cells = [run.width, run.batch, run.iterations, run.groups, run.interval, run.batch * SEQUENCE // run.groups, run.method]
@@ -213,8 +196,8 @@ def _table(points: Iterable[Point]) -> str:
             if foretold is None
             else [f"{point.lost:.2f}", f"{point.critical:.0f}", f"{foretold:.3f}", f"{point.gap / foretold:.2f}"]
         )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return _markdown((*columns, *measured), rows)
 
 
 def _synchronous(run: Run) -> Run:
@@ -224,16 +207,21 @@ def _synchronous(run: Run) -> Run:
 
 
 def _others(survey: Survey) -> str:
-    lines = ["| | schedule | inner | iterations | H | inner rate | seed | final loss | gap |", "|---" * 9 + "|"]
+    columns = ("", "schedule", "inner", "iterations", "H", "inner rate", "seed", "final loss", "gap")
+    rows: list[Sequence[object]] = []
     for title, runs in OTHERS.items():
         for run in runs:
             if run in survey:
                 final, synchronous = survey[run].final, _synchronous(run)
                 gap = f"{final - survey[synchronous].final:.3f}" if synchronous in survey else "-"
                 cells = (title, run.method, run.inner, run.iterations, run.interval, f"{run.learning_rate:g}", run.seed)
-                cells += (f"{final:.3f}", gap)
-                lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+                rows.append((*cells, f"{final:.3f}", gap))
+    return _markdown(columns, rows)
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (columns, *rows)]
+    return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
 
 
 def _summary(points: Sequence[Point]) -> str:

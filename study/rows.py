@@ -125,9 +125,11 @@ _WITH_MUON = (*_BOTH, _SHORT_DILOCO, "pier-muon", "pier-muon-annealed")
 # A lazy start lasts at least an interval.
 _LONG_INTERVALS = {"H = 50": {"interval": 50}, "H = 200, lazy start 33 %": {"interval": 200, "lazy_start": 1 / 3}}
 
+_INTERVALS = {"H = 10": {"interval": 10}, "H = 20": {"interval": 20}} | _LONG_INTERVALS
+
 TABLES = (
     Table("Number of groups", METHODS, {f"{groups} groups": {"groups": groups} for groups in (2, 4, 8)}),
-    Table("Sync interval, 4 groups", _BOTH, {"H = 10": {"interval": 10}, "H = 20": {"interval": 20}} | _LONG_INTERVALS),
+    Table("Sync interval, 4 groups", _BOTH, _INTERVALS),
     Table(
         "The limit of the momentum horizon, 4 groups",
         ("pier-rising", _UNLIMITED),
@@ -168,8 +170,7 @@ TABLES = (
     Table(
         "Muon inside: sync interval, 4 groups",
         ("diloco", "pier-muon"),
-        {f"H = {interval}": {"interval": interval, "inner": MUON} for interval in (10, 20, 50)}
-        | {"H = 200, lazy start 33 %": {"interval": 200, "lazy_start": 1 / 3, "inner": MUON}},
+        {name: {**changes, "inner": MUON} for name, changes in _INTERVALS.items()},
     ),
     Table(
         "Muon inside: an eighth of the bytes, four times as often",

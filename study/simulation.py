@@ -20,7 +20,7 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 _WARMUP, _LOWEST_RATE = 0.1, 0.1
-_BETA1, _WEIGHT_DECAY, _CLIP = 0.9, 0.1, 1.0
+_BETA1, _BETA2, _WEIGHT_DECAY, _CLIP = 0.9, 0.99, 0.1, 1.0
 _MUON_MOMENTUM, _MUON_STEPS = 0.95, 5
 
 _EVALUATION_INTERVAL = 20
@@ -46,7 +46,6 @@ class Run:
         inner: What trains inside a group, or synchronously.
         learning_rate: Of AdamW.
         muon_rate: Of Muon.
-        beta2: Of AdamW.
         tail: Share of the run at its end that is synchronous again, from the mean of all groups and of their moments.
         dtype: What a pseudo-gradient is sent as, with error feedback.
         divides_noise: Whether groups divide the noise in AdamW's second moment by their number, to have the steps of all.
@@ -66,7 +65,6 @@ class Run:
     inner: str = ADAM
     learning_rate: float = 8e-3
     muon_rate: float = 4e-2
-    beta2: float = 0.99
     tail: float = 0.0
     dtype: str = "fp32"
     divides_noise: bool = False
@@ -104,9 +102,8 @@ class _Inner:
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
         self._run, self._steps = run, 0
-        self._first, self._second, self._slow = (
-            {name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(3)
-        )
+        self._first, self._second = ({name: torch.zeros_like(value) for name, value in parameters.items()} for _ in range(2))
+        self._slow = {name: torch.zeros_like(value) for name, value in parameters.items()} if run.slow_share else {}
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Puts what a function makes of them in the place of all moments, when groups part or join."""
@@ -141,8 +138,8 @@ class _Inner:
     def _adam(self, name: str, parameter: Tensor, gradient: Tensor, rate: float) -> None:
         run = self._run
         first = self._first[name].lerp_(gradient, 1 - _BETA1) / (1 - _BETA1**self._steps)
-        self._second[name].mul_(run.beta2).addcmul_(gradient, gradient, value=1 - run.beta2)
-        second = self._second[name] / (1 - run.beta2**self._steps)
+        self._second[name].mul_(_BETA2).addcmul_(gradient, gradient, value=1 - _BETA2)
+        second = self._second[name] / (1 - _BETA2**self._steps)
         if run.divides_noise and len(parameter) > 1:
             square = first.square()
             second = square + (second - square).clamp(min=0) / run.groups

@@ -79,6 +79,12 @@ def test_plan_reads_the_noise_of_a_run_that_has_begun(run_with_eight_groups: Pat
     assert "noise to signal 4.00 with 8 groups" in line
 
 
+def test_plan_of_one_group_loses_nothing(run_with_eight_groups: Path) -> None:
+    found = loss.expected_shares(loss.read(run_with_eight_groups), config(groups=1), global_batch=64)
+    assert found["shares"] == {2: equivalent_share(4.0, 8, 2), 1: 1.0}
+    assert "100% of the iterations with 1 groups" in loss.text(found, 1)[0]
+
+
 def test_plan_refuses_logs_that_say_nothing_of_the_job(run_with_eight_groups: Path, tmp_path: Path) -> None:
     log = loss.read(run_with_eight_groups)
     with pytest.raises(PierConfigError, match="--global-batch-size 64, the job 128"):

@@ -87,7 +87,7 @@ def test_inner_step_is_that_of_adamw(text: Text) -> None:
     vectors = [value for name, value in theirs.items() if name.endswith((".bias", ".scale"))]
     others = [value for name, value in theirs.items() if not name.endswith((".bias", ".scale"))]
     grouped = [{"params": others, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(grouped, lr=1.0, betas=(0.9, run.beta2))
+    adamw = torch.optim.AdamW(grouped, lr=1.0, betas=(0.9, 0.99))
     generator = np.random.default_rng(1)
     for iteration in range(1, 6):
         batch = text.batch(generator, 4).unsqueeze(0)

@@ -1,18 +1,21 @@
 """What groups will cost in loss, from the log of a run that has begun."""
 
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.noise import SETTLED_AFTER, equivalent_share, is_foreseeable
+from pier_megatron.outer.noise import (
+    FEWEST_OUTER_STEPS,
+    FITTED_PRESETS,
+    UNSETTLED,
+    equivalent_share,
+    fewer,
+    is_foreseeable,
+    settled,
+)
 from pier_megatron.outer.report import SCALAR_PREFIX
-
-# In the first outer steps groups have only begun to come apart.
-_SKIPPED = 4
 
 
 def expected_shares(log: TensorBoardLog, config: PierConfig, global_batch: int) -> dict[str, Any]:
@@ -30,10 +33,10 @@ def expected_shares(log: TensorBoardLog, config: PierConfig, global_batch: int) 
     Raises:
         PierConfigError: If the run's noise is not known, or says nothing of the job.
     """
-    noises = [noise for _, noise in log.mean(SCALAR_PREFIX + "noise-to-signal")][_SKIPPED:SETTLED_AFTER]
-    if not noises:
+    noise = settled([noise for _, noise in log.mean(SCALAR_PREFIX + "noise-to-signal")])
+    if noise is None:
         raise PierConfigError(
-            f"--log: no noise of pseudo-gradients in it, which takes two groups or more and at least {_SKIPPED + 1} outer "
+            f"--log: no noise of pseudo-gradients in it, which takes two groups or more and at least {UNSETTLED + 1} outer "
             "steps."
         )
     measured = int(log.arguments["pier_groups"])
@@ -45,12 +48,12 @@ def expected_shares(log: TensorBoardLog, config: PierConfig, global_batch: int) 
         )
     if not is_foreseeable(config):
         raise PierConfigError(
-            "--log: the loss is foreseen with AdamW inside, --pier-preset pier-rising or pier-annealed, and 25 outer steps or "
-            f"more; the job has {config.inner_optimizer}, {config.preset} and "
-            f"{(config.train_iters - config.lazy_start) // config.sync_interval}."
+            f"--log: the loss is foreseen with AdamW inside, --pier-preset {' or '.join(FITTED_PRESETS)}, and "
+            f"{FEWEST_OUTER_STEPS} outer steps or more; the job has {config.inner_optimizer}, {config.preset} and "
+            f"{int(config.local_intervals)}."
         )
-    noise = statistics.median(noises)
-    shares = {groups: equivalent_share(noise, measured, groups) for groups in _alternatives(config.groups)}
+    alternatives = (config.groups * 2, config.groups, *fewer(config.groups))
+    shares = {groups: equivalent_share(noise, measured, groups) for groups in alternatives}
     return {"groups of the run": measured, "noise to signal": noise, "shares": shares}
 
 
@@ -64,11 +67,6 @@ def read(folder: Path) -> TensorBoardLog:
         return TensorBoardLog(folder)
     except FileNotFoundError as error:
         raise PierConfigError(f"--log {error}") from None
-
-
-def _alternatives(groups: int) -> Sequence[int]:
-    """Half as many and so on down to two, and twice as many."""
-    return [groups * 2, *(groups >> halved for halved in range(groups.bit_length() - 1))]
 
 
 def text(loss: dict[str, Any], groups: int) -> list[str]:
