@@ -10,7 +10,7 @@ import torch
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology
-from pier_megatron.outer import OuterLoop
+from pier_megatron.outer import OuterLoop, expectation
 from pier_megatron.outer.meetings import bytes_of_outer_step, wire_of
 from pier_megatron.outer.memory import host_bytes, work_bytes
 from pier_megatron.outer.state import ANCHOR, OuterState
@@ -103,6 +103,7 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
         + (", beside the buffers of one more NCCL communicator" if is_pinned else ""),
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
+        *((f"  {expected}",) if (expected := expectation.at_start(config)) is not None else ()),
         *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queued(loop))),
     ]
     return "\n".join(lines)

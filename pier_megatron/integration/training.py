@@ -22,10 +22,9 @@ from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import check_groups_read_different_samples
-from pier_megatron.outer import GroupExchange, OuterLoop
+from pier_megatron.outer import GroupExchange, OuterLoop, expectation
 from pier_megatron.outer.description import Description
 from pier_megatron.outer.gathering import Islands
-from pier_megatron.outer.noise import expectation
 
 _TRAINING = "megatron.training.training"
 
@@ -137,7 +136,7 @@ def _report(report: Any) -> None:
         versions.require(global_vars, "get_wandb_writer")(),
         optimizer.loop.iteration,
     )
-    expected = expectation(optimizer.loop.config, report.noise_to_signal, report.iteration)
+    expected = expectation.after(optimizer.loop.config, report.noise_to_signal, report.iteration)
     if expected is not None:
         print_rank_last(expected)
 

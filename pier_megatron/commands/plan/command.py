@@ -71,7 +71,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     args, config, job = found.args, found.config, sizes_of(found.args)
     flops = None if tflops is None else tflops * 1e12
     prediction = predict(job, cluster, flops)
-    expected = None if log is None else loss.expected_shares(loss.read(log), config, args.global_batch_size)
+    expected = loss.expected_shares(None if log is None else loss.read(log), config, args.global_batch_size)
     return {
         "groups": config.groups,
         "gpus": job.gpus,

@@ -1,4 +1,4 @@
-"""What groups will cost in loss, from the log of a run that has begun."""
+"""What groups will cost in loss, from a job's settings or from the log of a run that has begun."""
 
 from pathlib import Path
 from typing import Any
@@ -6,55 +6,71 @@ from typing import Any
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.noise import (
-    FEWEST_OUTER_STEPS,
-    FITTED_PRESETS,
-    UNSETTLED,
-    equivalent_share,
+from pier_megatron.outer.expectation import (
+    FORESEEABLE,
     fewer,
     is_foreseeable,
-    settled,
+    needs_no_noise,
+    share_by_noise,
+    share_by_settings,
 )
+from pier_megatron.outer.noise import UNSETTLED, settled
 from pier_megatron.outer.report import SCALAR_PREFIX
 
 
-def expected_shares(log: TensorBoardLog, config: PierConfig, global_batch: int) -> dict[str, Any]:
-    """What to expect of a planned job with the text, model and batch of a run that has begun.
+def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch: int) -> dict[str, Any] | None:
+    """What to expect of a planned job.
 
     Args:
-        log: Of that run.
+        log: Of a run with the job's text, model and batch that has begun; None if there is none.
         config: Of the job.
         global_batch: Of the job, in samples.
 
     Returns:
-        The run's groups, the noise of their pseudo-gradients, and for the job's number of groups and others the share of its
-        iterations after which synchronous training would have the same loss.
+        For the job's number of groups and others the share of its iterations after which synchronous training would have the
+        same loss, and from what that is known; None where it is not.
 
     Raises:
-        PierConfigError: If the run's noise is not known, or says nothing of the job.
+        PierConfigError: If there is a log, but its noise is not known or says nothing of the job.
     """
+    alternatives = (config.groups * 2, config.groups, *fewer(config.groups))
+    if log is None:
+        if not is_foreseeable(config) or not needs_no_noise(config):
+            return None
+        shares = {groups: share_by_settings(config, groups) for groups in alternatives}
+        return {"from": "the settings, at best", "shares": shares}
+    if not is_foreseeable(config):
+        raise PierConfigError(
+            f"--log: the loss is foreseen with {FORESEEABLE}; the job has {config.inner_optimizer}, {config.preset}, "
+            f"{int(config.local_intervals)} outer steps and an interval of {config.sync_interval}."
+        )
+    if needs_no_noise(config):
+        raise PierConfigError(
+            f"--log: with {config.inner_optimizer} inside the loss is foreseen from the settings, and noise says nothing of "
+            "it: leave --log out."
+        )
+    noise, measured = _noise(log, global_batch)
+    return {
+        "from": f"noise to signal {noise:.2f} with {measured} groups",
+        "shares": {groups: share_by_noise(noise, measured, groups) for groups in alternatives},
+    }
+
+
+def _noise(log: TensorBoardLog, global_batch: int) -> tuple[float, int]:
+    """The settled noise of a run, and its number of groups."""
     noise = settled([noise for _, noise in log.mean(SCALAR_PREFIX + "noise-to-signal")])
     if noise is None:
         raise PierConfigError(
             f"--log: no noise of pseudo-gradients in it, which takes two groups or more and at least {UNSETTLED + 1} outer "
             "steps."
         )
-    measured = int(log.arguments["pier_groups"])
     batch = int(log.arguments["global_batch_size"])
     if batch != global_batch:
         raise PierConfigError(
             f"--log: that run has --global-batch-size {batch}, the job {global_batch}. A batch changes learning rate and noise "
             "alike: let a run begin with the job's own."
         )
-    if not is_foreseeable(config):
-        raise PierConfigError(
-            f"--log: the loss is foreseen with AdamW inside, --pier-preset {' or '.join(FITTED_PRESETS)}, and "
-            f"{FEWEST_OUTER_STEPS} outer steps or more; the job has {config.inner_optimizer}, {config.preset} and "
-            f"{int(config.local_intervals)}."
-        )
-    alternatives = (config.groups * 2, config.groups, *fewer(config.groups))
-    shares = {groups: equivalent_share(noise, measured, groups) for groups in alternatives}
-    return {"groups of the run": measured, "noise to signal": noise, "shares": shares}
+    return noise, int(log.arguments["pier_groups"])
 
 
 def read(folder: Path) -> TensorBoardLog:
@@ -71,9 +87,8 @@ def read(folder: Path) -> TensorBoardLog:
 
 def text(loss: dict[str, Any], groups: int) -> list[str]:
     """The plan's lines of it."""
-    others = ", ".join(f"{share:.0%} with {number}" for number, share in loss["shares"].items() if number != groups)
+    others = ", ".join(f"{share:.1%} with {number}" for number, share in loss["shares"].items() if number != groups)
     return [
-        f"loss: as synchronous training of {loss['shares'][groups]:.0%} of the iterations with {groups} groups; {others} "
-        f"(noise to signal {loss['noise to signal']:.2f} with {loss['groups of the run']} groups, "
-        "docs/study.md#what-to-expect)"
+        f"loss: as synchronous training of {loss['shares'][groups]:.1%} of the iterations with {groups} groups; {others} "
+        f"(from {loss['from']}, docs/study.md#what-to-expect)"
     ]

@@ -1,0 +1,100 @@
+"""What groups cost in loss: the share of its iterations after which synchronous training would end alike.
+
+Fitted to the runs of docs/study.md#what-to-expect, all of them of small models: with AdamW inside what is lost follows the
+noise that a run has measured, with Muon inside its settings say it before it begins, or the least of it if the run is long.
+"""
+
+import math
+from collections.abc import Callable
+
+from pier_megatron.config import PierConfig
+from pier_megatron.outer.noise import SETTLED_AFTER
+
+LOST_PER_NOISE = 0.13
+"""With AdamW: logarithm of the share of iterations that groups lose, per noise that they do not share."""
+
+LOST_INTERVALS = 2.3
+"""With Muon: sync intervals that are lost, per group; of a run with a lazy start of a tenth."""
+
+_FITTED_PRESETS = {"adam": ("pier-rising", "pier-annealed"), "muon": ("pier-muon-annealed",)}
+
+# With fewer outer steps, and in shorter intervals, groups lose up to twice what is foreseen.
+_FEWEST_OUTER_STEPS = {"adam": 25, "muon": 10}
+_SHORTEST_INTERVAL = 10
+
+FORESEEABLE = (
+    f"an interval of at least {_SHORTEST_INTERVAL} and AdamW inside, --pier-preset {' or '.join(_FITTED_PRESETS['adam'])}, at "
+    f"least {_FEWEST_OUTER_STEPS['adam']} outer steps, or Muon inside, {' or '.join(_FITTED_PRESETS['muon'])}, at least "
+    f"{_FEWEST_OUTER_STEPS['muon']} outer steps"
+)
+
+
+def is_foreseeable(config: PierConfig) -> bool:
+    """Whether runs of this kind are among those that expectations were fitted to: :data:`FORESEEABLE`."""
+    inner = config.inner_optimizer
+    return (
+        config.preset in _FITTED_PRESETS[inner]
+        and config.outer_momentum is None
+        and config.outer_lr is None
+        and config.sync_interval >= _SHORTEST_INTERVAL
+        and config.local_intervals >= _FEWEST_OUTER_STEPS[inner]
+    )
+
+
+def needs_no_noise(config: PierConfig) -> bool:
+    """Whether a run's settings alone say what it loses, :func:`share_by_settings`; else :func:`share_by_noise` does."""
+    return config.inner_optimizer == "muon"
+
+
+def share_by_noise(noise: float, measured_groups: int, groups: int) -> float:
+    """With AdamW inside, the share of its iterations after which synchronous training would have the loss of groups.
+
+    Args:
+        noise: As of :func:`noise.noise_to_signal`, as :func:`noise.settled` or in the outer step ``SETTLED_AFTER``.
+        measured_groups: That trained then.
+        groups: That are to train, on the same global batch: the fewer they are, the less noise has each.
+
+    Returns:
+        A share from 0 to 1; 1 for one group.
+    """
+    return math.exp(-LOST_PER_NOISE * noise * groups / measured_groups * (1 - 1 / groups))
+
+
+def share_by_settings(config: PierConfig, groups: int) -> float:
+    """As :func:`share_by_noise`, with Muon inside: it loses so many intervals at least, however long the run.
+
+    Args:
+        config: Of the run.
+        groups: That are to train, on the same global batch.
+
+    Returns:
+        A share from 0 to 1; 1 for one group.
+    """
+    return math.exp(-LOST_INTERVALS * groups * config.sync_interval / config.train_iters) if groups > 1 else 1.0
+
+
+def fewer(groups: int) -> list[int]:
+    """Half as many groups, half of that and so on, down to two."""
+    return [groups >> halved for halved in range(1, groups.bit_length() - 1)]
+
+
+def at_start(config: PierConfig) -> str | None:
+    """What to expect of the loss, for the start-up block; None where the settings do not say it."""
+    if config.groups == 1 or not is_foreseeable(config) or not needs_no_noise(config):
+        return None
+    return _text("expect at best", config, lambda groups: share_by_settings(config, groups))
+
+
+def after(config: PierConfig, noise: float | None, iteration: int) -> str | None:
+    """What to expect of the loss, for the log; None where nothing is known, or nothing to be said after this iteration."""
+    is_due = iteration == config.lazy_start + SETTLED_AFTER * config.sync_interval
+    if noise is None or not is_due or not is_foreseeable(config) or needs_no_noise(config):
+        return None
+    what = f" after {SETTLED_AFTER} outer steps: expect"
+    return _text(what, config, lambda groups: share_by_noise(noise, config.groups, groups))
+
+
+def _text(what: str, config: PierConfig, share_of: Callable[[int], float]) -> str:
+    of_fewer = "".join(f", with {groups} groups {share_of(groups):.1%}" for groups in fewer(config.groups))
+    share = f"{share_of(config.groups):.1%}"
+    return f"{what} the loss of a synchronous run of {share} of the iterations{of_fewer} (docs/study.md#what-to-expect)"

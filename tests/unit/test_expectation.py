@@ -1,0 +1,119 @@
+"""What a run and a plan say of what groups will cost in loss."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pier_megatron import PierConfig
+from pier_megatron.commands.plan import loss
+from pier_megatron.errors import PierConfigError
+from pier_megatron.outer.expectation import after, at_start, share_by_noise, share_by_settings
+
+
+def test_share_falls_with_noise_and_groups() -> None:
+    assert share_by_noise(4.0, 8, 1) == 1
+    shares = [share_by_noise(4.0, 8, groups) for groups in (1, 2, 4, 8, 16)]
+    assert shares == sorted(shares, reverse=True)
+    # Of 4 groups in place of 8 each has half the noise; what it costs is that of runs with half the noise.
+    assert share_by_noise(4.0, 8, 4) == pytest.approx(share_by_noise(2.0, 4, 4))
+
+
+def config(**kwargs: Any) -> PierConfig:
+    settings = {"train_iters": 100_000, "groups": 8, "sync_interval": 20, "preset": "pier-rising"} | kwargs
+    return PierConfig(**settings)
+
+
+def with_muon(**kwargs: Any) -> PierConfig:
+    return config(**({"preset": "pier-muon-annealed", "islands": True, "inner_optimizer": "muon"} | kwargs))
+
+
+def test_log_says_what_to_expect_after_ten_outer_steps() -> None:
+    said = {t: text for t in config().outer_steps() if (text := after(config(), 4.0, t)) is not None}
+    assert list(said) == [10_200]
+    share, with_four, with_two = (f"{share_by_noise(4.0, 8, groups):.1%}" for groups in (8, 4, 2))
+    assert (
+        f"a synchronous run of {share} of the iterations, with 4 groups {with_four}, with 2 groups {with_two} (" in said[10_200]
+    )
+
+
+def test_start_says_what_to_expect_with_muon() -> None:
+    # 2.3 intervals of 20 iterations for each of 8, 4 and 2 groups.
+    all_groups, four, two = (f"{math.exp(-2.3 * groups * 20 / 10_000):.1%}" for groups in (8, 4, 2))
+    said = at_start(with_muon(train_iters=10_000))
+    assert said is not None
+    assert f"at best the loss of a synchronous run of {all_groups} of the iterations" in said
+    assert f", with 4 groups {four}, with 2 groups {two} (" in said
+    assert after(with_muon(), 4.0, 10_200) is None
+    assert at_start(config()) is None
+
+
+def test_nothing_is_said_of_what_was_not_studied() -> None:
+    assert after(config(preset="pier"), 4.0, 10_200) is None
+    assert after(config(outer_momentum=0.5), 4.0, 10_200) is None
+    assert after(config(), None, 10_200) is None
+    assert after(config(train_iters=500), 4.0, 260) is None
+    for other in (
+        {"preset": "pier-muon"},
+        {"sync_interval": 5},
+        {"train_iters": 200},
+        {"outer_lr": 1.0},
+        {"groups": 1},
+    ):
+        assert at_start(with_muon(**other)) is None
+
+
+@pytest.fixture
+def run_with_eight_groups(tmp_path: Path) -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path / "tensorboard"))
+    writer.add_text("pier_groups", "8")
+    writer.add_text("global_batch_size", "64")
+    for step, noise in enumerate([0.5, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0]):
+        writer.add_scalar("pier/noise-to-signal", noise, 20 * step)
+    writer.close()
+    return tmp_path
+
+
+def test_plan_reads_the_noise_of_a_run_that_has_begun(run_with_eight_groups: Path) -> None:
+    found = loss.expected_shares(loss.read(run_with_eight_groups), config(groups=4), global_batch=64)
+    assert found is not None
+    assert found["shares"] == {groups: share_by_noise(4.0, 8, groups) for groups in (8, 4, 2)}
+    (line,) = loss.text(found, 4)
+    assert f"{share_by_noise(4.0, 8, 4):.1%} of the iterations with 4 groups; " in line
+    assert "noise to signal 4.00 with 8 groups" in line
+
+
+def test_plan_of_one_group_loses_nothing(run_with_eight_groups: Path) -> None:
+    for found in (
+        loss.expected_shares(loss.read(run_with_eight_groups), config(groups=1), global_batch=64),
+        loss.expected_shares(None, with_muon(groups=1), global_batch=64),
+    ):
+        assert found is not None
+        assert list(found["shares"]) == [2, 1]
+        assert "100.0% of the iterations with 1 groups" in loss.text(found, 1)[0]
+
+
+def test_plan_needs_no_log_with_muon(run_with_eight_groups: Path) -> None:
+    found = loss.expected_shares(None, with_muon(), global_batch=64)
+    assert found is not None
+    assert found["shares"] == {groups: share_by_settings(with_muon(), groups) for groups in (16, 8, 4, 2)}
+    assert "from the settings, at best" in loss.text(found, 8)[0]
+    assert loss.expected_shares(None, config(), global_batch=64) is None
+    with pytest.raises(PierConfigError, match="leave --log out"):
+        loss.expected_shares(loss.read(run_with_eight_groups), with_muon(), global_batch=64)
+
+
+def test_plan_refuses_logs_that_say_nothing_of_the_job(run_with_eight_groups: Path, tmp_path: Path) -> None:
+    log = loss.read(run_with_eight_groups)
+    with pytest.raises(PierConfigError, match="--global-batch-size 64, the job 128"):
+        loss.expected_shares(log, config(), global_batch=128)
+    with pytest.raises(PierConfigError, match="the job has adam, diloco, 4500 outer steps"):
+        loss.expected_shares(log, config(preset="diloco"), global_batch=64)
+    del log.scalars["pier/noise-to-signal"]
+    with pytest.raises(PierConfigError, match="at least 5 outer steps"):
+        loss.expected_shares(log, config(), global_batch=64)
+    with pytest.raises(PierConfigError, match="no TensorBoard event files"):
+        loss.read(tmp_path / "nowhere")
