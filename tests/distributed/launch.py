@@ -63,6 +63,12 @@ class Recorded:
         ]
 
     @property
+    def printed(self) -> str:
+        """What its ranks printed, one after the other."""
+        logs = (self.directory.with_name(f"{self.directory.name}-rank{rank}.txt") for rank in range(len(self.ranks)))
+        return "".join(log.read_text() for log in logs)
+
+    @property
     def losses(self) -> dict[int, float]:
         """The losses that Megatron logged, by iteration."""
         return self.ranks[-1]["losses"]
@@ -165,8 +171,8 @@ class Server:
         if not answer:
             self.end()
             self._log.seek(0)
-            raise AssertionError(f"{_errors(f'no answer in {_TIMEOUT} s', log)}\n{self._log.read()[-5000:]}")
-        assert int(answer) == 0, _errors(f"the trainings in {directory} ended with {int(answer)}", log)
+            raise AssertionError(f"{_errors(f'no answer in {_TIMEOUT} s', *_newest(directory))}\n{self._log.read()[-5000:]}")
+        assert int(answer) == 0, _errors(f"the trainings in {directory} ended with {int(answer)}", *_newest(directory))
 
     def end(self) -> None:
         """Ends it, with all that is left of its launches."""
@@ -215,6 +221,13 @@ def _environment(megatron: Path | None) -> dict[str, str]:
     }
 
 
-def _errors(what: str, log: Path) -> str:
-    errors = [line for line in log.read_text().splitlines() if "Error" in line] if log.exists() else []
-    return "\n".join([what, *errors[:20], f"The whole log: {log}"])
+def _newest(directory: Path) -> list[Path]:
+    """What was printed before the first run, and by the ranks of the one that began last."""
+    logs = sorted(directory.glob("*-rank*.txt"), key=lambda log: log.stat().st_ctime)
+    runs = [log.stem.rpartition("-")[0] for log in logs]
+    return [directory / "log.txt", *(log for log, run in zip(logs, runs, strict=True) if run == runs[-1])]
+
+
+def _errors(what: str, *logs: Path) -> str:
+    errors = [line for log in logs if log.exists() for line in log.read_text().splitlines() if "Error" in line]
+    return "\n".join([what, *errors[:20], "The whole logs:", *map(str, logs)])

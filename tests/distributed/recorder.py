@@ -333,6 +333,15 @@ def forget_run() -> None:
     gc.collect()
 
 
+def print_to(log: Path) -> None:
+    """Sends there what this process and what it starts print from now on."""
+    # What is still in a buffer belongs to the run before.
+    sys.stdout.flush()
+    with log.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+
+
 def main() -> None:
     global recorder
     specification, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
@@ -345,10 +354,11 @@ def main() -> None:
     look_on_from_above()
     for run in specification:
         name, argv = run["name"], run["argv"]
-        print(f"== {name}", flush=True)
+        rank = os.environ["RANK"]
+        print_to(directory / f"{name}-rank{rank}.txt")
         recorder = Recorder(run["probes"], directory / name)
         sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
-        record = directory / f"{name}-rank{os.environ['RANK']}.pt"
+        record = directory / f"{name}-rank{rank}.pt"
         try:
             decide = megatron_training.checkpoint_and_decide_exit
             with planted(run["sabotage"], directory), saves(decide, run["saves"]), traced(recorder):
@@ -367,3 +377,4 @@ def main() -> None:
             recorder.finish(record)
         dist.barrier()
         forget_run()
+    sys.stdout.flush()

@@ -93,13 +93,8 @@ def _runs() -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("inner")
-
-
-@pytest.fixture(scope="module")
-def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    return launch(directory, corpus, _runs())
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(tmp_path_factory.mktemp("inner"), corpus, _runs())
 
 
 def error(run: Recorded, blocks: int = 1, **settings: object) -> float:
@@ -209,8 +204,8 @@ def test_group_that_is_never_restarted_is_seen(runs: dict[str, Recorded]) -> Non
         is_restarted(runs["never restarted"])
 
 
-def test_copies_on_data_parallel_ranks_are_said(directory: Path, runs: dict[str, Recorded]) -> None:
-    log = (directory / "log.txt").read_text()
-    warned = log.count("each of the 2 data-parallel ranks of an island (4 / --pier-groups 2) steps, keeps and exchanges all")
+def test_copies_on_data_parallel_ranks_are_said(runs: dict[str, Recorded]) -> None:
+    warning = "each of the 2 data-parallel ranks of an island (4 / --pier-groups 2) steps, keeps and exchanges all"
+    warned = sum(run.printed.count(warning) for run in runs.values())
     # Inner DP 2, EP 2, and five times "bf16".
     assert warned == 7

@@ -34,12 +34,7 @@ _PROBES = ["weights", "pipeline"]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("layered")
-
-
-@pytest.fixture(scope="module")
-def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     trainings = [
         Run(name + order.replace(" --pier-", ", "), argv + order, _PROBES)
         for name, argv in _BOTH.items()
@@ -53,7 +48,7 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
             for name in ("evaluation", "ramp-up")
         ),
     ]
-    return launch(directory, corpus, trainings)
+    return launch(tmp_path_factory.mktemp("layered"), corpus, trainings)
 
 
 def trained(run: Recorded, rank: int, iteration: int) -> str:
@@ -131,9 +126,9 @@ def test_one_size_of_groups_is_seen(runs: dict[str, Recorded], name: str) -> Non
 
 
 @pytest.mark.parametrize("name", _BOTH)
-def test_activations_are_as_many_as_was_said(runs: dict[str, Recorded], directory: Path, name: str) -> None:
-    log = (directory / "log.txt").read_text().partition(f"== {name}, layered\n")[2]
-    said = re.search(r"of up to (\d+) of \d+ stage-micro-batches at once; depth-first, of (\d+) ", log)
+def test_activations_are_as_many_as_was_said(runs: dict[str, Recorded], name: str) -> None:
+    printed = runs[f"{name}, layered"].printed
+    said = re.search(r"of up to (\d+) of \d+ stage-micro-batches at once; depth-first, of (\d+) ", printed)
     assert said
     held = [max(runs[run].ranks[0]["held"].values()) for run in (f"{name}, layered", name)]
     assert held == [int(count) for count in said.groups()]

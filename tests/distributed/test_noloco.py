@@ -65,13 +65,8 @@ _IN_SIX = [
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("noloco")
-
-
-@pytest.fixture(scope="module")
-def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    recorded = {}
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    directory, recorded = tmp_path_factory.mktemp("noloco"), {}
     for world, others in ((8, []), (6, _IN_SIX)):
         trainings = [
             Run(name, _argv(_LAZY | settings, layout, world), ["weights", "samples", "fragments"])
@@ -142,10 +137,8 @@ def test_evaluation_sees_the_mean_or_each(runs: dict[str, Recorded]) -> None:
     torch.testing.assert_close(torch.stack(seen("each")).mean(0), first)
 
 
-def test_losses_of_each_group_are_said_and_averaged(runs: dict[str, Recorded], directory: Path) -> None:
-    # Every rank begins a run with a line, some of them later than others.
-    before, _, each = (directory / "log.txt").read_text().rpartition("== each\n")
-    means = before.rpartition("== means\n")[2].partition("== each\n")[0]
+def test_losses_of_each_group_are_said_and_averaged(runs: dict[str, Recorded]) -> None:
+    means, each = runs["means"].printed, runs["each"].printed
     said = re.search(
         r"lm loss from (\S+) to (\S+); what follows is the mean\n.*?at iteration 8 \| lm loss value: (\S+)", each, re.DOTALL
     )

@@ -1,6 +1,5 @@
 """Micro-batches that skip pipeline stages: who visits what, and that nothing else is different."""
 
-import itertools
 import re
 from pathlib import Path
 
@@ -80,19 +79,13 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     return launch(directory, corpus, trainings)
 
 
-def log_of(directory: Path, name: str) -> str:
-    """What the ranks printed in a run; each of them begins with its name."""
-    of_ranks = re.split(r"^== (.+)$", (directory / "log.txt").read_text(), flags=re.MULTILINE)[1:]
-    return "".join(text for run, text in itertools.batched(of_ranks, 2) if run == name)
+def printed_table(run: Recorded) -> list[str]:
+    return re.findall(r"^  stage +\d+ on rank \d+ ([.#]+)$", run.printed, re.MULTILINE)
 
 
-def printed_table(directory: Path, name: str) -> list[str]:
-    return re.findall(r"^  stage +\d+ on rank \d+ ([.#]+)$", log_of(directory, name), re.MULTILINE)
-
-
-def omitted_layers(directory: Path, name: str) -> list[set[int]]:
+def omitted_layers(runs: dict[str, Recorded], name: str) -> list[set[int]]:
     """Layers that each micro-batch does without, by what was printed."""
-    table = printed_table(directory, name)
+    table = printed_table(runs[name])
     stage_of_layer = [stage for stage in range(len(table)) for _ in range(2 if name == "1F1B" else 1)]
     return [
         {layer for layer, stage in enumerate(stage_of_layer) if table[stage][index] == "."} for index in range(len(table[0]))
@@ -112,8 +105,8 @@ def equal(first: Recorded, second: Recorded) -> bool:
 
 
 @pytest.mark.parametrize("name", _PIPELINES)
-def test_who_visits_a_layer_is_as_was_said(runs: dict[str, Recorded], directory: Path, name: str) -> None:
-    omitted = omitted_layers(directory, name)
+def test_who_visits_a_layer_is_as_was_said(runs: dict[str, Recorded], name: str) -> None:
+    omitted = omitted_layers(runs, name)
     layers = range(8 if name == "1F1B" else 6)
     expected = {(layer, index): 1 for index, without in enumerate(omitted) for layer in layers if layer not in without}
     pipelines = len(runs[name].ranks) // _PIPELINES[name].ranks
@@ -133,10 +126,10 @@ def test_order_is_as_simulated(runs: dict[str, Recorded], name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "groups"), [("1F1B", 1), ("breadth-first", 2), ("experts", 1)])
-def test_equal_to_models_without_what_is_skipped(runs: dict[str, Recorded], directory: Path, name: str, groups: int) -> None:
+def test_equal_to_models_without_what_is_skipped(runs: dict[str, Recorded], name: str, groups: int) -> None:
     config = PierConfig(6, groups=groups, sync_interval=2, lazy_start_iters=2)
     final = runs[name].weights("final")
-    reference = oracle.train(runs[name], config, omitted=omitted_layers(directory, name))
+    reference = oracle.train(runs[name], config, omitted=omitted_layers(runs, name))
     assert oracle.largest_error(final, reference) < 5e-6
     whole = oracle.train(runs[name], config, omitted=[()] * 8)
     assert oracle.largest_error(final, whole) > 1e-4
@@ -158,8 +151,8 @@ def test_off_is_stock(runs: dict[str, Recorded]) -> None:
     assert not equal(runs["depth-first"], runs["stock"])
 
 
-def test_each_phase_of_a_ramp_up_has_its_table(runs: dict[str, Recorded], directory: Path) -> None:
-    said = re.findall(r"(\d+) of 6 stages x (\d+) micro-batches = 25.0% are skipped", log_of(directory, "ramp-up"))
+def test_each_phase_of_a_ramp_up_has_its_table(runs: dict[str, Recorded]) -> None:
+    said = re.findall(r"(\d+) of 6 stages x (\d+) micro-batches = 25.0% are skipped", runs["ramp-up"].printed)
     assert said == [("3", "2"), ("12", "8")]
     for iteration, (skipped, micro_batches) in zip((1, 4), said, strict=True):
         visits = [sum(rank["visits"][iteration].values()) for rank in runs["ramp-up"].ranks]
