@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from small_gpt import SEQUENCE
 from survey import Survey
 
 from pier_megatron import PierConfig
-from pier_megatron.outer.expectation import is_foreseeable, needs_no_noise, share_by_noise, share_by_settings
+from pier_megatron.outer.expectation import shares
 from pier_megatron.outer.noise import noise_to_signal, settled
 
 
@@ -163,11 +163,8 @@ class Point:
             inner_optimizer=run.inner,
             islands=True,
         )
-        if self.worth is None or not is_foreseeable(config):
-            return None
-        if needs_no_noise(config):
-            return -self.worth * math.log(share_by_settings(config, run.groups))
-        return -self.worth * math.log(share_by_noise(self.noise, run.groups, run.groups))
+        share_of = shares(config, self.noise, run.groups)
+        return None if self.worth is None or share_of is None else -self.worth * math.log(share_of(run.groups))
 
     @property
     def lost_intervals(self) -> float | None:
@@ -176,9 +173,15 @@ class Point:
         return None if self.lost is None else self.lost * run.iterations / run.interval / run.groups
 
     @property
-    def unshared_noise(self) -> float:
-        """What synchronous training would not have of it."""
-        return self.noise * (1 - 1 / self.run.groups)
+    def lost_per_noise(self) -> float | None:
+        """What is lost of a run with AdamW inside, per noise that synchronous training would not have."""
+        return None if self.lost is None else self.lost / (self.noise * (1 - 1 / self.run.groups))
+
+
+_CONSTANTS: dict[str, tuple[str, Callable[[Point], float | None]]] = {
+    ADAM: ("Lost per unshared noise", lambda point: point.lost_per_noise),
+    MUON: ("Intervals lost per group", lambda point: point.lost_intervals),
+}
 
 
 def main() -> None:
@@ -296,15 +299,14 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _summary(points: Sequence[Point]) -> str:
-    """Lost iterations per unshared noise, by schedule."""
+    """What the law of an inner optimizer takes for constant, by schedule."""
+    what, constant_of = _CONSTANTS[points[0].run.inner]
     lines = []
     for method in dict.fromkeys(point.run.method for point in points):
-        ratios = [
-            point.lost / point.unshared_noise for point in points if point.run.method == method and point.lost is not None
-        ]
-        if ratios:
-            lines.append(f"{method}: {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
-    return "Lost per unshared noise: " + "; ".join(lines)
+        found = [value for point in points if point.run.method == method and (value := constant_of(point)) is not None]
+        if found:
+            lines.append(f"{method}: {statistics.median(found):.3f}, from {min(found):.3f} to {max(found):.3f}")
+    return f"{what}: " + "; ".join(lines)
 
 
 if __name__ == "__main__":

@@ -41,11 +41,6 @@ def is_foreseeable(config: PierConfig) -> bool:
     )
 
 
-def needs_no_noise(config: PierConfig) -> bool:
-    """Whether a run's settings alone say what it loses, :func:`share_by_settings`; else :func:`share_by_noise` does."""
-    return config.inner_optimizer == "muon"
-
-
 def share_by_noise(noise: float, measured_groups: int, groups: int) -> float:
     """With AdamW inside, the share of its iterations after which synchronous training would have the loss of groups.
 
@@ -73,6 +68,26 @@ def share_by_settings(config: PierConfig, groups: int) -> float:
     return math.exp(-LOST_INTERVALS * groups * config.sync_interval / config.train_iters) if groups > 1 else 1.0
 
 
+def shares(config: PierConfig, noise: float | None = None, measured_groups: int = 1) -> Callable[[int], float] | None:
+    """What is known of a run's loss.
+
+    Args:
+        config: Of the run.
+        noise: As :func:`share_by_noise` takes it, of a run that has begun; None before that.
+        measured_groups: That trained then.
+
+    Returns:
+        The share of its iterations after which synchronous training would have the same loss, by the number of groups: with
+        Muon inside the settings say it, with AdamW the noise. None if the run is not :func:`is_foreseeable`, or its noise is
+        needed and not known.
+    """
+    if not is_foreseeable(config):
+        return None
+    if config.inner_optimizer == "muon":
+        return lambda groups: share_by_settings(config, groups)
+    return None if noise is None else lambda groups: share_by_noise(noise, measured_groups, groups)
+
+
 def fewer(groups: int) -> list[int]:
     """Half as many groups, half of that and so on, down to two."""
     return [groups >> halved for halved in range(1, groups.bit_length() - 1)]
@@ -80,18 +95,18 @@ def fewer(groups: int) -> list[int]:
 
 def at_start(config: PierConfig) -> str | None:
     """What to expect of the loss, for the start-up block; None where the settings do not say it."""
-    if config.groups == 1 or not is_foreseeable(config) or not needs_no_noise(config):
-        return None
-    return _text("expect at best", config, lambda groups: share_by_settings(config, groups))
+    share_of = shares(config)
+    return None if share_of is None or config.groups == 1 else _text("expect at best", config, share_of)
 
 
 def after(config: PierConfig, noise: float | None, iteration: int) -> str | None:
     """What to expect of the loss, for the log; None where nothing is known, or nothing to be said after this iteration."""
     is_due = iteration == config.lazy_start + SETTLED_AFTER * config.sync_interval
-    if noise is None or not is_due or not is_foreseeable(config) or needs_no_noise(config):
+    is_said_already = shares(config) is not None
+    share_of = shares(config, noise, config.groups)
+    if share_of is None or is_said_already or not is_due:
         return None
-    what = f" after {SETTLED_AFTER} outer steps: expect"
-    return _text(what, config, lambda groups: share_by_noise(noise, config.groups, groups))
+    return _text(f" after {SETTLED_AFTER} outer steps: expect", config, share_of)
 
 
 def _text(what: str, config: PierConfig, share_of: Callable[[int], float]) -> str:

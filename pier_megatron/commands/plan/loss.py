@@ -10,9 +10,7 @@ from pier_megatron.outer.expectation import (
     FORESEEABLE,
     fewer,
     is_foreseeable,
-    needs_no_noise,
-    share_by_noise,
-    share_by_settings,
+    shares,
 )
 from pier_megatron.outer.noise import UNSETTLED, settled
 from pier_megatron.outer.report import SCALAR_PREFIX
@@ -28,31 +26,32 @@ def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch
 
     Returns:
         For the job's number of groups and others the share of its iterations after which synchronous training would have the
-        same loss, and from what that is known; None where it is not.
+        same loss, with the noise and the groups of the run that the log is of; None where nothing is known.
 
     Raises:
         PierConfigError: If there is a log, but its noise is not known or says nothing of the job.
     """
     alternatives = (config.groups * 2, config.groups, *fewer(config.groups))
+    share_of = shares(config)
     if log is None:
-        if not is_foreseeable(config) or not needs_no_noise(config):
-            return None
-        shares = {groups: share_by_settings(config, groups) for groups in alternatives}
-        return {"from": "the settings, at best", "shares": shares}
+        return None if share_of is None else {"shares": {groups: share_of(groups) for groups in alternatives}}
     if not is_foreseeable(config):
         raise PierConfigError(
             f"--log: the loss is foreseen with {FORESEEABLE}; the job has {config.inner_optimizer}, {config.preset}, "
             f"{int(config.local_intervals)} outer steps and an interval of {config.sync_interval}."
         )
-    if needs_no_noise(config):
+    if share_of is not None:
         raise PierConfigError(
             f"--log: with {config.inner_optimizer} inside the loss is foreseen from the settings, and noise says nothing of "
             "it: leave --log out."
         )
     noise, measured = _noise(log, global_batch)
+    share_of = shares(config, noise, measured)
+    assert share_of is not None, "foreseeable, and the noise is known"
     return {
-        "from": f"noise to signal {noise:.2f} with {measured} groups",
-        "shares": {groups: share_by_noise(noise, measured, groups) for groups in alternatives},
+        "noise to signal": noise,
+        "groups of the run": measured,
+        "shares": {groups: share_of(groups) for groups in alternatives},
     }
 
 
@@ -88,7 +87,10 @@ def read(folder: Path) -> TensorBoardLog:
 def text(loss: dict[str, Any], groups: int) -> list[str]:
     """The plan's lines of it."""
     others = ", ".join(f"{share:.1%} with {number}" for number, share in loss["shares"].items() if number != groups)
+    known_from = "the settings, at best"
+    if "noise to signal" in loss:
+        known_from = f"noise to signal {loss['noise to signal']:.2f} with {loss['groups of the run']} groups"
     return [
         f"loss: as synchronous training of {loss['shares'][groups]:.1%} of the iterations with {groups} groups; {others} "
-        f"(from {loss['from']}, docs/study.md#what-to-expect)"
+        f"(from {known_from}, docs/study.md#what-to-expect)"
     ]
