@@ -60,20 +60,28 @@ SETTINGS = (
         (*({"groups": groups} for groups in (2, 4, 8, 16)), *({"interval": interval} for interval in (5, 10, 40, 50))),
     ),
     # Three quarters of these end so near that the difference is mostly luck.
-    Setting({"iterations": 1200}, (), ((4e-2, 8e-3),), _EIGHT, shorter=0.5),
+    Setting({"iterations": 1200}, (8e-3,), ((4e-2, 8e-3),), _EIGHT, shorter=0.5),
     Setting({"iterations": 2400}, (4e-3, 8e-3), ((2e-2, 8e-3), (4e-2, 8e-3)), _EIGHT),
     Setting({"batch": 256}, (8e-3, 1.6e-2, 3.2e-2), _MUON_RATES, _EIGHT),
     Setting({"batch": 16}, (2e-3, 4e-3, 8e-3, 1.6e-2), ((2e-2, 4e-3), (2e-2, 8e-3), (4e-2, 8e-3)), _EIGHT),
     Setting({"width": 32}, (8e-3, 1.6e-2, 3.2e-2), _MUON_RATES, _EIGHT),
-    Setting({"width": 32, "iterations": 1200}, (), ((2e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
+    Setting({"width": 32, "batch": 256}, (1.6e-2, 3.2e-2), (), _EIGHT),
+    Setting({"width": 32, "batch": 1024}, (1.6e-2, 3.2e-2, 6.4e-2), (), _EIGHT),
+    Setting({"width": 32, "iterations": 1200}, (1.6e-2,), ((2e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
     Setting({"width": 32, "iterations": 2400}, (1.6e-2,), ((2e-2, 1.6e-2),), _EIGHT, shorter=0.5),
     Setting({"width": 32, "iterations": 4800}, (), ((1e-2, 1.6e-2), (2e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
+    Setting({"batch": 256, "iterations": 2400}, (), ((4e-2, 8e-3),), _EIGHT),
+    Setting({"width": 32, "batch": 128, "iterations": 4000}, (1.6e-2,), (), ()),
     Setting({"width": 128}, (2e-3, 4e-3, 8e-3), ((2e-2, 4e-3), (4e-2, 4e-3), (2e-2, 8e-3)), _EIGHT),
 )
 
 SCHEDULES = {ADAM: ("diloco", "pier-rising", "pier-annealed"), MUON: ("diloco", "pier-muon", "pier-muon-annealed")}
 
 _replace = dataclasses.replace
+
+# Of synchronous training: inner optimizer, width, a batch, and a larger one that saves iterations.
+_CRITICAL = ((ADAM, 32, 64, 256), (ADAM, 32, 64, 1024), (ADAM, 64, 64, 256), (MUON, 64, 64, 256))
+
 _RISING, _ANNEALED = Run("pier-rising"), Run("pier-annealed")
 _MUON, _MUON_ANNEALED = Run("pier-muon", inner=MUON), Run("pier-muon-annealed", inner=MUON)
 
@@ -93,9 +101,19 @@ _FEW_SEQUENCES = {ADAM: {"batch": 16}, MUON: {"batch": 16, "muon_rate": 2e-2}}
 
 # The paper's claim in miniature: 1800 outer steps, of groups that agree.
 _CLAIM = Run("diloco", groups=4, interval=2, iterations=4000, batch=128, width=32, learning_rate=1.6e-2)
-_CLAIM_RATES = {"diloco": (1e-3, 2e-3, 1.6e-2), "pier": (1e-3, 2e-3), "pier-rising": (4e-3,)}
+_CLAIM_RATES = {
+    "diloco": (2.5e-4, 5e-4, 1e-3, 2e-3, 1.6e-2),
+    "pier": (5e-4, 1e-3, 2e-3),
+    "pier-rising": (1e-3, 2e-3, 4e-3, 8e-3),
+}
 
-_LARGE = Run(iterations=2400, batch=256, inner=MUON)
+# A group sees as much as synchronous training at its critical batch, and as much as Muon wants in a long run.
+_CRITICAL_GROUPS = _replace(_ANNEALED, width=32, batch=1024, learning_rate=3.2e-2)
+_LARGE = _replace(_MUON_ANNEALED, iterations=2400, batch=256)
+
+# Groups that always meet: what is lost without drift.
+_NO_DRIFT = Run("local-sgd", interval=1, inner=MUON)
+_NO_DRIFT_SMALL = _replace(_NO_DRIFT, width=32, learning_rate=1.6e-2)
 
 
 def _seeds(*runs: Run) -> tuple[Run, ...]:
@@ -113,7 +131,17 @@ OTHERS = {
     "H = 10": _seeds(*(_replace(_ANNEALED, method=method, interval=10) for method in ("diloco", "pier-annealed"))),
     "DiLoCo": _seeds(_replace(_MUON, method="diloco")),
     "2400 iterations": _seeds(*(_replace(run, iterations=2400) for run in (_MUON, _MUON_ANNEALED))),
-    "2400 iterations of 256 sequences": tuple(_replace(_LARGE, method=method) for method in ("diloco", "pier-muon-annealed")),
+    "2400 iterations of 256 sequences": _seeds(_replace(_LARGE, method="diloco"), _LARGE),
+    "critical batch": (
+        *_seeds(_replace(_CRITICAL_GROUPS, method="diloco"), _CRITICAL_GROUPS),
+        *(_replace(_CRITICAL_GROUPS, method="diloco", learning_rate=rate) for rate in (8e-3, 1.6e-2)),
+    ),
+    "no drift": (
+        *(_replace(_NO_DRIFT, **changes) for changes in ({}, {"iterations": 2400}, {"batch": 256})),
+        _NO_DRIFT_SMALL,
+        *(_replace(_NO_DRIFT_SMALL, muon_rate=2e-2, iterations=iterations) for iterations in (2400, 4800)),
+        _replace(_MUON_ANNEALED, width=32, learning_rate=1.6e-2, muon_rate=2e-2, iterations=2400, interval=5),
+    ),
     "1800 outer steps": tuple(
         _replace(_CLAIM, method=method, learning_rate=rate) for method, rates in _CLAIM_RATES.items() for rate in rates
     ),
@@ -201,10 +229,11 @@ def main() -> None:
             for best in _best(survey, setting, inner)
             for run in (_shorter(best, setting), *_of_groups(best, setting))
         )
-        survey.train(each for runs in OTHERS.values() for run in runs for each in (_synchronous(run), run))
+        survey.train(each for runs in OTHERS.values() for run in runs for each in (_synchronous(survey, run), run))
     for inner in SCHEDULES:
         points = [point for setting in SETTINGS for point in _points(survey, setting, inner)]
         print(f"## {inner} inside\n\n{_table(points)}\n\n{_summary(points)}\n")
+    print(f"## Critical batches of synchronous training\n\n{_critical_batches(survey)}\n")
     print(f"## What else was tried\n\n{_others(survey)}")
 
 
@@ -251,10 +280,42 @@ def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _synchronous(run: Run) -> Run:
-    """Training on the same batches, at the rate that is best for it."""
-    given = {name: getattr(run, name) for name in ("seed", "inner", "iterations", "batch", "width", "muon_rate")}
-    return Run(learning_rate=_CLAIM.learning_rate if run.width == _CLAIM.width else run.learning_rate, **given)
+def _critical_batches(survey: Survey) -> str:
+    """That of arXiv 1812.06162, from how many times the iterations a smaller batch needs for the same loss."""
+    rows: list[Sequence[object]] = []
+    for inner, width, fewer, more in _CRITICAL:
+        kind = Run(inner=inner, width=width)
+        loss = _best_losses(survey, kind, more)[kind.iterations]
+        points = sorted(_best_losses(survey, kind, fewer).items())
+        for (early, before), (late, after) in itertools.pairwise(points):
+            if before >= loss >= after:
+                ratio = early * (late / early) ** ((before - loss) / (before - after)) / kind.iterations
+                critical = (ratio - 1) / (1 / fewer - ratio / more)
+                rows.append((inner, width, f"{loss:.3f}", fewer, more, f"{ratio:.2f}", f"{critical:.0f}"))
+    columns = ("inner", "width", "loss", "sequences", "and more", "times the iterations", "critical batch")
+    return _markdown(columns, rows)
+
+
+def _best_losses(survey: Survey, kind: Run, batch: int) -> dict[int, float]:
+    """Final loss of synchronous training at the best of its rates, by iterations."""
+    best: dict[int, float] = {}
+    for run, outcome in survey.items():
+        if run == _replace(
+            kind,
+            batch=batch,
+            iterations=run.iterations,
+            learning_rate=run.learning_rate,
+            muon_rate=run.muon_rate,
+        ):
+            best[run.iterations] = min(outcome.final, best.get(run.iterations, math.inf))
+    return best
+
+
+def _synchronous(survey: Survey, run: Run) -> Run:
+    """Training on the same batches, at the rates that are best for it."""
+    wanted = Run(inner=run.inner, iterations=run.iterations, batch=run.batch, width=run.width)
+    setting = next(each for each in SETTINGS if Run(inner=run.inner, **each.changes) == wanted)
+    return _replace(_best(survey, setting, run.inner)[0], seed=run.seed)
 
 
 def _others(survey: Survey) -> str:
@@ -280,7 +341,7 @@ def _others(survey: Survey) -> str:
         for run, seeds in of_seeds.items():
             cells = [title, run.method, run.inner, run.width, run.batch, run.iterations, run.groups, run.interval]
             finals = [survey[each].final for each in seeds]
-            gaps = [survey[each].final - survey[base].final for each in seeds if (base := _synchronous(each)) in survey]
+            gaps = [survey[each].final - survey[base].final for each in seeds if (base := _synchronous(survey, each)) in survey]
             rows.append((*cells, f"{run.learning_rate:g}", len(seeds), _mean(finals), _mean(gaps)))
     return _markdown((*columns, "gap"), rows)
 

@@ -46,6 +46,10 @@ class Survey:
         with self._path.open("a") as file:
             file.write(json.dumps({"run": dataclasses.asdict(run), "outcome": dataclasses.asdict(outcome)}) + "\n")
 
+    def items(self) -> Iterable[tuple[Run, Outcome]]:
+        """All runs, with what came out of them."""
+        return self._outcomes.items()
+
     def __contains__(self, run: Run) -> bool:
         """Whether a run has been trained."""
         return run in self._outcomes
