@@ -10,143 +10,18 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from rows import ADAM, MUON, SYNCHRONOUS
+from rows import ADAM, MUON
 from simulation import Run
 from small_gpt import SEQUENCE
 from survey import Survey
+from surveyed import CRITICAL, OTHERS, SCHEDULES, SETTINGS, Setting
 
 from pier_megatron import PierConfig
 from pier_megatron.outer.expectation import shares
 from pier_megatron.outer.noise import noise_to_signal, settled
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What synchronous training is tuned for, and what is compared with it.
-
-    Attributes:
-        changes: What its runs have in place of a :class:`Run`'s defaults.
-        rates: Of AdamW that were tried.
-        muon_rates: Of Muon and AdamW that were tried together.
-        groups: What groups have in place of the defaults.
-        shorter: Synchronous training of so many of the iterations says what iterations are worth.
-    """
-
-    changes: Mapping[str, Any]
-    rates: Sequence[float]
-    muon_rates: Sequence[tuple[float, float]]
-    groups: Sequence[Mapping[str, int]]
-    shorter: float = 0.75
-
-    def synchronous(self, inner: str) -> list[Run]:
-        """One run for each rate."""
-        given = {"inner": inner, "method": SYNCHRONOUS, **self.changes}
-        if inner == ADAM:
-            return [Run(learning_rate=rate, **given) for rate in self.rates]
-        return [Run(muon_rate=muon, learning_rate=adam, **given) for muon, adam in self.muon_rates]
-
-
-_EIGHT = ({"groups": 8},)
-_MUON_RATES = ((2e-2, 8e-3), (4e-2, 8e-3), (4e-2, 1.6e-2))
-SETTINGS = (
-    Setting(
-        {},
-        (8e-3,),
-        ((4e-2, 8e-3),),
-        (*({"groups": groups} for groups in (2, 4, 8, 16)), *({"interval": interval} for interval in (5, 10, 40, 50))),
-    ),
-    # Three quarters of these end so near that the difference is mostly luck.
-    Setting({"iterations": 1200}, (8e-3,), ((4e-2, 8e-3),), _EIGHT, shorter=0.5),
-    Setting({"iterations": 2400}, (4e-3, 8e-3), ((2e-2, 8e-3), (4e-2, 8e-3)), _EIGHT),
-    Setting({"batch": 256}, (8e-3, 1.6e-2, 3.2e-2), _MUON_RATES, _EIGHT),
-    Setting({"batch": 16}, (2e-3, 4e-3, 8e-3, 1.6e-2), ((2e-2, 4e-3), (2e-2, 8e-3), (4e-2, 8e-3)), _EIGHT),
-    Setting({"width": 32}, (8e-3, 1.6e-2, 3.2e-2), _MUON_RATES, _EIGHT),
-    Setting({"width": 32, "batch": 256}, (1.6e-2, 3.2e-2), (), _EIGHT),
-    Setting({"width": 32, "batch": 1024}, (1.6e-2, 3.2e-2, 6.4e-2), (), _EIGHT),
-    Setting({"width": 32, "iterations": 1200}, (1.6e-2,), ((2e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
-    Setting({"width": 32, "iterations": 2400}, (1.6e-2,), ((2e-2, 1.6e-2),), _EIGHT, shorter=0.5),
-    Setting({"width": 32, "iterations": 4800}, (), ((1e-2, 1.6e-2), (2e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
-    Setting({"batch": 256, "iterations": 2400}, (), ((4e-2, 8e-3),), _EIGHT),
-    Setting({"width": 32, "batch": 128, "iterations": 4000}, (1.6e-2,), (), ()),
-    Setting({"width": 128}, (2e-3, 4e-3, 8e-3), ((2e-2, 4e-3), (4e-2, 4e-3), (2e-2, 8e-3)), _EIGHT),
-)
-
-SCHEDULES = {ADAM: ("diloco", "pier-rising", "pier-annealed"), MUON: ("diloco", "pier-muon", "pier-muon-annealed")}
-
-_replace = dataclasses.replace
-
-# Of synchronous training: inner optimizer, width, a batch, and a larger one that saves iterations.
-_CRITICAL = ((ADAM, 32, 64, 256), (ADAM, 32, 64, 1024), (ADAM, 64, 64, 256), (MUON, 64, 64, 256))
-
-_RISING, _ANNEALED = Run("pier-rising"), Run("pier-annealed")
-_MUON, _MUON_ANNEALED = Run("pier-muon", inner=MUON), Run("pier-muon-annealed", inner=MUON)
-
-# Trained with three seeds and, as they stand and on a quarter of the sequences, at rates that are best there.
-_REMEDIES = {
-    "nothing": (_RISING, _ANNEALED, _MUON, _MUON_ANNEALED),
-    "synchronous tail, 5 %": (_replace(_RISING, tail=0.05), _replace(_MUON, tail=0.05)),
-    "AdamW's noise divided": (
-        _replace(_RISING, divides_noise=True),
-        _replace(_ANNEALED, interval=5, divides_noise=True),
-    ),
-    "slow momentum": (_replace(_RISING, slow_share=0.5),),
-    "H = 5": (_replace(_ANNEALED, interval=5),),
-    "int4, H = 5": (_replace(_ANNEALED, interval=5, dtype="int4"), _replace(_MUON_ANNEALED, interval=5, dtype="int4")),
-}
-_FEW_SEQUENCES = {ADAM: {"batch": 16}, MUON: {"batch": 16, "muon_rate": 2e-2}}
-
-# The paper's claim in miniature: 1800 outer steps, of groups that agree.
-_CLAIM = Run("diloco", groups=4, interval=2, iterations=4000, batch=128, width=32, learning_rate=1.6e-2)
-_CLAIM_RATES = {
-    "diloco": (2.5e-4, 5e-4, 1e-3, 2e-3, 1.6e-2),
-    "pier": (5e-4, 1e-3, 2e-3),
-    "pier-rising": (1e-3, 2e-3, 4e-3, 8e-3),
-}
-
-# A group sees as much as synchronous training at its critical batch, and as much as Muon wants in a long run.
-_CRITICAL_GROUPS = _replace(_ANNEALED, width=32, batch=1024, learning_rate=3.2e-2)
-_LARGE = _replace(_MUON_ANNEALED, iterations=2400, batch=256)
-
-# Groups that always meet: what is lost without drift.
-_NO_DRIFT = Run("local-sgd", interval=1, inner=MUON)
-_NO_DRIFT_SMALL = _replace(_NO_DRIFT, width=32, learning_rate=1.6e-2)
-
-
-def _seeds(*runs: Run) -> tuple[Run, ...]:
-    return tuple(_replace(run, seed=seed) for run in runs for seed in (1, 2, 3))
-
-
-OTHERS = {
-    **{
-        title: _seeds(*(each for run in runs for each in (run, _replace(run, **_FEW_SEQUENCES[run.inner]))))
-        for title, runs in _REMEDIES.items()
-    },
-    "synchronous tail, 10 %": (_replace(_RISING, tail=0.1), _replace(_MUON, tail=0.1)),
-    "slow momentum, 0.999": (_replace(_RISING, slow_share=0.5, slow_beta=0.999),),
-    **{f"lazy start {share:.0%}": (_replace(_MUON_ANNEALED, lazy_start=share),) for share in (1 / 30, 0.2, 0.3)},
-    "H = 10": _seeds(*(_replace(_ANNEALED, method=method, interval=10) for method in ("diloco", "pier-annealed"))),
-    "DiLoCo": _seeds(_replace(_MUON, method="diloco")),
-    "2400 iterations": _seeds(*(_replace(run, iterations=2400) for run in (_MUON, _MUON_ANNEALED))),
-    "2400 iterations of 256 sequences": _seeds(_replace(_LARGE, method="diloco"), _LARGE),
-    "critical batch": (
-        *_seeds(_replace(_CRITICAL_GROUPS, method="diloco"), _CRITICAL_GROUPS),
-        *(_replace(_CRITICAL_GROUPS, method="diloco", learning_rate=rate) for rate in (8e-3, 1.6e-2)),
-    ),
-    "no drift": (
-        *(_replace(_NO_DRIFT, **changes) for changes in ({}, {"iterations": 2400}, {"batch": 256})),
-        _NO_DRIFT_SMALL,
-        *(_replace(_NO_DRIFT_SMALL, muon_rate=2e-2, iterations=iterations) for iterations in (2400, 4800)),
-        _replace(_MUON_ANNEALED, width=32, learning_rate=1.6e-2, muon_rate=2e-2, iterations=2400, interval=5),
-    ),
-    "1800 outer steps": tuple(
-        _replace(_CLAIM, method=method, learning_rate=rate) for method, rates in _CLAIM_RATES.items() for rate in rates
-    ),
-}
-"""What else was tried: docs/study.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,12 +118,14 @@ def _best(survey: Survey, setting: Setting, inner: str) -> list[Run]:
 
 
 def _shorter(run: Run, setting: Setting) -> Run:
-    return _replace(run, iterations=round(setting.shorter * run.iterations))
+    return dataclasses.replace(run, iterations=round(setting.shorter * run.iterations))
 
 
 def _of_groups(best: Run, setting: Setting) -> list[Run]:
     methods = SCHEDULES[best.inner]
-    return [_replace(best, method=method, **changes) for method, changes in itertools.product(methods, setting.groups)]
+    return [
+        dataclasses.replace(best, method=method, **changes) for method, changes in itertools.product(methods, setting.groups)
+    ]
 
 
 def _points(survey: Survey, setting: Setting, inner: str) -> Iterator[Point]:
@@ -283,7 +160,7 @@ def _figure(value: float | None, digits: int) -> str:
 def _critical_batches(survey: Survey) -> str:
     """That of arXiv 1812.06162, from how many times the iterations a smaller batch needs for the same loss."""
     rows: list[Sequence[object]] = []
-    for inner, width, fewer, more in _CRITICAL:
+    for inner, width, fewer, more in CRITICAL:
         kind = Run(inner=inner, width=width)
         loss = _best_losses(survey, kind, more)[kind.iterations]
         points = sorted(_best_losses(survey, kind, fewer).items())
@@ -300,7 +177,7 @@ def _best_losses(survey: Survey, kind: Run, batch: int) -> dict[int, float]:
     """Final loss of synchronous training at the best of its rates, by iterations."""
     best: dict[int, float] = {}
     for run, outcome in survey.items():
-        if run == _replace(
+        if run == dataclasses.replace(
             kind,
             batch=batch,
             iterations=run.iterations,
@@ -315,7 +192,7 @@ def _synchronous(survey: Survey, run: Run) -> Run:
     """Training on the same batches, at the rates that are best for it."""
     wanted = Run(inner=run.inner, iterations=run.iterations, batch=run.batch, width=run.width)
     setting = next(each for each in SETTINGS if Run(inner=run.inner, **each.changes) == wanted)
-    return _replace(_best(survey, setting, run.inner)[0], seed=run.seed)
+    return dataclasses.replace(_best(survey, setting, run.inner)[0], seed=run.seed)
 
 
 def _others(survey: Survey) -> str:
@@ -337,7 +214,7 @@ def _others(survey: Survey) -> str:
         of_seeds: dict[Run, list[Run]] = {}
         for run in runs:
             if run in survey:
-                of_seeds.setdefault(_replace(run, seed=0), []).append(run)
+                of_seeds.setdefault(dataclasses.replace(run, seed=0), []).append(run)
         for run, seeds in of_seeds.items():
             cells = [title, run.method, run.inner, run.width, run.batch, run.iterations, run.groups, run.interval]
             finals = [survey[each].final for each in seeds]
