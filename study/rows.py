@@ -174,6 +174,11 @@ TABLES = (
         {name: {**changes, "inner": MUON} for name, changes in _INTERVALS.items()},
     ),
     Table(
+        "Muon inside: AdamW at twice its rate",
+        ("pier-muon-annealed",),
+        {f"{groups} groups": {"groups": groups, "learning_rate": 1.6e-2, "inner": MUON} for groups in (4, 8)},
+    ),
+    Table(
         "Muon inside: an eighth of the bytes, four times as often",
         ("pier-muon-annealed",),
         {"8 groups, H = 5, int4": {"groups": 8, "interval": 5, "dtype": "int4", "inner": MUON}},

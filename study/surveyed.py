@@ -35,25 +35,24 @@ class Setting:
 
 
 _EIGHT = ({"groups": 8},)
+_MANY = (*({"groups": groups} for groups in (2, 4, 8, 16)), *({"interval": interval} for interval in (5, 10, 40, 50)))
 _MUON_RATES = ((2e-2, 8e-3), (4e-2, 8e-3), (4e-2, 1.6e-2))
+_SMALL_MUON_RATES = ((2e-2, 1.6e-2), (2e-2, 3.2e-2))
 SETTINGS = (
-    Setting(
-        {},
-        (8e-3,),
-        ((4e-2, 8e-3),),
-        (*({"groups": groups} for groups in (2, 4, 8, 16)), *({"interval": interval} for interval in (5, 10, 40, 50))),
-    ),
+    # As the plugin has trained it: AdamW's rate is the one that is best without Muon. Then both rates tuned together.
+    Setting({}, (8e-3,), ((4e-2, 8e-3),), _MANY),
+    Setting({}, (), ((2e-2, 1.6e-2), (4e-2, 1.6e-2), (8e-2, 1.6e-2), (4e-2, 3.2e-2)), _MANY),
     # Three quarters of these end so near that the difference is mostly luck.
-    Setting({"iterations": 1200}, (8e-3,), ((4e-2, 8e-3),), _EIGHT, shorter=0.5),
-    Setting({"iterations": 2400}, (4e-3, 8e-3), ((2e-2, 8e-3), (4e-2, 8e-3)), _EIGHT),
+    Setting({"iterations": 1200}, (8e-3,), ((4e-2, 8e-3), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
+    Setting({"iterations": 2400}, (4e-3, 8e-3), _MUON_RATES, _EIGHT),
     Setting({"batch": 256}, (8e-3, 1.6e-2, 3.2e-2), _MUON_RATES, _EIGHT),
     Setting({"batch": 16}, (2e-3, 4e-3, 8e-3, 1.6e-2), ((2e-2, 4e-3), (2e-2, 8e-3), (4e-2, 8e-3)), _EIGHT),
-    Setting({"width": 32}, (8e-3, 1.6e-2, 3.2e-2), _MUON_RATES, _EIGHT),
+    Setting({"width": 32}, (8e-3, 1.6e-2, 3.2e-2), (*_MUON_RATES, *_SMALL_MUON_RATES, (4e-2, 3.2e-2)), _EIGHT),
     Setting({"width": 32, "batch": 256}, (1.6e-2, 3.2e-2), (), _EIGHT),
     Setting({"width": 32, "batch": 1024}, (1.6e-2, 3.2e-2, 6.4e-2), (), _EIGHT),
-    Setting({"width": 32, "iterations": 1200}, (1.6e-2,), ((2e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
-    Setting({"width": 32, "iterations": 2400}, (1.6e-2,), ((2e-2, 1.6e-2),), _EIGHT, shorter=0.5),
-    Setting({"width": 32, "iterations": 4800}, (), ((1e-2, 1.6e-2), (2e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
+    Setting({"width": 32, "iterations": 1200}, (1.6e-2,), (*_SMALL_MUON_RATES, (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
+    Setting({"width": 32, "iterations": 2400}, (1.6e-2,), _SMALL_MUON_RATES, _EIGHT, shorter=0.5),
+    Setting({"width": 32, "iterations": 4800}, (), (*_SMALL_MUON_RATES, (1e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
     Setting({"batch": 256, "iterations": 2400}, (), ((4e-2, 8e-3),), _EIGHT),
     Setting({"width": 32, "batch": 128, "iterations": 4000}, (1.6e-2,), (), ()),
     Setting({"width": 128}, (2e-3, 4e-3, 8e-3), ((2e-2, 4e-3), (4e-2, 4e-3), (2e-2, 8e-3)), _EIGHT),
@@ -88,16 +87,19 @@ _CLAIM = Run("diloco", groups=4, interval=2, iterations=4000, batch=128, width=3
 _CLAIM_RATES = {
     "diloco": (2.5e-4, 5e-4, 1e-3, 2e-3, 1.6e-2),
     "pier": (5e-4, 1e-3, 2e-3),
-    "pier-rising": (1e-3, 2e-3, 4e-3, 8e-3),
+    "pier-rising": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
 }
 
 # A group sees as much as synchronous training at its critical batch, and as much as Muon wants in a long run.
-_CRITICAL_GROUPS = _replace(_ANNEALED, width=32, batch=1024, learning_rate=3.2e-2)
-_LARGE = _replace(_MUON_ANNEALED, iterations=2400, batch=256)
+_CRITICAL_GROUPS = _replace(_ANNEALED, width=32, batch=1024, learning_rate=1.6e-2)
+_LONG = _replace(_MUON_ANNEALED, iterations=2400)
+_LARGE = _replace(_LONG, batch=256)
+_SMALL = _replace(_LONG, width=32, learning_rate=1.6e-2, muon_rate=2e-2)
 
-# Groups that always meet: what is lost without drift.
-_NO_DRIFT = Run("local-sgd", interval=1, inner=MUON)
-_NO_DRIFT_SMALL = _replace(_NO_DRIFT, width=32, learning_rate=1.6e-2)
+
+def _without_drift(run: Run) -> Run:
+    """Groups that always meet."""
+    return _replace(run, method="local-sgd", interval=1)
 
 
 def _seeds(*runs: Run) -> tuple[Run, ...]:
@@ -114,17 +116,21 @@ OTHERS = {
     **{f"lazy start {share:.0%}": (_replace(_MUON_ANNEALED, lazy_start=share),) for share in (1 / 30, 0.2, 0.3)},
     "H = 10": _seeds(*(_replace(_ANNEALED, method=method, interval=10) for method in ("diloco", "pier-annealed"))),
     "DiLoCo": _seeds(_replace(_MUON, method="diloco")),
-    "2400 iterations": _seeds(*(_replace(run, iterations=2400) for run in (_MUON, _MUON_ANNEALED))),
+    "2400 iterations": _seeds(_LONG, _replace(_LONG, method="pier-muon"), _replace(_ANNEALED, iterations=2400)),
     "2400 iterations of 256 sequences": _seeds(_replace(_LARGE, method="diloco"), _LARGE),
     "critical batch": (
         *_seeds(_replace(_CRITICAL_GROUPS, method="diloco"), _CRITICAL_GROUPS),
-        *(_replace(_CRITICAL_GROUPS, method="diloco", learning_rate=rate) for rate in (8e-3, 1.6e-2)),
+        *(_replace(_CRITICAL_GROUPS, method=method, learning_rate=3.2e-2) for method in ("diloco", "pier-annealed")),
     ),
     "no drift": (
-        *(_replace(_NO_DRIFT, **changes) for changes in ({}, {"iterations": 2400}, {"batch": 256})),
-        _NO_DRIFT_SMALL,
-        *(_replace(_NO_DRIFT_SMALL, muon_rate=2e-2, iterations=iterations) for iterations in (2400, 4800)),
-        _replace(_MUON_ANNEALED, width=32, learning_rate=1.6e-2, muon_rate=2e-2, iterations=2400, interval=5),
+        *map(_without_drift, (_MUON_ANNEALED, _LONG, _replace(_MUON_ANNEALED, batch=256), _SMALL)),
+        _without_drift(_replace(_SMALL, iterations=600, muon_rate=4e-2)),
+        _without_drift(_replace(_SMALL, iterations=4800)),
+        _replace(_SMALL, interval=5),
+    ),
+    "AdamW's noise divided, Muon inside": tuple(
+        _replace(run, divides_noise=True)
+        for run in (_MUON_ANNEALED, _LONG, _SMALL, *map(_without_drift, (_MUON_ANNEALED, _SMALL)))
     ),
     "1800 outer steps": tuple(
         _replace(_CLAIM, method=method, learning_rate=rate) for method, rates in _CLAIM_RATES.items() for rate in rates
