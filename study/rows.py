@@ -175,7 +175,7 @@ TABLES = (
     ),
     Table(
         "Muon inside: AdamW at twice its rate",
-        ("pier-muon-annealed",),
+        ("diloco", "pier-muon-annealed"),
         {f"{groups} groups": {"groups": groups, "learning_rate": 1.6e-2, "inner": MUON} for groups in (4, 8)},
     ),
     Table(
