@@ -45,11 +45,17 @@ SETTINGS = (
     # Three quarters of these end so near that the difference is mostly luck.
     Setting({"iterations": 1200}, (8e-3,), ((4e-2, 8e-3), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
     Setting({"iterations": 2400}, (4e-3, 8e-3), _MUON_RATES, _EIGHT),
-    Setting({"batch": 256}, (8e-3, 1.6e-2, 3.2e-2), _MUON_RATES, _EIGHT),
+    Setting({"batch": 256}, (8e-3, 1.6e-2, 3.2e-2), (*_MUON_RATES, (4e-2, 3.2e-2)), _EIGHT),
     Setting({"batch": 16}, (2e-3, 4e-3, 8e-3, 1.6e-2), ((2e-2, 4e-3), (2e-2, 8e-3), (4e-2, 8e-3)), _EIGHT),
-    Setting({"width": 32}, (8e-3, 1.6e-2, 3.2e-2), (*_MUON_RATES, *_SMALL_MUON_RATES, (4e-2, 3.2e-2)), _EIGHT),
+    Setting(
+        {"width": 32},
+        (8e-3, 1.6e-2, 3.2e-2),
+        (*_MUON_RATES, *_SMALL_MUON_RATES, *((4e-2, rate) for rate in (3.2e-2, 6.4e-2, 0.128))),
+        _EIGHT,
+    ),
     Setting({"width": 32, "batch": 256}, (1.6e-2, 3.2e-2), (), _EIGHT),
     Setting({"width": 32, "batch": 1024}, (1.6e-2, 3.2e-2, 6.4e-2), (), _EIGHT),
+    Setting({"width": 32, "batch": 1024, "iterations": 1200}, (1.6e-2,), (), _EIGHT, shorter=0.5),
     Setting({"width": 32, "iterations": 1200}, (1.6e-2,), (*_SMALL_MUON_RATES, (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
     Setting({"width": 32, "iterations": 2400}, (1.6e-2,), _SMALL_MUON_RATES, _EIGHT, shorter=0.5),
     Setting({"width": 32, "iterations": 4800}, (), (*_SMALL_MUON_RATES, (1e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
@@ -120,6 +126,7 @@ OTHERS = {
     "2400 iterations of 256 sequences": _seeds(_replace(_LARGE, method="diloco"), _LARGE),
     "critical batch": (
         *_seeds(_replace(_CRITICAL_GROUPS, method="diloco"), _CRITICAL_GROUPS),
+        *_seeds(*(_replace(_CRITICAL_GROUPS, method=method, iterations=1200) for method in ("diloco", "pier-annealed"))),
         *(_replace(_CRITICAL_GROUPS, method=method, learning_rate=3.2e-2) for method in ("diloco", "pier-annealed")),
     ),
     "no drift": (
