@@ -55,7 +55,7 @@ SETTINGS = (
     ),
     Setting({"width": 32, "batch": 256}, (1.6e-2, 3.2e-2), (), _EIGHT),
     Setting({"width": 32, "batch": 1024}, (1.6e-2, 3.2e-2, 6.4e-2), (), _EIGHT),
-    Setting({"width": 32, "batch": 1024, "iterations": 1200}, (1.6e-2,), (), _EIGHT, shorter=0.5),
+    Setting({"width": 32, "batch": 1024, "iterations": 1200}, (8e-3, 1.6e-2, 3.2e-2), (), _EIGHT, shorter=0.5),
     Setting({"width": 32, "iterations": 1200}, (1.6e-2,), (*_SMALL_MUON_RATES, (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
     Setting({"width": 32, "iterations": 2400}, (1.6e-2,), _SMALL_MUON_RATES, _EIGHT, shorter=0.5),
     Setting({"width": 32, "iterations": 4800}, (), (*_SMALL_MUON_RATES, (1e-2, 1.6e-2), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),

@@ -13,6 +13,9 @@ from pier_megatron.outer.noise import SETTLED_AFTER
 LOST_PER_NOISE = 0.13
 """With AdamW: logarithm of the share of iterations that groups lose, per noise that they do not share."""
 
+LEAST_NOISE = 1.5
+"""With AdamW: groups whose noise to signal is below lost between 0.4 and 4.4 times what it says."""
+
 LOST_INTERVALS = 2.3
 """With Muon: sync intervals that are lost, per group; of a run with a lazy start of a tenth."""
 
@@ -79,13 +82,13 @@ def shares(config: PierConfig, noise: float | None = None, measured_groups: int 
     Returns:
         The share of its iterations after which synchronous training would have the same loss, by the number of groups: with
         Muon inside the settings say it, with AdamW the noise. None if the run is not :func:`is_foreseeable`, or its noise is
-        needed and not known.
+        needed and either not known or below :data:`LEAST_NOISE`.
     """
     if not is_foreseeable(config):
         return None
     if config.inner_optimizer == "muon":
         return lambda groups: share_by_settings(config, groups)
-    return None if noise is None else lambda groups: share_by_noise(noise, measured_groups, groups)
+    return None if noise is None or noise < LEAST_NOISE else lambda groups: share_by_noise(noise, measured_groups, groups)
 
 
 def fewer(groups: int) -> list[int]:

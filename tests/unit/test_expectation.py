@@ -1,5 +1,6 @@
 """What a run and a plan say of what groups will cost in loss."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from pier_megatron import PierConfig
 from pier_megatron.commands.plan import loss
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.expectation import after, at_start, share_by_noise, share_by_settings
+from pier_megatron.outer.expectation import LEAST_NOISE, after, at_start, share_by_noise, share_by_settings
 
 
 def test_share_falls_with_noise_and_groups() -> None:
@@ -53,6 +54,8 @@ def test_nothing_is_said_of_what_was_not_studied() -> None:
     assert after(config(preset="pier"), 4.0, 10_200) is None
     assert after(config(outer_momentum=0.5), 4.0, 10_200) is None
     assert after(config(), None, 10_200) is None
+    assert after(config(), LEAST_NOISE - 0.01, 10_200) is None
+    assert after(config(), LEAST_NOISE, 10_200) is not None
     assert after(config(train_iters=500), 4.0, 260) is None
     for other in (
         {"preset": "pier-muon"},
@@ -112,6 +115,10 @@ def test_plan_refuses_logs_that_say_nothing_of_the_job(run_with_eight_groups: Pa
         loss.expected_shares(log, config(), global_batch=128)
     with pytest.raises(PierConfigError, match="the job has adam, diloco, 4500 outer steps"):
         loss.expected_shares(log, config(preset="diloco"), global_batch=64)
+    noise = log.scalars["pier/noise-to-signal"]
+    log.scalars["pier/noise-to-signal"] = dataclasses.replace(noise, values=[value / 4 for value in noise.values])
+    with pytest.raises(PierConfigError, match=r"noise to signal is 1\.00 in that run; below 1\.5"):
+        loss.expected_shares(log, config(), global_batch=64)
     del log.scalars["pier/noise-to-signal"]
     with pytest.raises(PierConfigError, match="at least 5 outer steps"):
         loss.expected_shares(log, config(), global_batch=64)

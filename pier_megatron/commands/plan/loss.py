@@ -8,6 +8,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.expectation import (
     FORESEEABLE,
+    LEAST_NOISE,
     fewer,
     is_foreseeable,
     shares,
@@ -47,7 +48,11 @@ def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch
         )
     noise, measured = _noise(log, global_batch)
     share_of = shares(config, noise, measured)
-    assert share_of is not None, "foreseeable, and the noise is known"
+    if share_of is None:
+        raise PierConfigError(
+            f"--log: noise to signal is {noise:.2f} in that run; below {LEAST_NOISE} what groups lose was not found to follow "
+            "it (docs/study.md#what-to-expect)."
+        )
     return {
         "noise to signal": noise,
         "groups of the run": measured,
