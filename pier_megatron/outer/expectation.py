@@ -14,7 +14,7 @@ LOST_PER_NOISE = 0.13
 """With AdamW: logarithm of the share of iterations that groups lose, per noise that they do not share."""
 
 LEAST_NOISE = 1.5
-"""With AdamW: groups whose noise to signal is below lost between 0.4 and 4.4 times what it says."""
+"""With AdamW: groups whose noise to signal is below lost between nothing and twice what it says."""
 
 LOST_INTERVALS = 2.3
 """With Muon: sync intervals that are lost, per group; of a run with a lazy start of a tenth."""
