@@ -127,6 +127,7 @@ OTHERS = {
     "critical batch": (
         *_seeds(_replace(_CRITICAL_GROUPS, method="diloco"), _CRITICAL_GROUPS),
         *_seeds(*(_replace(_CRITICAL_GROUPS, method=method, iterations=1200) for method in ("diloco", "pier-annealed"))),
+        _replace(_CRITICAL_GROUPS, iterations=1200, interval=50),
         *(_replace(_CRITICAL_GROUPS, method=method, learning_rate=3.2e-2) for method in ("diloco", "pier-annealed")),
     ),
     "no drift": (
