@@ -17,7 +17,7 @@ from rows import ADAM, MUON
 from simulation import Run
 from small_gpt import SEQUENCE
 from survey import Survey
-from surveyed import CRITICAL, OTHERS, SCHEDULES, SETTINGS, Setting
+from surveyed import CRITICAL, OTHERS, SCHEDULES, SETTINGS, Setting, of_all_seeds
 
 from pier_megatron import PierConfig
 from pier_megatron.outer.expectation import shares
@@ -116,8 +116,7 @@ def _best(survey: Survey, setting: Setting, inner: str) -> list[Run]:
     """Synchronous training at the best of its rates, if any has been tried: of those with the most seeds."""
 
     def rank(run: Run) -> tuple[int, float]:
-        seeds = [dataclasses.replace(run, seed=seed) for seed in (1, 2, 3)]
-        finals = [survey[each].final for each in seeds if each in survey]
+        finals = [survey[each].final for each in of_all_seeds(run) if each in survey]
         return -len(finals), statistics.mean(finals)
 
     return sorted((run for run in setting.synchronous(inner) if run in survey), key=rank)[:1]

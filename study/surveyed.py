@@ -96,8 +96,10 @@ _CLAIM_RATES = {
     "pier-rising": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
 }
 
-# A group sees as much as synchronous training at its critical batch, and as much as Muon wants in a long run.
-_CRITICAL_GROUPS = _replace(_ANNEALED, width=32, batch=1024, learning_rate=1.6e-2)
+# A group sees as much as synchronous AdamW at its critical batch.
+_CRITICAL_GROUPS = tuple(Run(method, width=32, batch=1024, learning_rate=1.6e-2) for method in ("diloco", "pier-annealed"))
+_LONGER_CRITICAL_GROUPS = tuple(_replace(run, iterations=1200) for run in _CRITICAL_GROUPS)
+
 _LONG = _replace(_MUON_ANNEALED, iterations=2400)
 _LARGE = _replace(_LONG, batch=256)
 _SMALL = _replace(_LONG, width=32, learning_rate=1.6e-2, muon_rate=2e-2)
@@ -108,27 +110,27 @@ def _without_drift(run: Run) -> Run:
     return _replace(run, method="local-sgd", interval=1)
 
 
-def _seeds(*runs: Run) -> tuple[Run, ...]:
+def of_all_seeds(*runs: Run) -> tuple[Run, ...]:
+    """Each run with each of the paired seeds."""
     return tuple(_replace(run, seed=seed) for run in runs for seed in (1, 2, 3))
 
 
 OTHERS = {
     **{
-        title: _seeds(*(each for run in runs for each in (run, _replace(run, **_FEW_SEQUENCES[run.inner]))))
+        title: of_all_seeds(*(each for run in runs for each in (run, _replace(run, **_FEW_SEQUENCES[run.inner]))))
         for title, runs in _REMEDIES.items()
     },
     "synchronous tail, 10 %": (_replace(_RISING, tail=0.1), _replace(_MUON, tail=0.1)),
     "slow momentum, 0.999": (_replace(_RISING, slow_share=0.5, slow_beta=0.999),),
     **{f"lazy start {share:.0%}": (_replace(_MUON_ANNEALED, lazy_start=share),) for share in (1 / 30, 0.2, 0.3)},
-    "H = 10": _seeds(*(_replace(_ANNEALED, method=method, interval=10) for method in ("diloco", "pier-annealed"))),
-    "DiLoCo": _seeds(_replace(_MUON, method="diloco")),
-    "2400 iterations": _seeds(_LONG, _replace(_LONG, method="pier-muon"), _replace(_ANNEALED, iterations=2400)),
-    "2400 iterations of 256 sequences": _seeds(_replace(_LARGE, method="diloco"), _LARGE),
+    "H = 10": of_all_seeds(*(_replace(_ANNEALED, method=method, interval=10) for method in ("diloco", "pier-annealed"))),
+    "DiLoCo": of_all_seeds(_replace(_MUON, method="diloco")),
+    "2400 iterations": of_all_seeds(_LONG, _replace(_LONG, method="pier-muon"), _replace(_ANNEALED, iterations=2400)),
+    "2400 iterations of 256 sequences": of_all_seeds(_replace(_LARGE, method="diloco"), _LARGE),
     "critical batch": (
-        *_seeds(_replace(_CRITICAL_GROUPS, method="diloco"), _CRITICAL_GROUPS),
-        *_seeds(*(_replace(_CRITICAL_GROUPS, method=method, iterations=1200) for method in ("diloco", "pier-annealed"))),
-        _replace(_CRITICAL_GROUPS, iterations=1200, interval=50),
-        *(_replace(_CRITICAL_GROUPS, method=method, learning_rate=3.2e-2) for method in ("diloco", "pier-annealed")),
+        *of_all_seeds(*_CRITICAL_GROUPS, *_LONGER_CRITICAL_GROUPS),
+        _replace(_LONGER_CRITICAL_GROUPS[-1], interval=50),
+        *(_replace(run, learning_rate=3.2e-2) for run in _CRITICAL_GROUPS),
     ),
     "no drift": (
         *map(_without_drift, (_MUON_ANNEALED, _LONG, _replace(_MUON_ANNEALED, batch=256), _SMALL)),
