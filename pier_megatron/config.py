@@ -35,10 +35,11 @@ class PierConfig(Settings):
             choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
             if choices and value not in choices:
                 raise PierConfigError(f"{flag_of(setting.name)} {value}: not one of {', '.join(choices)}.")
-        for name in ("groups", "sync_interval", "fragments", "chunk_mib", "ranks_per_domain"):
+        for name in ("groups", "sync_interval", "fragments", "chunk_mib", "ranks_per_domain", "island_timeout", "island_wait"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PierConfigError(f"{flag_of(name)} {value}: must be at least 1.")
+        self._check_elastic()
         if self.fragments > self.sync_interval:
             raise PierConfigError(
                 f"--pier-fragments {self.fragments} exceeds --pier-sync-interval {self.sync_interval}: fragments take their "
@@ -75,6 +76,18 @@ class PierConfig(Settings):
         if not 0 <= self.lazy_start_fraction < 1:
             raise PierConfigError(f"--pier-lazy-start-fraction {self.lazy_start_fraction}: must be in [0, 1).")
         self._check_lazy_start()
+
+    def _check_elastic(self) -> None:
+        if self.lighthouse is not None:
+            return
+        for name in ("island", "island_address", "island_timeout", "island_wait"):
+            value = getattr(self, name)
+            if value != getattr(Settings, name):
+                raise PierConfigError(
+                    f"{flag_of(name)} {value} without --pier-lighthouse: it is for islands that are jobs of their own. Without "
+                    "a lighthouse this job would train alone, as would the others, and all would save to one --save folder. "
+                    "Add --pier-lighthouse URL, or drop it."
+                )
 
     def _check_subgroups(self) -> None:
         if self.subgroup_size is not None and not 2 <= self.subgroup_size <= self.groups:

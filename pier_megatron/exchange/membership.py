@@ -74,7 +74,7 @@ class Membership:
         Args:
             index: Of the island among all that may be there.
             lighthouse: Where torchft's lighthouse is, such as ``http://host:29510``.
-            address: Of this node, at which other islands reach it.
+            address: Address of this node, at which other islands reach it; that of the first rank counts.
             world: The ranks of the island.
             codec: What sums look like on the wire.
             timeout: For a communicator to come about, and for every collective in it.
@@ -91,22 +91,23 @@ class Membership:
         self._is_new = True
         self._last_quorum = self._meetings = self._failures = 0
         self._store: Any = None
-        port = 0
+        host: list[Any] = ["", 0]
         if world.rank() == 0:
             try:
                 self._store, self._client = self._announce(f"{index:04}:{uuid.uuid4()}", lighthouse, address)
-                port = self._store.port
+                host = [address, self._store.port]
             except (RuntimeError, OSError) as error:
                 print(f" Pier: island {index}: {error}", flush=True)
-        told = torch.tensor([port], device=self._device)
-        dist.broadcast(told, group=world, group_src=0)
-        if not told.item():
+        # An island may span nodes, each of which was given an address of its own.
+        dist.broadcast_object_list(host, group=world, group_src=0, device=self._device)
+        name, port = host
+        if not port:
             raise PierConfigError(
                 f"--pier-lighthouse {lighthouse} and --pier-island-address {address}: no answer from the lighthouse, or the "
                 "address is none of this node. Start a lighthouse with pier-megatron lighthouse."
             )
         if self._store is None:
-            self._store = dist.TCPStore(address, int(told.item()), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+            self._store = dist.TCPStore(name, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
         kind = groups.ProcessGroupNCCL if dist.get_backend(world) == "nccl" else groups.ProcessGroupGloo
         self._group = kind(timeout=timeout)
 

@@ -64,13 +64,12 @@ class Clock:
                 flush=True,
             )
 
-    def rest(self) -> bool:
-        """Whether the island rests in this iteration, in which nothing is trained; if so, the learning rate goes on."""
+    def rest(self) -> None:
+        """Lets the learning rate continue in an iteration that Megatron skips because the island rests."""
         iteration = self._loop.iteration
         if iteration not in self._rests:
-            return False
+            return
         settings = versions.megatron_args()
         self._rests.remove(iteration)
         settings.iterations_to_skip.remove(iteration)
         self._scheduler.step(increment=settings.global_batch_size)
-        return True

@@ -4,29 +4,33 @@ import copy
 import datetime
 import faulthandler
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, islands, refusals, startup, versions
+from pier_megatron.integration import current, islands, refusals, run_identity, startup, versions
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
-from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import use_folders_of_island
 from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
 from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import check_groups_read_different_samples
-from pier_megatron.outer import GroupExchange, OuterLoop, expectation
-from pier_megatron.outer.description import Description
+from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
 from pier_megatron.outer.gathering import Islands
 
 _TRAINING = "megatron.training.training"
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+DESERTED_STATUS = 75
+"""Exit status of a job that has saved and ended for lack of other islands; EX_TEMPFAIL of sysexits.h: try again."""
 
 
 def install() -> None:
@@ -37,6 +41,7 @@ def install() -> None:
     versions.wrap(_TRAINING, "setup_model_and_optimizer", _join)
     versions.wrap(_TRAINING, "train_step", _train_step)
     versions.wrap(_TRAINING, "dummy_train_step", _skip_iteration)
+    versions.wrap(_TRAINING, "train", _train)
     versions.require(_TRAINING, "update_train_iters")
 
 
@@ -74,7 +79,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
         topology = Topology.gather(_own_rank(config))
         topology.check()
         communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
-    membership = _membership(config, island, sum(numels), device)
+    membership = _membership(config, island, shards, device)
     loop = OuterLoop(
         shards,
         config,
@@ -104,12 +109,19 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     return pier
 
 
-def _membership(config: PierConfig, island: islands.Island | None, numel: int, device: torch.device) -> Islands | None:
+def _membership(
+    config: PierConfig, island: islands.Island | None, shards: Sequence[Sequence[Shards]], device: torch.device
+) -> Islands | None:
     if config.lighthouse is None or island is None:
         return None
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < island.world.size() and config.island_address in _LOOPBACK:
+        raise PierConfigError(
+            f"--pier-island-address {config.island_address}: the {island.world.size()} ranks of this island are on several "
+            "nodes, and this address reaches the node only that it is used on. Pass the first node's address, or on each node "
+            "its own."
+        )
     timeout = datetime.timedelta(seconds=config.island_timeout)
-    layout = layout_of(versions.megatron_args(), island.world.size())
-    run = Description.of_run(config, 0, layout, device.type).in_common | {"parameters of the first rank": numel}
+    run = run_identity.in_common(versions.megatron_args(), config, shards, island.world, device)
     membership = Membership(island.index, config.lighthouse, config.island_address, island.world, config.codec, timeout, run)
     return Islands(membership, island.index, 60 * config.island_wait)
 
@@ -148,9 +160,13 @@ def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: A
     if pier is None or island is None or not island.is_job:
         return model, optimizer, scheduler
     settings, loop = versions.megatron_args(), pier.loop
-    before = loop.iteration
+    before, stepped = loop.iteration, loop.last_common_step
     loop.join()
     refusals.check_lazy_start(loop.config, loop.iteration)
+    if loop.last_common_step == before == loop.config.train_iters and before > stepped:
+        # The outer step of the last iteration, for which there were too few islands: nothing follows that would save it.
+        save = versions.require(_TRAINING, "save_checkpoint")
+        save(before, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
     if loop.iteration != before:
         samples = settings.global_batch_size * (loop.iteration - before)
         settings.iteration = loop.iteration
@@ -195,5 +211,24 @@ def _skip_iteration(dummy_train_step: Callable[..., Any], optimizer: Any, /, *ar
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
     result = dummy_train_step(*args, **kwargs)
-    optimizer.loop.end_iteration(has_rested=optimizer.clock is not None and optimizer.clock.rest())
+    if optimizer.clock is not None:
+        optimizer.clock.rest()
+    optimizer.loop.end_iteration(has_trained=False)
     return result
+
+
+@current.in_pier_runs
+def _train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Lets the job of a deserted island fail, once Megatron has saved and ended: its run is not at its end."""
+    try:
+        return train(*args, **kwargs)
+    except SystemExit as ended:
+        if not optimizer.loop.is_deserted or ended.code:
+            raise
+        if islands.rank_in_launch() == 0:
+            print(
+                f" Pier: too few islands for longer than --pier-island-wait {optimizer.loop.config.island_wait} minutes: the "
+                f"job ends with status {DESERTED_STATUS}. Start it again: it takes its outer step once others are there.",
+                flush=True,
+            )
+        raise SystemExit(DESERTED_STATUS) from None

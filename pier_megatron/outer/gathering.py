@@ -76,7 +76,7 @@ class Meeting:
 
 
 # What each island says of itself when it comes to a meeting.
-_ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED = range(6)
+_ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW = range(7)
 Standing = Sequence[int]
 
 # Where an island is whose anchor is neither its own nor yet that of the others.
@@ -115,16 +115,16 @@ class Gatherings:
         self._membership, self._island, self._wait_seconds = islands.membership, islands.own, islands.wait_seconds
         self._stagings, self._judge, self._members = stagings, judge, members
         self._make_round, self._over_group, self._device = make_round, over_group, device
-        self._has_whole_anchor = True
+        self._has_whole_anchor, self._is_new = True, True
 
-    def meet(self, iteration: int, last_common_step: int, fragments: Sequence[int], rested: int) -> Meeting | None:
+    def meet(self, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int) -> Meeting | None:
         """Comes together with all islands that are there; called by all ranks of the island.
 
         Args:
             iteration: Iterations completed.
             last_common_step: See :class:`pier_megatron.outer.loop.OuterLoop`.
-            fragments: Whose outer step is due; none before the first iteration.
-            rested: Iterations since the last outer step in which this island has read nothing.
+            fragments: Whose outer step is due. When an island starts: those of a step that its last process could not take.
+            trained: Iterations that this island has trained since its last outer step.
 
         Returns:
             What has come of it; None if nothing has, for longer than this island waits.
@@ -135,7 +135,7 @@ class Gatherings:
             PierConfigError: If two islands cannot be of one run.
         """
         deadline = time.monotonic() + self._wait_seconds
-        trained, where = iteration - last_common_step - rested, f"island {self._island} after iteration {iteration}"
+        where = f"island {self._island} after iteration {iteration}"
         verdict, _ = self._judge.judge(fragments)
         while True:
             exchange, meeting, refusal = None, None, None
@@ -156,6 +156,7 @@ class Gatherings:
             # By the ranks of an island together: one that ended or went on alone would leave the others waiting.
             of_rank, outcome = outcome, self._membership.agree(exchange, outcome)
             if outcome == Outcome.SUCCEEDED:
+                self._is_new = False
                 return meeting
             if of_rank == Outcome.SUCCEEDED:
                 print(f" Pier: {where}: not every rank of every island has all of it; tries again", flush=True)
@@ -194,11 +195,13 @@ class Gatherings:
     def _standing(self, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int) -> Tensor:
         checksum = torch.zeros(1, dtype=torch.int64, device=self._device)
         for staging in self._stagings:
+            # After a meeting that failed, what it handed over may still be on its way to the host.
+            staging.synchronize()
             checksum += staging.state.checksum(ANCHOR)
         # Of the whole island, so that all its ranks judge alike.
         self._over_group(checksum, dist.ReduceOp.SUM)
         place = [last_common_step, iteration] if self._has_whole_anchor else [_NOWHERE, _NOWHERE]
-        own = [self._island, *place, int(bool(fragments)), int(checksum.item()), trained]
+        own = [self._island, *place, int(bool(fragments)), int(checksum.item()), trained, int(self._is_new)]
         return torch.tensor(own, device=self._device)
 
     def _hand_over(self, exchange: GroupExchange, source: int, absent: Sequence[int]) -> None:
@@ -212,7 +215,8 @@ class Gatherings:
 
 
 def _place(standing: Standing) -> tuple[int, ...]:
-    return standing[_IS_DUE], standing[_SYNCED], standing[_ITERATION]
+    # Whose anchor is newest comes first: a step that is due on an older one would take the others back to it.
+    return standing[_SYNCED], standing[_IS_DUE], standing[_ITERATION]
 
 
 def _weight(standings: Sequence[Standing], counted: Sequence[bool], rank: int) -> float:
@@ -223,7 +227,7 @@ def _weight(standings: Sequence[Standing], counted: Sequence[bool], rank: int) -
 
 
 def _those_present(standings: Sequence[Standing]) -> list[int]:
-    """The islands that are there already, by rank in the meeting: where an outer step is due, or else the furthest.
+    """The islands whose anchor all continue from, by rank in the meeting: the newest one, with an outer step due if on any.
 
     Of those with different anchors, most have the right one.
     """
@@ -240,7 +244,7 @@ def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int
         island, synced, iteration = standing[_ISLAND], standing[_SYNCED], standing[_ITERATION]
         if source[_SYNCED] == _NOWHERE:
             found[rank] = LeftBehindError(f"Island {island} lost those whose anchor it was to take over. {_TO_REJOIN}")
-        elif rank not in present and standing[_IS_DUE]:
+        elif rank not in present and standing[_IS_DUE] and not standing[_IS_NEW]:
             found[rank] = LeftBehindError(
                 f"Island {island} missed the outer step after iteration {source[_SYNCED]}: it is at iteration {iteration} with "
                 f"an anchor of its own, of iteration {synced}. {_TO_REJOIN}"
@@ -252,9 +256,8 @@ def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int
             )
     names = [standing[_ISLAND] for rank, standing in enumerate(standings) if rank not in found]
     for rank, standing in enumerate(standings):
-        # Who has a name already goes on.
-        is_new = rank not in found and not (rank in present and standing[_IS_DUE])
-        if is_new and names.count(standing[_ISLAND]) > 1:
+        # An island that has met the others keeps its number.
+        if rank not in found and standing[_IS_NEW] and names.count(standing[_ISLAND]) > 1:
             found[rank] = PierConfigError(
                 f"--pier-island {standing[_ISLAND]}: another island of that number is there. Each needs one of its own, from 0 "
                 "to --pier-groups less 1."

@@ -101,7 +101,7 @@ class OuterLoop:
         self.iteration = self.last_common_step = 0
         self.is_local, self.is_synchronised = False, True
         self.is_deserted = False
-        self._rested = 0
+        self._trained = 0
         self._gatherings: Gatherings | None = None
         if islands is not None:
             self._gatherings = Gatherings(
@@ -135,22 +135,23 @@ class OuterLoop:
         if not self.is_local and not self.config.is_lazy(iteration):
             # Wherever the lazy start ends, and whether or not its last iteration was skipped.
             self._weights.become_anchor()
-            self.is_local = True
+            self.is_local, self._trained = True, 0
         self.iteration = iteration
         self.is_synchronised = not self.is_local
 
     @torch.no_grad()
-    def end_iteration(self, has_rested: bool = False) -> None:
+    def end_iteration(self, has_trained: bool = True) -> None:
         """Does what is due after the inner step, whether or not this group has taken it: the others wait for it.
 
         Args:
-            has_rested: Whether this island has let the iteration pass for others that are faster: it read nothing.
+            has_trained: Whether this group has read its samples of the iteration. It has not where the iteration is skipped, or
+                where it rests for groups that are slower.
 
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
             AnchorsDifferError: If the groups do not hold the same anchor.
         """
-        self._rested += has_rested
+        self._trained += has_trained
         if self.is_local:
             self._pulls.proceed(self.iteration)
             self._move_rounds()
@@ -169,19 +170,20 @@ class OuterLoop:
     def join(self) -> None:
         """Meets the islands that are there, before the first iteration; takes over from them what it does not have.
 
+        An outer step that this island was due to take when it was saved, and could not for lack of others, is taken first.
+
         Raises:
             PierConfigError: If it cannot be one of them.
             RuntimeError: If too few are there.
         """
-        assert self._gatherings is not None
-        self._meet(())
+        self._meet(self.config.fragments_due(self.iteration) if self.last_common_step < self.iteration else ())
         if self.is_deserted:
             raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self.config.island_wait} minutes.")
 
     def skip_iteration(self) -> None:
         """An iteration in which nobody trains: the clock goes on, and what is due is done."""
         self.begin_iteration(self.iteration + 1)
-        self.end_iteration()
+        self.end_iteration(has_trained=False)
 
     def reset(self, iteration: int | None = None) -> None:
         """Takes the present parameters, which all groups share, for the anchor, without momentum; may set the clock."""
@@ -190,7 +192,7 @@ class OuterLoop:
             state.momentum.zero_()
         self._pulls.restart()
         self.iteration = self.iteration if iteration is None else iteration
-        self.last_common_step = self.iteration
+        self.last_common_step, self._trained = self.iteration, 0
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` goes on from it exactly, given the same parameters and inner state.
@@ -212,6 +214,7 @@ class OuterLoop:
             "is_local": self.is_local,
             "is_synchronised": self.is_synchronised,
             "last_common_step": self.last_common_step,
+            "trained": self._trained,
             "states": [
                 {ANCHOR: state.anchor, MOMENTUM: state.momentum, "residuals": state.residuals()} for state in self.states
             ],
@@ -232,7 +235,7 @@ class OuterLoop:
         self.config.check_resumable(snapshot["iteration"], snapshot["is_local"])
         self.iteration = snapshot["iteration"]
         self.is_local, self.is_synchronised = snapshot["is_local"], snapshot["is_synchronised"]
-        self.last_common_step = snapshot["last_common_step"]
+        self.last_common_step, self._trained = snapshot["last_common_step"], snapshot["trained"]
         for state, saved in zip(self.states, snapshot["states"], strict=True):
             for name in COMMON:
                 state.flats[name].copy_(saved[name])
@@ -290,7 +293,7 @@ class OuterLoop:
         stopwatch, meeting = Stopwatch(self.device), meeting_at(self.config, self.exchange, self.iteration)
         with stopwatch.running():
             with self._phase("pull"):
-                distance, bytes_sent = self._pulls.finish(fragments)
+                distance, bytes_sent = self._pulls.take(fragments)
             with self._phase("verdict"):
                 verdicts = self._judge.verdicts(fragments, meeting)
             round_ = self._round(self.iteration, meeting, verdicts, stopwatch)
@@ -327,12 +330,13 @@ class OuterLoop:
         """Takes an outer step with those who are there, if one is due, or joins them."""
         assert self._gatherings is not None
         with self._phase("meeting"):
-            meeting = self._gatherings.meet(self.iteration, self.last_common_step, fragments, self._rested)
+            meeting = self._gatherings.meet(self.iteration, self.last_common_step, fragments, self._trained)
         self.is_deserted = meeting is None
         if meeting is None:
             return
         self.iteration, self.last_common_step = meeting.iteration, meeting.last_common_step
-        self._rested = 0
+        if meeting.round is not None or meeting.has_joined:
+            self._trained = 0
         self.is_local |= meeting.has_joined
         if meeting.round is not None:
             meeting.round.finish()
@@ -354,6 +358,7 @@ class OuterLoop:
                     other.forget_progress()
             self._weights.commit()
         own, self.last_common_step = self._of_group(round_), round_.begun
+        self._trained = self.iteration - round_.begun
         # Where groups have anchors of their own, each reports for itself: nobody waits for those that it has met.
         is_common = round_.rule.has_common_anchor
         sums = self.exchange.gather(own) if is_common else Gathered([own], [Computed(self.device)])

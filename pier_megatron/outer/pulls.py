@@ -1,7 +1,8 @@
 """Slow weights of the groups that will meet next, sent behind training: NoLoCo's second tensor."""
 
 import collections
-from collections.abc import Container, Iterable, Sequence
+import math
+from collections.abc import Collection, Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,10 +30,19 @@ class Pulls:
         self._config, self._stagings, self._everyone, self._device = config, stagings, everyone, device
         self._under_way: list[_Pull] = []
         self.done: set[int] = set()
+        # Of pulls that have finished: the distances, and the bytes sent.
+        self._finished: dict[int, tuple[Tensor, int]] = {}
+        # Fragments whose slow weights may differ between groups.
+        self._apart: set[int] = set()
 
-    def restart(self, done: Iterable[int] = ()) -> None:
-        """Forgets what is under way."""
-        self._under_way, self.done = [], set(done)
+    def restart(self, done: Iterable[int] | None = None) -> None:
+        """Forgets what is under way.
+
+        Args:
+            done: Fragments whose momentum is ready; None if all groups hold the same slow weights.
+        """
+        self._under_way, self._finished, self.done = [], {}, set(done or ())
+        self._apart = set() if done is None else set(range(self._config.fragments))
 
     def begin(self, begun: int, iteration: int) -> None:
         """Begins to send the slow weights of a round to the groups that are met next.
@@ -41,6 +51,7 @@ class Pulls:
             begun: Iteration after which the round began.
             iteration: At whose end it has ended.
         """
+        self._apart.update(self._config.fragments_due(begun))
         for fragment in self._config.fragments_due(begun) if self._config.pulls else ():
             self.done.discard(fragment)
             due = self._config.next_outer_step(fragment, begun)
@@ -58,19 +69,29 @@ class Pulls:
         for pull in self._under_way:
             pull.proceed(iteration)
 
-    def finish(self, fragments: Container[int]) -> tuple[Tensor, int]:
-        """Waits for the slow weights of some fragments.
-
-        Returns:
-            Sum of the squares of the distances to the mean, over what this rank counts, a float64 scalar; bytes sent.
-        """
-        finished = [pull for pull in self._under_way if pull.fragment in fragments]
-        for pull in finished:
+    def finish(self, fragments: Container[int]) -> None:
+        """Waits for the slow weights of some fragments."""
+        for pull in [pull for pull in self._under_way if pull.fragment in fragments]:
             pull.finish()
             self._under_way.remove(pull)
             self.done.add(pull.fragment)
-        distances = [torch.zeros((), dtype=torch.float64, device=self._device), *(pull.distance for pull in finished)]
-        return torch.stack(distances).sum(), sum(pull.bytes_sent for pull in finished)
+            self._finished[pull.fragment] = pull.distance, pull.bytes_sent
+
+    def take(self, fragments: Collection[int]) -> tuple[Tensor, int]:
+        """Waits for the slow weights of fragments whose outer step is due.
+
+        Returns:
+            Sum of the squares of the distances to the mean, over what this rank counts, a float64 scalar; nan where groups may
+            hold slow weights of their own and none crossed in this process. Bytes sent.
+        """
+        self.finish(fragments)
+        none = torch.zeros((), dtype=torch.float64, device=self._device)
+        if not self._config.sends_differences:
+            # What was sent says where the weights are.
+            return none, 0
+        unknown = none.new_full((), math.nan)
+        found = [self._finished.pop(fragment, (unknown if fragment in self._apart else none, 0)) for fragment in fragments]
+        return torch.stack([distance for distance, _ in found]).sum(), sum(sent for _, sent in found)
 
 
 class _Pull:

@@ -35,7 +35,7 @@ class OuterStepReport:
             that all groups moved the same way; groups that moved at random are near ``1 / sqrt(groups)``.
         cosine_mean: Mean of those cosines.
         noise_to_signal: As :func:`pier_megatron.outer.noise.noise_to_signal`; None where fewer than two groups have met,
-            and where groups have anchors of their own.
+            where groups have anchors of their own, and in elastic islands, which know their own pseudo-gradient only.
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
@@ -43,7 +43,8 @@ class OuterStepReport:
         not_finite: Groups that were left out because their parameters were not finite.
         outliers: Groups that were left out because their pseudo-gradients were too long.
         spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
-            parameters: of the weights that they met with, or of their slow weights if those crossed ahead. None for one group.
+            parameters: of the weights that they met with, or of their slow weights if those crossed ahead. None for one group,
+            and where slow weights did not cross ahead in this process: in the first outer step after a resume.
         spread_grows: Whether that has become much more, where the rule is to keep it bounded.
         restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
     """
@@ -174,9 +175,9 @@ class OuterStepReports:
 
 
 def _noise(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> float | None:
-    """Noise of the groups' pseudo-gradients, from the sums of those that count or of the own group."""
+    """Noise of the groups' pseudo-gradients, from the sums of all that count: one of them does not tell it."""
     met = sum(counted)
-    if not round_.rule.has_common_anchor or met < 2 or (len(sums) < met and not counted[round_.meeting.rank]):
+    if not round_.rule.has_common_anchor or len(sums) < max(met, 2):
         return None
     own, _, mean, _ = sums[:, :PRODUCTS].mean(0).tolist()
     return noise_to_signal(own, mean, met)
@@ -214,9 +215,10 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
 def spread(sums: Tensor, groups: int) -> float | None:
     """Standard deviation of a parameter over the groups, root mean square over the parameters, of sums as above.
 
-    From the distances of groups to the mean of all ``groups`` that met; a single one of them stands for its meeting.
+    From the distances of groups to the mean of all ``groups`` that met; a single one of them stands for its meeting. None where
+    the distance is not known (nan).
     """
-    if groups == 1 or not sums[:, ELEMENTS].any():
+    if groups == 1 or not sums[:, ELEMENTS].any() or sums[:, DISTANCE].isnan().any():
         return None
     own, product, mean, _ = sums[:, :PRODUCTS].unbind(1)
     # All measured from the anchor: what is left of the difference is where the weights are.

@@ -59,11 +59,12 @@ class Weights:
         states = [staging.state for staging in self._stagings]
         with torch.no_grad():
             trained = [state.copy_parameters_to(torch.empty(state.numel, dtype=torch.float32)) for state in states]
-            if as_mean:
-                write_mean_of_anchors(self._stagings, self._exchange)
-            else:
-                self.return_to_anchor()
         try:
+            with torch.no_grad():
+                if as_mean:
+                    write_mean_of_anchors(self._stagings, self._exchange)
+                else:
+                    self.return_to_anchor()
             self.commit()
             yield trained
         finally:

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,6 +48,7 @@ START_SECONDS = 60
 
 _ENDLESS = 1_000_000
 _INNER_LR, _INNER_MOMENTUM = 0.05, 0.5
+_SAVES = 8
 
 ROUNDING = 2e-5
 """How far sums in another order may take parameters of about 2 from each other."""
@@ -72,6 +73,8 @@ class Plan:
         seed: Of its parameters.
         layout: What it says of itself to the others.
         fails_alone_in: Its meeting, from 1, in which its first rank fails and the others do not.
+        skips: Iterations that nobody trains.
+        loads: Iteration of the save of an island of its number that it starts from.
     """
 
     index: int
@@ -85,6 +88,12 @@ class Plan:
     seed: int = 0
     layout: int = PARTS
     fails_alone_in: int | None = None
+    skips: tuple[int, ...] = ()
+    loads: int | None = None
+
+    def trains(self, iteration: int) -> bool:
+        """Whether it reads samples in an iteration."""
+        return iteration not in self.skips and not rests(iteration, self.rests_after)
 
     def config(self) -> PierConfig:
         return PierConfig(
@@ -128,12 +137,11 @@ def rests(iteration: int, rests_after: int) -> bool:
     return rests_after < iteration % INTERVAL
 
 
-def simulate(steps: Sequence[Step], rests_after: Mapping[int, int], parts: int = PARTS) -> dict[int, Tensor]:
+def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
     """What the outer steps that were written down have to come to.
 
     Args:
-        steps: One of each iteration, in order; of each, who met and who counted.
-        rests_after: See :class:`Plan`, by island.
+        steps: One of each iteration, in order; of each, who met, who counted, and the island that took part by its number.
         parts: Ranks of an island.
 
     Returns:
@@ -142,17 +150,30 @@ def simulate(steps: Sequence[Step], rests_after: Mapping[int, int], parts: int =
     anchors: list[dict[int, Tensor]] = []
     for part in range(parts):
         anchor = Model(0, part).flat()
-        momentum, models, before, found = torch.zeros_like(anchor), {}, 0, {}
+        momentum, before, found = torch.zeros_like(anchor), 0, {}
+        models: dict[int, Model] = {}
+        started: dict[int, Island] = {}
+        # As they were saved after an outer step, by island and iteration.
+        moments: dict[tuple[int, int], list[Tensor]] = {}
         for step in steps:
-            joined = [island for island, said in zip(step["islands"], step["verdicts"], strict=True) if said == ABSENT]
-            for island in step["islands"]:
-                if island in joined or island not in models:
-                    models[island] = Model(island, part)
-                for iteration in range(before + 1, step["iteration"] + 1) if island not in joined else ():
-                    if not rests(iteration, rests_after[island]):
-                        models[island].step(iteration)
+            trained: dict[int, int] = {}
+            for island, said in zip(step["islands"], step["verdicts"], strict=True):
+                began, start = before, step["by"][island]
+                if started.get(island) is not start:
+                    # What it holds that others have not handed over.
+                    if start.took_over or island not in models:
+                        models[island] = Model(island, part)
+                        models[island].set(anchor)
+                    if start.took_over and start.plan.loads is not None:
+                        models[island].moments = [moment.clone() for moment in moments[island, start.plan.loads]]
+                    began = max(before, start.joined_at if start.took_over else 0)
+                    started[island] = start
+                iterations = range(began + 1, step["iteration"] + 1) if said != ABSENT else range(0)
+                for iteration in filter(start.plan.trains, iterations):
+                    models[island].step(iteration)
+                trained[island] = sum(map(start.plan.trains, iterations))
             counted = [island for island, said in zip(step["islands"], step["verdicts"], strict=True) if said == GOOD]
-            weights = torch.tensor([min(rests_after[island] + 1.0, INTERVAL) for island in counted])
+            weights = torch.tensor([trained[island] if any(trained.values()) else 1.0 for island in counted])
             deltas = torch.stack([anchor - models[island].flat() for island in counted])
             delta = (deltas * weights[:, None]).sum(0) / weights.sum()
             momentum = MU * momentum + delta
@@ -162,6 +183,7 @@ def simulate(steps: Sequence[Step], rests_after: Mapping[int, int], parts: int =
                 if said not in (GOOD, ABSENT):
                     for moment, other in zip(models[island].moments, models[counted[0]].moments, strict=True):
                         moment.copy_(other)
+                moments[island, step["iteration"]] = [moment.clone() for moment in models[island].moments]
             before = step["iteration"]
             found[before] = anchor
         anchors.append(found)
@@ -217,7 +239,8 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     memberships._CONNECT = datetime.timedelta(seconds=PATIENCE)
     timeout = datetime.timedelta(seconds=ISLAND_TIMEOUT)
     run = {"--tensor-model-parallel-size": plan.layout}
-    membership = memberships.Membership(plan.index, url, "127.0.0.1", world, config.codec, timeout, run)
+    # As of nodes that were each given an address of their own; on this machine all of them are there.
+    membership = memberships.Membership(plan.index, url, f"127.0.0.{1 + part}", world, config.codec, timeout, run)
     if plan.fails_alone_in is not None and part == 0:
         membership.meet = _fail_in(plan.fails_alone_in, membership.meet)  # type: ignore[method-assign]
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=ranks.CHUNK_NUMEL):
@@ -240,22 +263,53 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
             parameters=model.flat().tolist(),
         )
 
+    saves = _Saves(store, plan.index, part)
     with mock.patch.object(loop.reports, "add", note), mock.patch.object(loop.reports, "write_arrived"):
+        if plan.loads is not None:
+            saves.load(plan.loads, model, loop)
         loop.join()
-        diary.write(joined=loop.iteration)
+        diary.write(joined=loop.iteration, took_over=loop.iteration != (plan.loads or 0))
         if plan.dies_after is not None:
             GroupExchange.sum = _die_in_the_exchange(loop, plan.dies_after)  # type: ignore[method-assign]
         while loop.iteration < plan.train_iters and not loop.is_deserted:
             loop.begin_iteration(loop.iteration + 1)
-            if rests(loop.iteration, plan.rests_after):
-                loop.end_iteration(has_rested=True)
-                continue
-            model.step(loop.iteration)
+            trains = plan.trains(loop.iteration)
+            if trains:
+                model.step(loop.iteration)
             if loop.iteration == plan.bad_at and part == 0:
                 model.parameters[0].view(-1)[3] = float("nan")
-            time.sleep(plan.seconds)
-            loop.end_iteration()
+            time.sleep(plan.seconds if trains else 0)
+            loop.end_iteration(has_trained=trains)
+            if loop.iteration % INTERVAL in (0, 2):
+                saves.save(model, loop)
     diary.write(ended="deserted" if loop.is_deserted else "done")
+
+
+class _Saves:
+    """The saves of all islands of a number, part by part: after outer steps and between them, the latest few."""
+
+    def __init__(self, store: str, index: int, part: int) -> None:
+        self._folder = Path(store).parent / "saves" / f"{index}.{part}"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, model: Model, loop: OuterLoop) -> None:
+        path = self._folder / str(loop.iteration)
+        torch.save({"loop": loop.snapshot(), "flat": model.flat(), "moments": model.moments}, f"{path}.new")
+        os.replace(f"{path}.new", path)
+        for old in sorted(iterations_saved(self._folder))[:-_SAVES]:
+            (self._folder / str(old)).unlink(missing_ok=True)
+
+    def load(self, iteration: int, model: Model, loop: OuterLoop) -> None:
+        found = torch.load(self._folder / str(iteration))
+        model.set(found["flat"])
+        for moment, saved in zip(model.moments, found["moments"], strict=True):
+            moment.copy_(saved)
+        loop.restore(found["loop"])
+
+
+def iterations_saved(folder: Path) -> set[int]:
+    """Iterations of the saves in a folder."""
+    return {int(path.name) for path in folder.iterdir() if path.name.isdigit()}
 
 
 def _log_to(path: Path) -> None:
@@ -307,10 +361,11 @@ class Island:
     Attributes:
         plan: What it does.
         index: Its number.
+        valid_until: Iteration of the saves from which all started again after it, if they did.
     """
 
     def __init__(self, plan: Plan, url: str, folder: Path, name: str, context: Any) -> None:
-        self.plan, self.index = plan, plan.index
+        self.plan, self.index, self.valid_until = plan, plan.index, _ENDLESS
         self._paths = [folder / f"{name}.{part}" for part in range(PARTS)]
         self._read, self._entries = [0] * PARTS, [[] for _ in range(PARTS)]
         self._process = context.Process(target=_launch, args=(plan, url, folder, name))
@@ -331,12 +386,26 @@ class Island:
         return self._entries[part]
 
     def steps(self, part: int = 0) -> dict[int, Step]:
-        """Its outer steps by iteration."""
-        return {entry["iteration"]: entry for entry in self.entries(part) if "iteration" in entry}
+        """Its outer steps by iteration, but those that were undone."""
+        found = (entry for entry in self.entries(part) if "iteration" in entry)
+        return {entry["iteration"]: entry for entry in found if entry["iteration"] <= self.valid_until}
 
     def last_step(self) -> int:
         """Iteration of its last outer step that all its ranks have taken."""
         return min(max(self.steps(part), default=0) for part in range(PARTS))
+
+    def _joined(self) -> Step:
+        return next(entry for entry in self.entries() if "joined" in entry)
+
+    @property
+    def joined_at(self) -> int:
+        """Iteration at which it met the others when it started."""
+        return int(self._joined()["joined"])
+
+    @property
+    def took_over(self) -> bool:
+        """Whether it took over the others' anchor then."""
+        return bool(self._joined()["took_over"])
 
     def taken(self) -> int:
         """Outer steps that all its ranks have taken."""
@@ -418,6 +487,17 @@ class Archipelago:
         self._lighthouse.kill()
         self._lighthouse.join()
 
+    def saved(self, *indices: int) -> list[int]:
+        """Iterations of which all parts of these islands have a save, in order."""
+        folders = [self._folder / "saves" / f"{index}.{part}" for index in indices for part in range(PARTS)]
+        return sorted(set.intersection(*(iterations_saved(folder) if folder.exists() else set() for folder in folders)))
+
+    def roll_back_to(self, iteration: int, keep: Sequence[Island] = ()) -> None:
+        """Kills all islands but some: what they did after an iteration is undone."""
+        for island in set(self.islands) - set(keep):
+            island.kill()
+            island.valid_until = min(island.valid_until, iteration)
+
     def start(self, plan: Plan) -> Island:
         """Starts an island."""
         url = f"http://127.0.0.1:{self._port}"
@@ -452,7 +532,7 @@ class Archipelago:
             for iteration in set.intersection(*map(set, parts)):
                 taken.setdefault(iteration, {})[island] = [part[iteration] for part in parts]
         assert taken, "nobody has taken an outer step"
-        found = {}
+        found: dict[int, Step] = {}
         for iteration, by_island in sorted(taken.items()):
             first = by_island[max(by_island, key=Island.last_step)]
             for island, of_parts in by_island.items():
@@ -465,10 +545,11 @@ class Archipelago:
                     assert (part["islands"], part["verdicts"]) == (first[0]["islands"], first[0]["verdicts"]), where
                     assert (part["anchor"], part["momentum"]) == (one["anchor"], one["momentum"]), where
                     assert part["parameters"] == part["anchor"], where
-            found[iteration] = first[0] | {"all": torch.tensor([number for part in first for number in part["anchor"]])}
+            agreed = torch.tensor([number for part in first for number in part["anchor"]])
+            by = {island.index: island for island, parts in by_island.items() if parts[0]["islands"] == first[0]["islands"]}
+            found[iteration] = first[0] | {"all": agreed, "by": by}
         assert list(found) == list(range(INTERVAL, max(found) + 1, INTERVAL))
-        rests_after = {island.index: island.plan.rests_after for island in self.islands}
-        for iteration, anchor in simulate(list(found.values()), rests_after).items():
+        for iteration, anchor in simulate(list(found.values())).items():
             furthest = (found[iteration]["all"] - anchor).abs().max().item()
             assert furthest < ROUNDING, f"after iteration {iteration} the anchor is {furthest} from that of the simulation"
         return found

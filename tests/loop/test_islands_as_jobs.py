@@ -1,5 +1,6 @@
 """Islands that are jobs: what they come to when some of them die, hang or join, and how soon."""
 
+import dataclasses
 import signal
 import time
 from collections.abc import Iterator
@@ -157,14 +158,51 @@ def test_an_island_of_another_run_is_refused_before_anything_is_exchanged(sea: A
     sea.check()
 
 
-def test_an_island_without_enough_others_gives_up(sea: Archipelago) -> None:
-    first, second = [sea.start(Plan(index, wait_seconds=8)) for index in range(2)]
-    sea.go_on([first, second], seconds=60)
-    second.kill()
-    assert first.wait(20) == ["deserted"] * PARTS
+def test_an_island_without_enough_others_gives_up_and_takes_its_last_step_when_they_are_back(sea: Archipelago) -> None:
+    plans = [Plan(0, wait_seconds=8, train_iters=30), Plan(1, train_iters=30, dies_after=5)]
+    first, _ = [sea.start(plan) for plan in plans]
+    assert first.wait(60) == ["deserted"] * PARTS
+    assert first.last_step() == 25
     ends = sea.start(Plan(0, wait_seconds=1)).wait(20)
     assert len(ends) == PARTS
     assert all("--pier-island-wait: too few islands" in said for said in ends)
+    for index, iteration in enumerate((30, 25)):
+        sea.start(Plan(index, loads=iteration, train_iters=30))
+    assert [island.wait(60) for island in sea.islands[-2:]] == [["done"] * PARTS] * 2
+    assert sea.check()[30]["verdicts"] == [GOOD, ABSENT]
+
+
+def test_nobody_goes_back_to_an_older_anchor(sea: Archipelago) -> None:
+    first, second, sleeper = [sea.start(Plan(index)) for index in range(3)]
+    sea.go_on(sea.islands, seconds=60)
+    sleeper.send(signal.SIGSTOP)
+    sea.go_on([first, second], steps=2)
+    second.kill()
+    first.kill()
+    iteration = sea.saved(0, 1)[-1]
+    assert iteration > sleeper.last_step() + INTERVAL
+    sea.roll_back_to(iteration, keep=[sleeper])
+    again = [sea.start(Plan(index, loads=iteration)) for index in range(2)]
+    # It wants the outer step that they have behind them.
+    sleeper.send(signal.SIGCONT)
+    ends = sleeper.wait(60)
+    assert len(ends) == PARTS
+    assert all(said.startswith("LeftBehindError: Island 2 missed the outer step") for said in ends)
+    sea.go_on(again)
+    assert [island.joined_at for island in again] == [iteration] * 2
+    sea.check()
+
+
+def test_an_island_counts_by_what_it_has_read_since_it_joined(sea: Archipelago) -> None:
+    # Between them is an iteration that nobody trains, and one is two iterations behind.
+    plans = [Plan(index, skips=(12, 14)) for index in range(2)]
+    for plan in plans:
+        sea.start(plan)
+    sea.until(lambda: 12 in sea.saved(0, 1), 60)
+    sea.roll_back_to(12)
+    again = [sea.start(dataclasses.replace(plan, loads=12 - 2 * plan.index)) for plan in plans]
+    sea.go_on(again, seconds=60)
+    assert [(island.joined_at, island.took_over) for island in again] == [(12, False), (12, True)]
     sea.check()
 
 

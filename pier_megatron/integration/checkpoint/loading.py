@@ -155,6 +155,9 @@ class Loading:
             if tensor.numel():
                 tensor.copy_(entry["tensors"][name])
         request.snapshot["outliers"] = request.objects["outliers"]
+        # Older plugins do not say: all of them, as far as they knew.
+        since = request.snapshot["iteration"] - request.snapshot["last_common_step"]
+        request.snapshot["trained"] = request.objects.get("trained", since)
         self._loop.restore(request.snapshot)
         return True
 

@@ -104,6 +104,7 @@ class Saving:
             "scheduler steps": None if self._scheduler is None else self._scheduler.num_steps,
             "rng": random_states(),
             "outliers": snapshot["outliers"],
+            "trained": snapshot["trained"],
         }
         entry["objects"] = sharded_object(place.group, place.ranks.rank(), objects, copy=(0, 0))
         entry["tensors"] = place.sharded_tensors(place.exact_tensors(snapshot))

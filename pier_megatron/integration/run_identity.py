@@ -1,0 +1,86 @@
+"""What elastic islands compare before they exchange anything: all that changes what a run computes."""
+
+import argparse
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pier_megatron.config import PierConfig
+from pier_megatron.integration.checkpoint.content import layout_of
+from pier_megatron.outer import Shards
+from pier_megatron.outer.description import Description
+
+# Compared is every argument but these, so that one which a later release or a script adds is compared too. What Pier's settings
+# change is compared by Description.in_common.
+MAY_DIFFER = (
+    # Who an island is, and where things are.
+    *("pier_", "rank", "local_rank", "world_size", "data_parallel_size", "data_cache_path", "object_storage_cache_path"),
+    *("distributed_", "nccl_", "flight_recorder_", "master_", "fault_injector_", "inprocess_", "use_sharp"),
+    # What is saved, loaded, logged, evaluated and profiled, and when a job ends.
+    *("save", "load", "no_save", "no_load", "non_persistent_", "ckpt_", "dist_ckpt_", "async_", "use_persistent_", "exit_"),
+    *("log_", "logging_", "tensorboard_", "wandb_", "timing_", "barrier_", "one_logger_", "enable_one_logger", "app_tag_"),
+    *("eval_", "full_validation", "multiple_validation_sets", "valid", "test_", "profile", "pytorch_profiler_", "record_"),
+    *("use_pytorch_profiler", "memory_snapshot_", "nvtx_", "straggler_", "disable_straggler_", "inference_", "manual_gc"),
+    # How fast an island computes the same, and in how much memory.
+    *("micro_batch_size", "recompute_", "cpu_offloading", "num_workers", "num_dataset_builder_threads", "mmap_bin_files"),
+    *("overlap_", "tp_comm_", "ddp_bucket_size", "ddp_num_buckets", "empty_unused_memory_level", "cuda_graph_"),
+)
+"""Beginnings of the names of arguments in which islands may differ."""
+
+
+def in_common(
+    args: argparse.Namespace,
+    config: PierConfig,
+    shards: Sequence[Sequence[Shards]],
+    world: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What all islands of a run must have alike; called by all ranks of an island.
+
+    Args:
+        args: Megatron's, validated.
+        config: Pier's.
+        shards: The parameters that this rank owns; a list for each optimizer that owns some of them.
+        world: The ranks of the island.
+        device: Device for the collective.
+
+    Returns:
+        Plain values by what a user calls them.
+    """
+    settings = Description.of_run(config, 0, layout_of(args, world.size()), device.type).in_common
+    return {**arguments_in_common(args), **settings, "shapes of all ranks' parameters": _shapes(shards, world, device)}
+
+
+def arguments_in_common(args: argparse.Namespace) -> dict[str, Any]:
+    """Megatron's arguments and those of the script, by flag, without those in which islands may differ."""
+    return {
+        f"--{name.replace('_', '-')}": _plain(value)
+        for name, value in vars(args).items()
+        if not name.startswith(MAY_DIFFER) and not name.startswith("_")
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON keeps it; a file by its name and size, since its folder is another one at each site."""
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, str) and os.sep in value:
+        # Data sets are given by the name of their two files without the ending.
+        sizes = [path.stat().st_size for path in (Path(value), Path(f"{value}.bin")) if path.is_file()]
+        return " ".join([Path(value).name, *(f"of {size:,} bytes" for size in sizes)])
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _shapes(shards: Sequence[Sequence[Shards]], world: dist.ProcessGroup, device: torch.device) -> str:
+    shapes = [[tuple(tensor.shape) for alike in of_optimizer for tensor in alike.tensors] for of_optimizer in shards]
+    numel = sum(tensor.numel() for of_optimizer in shards for alike in of_optimizer for tensor in alike.tensors)
+    own = torch.tensor([numel, zlib.crc32(repr(shapes).encode())], device=device)
+    everyone = [torch.empty_like(own) for _ in range(world.size())]
+    dist.all_gather(everyone, own, group=world)
+    numbers = torch.stack(everyone).tolist()
+    return f"{sum(numel for numel, _ in numbers):,} parameters, checksum {zlib.crc32(repr(numbers).encode()):08x}"
