@@ -259,6 +259,10 @@ class Rank:
         self._optimizer.load_state_dict(found["optimizer"])
         self.loop.restore(found["loop"])
 
+    def save(self) -> None:
+        """Takes a snapshot and trains on."""
+        self.loop.snapshot()
+
     def evaluate(self, fails: bool = False, as_mean: bool = False) -> dict[str, Any]:
         """What evaluation sees; with an error in its middle on demand."""
         before = [parameter.clone() for parameter in self.parameters]

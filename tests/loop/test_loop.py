@@ -159,6 +159,27 @@ _STEADY: dict[str, Any] = {
 }
 
 
+def test_spread_of_pairs_is_logged_as_if_nobody_had_saved(ranks: Ranks) -> None:
+    few_bits = {**_PAIRS, "exchange_dtype": "int8", "train_iters": 15}
+
+    def logged(*commands: Command) -> list[list[tuple[int, float | None, int]]]:
+        results = program(*commands, groups=4, **few_bits).run(ranks)
+        return [[(report.iteration, report.spread, report.bytes_sent) for report in result["reports"]] for result in results]
+
+    undisturbed = logged((15, QUIET))
+    assert logged((7, QUIET), ("save", QUIET), (8, QUIET)) == undisturbed
+    # Slow weights that crossed before a stop are not measured again.
+    resumed = logged((7, QUIET), ("stop_and_resume", QUIET), (8, QUIET))
+    for found, expected in zip(resumed, undisturbed, strict=True):
+        assert [spread for _, spread, _ in found] == [spread if t != 9 else None for t, spread, _ in expected]
+
+
+def test_pairs_that_do_not_drift_raise_no_alarm(ranks: Ranks) -> None:
+    results = program((246, QUIET), groups=4, **{**_PAIRS, "exchange_dtype": "int8", "train_iters": 246}).run(ranks)
+    assert [len(result["reports"]) for result in results] == [81] * 4
+    assert not any(report.spread_grows for result in results for report in result["reports"])
+
+
 def test_outlier_is_left_out(ranks: Ranks) -> None:
     results = program((29, QUIET), (1, {"jump": [1]}), (10, QUIET), **_STEADY).run(ranks)
     reports = [report for report in results[0]["reports"] if report.outliers or report.restarted]

@@ -2,12 +2,15 @@
 
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
 
-from pier_megatron.outer.report import OuterStepReport, norms_and_cosines, spread
+from pier_megatron.outer.noise import noise_to_signal
+from pier_megatron.outer.report import OuterStepReport, _noise, norms_and_cosines, spread
 from pier_megatron.outer.rounds import DISTANCE, ELEMENTS
+from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.spread import SpreadWatch
 
 
@@ -124,3 +127,12 @@ def test_spread_of_partners_that_change_is_no_drift() -> None:
     for seed in range(10):
         chance, watch = random.Random(seed), SpreadWatch()
         assert not any(watch.grows(1e-2 * math.exp(chance.gauss(0, 0.5))) for _ in range(80))
+
+
+def test_noise_is_not_told_from_one_pseudo_gradient() -> None:
+    round_ = mock.Mock(rule=Nesterov(0.9, 0.7))
+    sums = torch.tensor([[9.0, 4.5, 6.25, 4.0], [16.0, 8.0, 6.25, 4.0]])
+    assert _noise(round_, sums, [True, True]) == pytest.approx(noise_to_signal(12.5, 6.25, 2))
+    # An elastic island knows its own only.
+    assert _noise(round_, sums[:1], [True, True]) is None
+    assert _noise(round_, sums[:1], [True, False]) is None

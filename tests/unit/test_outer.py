@@ -233,6 +233,27 @@ def test_group_left_out_moves_to_the_others_and_poisons_nothing() -> None:
     assert state.momentum.isfinite().all()
 
 
+def test_parameters_are_restored_when_showing_the_anchor_fails() -> None:
+    parameters = shards()
+    alone = loop.OuterLoop([[Shards(parameters)]], PierConfig(1000, groups=1), EXCHANGE)
+    for parameter in parameters:
+        parameter.add_(1.0)
+    trained = [parameter.clone() for parameter in parameters]
+
+    def write_and_fail(state: OuterState, flat: torch.Tensor) -> None:
+        parameters[0].copy_(flat[:5])
+        raise RuntimeError("a device is lost")
+
+    calls = iter([write_and_fail, OuterState.set_parameters])
+    with (
+        mock.patch.object(OuterState, "set_parameters", lambda *args: next(calls)(*args)),
+        pytest.raises(RuntimeError, match="lost"),
+        alone.anchor_in_model(),
+    ):
+        raise AssertionError("never shown")
+    assert all(map(torch.equal, parameters, trained))
+
+
 def test_bytes_of_a_sum() -> None:
     assert Wire(CODECS["fp32"], 1).bytes_of_sum(1000) == 0
     assert Wire(CODECS["fp32"], 4).bytes_of_sum(1000) == 6000

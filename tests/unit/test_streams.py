@@ -1,6 +1,8 @@
 """The order of copies and kernels of offloaded state, on stand-in streams: no GPU needed."""
 
 import contextlib
+import datetime
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,8 +12,10 @@ from streams import RaceDetector, RaceError, new_work
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
+from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, Wire
+from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer import Shards, loop, pulls, rounds
+from pier_megatron.outer.gathering import Islands
 from pier_megatron.outer.staging import Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
 from pier_megatron.outer.stopwatch import Stopwatch
@@ -140,3 +144,55 @@ def test_stopwatch_reads_events_only_when_asked() -> None:
     assert not any(begin_or_end.synchronize.called for begin_or_end in made)
     assert [stopwatch.seconds(), stopwatch.seconds()] == [0.5, 0.5]
     assert [begin_or_end.synchronize.called for begin_or_end in made] == [False, True, False, True]
+
+
+class _Furthest(_Exchange):
+    """Two islands, of which the other is ahead; what it hands over breaks off once."""
+
+    def __init__(self, detector: RaceDetector) -> None:
+        super().__init__(detector, "fp32")
+        self._handed_over, self._breaks_after = 0, 4
+
+    def gather(self, vector: torch.Tensor) -> Gathered:
+        return Gathered([vector, torch.tensor([1, 4, 4, 0, 0, 0, 0])])
+
+    def broadcast(self, tensor: torch.Tensor, source: int, targets: Sequence[int]) -> None:
+        self._handed_over += 1
+        if self._handed_over == self._breaks_after:
+            raise RuntimeError("the other island died")
+        tensor.fill_(1.0)
+
+
+class _Membership:
+    def __init__(self, exchange: GroupExchange) -> None:
+        self._exchange = exchange
+
+    def meet(self, within: datetime.timedelta) -> GroupExchange:
+        return self._exchange
+
+    def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
+        return outcome
+
+
+def _join_after_a_failure() -> int:
+    """An island takes over offloaded state at the second attempt; returns where it continues."""
+    detector = RaceDetector()
+    config = PierConfig(
+        train_iters=20, groups=2, sync_interval=4, lazy_start_iters=0, preset="diloco", offload=True, lighthouse="http://other"
+    )
+    with (
+        mock.patch.object(PierConfig, "chunk_numel_on", return_value=4),
+        mock.patch.object(OuterState, "copies_on_streams", True),
+        detector.watching(),
+    ):
+        islands = Islands(_Membership(_Furthest(detector)), own=0, wait_seconds=60)
+        joins = loop.OuterLoop([[Shards([torch.randn(10)])]], config, GroupExchange(), islands=islands)
+        detector.on_host |= {flat.untyped_storage().data_ptr() for state in joins.states for flat in state.flats.values()}
+        joins.join()
+    return joins.iteration
+
+
+def test_anchor_is_not_read_while_a_failed_hand_over_is_copied_back() -> None:
+    assert _join_after_a_failure() == 4
+    with mock.patch.object(Staging, "synchronize"), pytest.raises(RaceError):
+        _join_after_a_failure()

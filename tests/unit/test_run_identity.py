@@ -1,0 +1,85 @@
+"""What elastic islands compare before they exchange anything."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pier_megatron.integration import run_identity
+
+_DOCS = Path(__file__).parents[2] / "docs" / "islands.md"
+
+
+def args(**changes: Any) -> argparse.Namespace:
+    given = {
+        "global_batch_size": 8,
+        "seq_length": 32,
+        "lr": 1e-3,
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 10,
+        "bf16": True,
+        "seed": 1,
+        "split": "949,50,1",
+        "data_path": ["0.5", "/here/code", "0.5", "/here/prose"],
+        "hidden_dropout": 0.1,
+        "micro_batch_size": 1,
+        "rank": 0,
+        "save": "/here/checkpoints",
+        "log_interval": 1,
+        "recompute_granularity": None,
+        "pier_island": 0,
+    }
+    return argparse.Namespace(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("global_batch_size", 16),
+        ("seq_length", 64),
+        ("lr", 2e-3),
+        ("lr_decay_style", "linear"),
+        ("lr_warmup_iters", 20),
+        ("bf16", False),
+        ("seed", 2),
+        ("split", "1,1,1"),
+        ("data_path", ["0.4", "/here/code", "0.6", "/here/prose"]),
+        ("data_path", ["0.5", "/here/code", "0.5", "/here/poems"]),
+        ("hidden_dropout", 0.0),
+        ("an_argument_of_the_script", "x"),
+    ],
+)
+def test_what_changes_the_mathematics_is_compared(name: str, value: object) -> None:
+    here, there = (run_identity.arguments_in_common(found) for found in (args(), args(**{name: value})))
+    different = {flag for flag in here.keys() | there.keys() if here.get(flag) != there.get(flag)}
+    assert different == {f"--{name.replace('_', '-')}"}
+
+
+def test_where_and_how_fast_may_differ() -> None:
+    elsewhere = args(
+        data_path=["0.5", "/there/code", "0.5", "/there/prose"],
+        micro_batch_size=2,
+        rank=1,
+        save="/there/checkpoints",
+        log_interval=10,
+        recompute_granularity="full",
+        pier_island=1,
+    )
+    assert run_identity.arguments_in_common(args()) == run_identity.arguments_in_common(elsewhere)
+
+
+def test_data_is_compared_by_name_and_size(tmp_path: Path) -> None:
+    found = []
+    for site, content in (("a", b"1234"), ("b", b"1234"), ("c", b"12345")):
+        (tmp_path / site).mkdir()
+        (tmp_path / site / "text.bin").write_bytes(content)
+        found.append(run_identity.arguments_in_common(args(data_path=[str(tmp_path / site / "text")])))
+    assert found[0] == found[1] != found[2]
+    assert found[2]["--data-path"] == ["text of 5 bytes"]
+
+
+def test_page_lists_what_may_differ() -> None:
+    page = _DOCS.read_text()
+    missing = [name for name in run_identity.MAY_DIFFER if f"`{name.strip('_').replace('_', '-')}" not in page]
+    assert missing == []
