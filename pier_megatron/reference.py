@@ -41,6 +41,7 @@ def train(
     fragment_masks: Sequence[Sequence[Tensor]] | None = None,
     on_iteration: Callable[[int, list[list[Tensor]]], None] = lambda iteration, groups: None,
     skipped: Collection[int] = (),
+    outliers: Mapping[int, Collection[int]] | None = None,
 ) -> list[Tensor]:
     """Trains ``config.groups`` groups with Pier.
 
@@ -54,6 +55,7 @@ def train(
         fragment_masks: For each fragment, which elements of each parameter belong to it. None: one fragment, all of them.
         on_iteration: Called at the end of each iteration with all groups' parameters.
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
+        outliers: Groups that do not count in the outer steps that begin after an iteration, by iteration.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -71,7 +73,8 @@ def train(
     def land(exchange: _Exchange, t: int) -> None:
         """Outer step of one fragment, in each subgroup of groups that meet."""
         for met in _meetings(config, exchange.begun):
-            good = [group for group in met if all(bool(tensor.isfinite().all()) for tensor in exchange.sent[group])]
+            finite = [group for group in met if all(bool(tensor.isfinite().all()) for tensor in exchange.sent[group])]
+            good = [group for group in finite if group not in (outliers or {}).get(exchange.begun, ())]
             for i, mask in enumerate(masks[exchange.fragment]):
                 own = {group: anchors[group][i] - exchange.sent[group][i] for group in good}
                 step = _nesterov if config.subgroup is None else _noloco

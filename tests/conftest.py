@@ -1,5 +1,7 @@
 """Fixtures shared by all tests."""
 
+import os
+import random
 import sys
 from pathlib import Path
 
@@ -27,13 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CHOSEN] = one_gpu.choose(config.getoption("--device"))
+    # Before workers start, which inherit it.
+    os.environ.setdefault("PIER_TEST_SEED", str(random.randrange(10**6)))
     if one_gpu.device().type == "cuda":
         # While it can be seen: some folders hide it from what they start.
         torch.cuda.init()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"outer loop and exchange on: {config.stash[_CHOSEN]}"
+    seed = os.environ["PIER_TEST_SEED"]
+    return f"outer loop and exchange on: {config.stash[_CHOSEN]}; new random lives: PIER_TEST_SEED={seed} repeats them"
 
 
 @pytest.fixture(scope="session")

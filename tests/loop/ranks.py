@@ -125,6 +125,11 @@ def initial(part: int) -> list[Tensor]:
     return [torch.randn(s, generator=own) for s in SPLIT] + [torch.randn(s, generator=common) for s in COPIED]
 
 
+def jump(parameters: list[Tensor]) -> None:
+    """Tears the first parameters of a group far away."""
+    parameters[0] += 100.0
+
+
 def gradient(parameters: list[Tensor], part: int, group: int, iteration: int, bad: bool = False) -> list[Tensor]:
     """Draws the parameters of a group to its targets in an iteration; nan where it is ``bad``."""
     wanted = [*_targets(part, group, iteration, SPLIT), *_targets(99, group, iteration, COPIED)]
@@ -191,7 +196,7 @@ class Rank:
         skip: bool = False,
         overflow: Sequence[int] = (),
         bad: Sequence[int] = (),
-        jump: Sequence[int] = (),
+        jumps: Sequence[int] = (),
     ) -> None:
         """One iteration.
 
@@ -199,16 +204,14 @@ class Rank:
             skip: Nobody trains.
             overflow: Groups that skip their step.
             bad: Groups that diverge.
-            jump: Groups whose first parameters are torn far away.
+            jumps: Groups whose first parameters are torn far away.
         """
         iteration = self.loop.iteration + 1
         if skip:
             self.loop.skip_iteration()
         else:
             self.loop.begin_iteration(iteration)
-            self._step(iteration, overflow, bad)
-            for parameter in self.parameters[:1] if self.group in jump else ():
-                parameter += 100.0
+            self._step(iteration, overflow, bad, jumps)
             self.loop.end_iteration()
         # Offloaded state may still be on its way to the host.
         one_gpu.synchronize()
@@ -222,7 +225,7 @@ class Rank:
             }
         )
 
-    def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int]) -> None:
+    def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int], jumps: Sequence[int]) -> None:
         def of(group: int) -> list[Tensor]:
             # On one rank of the group only: the others must learn of it.
             return gradient(self.parameters, self._part, group, iteration, group in bad and self._part == 0)
@@ -230,6 +233,8 @@ class Rank:
         if self.loop.is_local:
             if self.group in overflow:
                 return
+            if self.group in jumps and self._part == 0:
+                jump(self.parameters)
             grads = of(self.group)
         else:
             if overflow:

@@ -159,6 +159,47 @@ _STEADY: dict[str, Any] = {
 }
 
 
+def test_outlier_is_left_out(ranks: Ranks) -> None:
+    results = program((29, QUIET), (1, {"jumps": [1]}), (10, QUIET), **_STEADY).run(ranks)
+    reports = [report for report in results[0]["reports"] if report.outliers or report.restarted]
+    assert [(report.iteration, report.outliers, report.restarted) for report in reports] == [(30, (1,), (1,))]
+    moved = results[0]["history"][29]["anchor"] - results[0]["history"][28]["anchor"]
+    assert moved.abs().max() < 1
+
+
+@pytest.mark.parametrize("bug", [None, "a group keeps its progress over a restart"])
+def test_exchange_that_was_under_way_does_not_undo_a_restart(ranks: Ranks, bug: str | None) -> None:
+    # Fragment 0 of group 1 is an outlier after iteration 62, and the group restarted after 65; fragment 1 was sent off after
+    # 64, in good order, and lands after 67. The group has not moved since, so it must find itself at the anchor.
+    config = _STEADY | {"sync_interval": 4, "lazy_start_iters": 4, "fragments": 2, "overlap": 3, "train_iters": 80}
+    commands = [(61, QUIET), (1, {"jumps": [1]}), (3, QUIET), (2, {"overflow": [1]})]
+    results = program(*commands, **config, sabotage=bug).run(ranks)
+    assert [report.iteration for report in results[1]["reports"] if report.restarted] == [62]
+    parameters = torch.cat([tensor.flatten() for tensor in results[1]["history"][66]["parameters"]])
+    is_second = torch.cat([tensor.flatten() for tensor in ranks.do("fragments")[1]]) == 1
+    away = (parameters - results[1]["history"][66]["anchor"])[is_second].abs().max()
+    assert bool(away < 1e-5) is (bug is None)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_what_hits_all_groups_alike_is_no_outlier(ranks: Ranks, overlap: int) -> None:
+    config = _STEADY | {"sync_interval": 2, "lazy_start_iters": 2, "overlap": overlap}
+    results = program((29, QUIET), (1, {"jumps": [0, 1]}), (10, QUIET), **config).run(ranks)
+    assert not any(report.outliers or report.restarted for report in results[0]["reports"])
+    assert results[0]["history"][39]["anchor"].max() > 50
+    assert torch.equal(results[0]["history"][39]["anchor"], results[1]["history"][39]["anchor"])
+
+
+def test_fragments_are_judged_by_their_own_history_at_the_end_too(ranks: Ranks) -> None:
+    # Fragments of very different size: by the history of the first, the others would be outliers when all are due at once.
+    results = program((40, QUIET), **(_STEADY | {"sync_interval": 2, "lazy_start_iters": 2, "fragments": 2})).run(ranks)
+    assert not any(report.outliers for report in results[0]["reports"])
+    assert results[0]["reports"][-1].iteration == 40
+
+
+# What pairs log.
+
+
 def test_spread_of_pairs_is_logged_as_if_nobody_had_saved(ranks: Ranks) -> None:
     few_bits = {**_PAIRS, "exchange_dtype": "int8", "train_iters": 15}
 
@@ -178,44 +219,6 @@ def test_pairs_that_do_not_drift_raise_no_alarm(ranks: Ranks) -> None:
     results = program((246, QUIET), groups=4, **{**_PAIRS, "exchange_dtype": "int8", "train_iters": 246}).run(ranks)
     assert [len(result["reports"]) for result in results] == [81] * 4
     assert not any(report.spread_grows for result in results for report in result["reports"])
-
-
-def test_outlier_is_left_out(ranks: Ranks) -> None:
-    results = program((29, QUIET), (1, {"jump": [1]}), (10, QUIET), **_STEADY).run(ranks)
-    reports = [report for report in results[0]["reports"] if report.outliers or report.restarted]
-    assert [(report.iteration, report.outliers, report.restarted) for report in reports] == [(30, (1,), (1,))]
-    moved = results[0]["history"][29]["anchor"] - results[0]["history"][28]["anchor"]
-    assert moved.abs().max() < 1
-
-
-@pytest.mark.parametrize("bug", [None, "a group keeps its progress over a restart"])
-def test_exchange_that_was_under_way_does_not_undo_a_restart(ranks: Ranks, bug: str | None) -> None:
-    # Fragment 0 of group 1 is an outlier after iteration 62, and the group restarted after 65; fragment 1 was sent off after
-    # 64, in good order, and lands after 67. The group has not moved since, so it must find itself at the anchor.
-    config = _STEADY | {"sync_interval": 4, "lazy_start_iters": 4, "fragments": 2, "overlap": 3, "train_iters": 80}
-    commands = [(61, QUIET), (1, {"jump": [1]}), (3, QUIET), (2, {"overflow": [1]})]
-    results = program(*commands, **config, sabotage=bug).run(ranks)
-    assert [report.iteration for report in results[1]["reports"] if report.restarted] == [62]
-    parameters = torch.cat([tensor.flatten() for tensor in results[1]["history"][66]["parameters"]])
-    is_second = torch.cat([tensor.flatten() for tensor in ranks.do("fragments")[1]]) == 1
-    away = (parameters - results[1]["history"][66]["anchor"])[is_second].abs().max()
-    assert bool(away < 1e-5) is (bug is None)
-
-
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_what_hits_all_groups_alike_is_no_outlier(ranks: Ranks, overlap: int) -> None:
-    config = _STEADY | {"sync_interval": 2, "lazy_start_iters": 2, "overlap": overlap}
-    results = program((29, QUIET), (1, {"jump": [0, 1]}), (10, QUIET), **config).run(ranks)
-    assert not any(report.outliers or report.restarted for report in results[0]["reports"])
-    assert results[0]["history"][39]["anchor"].max() > 50
-    assert torch.equal(results[0]["history"][39]["anchor"], results[1]["history"][39]["anchor"])
-
-
-def test_fragments_are_judged_by_their_own_history_at_the_end_too(ranks: Ranks) -> None:
-    # Fragments of very different size: by the history of the first, the others would be outliers when all are due at once.
-    results = program((40, QUIET), **(_STEADY | {"sync_interval": 2, "lazy_start_iters": 2, "fragments": 2})).run(ranks)
-    assert not any(report.outliers for report in results[0]["reports"])
-    assert results[0]["reports"][-1].iteration == 40
 
 
 # Other lengths at a resume.
