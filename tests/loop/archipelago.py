@@ -5,14 +5,18 @@ every outer step: who met, what they said of themselves, and the anchor that cam
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import faulthandler
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
+import struct
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +43,14 @@ INTERVAL, MU, ETA = 5, 0.9, 0.7
 PARTS = 2
 HEARTBEAT_TIMEOUT, ISLAND_TIMEOUT, PATIENCE = 1, 4, 3
 """Seconds: the lighthouse's, the islands', and what they give a new lighthouse to hear of all of them."""
+
+JOIN_TIMEOUT = 100
+"""Seconds that those who have come to an outer step wait for an island that is alive and does not come: for ever here."""
+
+HOLD, HANG, FAIL_IN_A_THREAD, CUT_ONE_WAY = (signal.SIGRTMIN + number for number in range(1, 5))
+"""Signals to one rank: hold Python's lock for a moment, or for longer than others wait; see :func:`_break_on_demand`."""
+
+HELD_SECONDS, HUNG_SECONDS = 2, 16
 
 LIMIT = HEARTBEAT_TIMEOUT + ISLAND_TIMEOUT + PATIENCE + 5
 """Seconds within which islands go on after anything: all time-outs, and time for a busy machine."""
@@ -141,7 +153,7 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
     """What the outer steps that were written down have to come to.
 
     Args:
-        steps: One of each iteration, in order; of each, who met, who counted, and the island that took part by its number.
+        steps: One of each iteration, in order; of each, who met, who counted, and ``by`` its number each island that took part.
         parts: Ranks of an island.
 
     Returns:
@@ -159,6 +171,9 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
             trained: dict[int, int] = {}
             for island, said in zip(step["islands"], step["verdicts"], strict=True):
                 began, start = before, step["by"][island]
+                if start is None:
+                    assert said == ABSENT, (step["iteration"], island)
+                    continue
                 if started.get(island) is not start:
                     # What it holds that others have not handed over.
                     if start.took_over or island not in models:
@@ -169,8 +184,10 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
                     began = max(before, start.joined_at if start.took_over else 0)
                     started[island] = start
                 iterations = range(began + 1, step["iteration"] + 1) if said != ABSENT else range(0)
-                for iteration in filter(start.plan.trains, iterations):
-                    models[island].step(iteration)
+                for iteration in iterations:
+                    if start.plan.trains(iteration):
+                        models[island].step(iteration)
+                    moments[island, iteration] = [moment.clone() for moment in models[island].moments]
                 trained[island] = sum(map(start.plan.trains, iterations))
             counted = [island for island, said in zip(step["islands"], step["verdicts"], strict=True) if said == GOOD]
             weights = torch.tensor([trained[island] if any(trained.values()) else 1.0 for island in counted])
@@ -179,6 +196,8 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
             momentum = MU * momentum + delta
             anchor = anchor - ETA * (delta + MU * momentum)
             for island, said in zip(step["islands"], step["verdicts"], strict=True):
+                if step["by"][island] is None:
+                    continue
                 models[island].set(anchor)
                 if said not in (GOOD, ABSENT):
                     for moment, other in zip(models[island].moments, models[counted[0]].moments, strict=True):
@@ -228,6 +247,52 @@ def _fail_in(number: int, meet: Callable[..., GroupExchange]) -> Callable[..., G
     return meet_or_fail
 
 
+# Of classic BPF: return 0, no byte of the packet is kept.
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
+_SO_ATTACH_FILTER = 26
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """The open sockets of this process: number and identity."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add((int(number), os.readlink(f"/proc/self/fd/{number}")))
+    return {(number, name) for number, name in found if name.startswith("socket:")}
+
+
+def _break_on_demand(membership: memberships.Membership) -> None:
+    """Lets signals do to this rank what libraries and networks do."""
+    between: set[tuple[int, str]] = set()
+    configure = membership._group.configure
+
+    def configure_and_look(*args: Any, **kwargs: Any) -> None:
+        before = _sockets()
+        configure(*args, **kwargs)
+        between.clear()
+        between.update(_sockets() - before)
+
+    def hold(seconds: int) -> Callable[..., None]:
+        # Called by way of PyDLL, a function does not let go of Python's lock.
+        return lambda *_: ctypes.PyDLL(None).sleep(seconds)
+
+    def fail_in_a_thread(*_: Any) -> None:
+        threading.Thread(target=lambda: [][0]).start()
+
+    def cut_one_way(*_: Any) -> None:
+        """Nothing of other islands arrives any more; what is sent to them does."""
+        program = ctypes.create_string_buffer(_DROP)
+        for number, _name in between & _sockets():
+            with socket.socket(fileno=os.dup(number)) as copy, contextlib.suppress(OSError):
+                copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+
+    membership._group.configure = configure_and_look
+    signal.signal(HOLD, hold(HELD_SECONDS))
+    signal.signal(HANG, hold(HUNG_SECONDS))
+    signal.signal(FAIL_IN_A_THREAD, fail_in_a_thread)
+    signal.signal(CUT_ONE_WAY, cut_one_way)
+
+
 def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -241,6 +306,7 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     run = {"--tensor-model-parallel-size": plan.layout}
     # As of nodes that were each given an address of their own; on this machine all of them are there.
     membership = memberships.Membership(plan.index, url, f"127.0.0.{1 + part}", world, config.codec, timeout, run)
+    _break_on_demand(membership)
     if plan.fails_alone_in is not None and part == 0:
         membership.meet = _fail_in(plan.fails_alone_in, membership.meet)  # type: ignore[method-assign]
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=ranks.CHUNK_NUMEL):
@@ -309,7 +375,7 @@ class _Saves:
 
 def iterations_saved(folder: Path) -> set[int]:
     """Iterations of the saves in a folder."""
-    return {int(path.name) for path in folder.iterdir() if path.name.isdigit()}
+    return {int(path.name) for path in folder.iterdir() if path.name.isdigit()} if folder.exists() else set()
 
 
 def _log_to(path: Path) -> None:
@@ -322,6 +388,7 @@ def _rank(plan: Plan, part: int, url: str, store: str, folder: Path, name: str) 
     diary = _Diary(folder / f"{name}.{part}")
     _log_to(folder / f"{name}.{part}.log")
     faulthandler.register(signal.SIGUSR1)
+    diary.write(pid=os.getpid())
     try:
         _be_rank(plan, part, url, store, diary)
     except Exception as error:
@@ -337,11 +404,15 @@ def _launch(plan: Plan, url: str, folder: Path, name: str) -> None:
     started = [context.Process(target=_rank, args=(plan, part, url, store, folder, name)) for part in range(PARTS)]
     for process in started:
         process.start()
-    for process in started:
-        process.join()
+    while left := [process for process in started if process.exitcode is None]:
+        multiprocessing.connection.wait([process.sentinel for process in left])
+        # As torchrun does. A rank that says how it ends lets the others say so too.
+        if any((process.exitcode or 0) < 0 for process in started):
+            for process in started:
+                process.kill()
 
 
-def _shine(port: int, least: int, heartbeat_timeout: int, log: Path) -> None:
+def _shine(port: int, least: int, join_timeout: int, log: Path) -> None:
     _log_to(log)
     lighthouse.run(
         Namespace(
@@ -349,8 +420,8 @@ def _shine(port: int, least: int, heartbeat_timeout: int, log: Path) -> None:
             min_islands=least,
             address="127.0.0.1",
             port=port,
-            join_timeout=100,
-            heartbeat_timeout=heartbeat_timeout,
+            join_timeout=join_timeout,
+            heartbeat_timeout=HEARTBEAT_TIMEOUT,
         )
     )
 
@@ -395,7 +466,12 @@ class Island:
         return min(max(self.steps(part), default=0) for part in range(PARTS))
 
     def _joined(self) -> Step:
-        return next(entry for entry in self.entries() if "joined" in entry)
+        return next((entry for entry in self.entries() if "joined" in entry), {})
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has met the others when it started."""
+        return bool(self._joined())
 
     @property
     def joined_at(self) -> int:
@@ -428,6 +504,12 @@ class Island:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
+    def send_to_rank(self, part: int, number: int) -> None:
+        """Sends a signal to one of its ranks."""
+        pids = [entry["pid"] for entry in self.entries(part) if "pid" in entry]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[0], number)
+
     def send(self, number: int) -> None:
         """Sends a signal to all its processes."""
         with contextlib.suppress(ProcessLookupError):
@@ -454,10 +536,10 @@ def _is_of(process: psutil.Process, sessions: set[int]) -> bool:
 class Archipelago:
     """A lighthouse and islands, to which things are done."""
 
-    def __init__(self, folder: Path, least: int = 2) -> None:
+    def __init__(self, folder: Path, least: int, join_timeout: int) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["warm"])
-        self._folder, self._least = folder, least
+        self._folder, self._least, self._join_timeout = folder, least, join_timeout
         # While the lighthouse is away nobody else takes its port.
         self._port = forked_ranks.free_port()
         self.islands: list[Island] = []
@@ -467,7 +549,7 @@ class Archipelago:
     def light(self) -> None:
         """Starts the lighthouse."""
         self._lighthouse = self._context.Process(
-            target=_shine, args=(self._port, self._least, HEARTBEAT_TIMEOUT, self._folder / "lighthouse.log")
+            target=_shine, args=(self._port, self._least, self._join_timeout, self._folder / "lighthouse.log")
         )
         self._lighthouse.start()
         self.until(self._answers, START_SECONDS)
@@ -490,13 +572,18 @@ class Archipelago:
     def saved(self, *indices: int) -> list[int]:
         """Iterations of which all parts of these islands have a save, in order."""
         folders = [self._folder / "saves" / f"{index}.{part}" for index in indices for part in range(PARTS)]
-        return sorted(set.intersection(*(iterations_saved(folder) if folder.exists() else set() for folder in folders)))
+        return sorted(set.intersection(*map(iterations_saved, folders)))
 
     def roll_back_to(self, iteration: int, keep: Sequence[Island] = ()) -> None:
         """Kills all islands but some: what they did after an iteration is undone."""
         for island in set(self.islands) - set(keep):
             island.kill()
             island.valid_until = min(island.valid_until, iteration)
+            for part in range(PARTS):
+                folder = self._folder / "saves" / f"{island.index}.{part}"
+                for saved in iterations_saved(folder):
+                    if saved > iteration:
+                        (folder / str(saved)).unlink()
 
     def start(self, plan: Plan) -> Island:
         """Starts an island."""
@@ -524,6 +611,12 @@ class Archipelago:
         wanted = {island: island.taken() + steps + 1 for island in islands}
         return self.until(lambda: all(island.taken() >= number for island, number in wanted.items()), seconds)
 
+    def _there(self, index: int, iteration: int) -> Island | None:
+        """The island of a number that took part in an outer step; None if it died before it knew that it had joined."""
+        joined = [island for island in self.islands if island.index == index and island.has_joined]
+        there = [island for island in joined if island.joined_at <= iteration <= island.valid_until]
+        return there[-1] if there else None
+
     def check(self) -> dict[int, Step]:
         """Holds all that was written down against each other and against the simulation; returns each outer step."""
         taken: dict[int, dict[Island, list[Step]]] = {}
@@ -546,7 +639,7 @@ class Archipelago:
                     assert (part["anchor"], part["momentum"]) == (one["anchor"], one["momentum"]), where
                     assert part["parameters"] == part["anchor"], where
             agreed = torch.tensor([number for part in first for number in part["anchor"]])
-            by = {island.index: island for island, parts in by_island.items() if parts[0]["islands"] == first[0]["islands"]}
+            by = {index: self._there(index, iteration) for index in first[0]["islands"]}
             found[iteration] = first[0] | {"all": agreed, "by": by}
         assert list(found) == list(range(INTERVAL, max(found) + 1, INTERVAL))
         for iteration, anchor in simulate(list(found.values())).items():
@@ -562,9 +655,9 @@ class Archipelago:
 
 
 @contextlib.contextmanager
-def archipelago(folder: Path, least: int = 2) -> Iterator[Archipelago]:
+def archipelago(folder: Path, least: int = 2, join_timeout: int = JOIN_TIMEOUT) -> Iterator[Archipelago]:
     """A lighthouse while the ``with`` block lasts; nothing that was started there stays behind."""
-    sea = Archipelago(folder, least)
+    sea = Archipelago(folder, least, join_timeout)
     try:
         yield sea
     finally:

@@ -1,11 +1,14 @@
-"""Torture of islands that are jobs: they are killed, paused and cut off at random, and so is their lighthouse.
+"""Torture of islands that are jobs: they are killed, paused, broken and cut off at random, and so is their lighthouse.
 
-``make torture``, or ``python tests/loop/islands_torture.py [--events N] [--seed S]``. Whatever happens, those who are left go
-on within the time-outs, all hold the same anchors, and these are those of a simulation with the same membership.
+``make torture``, or ``python tests/loop/islands_torture.py [--events N] [--seed S]``. Whatever happens, those who are left
+continue within the time-outs, all hold the same anchors, and these are those of a simulation with the same membership. The
+events are drawn before anything happens. If they bring something to light, they are made fewer until each of them is needed;
+``--replay`` takes what is printed then.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import random
 import shutil
@@ -13,16 +16,64 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from archipelago import HEARTBEAT_TIMEOUT, ISLAND_TIMEOUT, LIMIT, PARTS, START_SECONDS, Archipelago, Island, Plan, archipelago
+import archipelago as sea_of
+from archipelago import (
+    HEARTBEAT_TIMEOUT,
+    INTERVAL,
+    ISLAND_TIMEOUT,
+    PARTS,
+    START_SECONDS,
+    Archipelago,
+    Island,
+    Plan,
+    archipelago,
+)
 
-ISLANDS, LEAST = 3, 2
+ISLANDS, LEAST, JOIN_TIMEOUT = 3, 2, 5
+
+LIMIT = sea_of.LIMIT + JOIN_TIMEOUT
 
 # The others went on without it, or the lighthouse was away when it started.
 _CLEAR_ENDS = ("LeftBehindError", "PierConfigError: --pier-lighthouse")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that is done to islands.
+
+    Attributes:
+        deed: Name of a method of :class:`_Torture`.
+        island: Index of the island that it is done to, where it is done to one.
+        after: Seconds of peace before.
+        amount: How much of it, from 0 to 1.
+    """
+
+    deed: str
+    island: int
+    after: float
+    amount: float
+
+    def __str__(self) -> str:
+        return f"{self.deed}:{self.island}:{self.after:.3f}:{self.amount:.3f}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Event":
+        deed, island, after, amount = text.split(":")
+        return cls(deed, int(island), float(after), float(amount))
+
+
+def draw(number: int, seed: int) -> list[Event]:
+    """Draws events."""
+    chance = random.Random(seed)
+    return [
+        Event(chance.choice(DEEDS), chance.randrange(ISLANDS), round(chance.random(), 3), round(chance.random(), 3))
+        for _ in range(number)
+    ]
 
 
 @dataclasses.dataclass
@@ -45,65 +96,114 @@ class Outcome:
 
 
 class _Torture:
-    def __init__(self, sea: Archipelago, seed: int) -> None:
-        self._sea, self._chance, self.outcome = sea, random.Random(seed), Outcome()
+    def __init__(self, sea: Archipelago) -> None:
+        self._sea, self.outcome = sea, Outcome()
         self._live: dict[int, Island] = {}
 
-    def run(self, events: int) -> None:
-        """Does so many things to islands."""
+    def run(self, events: Sequence[Event]) -> None:
+        """Does things to islands, one after the other."""
         self._populate()
         self._settle("start")
-        deeds = [self.kill, self.die_in_the_exchange, self.pause, self.sleep, self.darken, self.cut_off]
-        for number in range(1, events + 1):
-            deed = self._chance.choice(deeds)
-            time.sleep(self._chance.random())
-            deed()
-            seconds = self._settle(deed.__name__)
-            self.outcome.events[deed.__name__] += 1
-            print(f"{number} of {events}: {deed.__name__}, all go on after {seconds:.1f} s", flush=True)
+        for number, event in enumerate(events, start=1):
+            time.sleep(event.after)
+            getattr(self, event.deed)(event)
+            seconds = self._settle(event.deed)
+            self.outcome.events[event.deed] += 1
+            print(f"{number} of {len(events)}: {event}, all continue after {seconds:.1f} s", flush=True)
             self._populate()
-            if self._chance.random() < 0.5:
+            if event.amount < 0.5:
                 self._settle("start")
 
-    def kill(self) -> None:
+    def kill(self, event: Event) -> None:
         """An island dies, wherever it is."""
-        self._live.pop(self._victim().index).kill()
+        self._live.pop(self._victim(event).index).kill()
 
-    def die_in_the_exchange(self) -> None:
+    def segmentation_fault(self, event: Event) -> None:
+        """A library of one rank reads memory that is not there; its launcher ends the others."""
+        self._one_rank_dies(event, signal.SIGSEGV)
+
+    def abort(self, event: Event) -> None:
+        """A rank is ended as NCCL's watchdog ends it."""
+        self._one_rank_dies(event, signal.SIGABRT)
+
+    def die_in_the_exchange(self, event: Event) -> None:
         """An island dies with a part of its pseudo-gradient sent."""
-        index = self._victim().index
+        index = self._victim(event).index
         self._live.pop(index).kill()
-        self._sea.start(Plan(index, dies_after=self._chance.randint(0, 2))).wait(START_SECONDS)
+        self._sea.start(Plan(index, dies_after=int(3 * event.amount))).wait(START_SECONDS)
 
-    def pause(self) -> None:
+    def restart_from_an_older_save(self, event: Event) -> None:
+        """An island starts again from a save that the others have long left behind."""
+        index = self._victim(event).index
+        self._live.pop(index).kill()
+        self._live[index] = self._sea.start(Plan(index, loads=self._older_save(event, index)))
+
+    def restart_of_all_from_a_save(self, event: Event) -> None:
+        """All start again, perhaps one of them from an older save than the others."""
+        saved = self._sea.saved(*self._live)
+        if not saved:
+            return
+        iteration, late = saved[-1], self._victim(event).index
+        self._sea.roll_back_to(iteration)
+        for index in self._live:
+            older = index == late and event.amount < 0.3
+            self._live[index] = self._sea.start(Plan(index, loads=self._older_save(event, index) if older else iteration))
+
+    def pause(self, event: Event) -> None:
         """An island stands still for less than a time-out."""
-        self._stop([self._victim()], HEARTBEAT_TIMEOUT / 2)
+        self._stop([self._victim(event)], HEARTBEAT_TIMEOUT / 2)
 
-    def sleep(self) -> None:
+    def sleep(self, event: Event) -> None:
         """An island stands still for longer than the others wait."""
-        self._stop([self._victim()], HEARTBEAT_TIMEOUT + ISLAND_TIMEOUT + 1)
+        self._stop([self._victim(event)], HEARTBEAT_TIMEOUT + ISLAND_TIMEOUT + 1)
 
-    def darken(self) -> None:
+    def hold(self, event: Event) -> None:
+        """A rank holds Python's lock for a while; the heart of its island beats on."""
+        self._victim(event).send_to_rank(int(PARTS * event.amount), sea_of.HOLD)
+
+    def hang(self, event: Event) -> None:
+        """The same for longer than the others wait."""
+        self._victim(event).send_to_rank(int(PARTS * event.amount), sea_of.HANG)
+
+    def fail_in_a_thread(self, event: Event) -> None:
+        """A thread of a rank ends with an exception, which is nobody's business."""
+        self._victim(event).send_to_rank(int(PARTS * event.amount), sea_of.FAIL_IN_A_THREAD)
+
+    def cut_one_way(self, event: Event) -> None:
+        """A rank does not hear the other islands any more, which hear it."""
+        self._victim(event).send_to_rank(int(PARTS * event.amount), sea_of.CUT_ONE_WAY)
+
+    def darken(self, event: Event) -> None:
         """The lighthouse dies, and comes back."""
         self._sea.darken()
-        time.sleep(3 * self._chance.random())
+        time.sleep(3 * event.amount)
         self._sea.light()
 
-    def cut_off(self) -> None:
+    def cut_off(self, event: Event) -> None:
         """Nobody hears of anybody for a while, and of each at another time again."""
-        self._stop(list(self._live.values()), 2 * ISLAND_TIMEOUT * self._chance.random())
+        self._stop(list(self._live.values()), 2 * ISLAND_TIMEOUT * event.amount)
 
-    def _victim(self) -> Island:
-        return self._chance.choice(list(self._live.values()))
+    def _one_rank_dies(self, event: Event, number: int) -> None:
+        victim = self._live.pop(self._victim(event).index)
+        victim.send_to_rank(int(PARTS * event.amount), number)
+        victim.wait(START_SECONDS)
 
-    def _stop(self, islands: list[Island], seconds: float) -> None:
-        for island in islands:
+    def _older_save(self, event: Event, index: int) -> int | None:
+        saved = [iteration for iteration in self._sea.saved(index) if iteration % INTERVAL == 0]
+        return saved[int(event.amount * len(saved))] if saved else None
+
+    def _victim(self, event: Event) -> Island:
+        live = [self._live[index] for index in sorted(self._live)]
+        return live[event.island % len(live)]
+
+    def _stop(self, islands: Iterable[Island], seconds: float) -> None:
+        stopped = list(islands)
+        for island in stopped:
             island.send(signal.SIGSTOP)
         time.sleep(seconds)
-        self._chance.shuffle(islands)
-        for island in islands:
+        for island in stopped:
             island.send(signal.SIGCONT)
-            time.sleep(self._chance.random() / 5)
+            time.sleep(0.1)
 
     def _populate(self) -> None:
         for index in sorted(set(range(ISLANDS)) - set(self._live)):
@@ -119,7 +219,8 @@ class _Torture:
             return all(island.taken() >= number for island, number in wanted.items()) and not self._ended()
 
         while not have_gone_on():
-            self._sea.until(lambda: have_gone_on() or bool(self._ended()), limit)
+            # One that hangs is not waited for by the others, but is here: until it wakes, and ends.
+            self._sea.until(lambda: have_gone_on() or bool(self._ended()), limit + sea_of.HUNG_SECONDS * (event == "hang"))
             for island in self._ended():
                 ends = island.ends()
                 assert len(ends) == PARTS, island.state()
@@ -140,32 +241,82 @@ class _Torture:
         return [island for island in self._live.values() if not island.is_alive]
 
 
-def torture(folder: Path, events: int, seed: int) -> Outcome:
-    """Does things to islands, ``events`` in number, and checks what they come to.
+DEEDS = [
+    name
+    for name, method in vars(_Torture).items()
+    if not name.startswith("_") and name != "run" and isinstance(method, Callable)
+]
+"""What can be done to islands."""
+
+
+def torture(folder: Path, events: Sequence[Event]) -> Outcome:
+    """Does things to islands and checks what they come to.
 
     Args:
         folder: For what they write down.
-        events: Number of them.
-        seed: Of the random choices.
+        events: What is done to them.
     """
-    with archipelago(folder, LEAST) as sea:
-        tortured = _Torture(sea, seed)
+    with archipelago(folder, LEAST, JOIN_TIMEOUT) as sea:
+        tortured = _Torture(sea)
         tortured.run(events)
     tortured.outcome.steps = len(sea.check())
     tortured.outcome.remaining = len(sea.processes())
     return tortured.outcome
 
 
+def shrunk(events: Sequence[Event], fails: Callable[[Sequence[Event]], bool], attempts: int) -> list[Event]:
+    """Fewer events that still fail: stretches are left out as long as that lasts, ever shorter ones.
+
+    Args:
+        events: That fail.
+        fails: Tries some of them.
+        attempts: Most of these tries.
+    """
+    left, length = list(events), max(len(events) // 2, 1)
+    while attempts and len(left) > 1:
+        begins = range(0, len(left), length)
+        for begin in begins:
+            fewer = left[:begin] + left[begin + length :]
+            if not attempts or not fewer:
+                break
+            attempts -= 1
+            if fails(fewer):
+                left = fewer
+                break
+        else:
+            if length == 1:
+                break
+            length //= 2
+    return left
+
+
+def _fails(events: Sequence[Event]) -> bool:
+    with tempfile.TemporaryDirectory(prefix="islands-torture-") as folder, contextlib.redirect_stdout(None):
+        try:
+            torture(Path(folder), events)
+        except AssertionError:
+            return True
+    return False
+
+
 def main() -> None:
     """Tortures as the command line says and prints the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=100, help="things that are done to islands (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (%(default)s)")
+    parser.add_argument("--events", type=int, default=100, help="number of events (%(default)s)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="seed of the events; by default a new one")
+    parser.add_argument("--replay", metavar="EVENTS", help="these events, as a failure prints them")
+    parser.add_argument("--shrink", type=int, default=20, metavar="N", help="attempts to make a failure shorter (%(default)s)")
     options = parser.parse_args()
     print(f"Seed {options.seed}", flush=True)
+    events = [*map(Event.parse, options.replay.split())] if options.replay else draw(options.events, options.seed)
     # Stays where it is if something fails.
     folder = Path(tempfile.mkdtemp(prefix="islands-torture-"))
-    outcome = torture(folder, options.events, options.seed)
+    try:
+        outcome = torture(folder, events)
+    except AssertionError:
+        print(f"Failed; logs in {folder}. The same again: --replay '{' '.join(map(str, events))}'", flush=True)
+        print(f"Shorter: --replay '{' '.join(map(str, shrunk(events, _fails, options.shrink)))}'", flush=True)
+        raise
     shutil.rmtree(folder)
     print(outcome)
     sys.exit(bool(outcome.remaining))

@@ -1,14 +1,31 @@
 """The short form of the second half of ``make torture``."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from islands_torture import torture
-
-pytestmark = pytest.mark.processes
+from islands_torture import Event, draw, shrunk, torture
 
 
+@pytest.mark.processes
 def test_short_torture_of_islands(tmp_path: Path) -> None:
-    outcome = torture(tmp_path, events=4, seed=1)
-    assert outcome.events.total() == 4
+    events = [*draw(4, seed=1), *draw(4, seed=int(os.environ["PIER_TEST_SEED"]))]
+    print(f"python tests/loop/islands_torture.py --replay '{' '.join(map(str, events))}'")
+    outcome = torture(tmp_path, events)
+    assert outcome.events.total() == 8
     assert outcome.remaining == 0
+
+
+def test_failure_shrinks_to_what_is_needed_and_is_replayed() -> None:
+    events = draw(40, seed=3)
+    tried = []
+
+    def fails(some: Sequence[Event]) -> bool:
+        tried.append(some)
+        return events[7] in some and events[31] in some
+
+    assert shrunk(events, fails, attempts=200) == [events[7], events[31]]
+    assert len(tried) < 60
+    assert fails(shrunk(events, fails, attempts=3))
+    assert [Event.parse(str(event)) for event in events] == events
