@@ -165,8 +165,9 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
         momentum, before, found = torch.zeros_like(anchor), 0, {}
         models: dict[int, Model] = {}
         started: dict[int, Island] = {}
-        # As they were saved after an outer step, by island and iteration.
+        # As they were saved, by island and iteration; and the last outer step of each island.
         moments: dict[tuple[int, int], list[Tensor]] = {}
+        last: dict[int, int] = {}
         for step in steps:
             trained: dict[int, int] = {}
             for island, said in zip(step["islands"], step["verdicts"], strict=True):
@@ -175,22 +176,31 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
                     assert said == ABSENT, (step["iteration"], island)
                     continue
                 if started.get(island) is not start:
-                    # What it holds that others have not handed over.
+                    loads = start.plan.loads
+                    if loads is not None and (island, loads) not in moments:
+                        # What followed that save was undone.
+                        for iteration in filter(start.plan.trains, range(last[island] + 1, loads + 1)):
+                            models[island].step(iteration)
+                        moments[island, loads] = [moment.clone() for moment in models[island].moments]
+                        began = loads
                     if start.took_over or island not in models:
                         models[island] = Model(island, part)
                         models[island].set(anchor)
-                    if start.took_over and start.plan.loads is not None:
-                        models[island].moments = [moment.clone() for moment in moments[island, start.plan.loads]]
-                    began = max(before, start.joined_at if start.took_over else 0)
+                    if start.took_over and loads is not None:
+                        # The others have not handed these over.
+                        models[island].moments = [moment.clone() for moment in moments[island, loads]]
+                    began = max(began, start.joined_at if start.took_over else 0)
                     started[island] = start
                 iterations = range(began + 1, step["iteration"] + 1) if said != ABSENT else range(0)
                 for iteration in iterations:
                     if start.plan.trains(iteration):
                         models[island].step(iteration)
                     moments[island, iteration] = [moment.clone() for moment in models[island].moments]
-                trained[island] = sum(map(start.plan.trains, iterations))
+                since = max(before, start.joined_at if start.took_over else 0)
+                trained[island] = sum(map(start.plan.trains, range(since + 1, step["iteration"] + 1)))
             counted = [island for island, said in zip(step["islands"], step["verdicts"], strict=True) if said == GOOD]
-            weights = torch.tensor([trained[island] if any(trained.values()) else 1.0 for island in counted])
+            weights = torch.tensor([float(trained[island]) for island in counted])
+            weights += float(not weights.any())
             deltas = torch.stack([anchor - models[island].flat() for island in counted])
             delta = (deltas * weights[:, None]).sum(0) / weights.sum()
             momentum = MU * momentum + delta
@@ -199,6 +209,7 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
                 if step["by"][island] is None:
                     continue
                 models[island].set(anchor)
+                last[island] = step["iteration"]
                 if said not in (GOOD, ABSENT):
                     for moment, other in zip(models[island].moments, models[counted[0]].moments, strict=True):
                         moment.copy_(other)
