@@ -98,6 +98,17 @@ def _trained_for_an_hour(iteration: int) -> None:
     _before(iteration, backdate)
 
 
+def _wait_for_islands_in_vain(iteration: int) -> None:
+    """As if the minutes of --pier-island-wait were seconds."""
+
+    def lose_patience() -> None:
+        optimizer = current.pier_optimizer()
+        assert optimizer is not None
+        optimizer.loop._gatherings._wait_seconds = 3.0  # type: ignore[union-attr]
+
+    _before(iteration, lose_patience)
+
+
 def _wait_for_the_others(iteration: int) -> None:
     def wait() -> None:
         while not (Path(os.environ["PIER_TEST_FOLDER"]).parent / f"go on with {iteration}").exists():
@@ -146,6 +157,7 @@ _FAULTS = {
     "parameter is nan": _nan,
     "started an hour ago": _started_an_hour_ago,
     "trained for an hour": _trained_for_an_hour,
+    "loses patience": _wait_for_islands_in_vain,
     "waits": _wait_for_the_others,
 }
 

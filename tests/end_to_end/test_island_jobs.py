@@ -85,6 +85,36 @@ def check_that_all_go_on_exactly(
         assert differing(island.weights(ITERATIONS), final) == []
 
 
+def check_that_the_last_step_is_taken_when_the_others_are_back(first: Island, second: Island) -> None:
+    """The second dies in the outer step of the last iteration, and the first gives up waiting for it."""
+    faults = [{"fault": name, "rank": 0, "iteration": ITERATIONS} for name in ("loses patience", "dies among islands")]
+    with lighthouse(least=2) as place:
+        saved = f"{place} --ckpt-step {_SAVE}"
+        with (
+            first.started(faults=faults[:1], flags=saved) as deserted,
+            second.started(faults=faults[1:], flags=saved) as victim,
+        ):
+            assert victim.wait() != 0
+            assert deserted.wait() != 0
+        assert "too few islands for longer than --pier-island-wait 30 minutes" in deserted.log
+        assert "ends with status 75" in deserted.log
+        assert "outer step after iteration       24" not in deserted.log
+        apart = first.weights(ITERATIONS)
+        with (
+            first.started(flags=place) as waits,
+            second.started(flags=f"{saved} --clip-grad 0.5 --log-interval 2") as stranger,
+        ):
+            assert stranger.wait() != 0
+            assert "--pier-island 1 is of another run than the other islands: --clip-grad 0.5 here and" in stranger.log
+            assert "--log-interval" not in stranger.log.split("is of another run")[1].splitlines()[0]
+            with second.started(flags=saved) as returns:
+                assert [attempt.wait() for attempt in (waits, returns)] == [0, 0]
+    assert "outer step after iteration       24" in waits.log
+    final = [island.weights(ITERATIONS) for island in (first, second)]
+    assert differing(*final) == []
+    assert differing(final[0], apart) != []
+
+
 def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     flags = (
         f"--pier-groups {_ISLANDS} --global-batch-size {4 * _ISLANDS} --pier-lazy-start-iters 0 "
@@ -149,3 +179,4 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     final = [island.weights(ITERATIONS) for island in (first, second)]
     assert differing(*final) == []
     check_that_all_go_on_exactly((first, second), (alone, joins), final)
+    check_that_the_last_step_is_taken_when_the_others_are_back(first, second)
