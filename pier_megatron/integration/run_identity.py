@@ -15,19 +15,53 @@ from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.outer import Shards
 from pier_megatron.outer.description import Description
 
-# Compared is every argument but these, so that one which a later release or a script adds is compared too. What Pier's settings
-# change is compared by Description.in_common.
+# Compared is every argument but these, so that one which a later release or a script adds is compared too.
 MAY_DIFFER = (
     # Who an island is, and where things are.
-    *("pier_", "rank", "local_rank", "world_size", "data_parallel_size", "data_cache_path", "object_storage_cache_path"),
+    *(
+        "pier_island",
+        "pier_lighthouse",
+        "pier_ranks_per_domain",
+        "pier_sync_seconds",
+        "rank",
+        "local_rank",
+        "world_size",
+        "data_parallel_size",
+        "data_cache_path",
+        "object_storage_cache_path",
+    ),
     *("distributed_", "nccl_", "flight_recorder_", "master_", "fault_injector_", "inprocess_", "use_sharp"),
     # What is saved, loaded, logged, evaluated and profiled, and when a job ends.
-    *("save", "load", "no_save", "no_load", "non_persistent_", "ckpt_", "dist_ckpt_", "async_", "use_persistent_", "exit_"),
+    *(
+        "pier_save_",
+        "pier_load_",
+        "pier_override_",
+        "pier_waits_",
+        "pier_eval",
+        "save",
+        "load",
+        "no_save",
+        "no_load",
+        "non_persistent_",
+        "ckpt_",
+        "dist_ckpt_",
+        "async_",
+        "use_persistent_",
+        "exit_",
+    ),
     *("log_", "logging_", "tensorboard_", "wandb_", "timing_", "barrier_", "one_logger_", "enable_one_logger", "app_tag_"),
     *("eval_", "full_validation", "multiple_validation_sets", "valid", "test_", "profile", "pytorch_profiler_", "record_"),
     *("use_pytorch_profiler", "memory_snapshot_", "nvtx_", "straggler_", "disable_straggler_", "inference_", "manual_gc"),
     # How fast an island computes the same, and in how much memory.
-    *("micro_batch_size", "recompute_", "cpu_offloading", "num_workers", "num_dataset_builder_threads", "mmap_bin_files"),
+    *(
+        "pier_offload",
+        "micro_batch_size",
+        "recompute_",
+        "cpu_offloading",
+        "num_workers",
+        "num_dataset_builder_threads",
+        "mmap_bin_files",
+    ),
     *("overlap_", "tp_comm_", "ddp_bucket_size", "ddp_num_buckets", "empty_unused_memory_level", "cuda_graph_"),
 )
 """Beginnings of the names of arguments in which islands may differ."""

@@ -302,24 +302,31 @@ def _fails(events: Sequence[Event]) -> bool:
 def main() -> None:
     """Tortures as the command line says and prints the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=100, help="number of events (%(default)s)")
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="seed of the events; by default a new one")
+    parser.add_argument("--events", type=int, default=67, help="number of events for each seed (%(default)s)")
+    parser.add_argument("--seed", type=int, nargs="+", help="seeds of the events, a run for each; by default three new ones")
     parser.add_argument("--replay", metavar="EVENTS", help="these events, as a failure prints them")
     parser.add_argument("--shrink", type=int, default=20, metavar="N", help="attempts to make a failure shorter (%(default)s)")
     options = parser.parse_args()
-    print(f"Seed {options.seed}", flush=True)
-    events = [*map(Event.parse, options.replay.split())] if options.replay else draw(options.events, options.seed)
+    if options.replay:
+        _run([*map(Event.parse, options.replay.split())], options.shrink)
+        return
+    for seed in options.seed or random.sample(range(10**6), 3):
+        print(f"Seed {seed}", flush=True)
+        _run(draw(options.events, seed), options.shrink)
+
+
+def _run(events: Sequence[Event], attempts: int) -> None:
     # Stays where it is if something fails.
     folder = Path(tempfile.mkdtemp(prefix="islands-torture-"))
     try:
         outcome = torture(folder, events)
     except AssertionError:
         print(f"Failed; logs in {folder}. The same again: --replay '{' '.join(map(str, events))}'", flush=True)
-        print(f"Shorter: --replay '{' '.join(map(str, shrunk(events, _fails, options.shrink)))}'", flush=True)
+        print(f"Shorter: --replay '{' '.join(map(str, shrunk(events, _fails, attempts)))}'", flush=True)
         raise
     shutil.rmtree(folder)
     print(outcome)
-    sys.exit(bool(outcome.remaining))
+    assert not outcome.remaining
 
 
 if __name__ == "__main__":

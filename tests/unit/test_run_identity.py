@@ -47,6 +47,8 @@ def args(**changes: Any) -> argparse.Namespace:
         ("data_path", ["0.4", "/here/code", "0.6", "/here/prose"]),
         ("data_path", ["0.5", "/here/code", "0.5", "/here/poems"]),
         ("hidden_dropout", 0.0),
+        ("pier_compress", "dp=int4"),
+        ("pier_skip_seed", 1),
         ("an_argument_of_the_script", "x"),
     ],
 )
