@@ -50,7 +50,7 @@ JOIN_TIMEOUT = 100
 HOLD, HANG, FAIL_IN_A_THREAD, CUT_ONE_WAY = (signal.SIGRTMIN + number for number in range(1, 5))
 """Signals to one rank: hold Python's lock for a moment, or for longer than others wait; see :func:`_break_on_demand`."""
 
-HELD_SECONDS, HUNG_SECONDS = 2, 16
+HELD_SECONDS, HUNG_SECONDS = 2, 12
 
 LIMIT = HEARTBEAT_TIMEOUT + ISLAND_TIMEOUT + PATIENCE + 5
 """Seconds within which islands go on after anything: all time-outs, and time for a busy machine."""
@@ -517,7 +517,9 @@ class Island:
 
     def send_to_rank(self, part: int, number: int) -> None:
         """Sends a signal to one of its ranks."""
-        pids = [entry["pid"] for entry in self.entries(part) if "pid" in entry]
+        while not (pids := [entry["pid"] for entry in self.entries(part) if "pid" in entry]):
+            # It has only just been started.
+            time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[0], number)
 
