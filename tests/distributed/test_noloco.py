@@ -9,7 +9,7 @@ import pytest
 import torch
 from launch import Recorded, Run, launch
 from test_isolation import crossing
-from test_resume import goes_on_exactly
+from test_resume import goes_on_exactly, reads_the_same
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.pairs import draw_subgroups
@@ -49,6 +49,8 @@ _SAVED = "--load {directory}/pairs --ckpt-step 8 "
 _CHANGED = "--pier-override-checkpoint "
 _PROBES = ["main", "outer"]
 
+_PP3 = _argv(_LAZY | {"groups": 2}, "", 2) + "--pipeline-model-parallel-size 3 --num-layers 3 "
+
 _IN_SIX = [
     Run("silent", _IN_PAIRS + "--log-interval 1000", ["census"]),
     Run("one sleeps", _IN_PAIRS + "--log-interval 1000", (), ["a group sleeps while two others meet"]),
@@ -61,6 +63,10 @@ _IN_SIX = [
     Run("stock goes on", "--train-iters 12 --use-distributed-optimizer --global-batch-size 12 " + _SAVED, ["weights"]),
     Run("means", _IN_PAIRS + "--pier-evaluate-mean --eval-interval 8", ["main"]),
     Run("each", _IN_PAIRS + "--eval-interval 8", ["main"]),
+    *(
+        Run(f"PP 3{name}", _PP3 + flags, ["samples"], ["middle stages read nothing"])
+        for name, flags in {"": "", ", passing": "--iterations-to-skip 5 8"}.items()
+    ),
 ]
 
 
@@ -135,6 +141,10 @@ def test_evaluation_sees_the_mean_or_each(runs: dict[str, Recorded]) -> None:
     assert all(torch.equal(first, other) for other in others)
     assert not torch.equal(*seen("each")[:2])
     torch.testing.assert_close(torch.stack(seen("each")).mean(0), first)
+
+
+def test_stages_without_samples_pass_iterations(runs: dict[str, Recorded]) -> None:
+    reads_the_same(runs["PP 3, passing"], runs["PP 3"])
 
 
 def test_losses_of_each_group_are_said_and_averaged(runs: dict[str, Recorded]) -> None:
