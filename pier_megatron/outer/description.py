@@ -73,7 +73,7 @@ class Description:
         own_inner_state: Groups whose main parameters and inner optimizer state are stored apart; all others have what
             Megatron's own keys hold.
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
-        pulled: Fragments whose momentum has been made ready for an outer step to come.
+        pulled: Fragments whose momentum is that of the outer step to come: decayed, and pulled to the slow weights of others.
         restarted: When groups were last restarted, by group.
         island: Whose folder it is in, where groups are islands. It holds that island's own state.
         holds_outer_state: Whether the outer state is there too, and not only with the first island.
@@ -195,6 +195,32 @@ class Description:
         pairs = [(flag_of(name), self.settings.get(name, defaults.get(name)), present.settings[name]) for name in _SETTINGS]
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
+
+    def pulled_for(self, present: "Description") -> tuple[int, ...]:
+        """Fragments whose momentum a run takes as it is in its next outer step; what :meth:`decay` undoes is not among them."""
+        config = present._config()
+        takes = config.subgroup is not None and config.sends_differences and self._has_fragments_of(present)
+        return self.pulled if takes else ()
+
+    def decay(self, present: "Description") -> list[float]:
+        """By what the momentum of each of a run's fragments has been multiplied for an outer step which that run takes otherwise.
+
+        With other fragments, which are made of parts of the saved ones, the mean of theirs.
+        """
+        config = self._config()
+        factors = [1.0] * config.fragments
+        for fragment in set(self.pulled) - set(self.pulled_for(present)):
+            under_way = [begun for begun in self.rounds if fragment in config.fragments_due(begun)]
+            due = under_way[0] if under_way else config.next_outer_step(fragment, self.iteration)
+            # What has been multiplied by nothing is gone.
+            factors[fragment] = config.momentum_at(due or self.iteration) or 1.0
+        if self._has_fragments_of(present):
+            return factors
+        return [sum(factors) / len(factors)] * present._config().fragments
+
+    def _has_fragments_of(self, present: "Description") -> bool:
+        fragments = self.settings["fragments"]
+        return bool(fragments == present.settings["fragments"] and (fragments == 1 or self.has_layout_of(present)))
 
     def sources(self, group: int, groups: int, rule: str) -> list[int]:
         """Saved groups whose inner state a group goes on with, as their mean.

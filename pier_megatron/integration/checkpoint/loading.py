@@ -113,7 +113,7 @@ class Loading:
             "is_synchronised": saved.is_synchronised,
             "last_common_step": saved.iteration if saved.last_common_step is None else saved.last_common_step,
             "rounds": rounds,
-            "pulled": saved.pulled if is_exact else (),
+            "pulled": saved.pulled_for(present),
             "restarted": saved.restarted if is_exact else {},
         }
         sources, outer_sources = self._sources(saved, place.group), self._outer_sources(saved, place.group)
@@ -222,12 +222,20 @@ class Loading:
         if request.same_layout:
             self._verify(request.saved)
             restore_random_states(request.objects["rng"])
+        self._undo_decay(request.saved)
         steps = request.objects["scheduler steps"]
         if opt_param_scheduler is not None and steps is not None and steps != opt_param_scheduler.num_steps:
             # Megatron has restored the scheduler of group 0, which may have skipped other steps than this one.
             opt_param_scheduler.num_steps = steps
             opt_param_scheduler.step(0)
         return _resumption(request)
+
+    def _undo_decay(self, saved: Description) -> None:
+        """Takes a decay back that the next outer step would repeat."""
+        factors = saved.decay(self._place.describe(saved.iteration))
+        for state in self._loop.states:
+            for chunk in state.chunks:
+                chunk.of(state.momentum).div_(factors[chunk.fragment])
 
     def _verify(self, saved: Description) -> None:
         found = self._loop.checksums()[self._loop.exchange.rank]
