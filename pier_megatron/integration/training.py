@@ -67,7 +67,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     # All ranks meet here, so that none takes its host memory before the others have looked.
     island = islands.own()
     if island is not None:
-        use_folders_of_island(versions.megatron_args(), island.index, island.is_job)
+        use_folders_of_island(versions.megatron_args(), island.index)
         if island.is_job:
             use_index_of_island(versions.megatron_args(), island.index)
     with islands.in_the_launch():

@@ -7,7 +7,7 @@ groups never agree, the outer state is of each group too, and Megatron's keys ho
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pier_megatron.config import PierConfig
@@ -160,12 +160,13 @@ class Description:
         """Whether the ranks of a group share the model as they did."""
         return self.layout == present.layout
 
-    def check(self, present: "Description", accepts_changes: bool) -> list[str]:
+    def check(self, present: "Description", accepts_changes: bool, lacking: Sequence[str] = ()) -> list[str]:
         """Compares the run that was saved with the one that loads it.
 
         Args:
             present: The run that loads.
             accepts_changes: Whether the user has said that the run may go on differently.
+            lacking: What of the saved run is not there, one phrase each.
 
         Returns:
             What has changed, one phrase each.
@@ -173,7 +174,7 @@ class Description:
         Raises:
             PierConfigError: If something has changed that the user has not accepted, or that cannot be.
         """
-        changes = self._changes(present)
+        changes = [*self._changes(present), *lacking]
         foreign = [change for change in changes if change.startswith(_INNER)]
         if foreign:
             raise PierConfigError(
@@ -182,9 +183,8 @@ class Description:
             )
         if changes and not accepts_changes:
             raise PierConfigError(
-                f"--load: the checkpoint of iteration {self.iteration} was trained with other settings: {', '.join(changes)}. "
-                "Going on would be another run than the one that was saved. Restore the settings, or accept the new ones with "
-                "--pier-override-checkpoint."
+                f"--load: the checkpoint of iteration {self.iteration} is of another run: {', '.join(changes)}. Restore what "
+                "was saved, or accept the differences with --pier-override-checkpoint."
             )
         present._config().check_resumable(self.iteration, bool(self.is_local))
         return changes
@@ -203,7 +203,7 @@ class Description:
         return self.pulled if takes else ()
 
     def decay(self, present: "Description") -> list[float]:
-        """By what the momentum of each of a run's fragments has been multiplied for an outer step which that run takes otherwise.
+        """Factors of the momentum, for each of a run's fragments, that were meant for an outer step which it takes otherwise.
 
         With other fragments, which are made of parts of the saved ones, the mean of theirs.
         """
@@ -240,6 +240,9 @@ class Description:
             overlapping = range(1)
         else:
             overlapping = range(group * saved // groups, math.ceil((group + 1) * saved / groups))
+        if self.island is not None:
+            # Each is in a folder of its own.
+            return list(overlapping)
         return sorted({source if source in self.own_inner_state else 0 for source in overlapping})
 
     def outer_sources(self, group: int, present: "Description", rule: str) -> list[int | None]:
