@@ -15,7 +15,7 @@ from pier_megatron.integration.checkpoint.random_states import restore_random_st
 from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
 from pier_megatron.outer import OuterLoop, Snapshot
-from pier_megatron.outer.description import ENTRY, Description, checksum_name, group_prefix
+from pier_megatron.outer.description import ENTRY, Description, group_prefix
 from pier_megatron.outer.state import COMMON
 
 
@@ -290,8 +290,7 @@ class Loading:
         saved, sources = request.saved, request.sources
         found = self._loop.checksums()[self._loop.exchange.rank]
         [source, *others] = sources.of_outer(saved, self._place.group)
-        number = None if source is None else sources.stored.number_in_folder(source)
-        expected = {} if others else {name: saved.checksums.get(checksum_name(name, number)) for name in found}
+        expected = {} if others else {name: sources.checksum_of_outer(saved, source, name) for name in found}
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
         if wrong:
             raise DamagedCheckpointError(

@@ -3,7 +3,7 @@
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.content import Place
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
-from pier_megatron.outer.description import Description
+from pier_megatron.outer.description import Description, checksum_name
 
 
 class Sources:
@@ -54,8 +54,14 @@ class Sources:
 
     def is_apart(self, saved: Description, source: int) -> bool:
         """Whether the inner state of a saved group is stored beside Megatron's own."""
-        described = self._description(source) if self.stored.islands else saved
-        return self.stored.number_in_folder(source) in described.own_inner_state
+        return self.stored.number_in_folder(source) in self._described(saved, source).own_inner_state
+
+    def checksum_of_outer(self, saved: Description, source: int | None, name: str) -> int | None:
+        """The checksum of a flat buffer of a saved group, or of all; None if it is not known."""
+        if source is None:
+            return saved.checksums.get(checksum_name(name, None))
+        number = self.stored.number_in_folder(source)
+        return self._described(saved, source).checksums.get(checksum_name(name, number))
 
     def folders(self, saved: Description) -> list[int]:
         """The folders that the ranks which load together with this one read from."""
@@ -87,7 +93,7 @@ class Sources:
         if missing:
             raise PierConfigError(
                 f"--load {stored.root}: this run goes on with the mean of saved islands, but the "
-                f" folders of the islands {sorted(missing)} hold no checkpoint of iteration {stored.iteration}. Restore "
+                f"folders of the islands {sorted(missing)} hold no checkpoint of iteration {stored.iteration}. Restore "
                 "them. If all islands had the same slow weights, --pier-load-inner-state first needs island 0 only."
             )
 
@@ -104,6 +110,9 @@ class Sources:
     def _nearest(self) -> int:
         """The folder of this island, or that of the first one."""
         return self._place.group if self._place.group in self.stored.islands else 0
+
+    def _described(self, saved: Description, source: int) -> Description:
+        return self._description(source) if self.stored.islands else saved
 
     def _description(self, key: int) -> Description:
         if key not in self._descriptions:
