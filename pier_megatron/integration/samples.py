@@ -1,4 +1,4 @@
-"""What the groups read: it must not be the same."""
+"""What the groups read, and how much of it: not the same samples, and every rank of a group in step with the others."""
 
 import itertools
 import zlib
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import versions
 from pier_megatron.outer import GroupExchange
+
+_BATCHES = "megatron.core.num_microbatches_calculator"
 
 
 def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExchange, device: torch.device) -> None:
@@ -23,8 +26,7 @@ def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExcha
     Raises:
         PierConfigError: With the groups.
     """
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    fingerprint = next((_fingerprint(_peek(iterator)) for iterator in iterators if iterator is not None), None)
+    fingerprint = next((_fingerprint(_peek(iterator)) for iterator in _iterators(data_iterator)), None)
     # A checksum of 32 bits is exact in float64. Ranks that read nothing have no opinion.
     own = torch.tensor([-1.0 if fingerprint is None else float(fingerprint)], dtype=torch.float64, device=device)
     everyone = exchange.gather(own).result().flatten().tolist()
@@ -35,6 +37,41 @@ def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExcha
                 "they would learn the same twice. Give each data-parallel rank samples of its own, as Megatron's samplers do "
                 "by parallel_state.get_data_parallel_rank()."
             )
+
+
+def pass_samples(data_iterator: Any) -> None:
+    """Reads the micro-batches of an iteration that is not trained, on every rank that reads any.
+
+    Megatron's own ``dummy_train_step`` reads from one iterator and on the first tensor-parallel rank only: that is not enough
+    where a rank has several model chunks, where it has none to read for, and where all tensor-parallel ranks read.
+
+    Args:
+        data_iterator: Megatron's, as for :func:`check_groups_read_different_samples`.
+    """
+    machine = versions.require("megatron.core.rerun_state_machine", "get_rerun_state_machine")()
+    count = versions.require(_BATCHES, "get_num_microbatches")()
+    # The machine forgets the micro-batches that it has kept for a replay.
+    while machine.should_run_forward_backward(data_iterator):
+        for iterator in _iterators(data_iterator):
+            for _ in range(count):
+                next(iterator)
+
+
+def samples_of(iterations: int, consumed: int) -> int:
+    """Samples of all groups in the next ``iterations`` of the run under way, after ``consumed``: a ramp-up makes them grow."""
+    update = versions.require(_BATCHES, "update_num_microbatches")
+    batch_size = versions.require(_BATCHES, "get_current_running_global_batch_size")
+    samples = consumed
+    for _ in range(iterations):
+        update(samples, consistency_check=False)
+        samples += batch_size()
+    return samples - consumed
+
+
+def _iterators(data_iterator: Any) -> list[Any]:
+    """The iterators that this rank reads from."""
+    given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    return [iterator for iterator in given if iterator is not None]
 
 
 class _ReadAhead:

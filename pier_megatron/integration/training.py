@@ -21,7 +21,7 @@ from pier_megatron.integration.communication import confined_to_group, over_all_
 from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
-from pier_megatron.integration.samples import check_groups_read_different_samples
+from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
 from pier_megatron.outer.gathering import Islands
 
@@ -72,7 +72,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     # All ranks meet here, so that none takes its host memory before the others have looked.
     island = islands.own()
     if island is not None:
-        use_folders_of_island(versions.megatron_args(), island.index, island.is_job)
+        use_folders_of_island(versions.megatron_args(), island.index)
         if island.is_job:
             use_index_of_island(versions.megatron_args(), island.index)
     with islands.in_the_launch():
@@ -168,7 +168,7 @@ def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: A
         save = versions.require(_TRAINING, "save_checkpoint")
         save(before, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
     if loop.iteration != before:
-        samples = settings.global_batch_size * (loop.iteration - before)
+        samples = samples_of(loop.iteration - before, settings.consumed_train_samples)
         settings.iteration = loop.iteration
         settings.consumed_train_samples += samples
         if scheduler is not None:
@@ -207,14 +207,13 @@ def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, *
 
 
 @current.in_pier_runs
-def _skip_iteration(dummy_train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
-    result = dummy_train_step(*args, **kwargs)
+    pass_samples(data_iterator)
     if optimizer.clock is not None:
         optimizer.clock.rest()
     optimizer.loop.end_iteration(has_trained=False)
-    return result
 
 
 @current.in_pier_runs

@@ -7,7 +7,7 @@ groups never agree, the outer state is of each group too, and Megatron's keys ho
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pier_megatron.config import PierConfig
@@ -73,7 +73,7 @@ class Description:
         own_inner_state: Groups whose main parameters and inner optimizer state are stored apart; all others have what
             Megatron's own keys hold.
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
-        pulled: Fragments whose momentum has been made ready for an outer step to come.
+        pulled: Fragments whose momentum is that of the outer step to come: decayed, and pulled to the slow weights of others.
         restarted: When groups were last restarted, by group.
         island: Whose folder it is in, where groups are islands. It holds that island's own state.
         holds_outer_state: Whether the outer state is there too, and not only with the first island.
@@ -160,12 +160,13 @@ class Description:
         """Whether the ranks of a group share the model as they did."""
         return self.layout == present.layout
 
-    def check(self, present: "Description", accepts_changes: bool) -> list[str]:
+    def check(self, present: "Description", accepts_changes: bool, lacking: Sequence[str] = ()) -> list[str]:
         """Compares the run that was saved with the one that loads it.
 
         Args:
             present: The run that loads.
             accepts_changes: Whether the user has said that the run may go on differently.
+            lacking: What of the saved run is not there, one phrase each.
 
         Returns:
             What has changed, one phrase each.
@@ -173,7 +174,7 @@ class Description:
         Raises:
             PierConfigError: If something has changed that the user has not accepted, or that cannot be.
         """
-        changes = self._changes(present)
+        changes = [*self._changes(present), *lacking]
         foreign = [change for change in changes if change.startswith(_INNER)]
         if foreign:
             raise PierConfigError(
@@ -182,9 +183,8 @@ class Description:
             )
         if changes and not accepts_changes:
             raise PierConfigError(
-                f"--load: the checkpoint of iteration {self.iteration} was trained with other settings: {', '.join(changes)}. "
-                "Going on would be another run than the one that was saved. Restore the settings, or accept the new ones with "
-                "--pier-override-checkpoint."
+                f"--load: the checkpoint of iteration {self.iteration} is of another run: {', '.join(changes)}. Restore what "
+                "was saved, or accept the differences with --pier-override-checkpoint."
             )
         present._config().check_resumable(self.iteration, bool(self.is_local))
         return changes
@@ -195,6 +195,32 @@ class Description:
         pairs = [(flag_of(name), self.settings.get(name, defaults.get(name)), present.settings[name]) for name in _SETTINGS]
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
+
+    def pulled_for(self, present: "Description") -> tuple[int, ...]:
+        """Fragments whose momentum a run takes as it is in its next outer step; what :meth:`decay` undoes is not among them."""
+        config = present._config()
+        takes = config.subgroup is not None and config.sends_differences and self._has_fragments_of(present)
+        return self.pulled if takes else ()
+
+    def decay(self, present: "Description") -> list[float]:
+        """Factors of the momentum, for each of a run's fragments, that were meant for an outer step which it takes otherwise.
+
+        With other fragments, which are made of parts of the saved ones, the mean of theirs.
+        """
+        config = self._config()
+        factors = [1.0] * config.fragments
+        for fragment in set(self.pulled) - set(self.pulled_for(present)):
+            under_way = [begun for begun in self.rounds if fragment in config.fragments_due(begun)]
+            due = under_way[0] if under_way else config.next_outer_step(fragment, self.iteration)
+            # What has been multiplied by nothing is gone.
+            factors[fragment] = config.momentum_at(due or self.iteration) or 1.0
+        if self._has_fragments_of(present):
+            return factors
+        return [sum(factors) / len(factors)] * present._config().fragments
+
+    def _has_fragments_of(self, present: "Description") -> bool:
+        fragments = self.settings["fragments"]
+        return bool(fragments == present.settings["fragments"] and (fragments == 1 or self.has_layout_of(present)))
 
     def sources(self, group: int, groups: int, rule: str) -> list[int]:
         """Saved groups whose inner state a group goes on with, as their mean.
@@ -214,6 +240,9 @@ class Description:
             overlapping = range(1)
         else:
             overlapping = range(group * saved // groups, math.ceil((group + 1) * saved / groups))
+        if self.island is not None:
+            # Each is in a folder of its own.
+            return list(overlapping)
         return sorted({source if source in self.own_inner_state else 0 for source in overlapping})
 
     def outer_sources(self, group: int, present: "Description", rule: str) -> list[int | None]:

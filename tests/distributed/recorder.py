@@ -90,8 +90,9 @@ class Recorder:
             self.save_fragments()
         if "start" in self.probes:
             self.record["start"] = {"main": self.flat_main_parameters(), "moments": self.flat_moments()}
-        if "start anchor" in self.probes:
-            self.record["start anchor"] = [state.anchor.clone() for state in self.optimizer.loop.states]
+        for name in ("anchor", "momentum"):
+            if f"start {name}" in self.probes:
+                self.record[f"start {name}"] = [state.flats[name].clone() for state in self.optimizer.loop.states]
         if "outer weights" in self.probes:
             for name in ("anchor", "momentum"):
                 self.save_shown(name, [state.flats[name] for state in self.optimizer.loop.states])

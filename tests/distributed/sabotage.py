@@ -27,9 +27,10 @@ from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
 
+from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.exchange import codecs, encoded
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.integration import compression, current, gradients, startup
+from pier_megatron.integration import compression, current, gradients, startup, training
 from pier_megatron.integration.inner.choice import owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.integration.pipeline import layered, skipping
@@ -390,6 +391,40 @@ def _same_data(directory: Path) -> Patch:
     return mock.patch.object(parallel_state, "get_data_parallel_rank", return_value=0)
 
 
+@contextlib.contextmanager
+def _middle_stages_read_nothing(directory: Path) -> Iterator[None]:
+    """As with Megatron-LM's ``pretrain_gpt.py``: only the first and the last pipeline stage have data."""
+    build, forward = pretrain_bytes.build_datasets, pretrain_bytes.forward_step
+
+    def build_datasets(*args: Any, **kwargs: Any) -> Any:
+        # All stages wait for each other there.
+        built = build(*args, **kwargs)
+        reads = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        return built if reads else (None, None, None)
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        # A middle stage computes with what it has received, whatever it reads.
+        nothing = dict.fromkeys(("tokens", "labels", "position_ids", "loss_mask"), torch.zeros(2, 32, dtype=torch.int64))
+        return forward(iter([nothing]) if batches is None else batches, model)
+
+    build_datasets.is_distributed = True  # type: ignore[attr-defined]
+    with (
+        mock.patch.object(pretrain_bytes, "build_datasets", build_datasets),
+        mock.patch.object(pretrain_bytes, "forward_step", forward_step),
+    ):
+        yield
+
+
+def _megatrons_way_of_skipping(directory: Path) -> Patch:
+    """In a skipped iteration only the first tensor-parallel rank reads."""
+    read = training.pass_samples
+
+    def as_megatron(iterator: Any) -> None:
+        read(iterator if parallel_state.get_tensor_model_parallel_rank() == 0 else None)
+
+    return mock.patch.object(training, "pass_samples", as_megatron)
+
+
 def _overflow(optimizer: Any) -> None:
     for chunk in optimizer.model_chunks:
         next(chunk.parameters()).main_grad.fill_(float("inf"))
@@ -437,6 +472,8 @@ _ALL = {
     "other weights in group 1": _other_weights,
     "a node without memory": _no_memory,
     "all groups read the same": _same_data,
+    "middle stages read nothing": _middle_stages_read_nothing,
+    "Megatron's way of skipping": _megatrons_way_of_skipping,
     "group 1 waits for group 0": _group_1_waits_for_group_0,
     "a group sleeps while two others meet": _a_group_sleeps_while_two_others_meet,
     "slow writers that share host memory": _slow_writers_that_share_host_memory,

@@ -79,7 +79,8 @@ _OTHERS = [
 _PLAIN = _PIER + _ISLANDS + _STOPPED["plain"][0]
 _DAMAGED = [
     Run("behind", _PLAIN + "--load {directory}/behind", _PROBES),
-    Run("lost", _PLAIN + "--load {directory}/lost", fails=True),
+    Run("lost", _PLAIN + "--load {directory}/lost --ckpt-step 8", fails=True),
+    Run("replaced", _PLAIN + "--load {directory}/lost --ckpt-step 8 --pier-override-checkpoint", ["start", "start anchor"]),
 ]
 
 
@@ -93,8 +94,10 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     recorded = launch(directory, corpus, [*_COMPARED, *_RESUMED, _SILENT, _APART, _ALONE, *_OTHERS])
     for name in ("behind", "lost"):
         shutil.copytree(directory / "plain", directory / name)
-    (directory / "behind" / "islands" / "1" / _TRACKER).write_text("8")
-    (directory / "lost" / "islands" / "1" / _TRACKER).write_text("not a number")
+    (directory / "behind" / "islands" / "1" / "iter_0000009" / ".metadata").unlink()
+    # Of another run, which had four islands.
+    shutil.copytree(directory / "behind" / "islands" / "1" / "iter_0000002", directory / "behind/islands/3/iter_0000002")
+    shutil.rmtree(directory / "lost" / "islands" / "1")
     return recorded | launch(directory, corpus, _DAMAGED)
 
 
@@ -140,8 +143,7 @@ def test_islands_that_read_the_same_are_refused(runs: dict[str, Recorded]) -> No
 def test_islands_and_instances_go_on_from_each_other(runs: dict[str, Recorded]) -> None:
     for source, target in (("plain", "to instances"), ("instances", "from instances")):
         for saved, loaded in zip(runs[source].ranks, runs[target].ranks, strict=True):
-            own = saved if target == "from instances" else runs[source].of_group(0)[runs[source].ranks.index(saved) % 2]
-            assert torch.equal(loaded["start"]["main"], own["main"][8])
+            assert torch.equal(loaded["start"]["main"], saved["main"][8])
             for buffer, expected in zip(loaded["start anchor"], saved["anchor"][8], strict=True):
                 assert torch.equal(buffer, expected)
     assert set(runs["stock"].losses) == set(runs["four islands"].losses) == set(range(8, 13))
@@ -161,4 +163,17 @@ def test_foreign_folders_are_refused(runs: dict[str, Recorded]) -> None:
 
 def test_islands_go_on_from_what_all_have_saved(runs: dict[str, Recorded]) -> None:
     goes_on_exactly(runs["behind"], runs["plain"], 8)
-    assert "the last checkpoints of the islands are of iterations [9, -1]" in runs["lost"].error
+
+
+def test_island_without_a_checkpoint_of_its_own(runs: dict[str, Recorded]) -> None:
+    for part in (
+        "no checkpoint of iteration 8 of island 1, which takes the inner state of island 0",
+        "--pier-override-checkpoint",
+    ):
+        assert all(part in rank["error"] for rank in runs["lost"].ranks)
+    assert "goes on exactly" not in runs["replaced"].printed
+    assert "of island 1, which takes the inner state of island 0" in runs["replaced"].printed
+    for group in range(2):
+        for first, loaded in zip(runs["plain"].of_group(0), runs["replaced"].of_group(group), strict=True):
+            assert torch.equal(loaded["start"]["main"], first["main"][8])
+            assert torch.equal(loaded["start anchor"][0], first["anchor"][8][0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from launch import Recorded, Run, launch
 from test_isolation import crossing
-from test_resume import goes_on_exactly
+from test_resume import goes_on_exactly, reads_the_same
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.pairs import draw_subgroups
@@ -48,6 +48,12 @@ _HIDDEN = "--bf16 --pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8
 _SAVED = "--load {directory}/pairs --ckpt-step 8 "
 _CHANGED = "--pier-override-checkpoint "
 _PROBES = ["main", "outer"]
+_LONGER = "--train-iters 15 --override-opt_param-scheduler --exit-interval 9"
+_AT_START = ["start anchor", "start momentum"]
+_PULLED = "--pier-subgroup-gamma 0.9 "
+_FROM_PULLED = "--load {directory}/pulled --ckpt-step 8 "
+
+_PP3 = _argv(_LAZY | {"groups": 2}, "", 2) + "--pipeline-model-parallel-size 3 --num-layers 3 "
 
 _IN_SIX = [
     Run("silent", _IN_PAIRS + "--log-interval 1000", ["census"]),
@@ -58,9 +64,17 @@ _IN_SIX = [
     *(Run(f"hidden from {at}", f"{_IN_PAIRS}{_HIDDEN}--load {{directory}}/hidden --ckpt-step {at}", _PROBES) for at in (7, 11)),
     Run("three of six", _argv(_LAZY | {"groups": 3}, "", 6) + _CHANGED + _SAVED, ["start anchor"]),
     Run("all meet", _argv(_LAZY | {"groups": 6, "preset": "diloco"}, "", 6) + _CHANGED + _SAVED, ["start anchor"]),
+    Run("pulled", _IN_PAIRS + _PULLED + "--save {directory}/pulled --save-interval 12", _PROBES, saves=[8]),
+    Run("pulled, other chunks", _IN_PAIRS + _PULLED + _FROM_PULLED + "--pier-chunk-mib 9", _PROBES + _AT_START),
+    Run("pulled, longer", _IN_PAIRS + _PULLED + _FROM_PULLED + _CHANGED + _LONGER, _PROBES),
+    Run("pulled, all meet", _argv(_LAZY | {"groups": 6, "preset": "diloco"}, "", 6) + _CHANGED + _FROM_PULLED, _AT_START),
     Run("stock goes on", "--train-iters 12 --use-distributed-optimizer --global-batch-size 12 " + _SAVED, ["weights"]),
     Run("means", _IN_PAIRS + "--pier-evaluate-mean --eval-interval 8", ["main"]),
     Run("each", _IN_PAIRS + "--eval-interval 8", ["main"]),
+    *(
+        Run(f"PP 3{name}", _PP3 + flags, ["samples"], ["middle stages read nothing"])
+        for name, flags in {"": "", ", passing": "--iterations-to-skip 5 8"}.items()
+    ),
 ]
 
 
@@ -120,6 +134,17 @@ def test_other_numbers_of_groups_go_on_from_means(runs: dict[str, Recorded]) -> 
         torch.testing.assert_close(rank["start anchor"][0], torch.stack(saved).mean(0), rtol=1e-6, atol=1e-7)
 
 
+def test_momentum_decays_once_for_an_outer_step(runs: dict[str, Recorded]) -> None:
+    goes_on_exactly(runs["pulled, other chunks"], runs["pulled"], 8)
+    for longer, rank in zip(runs["pulled, longer"].ranks, runs["pulled"].ranks, strict=True):
+        for name in ("momentum", "anchor"):
+            assert torch.equal(longer[name][9][0], rank[name][9][0])
+    # The momentum of NoLoCo is halved for each outer step; what pulls two groups together is nothing in the mean of all.
+    undone = torch.stack([rank["start momentum"][0] for rank in runs["pulled, other chunks"].ranks]).mean(0) / 0.5
+    for rank in runs["pulled, all meet"].ranks:
+        torch.testing.assert_close(rank["start momentum"][0], undone, rtol=1e-5, atol=1e-7)
+
+
 def test_stock_reads_the_mean(runs: dict[str, Recorded]) -> None:
     mean = torch.stack([rank["anchor"][8][0] for rank in runs["pairs"].ranks]).mean(0)
     weights = oracle.gpt_reference.trainable(runs["stock goes on"].weights("initial"))
@@ -135,6 +160,10 @@ def test_evaluation_sees_the_mean_or_each(runs: dict[str, Recorded]) -> None:
     assert all(torch.equal(first, other) for other in others)
     assert not torch.equal(*seen("each")[:2])
     torch.testing.assert_close(torch.stack(seen("each")).mean(0), first)
+
+
+def test_stages_without_samples_pass_iterations(runs: dict[str, Recorded]) -> None:
+    reads_the_same(runs["PP 3, passing"], runs["PP 3"])
 
 
 def test_losses_of_each_group_are_said_and_averaged(runs: dict[str, Recorded]) -> None:

@@ -86,6 +86,19 @@ _CONTROLS = [
     Run("one group for all, resumed", _LAYOUTS["TP 2"] + "--bf16 " + _PIER + "--load {directory}/first --ckpt-step 9", _PROBES),
 ]
 
+# Iterations that pass: a batch size that grows, chunks of the model that read each for itself.
+_PASSING = "--iterations-to-skip 3 5 8 "
+_TP2_READING = _LAYOUTS["TP 2"] + _PIER
+_VIRTUAL = (
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --global-batch-size 16 "
+    "--rampup-batch-size 8 8 32 " + _PIER.replace("--train-iters 12", "--train-samples 144")
+)
+_PASSED = [
+    Run(name, argv + flags, ["samples"], faults)
+    for kind, argv in {"TP 2": _TP2_READING, "virtual stages": _VIRTUAL}.items()
+    for name, flags, faults in ((f"{kind}, all", "", []), (f"{kind}, passing", _PASSING, []))
+] + [Run("TP 2, read ahead", _TP2_READING + _PASSING, ["samples"], ["Megatron's way of skipping"])]
+
 # Saves that go on behind training, of exchanges under way in offloaded fragments.
 _BEHIND = _LAYOUTS["inner DP 2"] + "--bf16 " + _PIER + _HIDDEN + "--pier-fragments 3 "
 _ASYNCHRONOUS = "--async-save --use-persistent-ckpt-worker --async-strategy mcore --save-interval 12 "
@@ -113,7 +126,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    everything = [run for layout in _LAYOUTS for run in _runs(layout)] + _CONTROLS + _BACKGROUND
+    everything = [run for layout in _LAYOUTS for run in _runs(layout)] + _CONTROLS + _PASSED + _BACKGROUND
     return launch(directory, corpus, everything)
 
 
@@ -138,6 +151,26 @@ def test_resumed_run_is_the_run_that_never_stopped(
 
 def test_saving_changes_nothing(runs: dict[str, Recorded]) -> None:
     goes_on_exactly(runs[base("TP 2", "bf16")], runs["never saved"], 0)
+
+
+def reads_the_same(run: Recorded, reference: Recorded) -> None:
+    """Compares the samples of each iteration that a run has trained, on every rank."""
+    for mine, theirs in zip(run.ranks, reference.ranks, strict=True):
+        assert mine["samples"]
+        for iteration, samples in mine["samples"].items():
+            for one, other in zip(samples, theirs["samples"][iteration], strict=True):
+                assert all(torch.equal(*tensors) for tensors in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["TP 2", "virtual stages"])
+def test_skipped_iterations_pass_the_samples_of_every_rank(runs: dict[str, Recorded], kind: str) -> None:
+    assert not {3, 5, 8} & runs[f"{kind}, passing"].ranks[0]["samples"].keys()
+    reads_the_same(runs[f"{kind}, passing"], runs[f"{kind}, all"])
+
+
+def test_rank_that_reads_ahead_is_seen(runs: dict[str, Recorded]) -> None:
+    with pytest.raises(AssertionError):
+        reads_the_same(runs["TP 2, read ahead"], runs["TP 2, all"])
 
 
 def described(folder: Path, iteration: int) -> dict[str, Any]:

@@ -56,6 +56,33 @@ def test_layout_counts() -> None:
     assert not described().has_layout_of(other)
 
 
+def test_what_is_not_there_has_to_be_accepted() -> None:
+    lacking = ["there is no checkpoint of iteration 400 of island 1"]
+    with pytest.raises(PierConfigError, match=r"of island 1.*--pier-override-checkpoint"):
+        described().check(described(), accepts_changes=False, lacking=lacking)
+    assert described().check(described(), accepts_changes=True, lacking=lacking) == lacking
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "expected"),
+    [
+        ({}, {}, (1.0,)),
+        ({}, {"train_iters": 2000, "lazy_start_iters": 100}, (1.0,)),
+        ({}, {"preset": "diloco", "subgroup_gamma": None}, (0.5,)),
+        ({}, {"subgroup_gamma": None}, (0.5,)),
+        ({"fragments": 2}, {"fragments": 2}, (1.0, 1.0)),
+        ({"fragments": 2}, {"fragments": 1}, (0.5,)),
+    ],
+)
+def test_decay_of_the_momentum_is_undone_where_it_would_be_repeated(
+    saved: dict[str, object], present: dict[str, object], expected: tuple[float, ...]
+) -> None:
+    pulled = {"preset": "noloco", "subgroup_gamma": 0.9}
+    description = described(**(pulled | saved))  # type: ignore[arg-type]
+    description = dataclasses.replace(description, pulled=tuple(range(description.settings["fragments"])))
+    assert tuple(description.decay(described(**(pulled | present)))) == expected  # type: ignore[arg-type]
+
+
 def test_newer_format_is_refused() -> None:
     future = described().to_metadata() | {"format": FORMAT + 1, "version": "9.0"}
     with pytest.raises(PierConfigError, match=r"pier_megatron 9\.0 in format \d+.*Upgrade"):

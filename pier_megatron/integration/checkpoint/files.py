@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, versions
 from pier_megatron.integration.checkpoint.tracker import tracker_of
-from pier_megatron.outer.description import ENTRY
 
 # Below the --save folder of a job: a folder for each island but the first.
 _ISLANDS = "islands"
@@ -52,31 +51,20 @@ def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None
     return folder / (f"iter_{int(saved):07d}" if saved.isdigit() else saved)
 
 
-def use_folders_of_island(args: Any, index: int, is_job: bool) -> None:
-    """Gives an island a folder of its own below those of the job, which are the first one's.
+def use_folders_of_island(args: Any, index: int) -> None:
+    """Gives an island a folder of its own below that of the job, which is the first one's.
 
     Args:
         args: Megatron's, changed in place.
-        index: Of the island.
-        is_job: Whether it is one of its own: then only a folder is of use that holds all that it needs.
+        index: Number of the island.
 
     Raises:
-        PierConfigError: If they are an island's already.
+        PierConfigError: If the job loads from an island's folder.
     """
     if args.load is not None and Path(args.load).parent.name == _ISLANDS:
         raise folder_of_an_island(args.load)
-    if index == 0:
-        return
     if args.save is not None:
-        args.save = str(_folder_of_island(args.save, index))
-    own = None if args.load is None else stored_checkpoint(_folder_of_island(args.load, index), args.ckpt_step)
-    if own is not None and not (is_job and _lacks_outer_state(own)):
-        args.load = str(_folder_of_island(args.load, index))
-
-
-def _lacks_outer_state(checkpoint: Path) -> bool:
-    metadata = versions.require("megatron.core", "dist_checkpointing").load_content_metadata(str(checkpoint)) or {}
-    return not metadata.get(ENTRY, {}).get("holds_outer_state", True)
+        args.save = str(folder_of_island(Path(args.save), index))
 
 
 def folder_of_an_island(folder: str) -> PierConfigError:
@@ -87,8 +75,9 @@ def folder_of_an_island(folder: str) -> PierConfigError:
     )
 
 
-def _folder_of_island(folder: str, index: int) -> Path:
-    return Path(folder) / _ISLANDS / str(index)
+def folder_of_island(folder: Path, index: int) -> Path:
+    """The folder of an island below that of its job."""
+    return folder / _ISLANDS / str(index) if index else folder
 
 
 def damage(folder: Path) -> str | None:

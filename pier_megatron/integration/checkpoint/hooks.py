@@ -5,17 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, islands, startup, versions
 from pier_megatron.integration.checkpoint.content import Place
-from pier_megatron.integration.checkpoint.files import stored_checkpoint
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
+from pier_megatron.integration.checkpoint.stored_run import find
 from pier_megatron.integration.communication import ranks_of_group
 from pier_megatron.integration.inner.choice import owners
-from pier_megatron.outer import OuterLoop
 from pier_megatron.outer.description import ENTRY
 
 if TYPE_CHECKING:
@@ -72,32 +68,15 @@ def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
         return save_checkpoint(*args, **kwargs)
 
 
-def _common_iteration(loop: OuterLoop, args: Any) -> dict[str, Any]:
-    """The arguments with which all islands load the same iteration: a failure may have come while they were saving."""
-    island = islands.own()
-    if island is None or island.is_job or args.load is None or args.ckpt_step:
-        return {}
-    folder = stored_checkpoint(Path(args.load))
-    name = "" if folder is None else folder.name.removeprefix("iter_")
-    last = int(name) if name.isdigit() else -1
-    of_islands = loop.exchange.gather(torch.tensor([last], device=loop.device)).result().flatten().tolist()
-    if len(set(of_islands)) == 1:
-        return {}
-    if min(of_islands) < 0:
-        raise PierConfigError(
-            f"--load {args.load}: the last checkpoints of the islands are of iterations {of_islands}, where -1 stands for "
-            "none. Restore the missing folders, or start all from the first island's: move the folder islands/ out of the way "
-            "and pass --pier-override-checkpoint."
-        )
-    return {"ckpt_step": min(of_islands)}
-
-
 @current.in_pier_runs
 def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
     loop = pier.loop
-    loading, settings = Loading(_place(pier, loop.exchange.rank), loop), versions.megatron_args()
+    settings, island = versions.megatron_args(), islands.own()
+    index = loop.exchange.rank if island is None else island.index
+    stored = None if settings.load is None else find(Path(settings.load), settings.ckpt_step, loop.config.override_checkpoint)
+    loading = Loading(_place(pier, index), loop, stored)
     try:
-        with versions.replaced(pier, {"loading": loading}), versions.replaced(settings, _common_iteration(loop, settings)):
+        with versions.replaced(pier, {"loading": loading}), versions.replaced(settings, loading.arguments()):
             result = load_checkpoint(*args, **kwargs)
     except Exception as error:
         error.add_note(

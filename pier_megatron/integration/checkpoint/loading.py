@@ -1,18 +1,21 @@
 """How a run goes on from what was stored of another one."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
-from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island
+from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island, folder_of_island
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
+from pier_megatron.integration.checkpoint.sources import Sources
+from pier_megatron.integration.checkpoint.stored_run import StoredRun
 from pier_megatron.outer import OuterLoop, Snapshot
-from pier_megatron.outer.description import ENTRY, Description, checksum_name, group_prefix
+from pier_megatron.outer.description import ENTRY, Description, group_prefix
 from pier_megatron.outer.state import COMMON
 
 
@@ -26,9 +29,12 @@ class _Request:
         same_layout: Whether the ranks of a group share the model as they did.
         changes: What is different, one phrase each.
         metadata: Of the checkpoint.
-        sources: Saved groups whose inner state this group goes on with, as their mean.
+        sources: Where each group finds what it goes on with.
+        inner_sources: Saved groups whose inner state this group goes on with, as their mean.
         outer_sources: The same for the outer state; none if the first island hands it out.
         snapshot: The outer loop's; its tensors are what is read into.
+        stock: Megatron's own description of the optimizer's state.
+        model_state: The sharded state of the model.
         objects: What the first source has beside its tensors, once it was read.
     """
 
@@ -37,19 +43,30 @@ class _Request:
     same_layout: bool
     changes: list[str]
     metadata: Any
-    sources: list[int]
+    sources: Sources
+    inner_sources: list[int]
     outer_sources: list[int | None]
     snapshot: Snapshot
+    stock: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    model_state: Any = None
     objects: dict[str, Any] | None = None
 
 
 class Loading:
     """One load of a checkpoint, of Pier or of stock Megatron."""
 
-    def __init__(self, place: Place, loop: OuterLoop) -> None:
-        """Prepares a load into the parameters of ``place`` and into ``loop``."""
+    def __init__(self, place: Place, loop: OuterLoop, stored: StoredRun | None) -> None:
+        """Prepares a load of what is ``stored`` into the parameters of ``place`` and into ``loop``."""
         self._place, self._loop = place, loop
+        self._sources = Sources(place, stored) if stored is not None else None
         self._request: _Request | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments with which Megatron loads what it loads itself: from the folder of the first source."""
+        if self._sources is None:
+            root = versions.megatron_args().load
+            return {} if root is None else {"load": str(folder_of_island(Path(root), self._place.island or 0))}
+        return self._sources.stored.arguments(self._sources.first_folder())
 
     def begin(self, metadata: Any) -> None:
         """Looks at what the checkpoint is; see :class:`pier_megatron.integration.optimizer.Restoration`.
@@ -64,29 +81,39 @@ class Loading:
         """Asks for what this rank wants; see :class:`pier_megatron.integration.optimizer.Completion`."""
         if self._request is None:
             return stock
-        request, place, saved = self._request, self._place, self._request.saved
+        self._request.stock, self._request.model_state = stock, model_state
+        return self._wanted_from(self._request, self._request.sources.first_folder())
+
+    def _wanted_from(self, request: _Request, key: int) -> dict[Any, Any]:
+        """What this rank reads from a folder of the stored run."""
+        place, saved, sources, stored = self._place, request.saved, request.sources, request.sources.stored
+        metadata, model_state = request.metadata, request.model_state
         # Of the groups that go on with the inner state of a saved one, each reads a copy.
-        sources_of = [self._sources(saved, group) for group in self._before_this]
-        copies = {source: sum(source in of for of in sources_of) for source in request.sources}
+        sources_of = [sources.of_inner(saved, group) for group in self._before_this]
+        copies = {source: sum(source in of for of in sources_of) for source in request.inner_sources}
         entry: dict[str, Any] = {}
         for index, outer in enumerate(place.outer_states(request.snapshot)):
-            for source in request.outer_sources:
-                target = outer if source == request.outer_sources[0] else outer.empty_on_host()
-                prefix, copy = saved.outer_prefix(source, index), self._copy_of_outer(saved, source)
+            for source in (source for source in request.outer_sources if sources.folder_of_outer(source) == key):
+                target = outer if len(request.outer_sources) == 1 else outer.zeros_on_host()
+                prefix = saved.outer_prefix(None if source is None else stored.number_in_folder(source), index)
+                copy = self._copy_of_outer(request, source)
                 entry[f"outer{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copy)
+        of_inner = [source for source in request.inner_sources if stored.key_of(source) == key]
+        apart = [source for source in of_inner if sources.is_apart(saved, source)]
         for index, inner in enumerate(place.inner_states()):
-            for source in (source for source in request.sources if source in saved.own_inner_state):
-                prefix = f"{group_prefix(source)}.{index}"
+            for source in apart:
+                prefix = f"{group_prefix(stored.number_in_folder(source))}.{index}"
                 # Not into the parameters themselves: in FP32 they are the model's, and its weights are yet to be loaded.
-                target = inner.empty_on_host()
+                target = inner.zeros_on_host()
                 entry[f"inner{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copies[source])
-        first = request.sources[0]
-        rank, copy = (place.ranks.rank(), 0) if request.same_layout else (0, place.ranks.rank())
-        entry["objects"] = sharded_object(first, rank, None, copy=(copies[first], copy))
-        if request.is_exact:
-            entry["tensors"] = place.sharded_tensors(place.exact_tensors(request.snapshot))
-        if all(source in saved.own_inner_state for source in request.sources):
-            stock = without_sharded(stock)
+        first = request.inner_sources[0]
+        if first in of_inner:
+            rank, copy = (place.ranks.rank(), 0) if request.same_layout else (0, place.ranks.rank())
+            entry["objects"] = sharded_object(stored.number_in_folder(first), rank, None, copy=(copies[first], copy))
+            if request.is_exact:
+                own = dataclasses.replace(place, group=stored.number_in_folder(place.group))
+                entry["tensors"] = own.sharded_tensors(place.exact_tensors(request.snapshot))
+        stock = without_sharded(request.stock) if apart == of_inner else request.stock
         return {**stock, ENTRY: entry}
 
     @property
@@ -95,13 +122,15 @@ class Loading:
         return range(self._place.group if self._place.island is None else 0)
 
     def _asked_of(self, saved: Description, metadata: Any) -> _Request:
-        if saved.island is not None and self._place.island is not None:
-            self._place = dataclasses.replace(self._place, group=0)
-        place, loop = self._place, self._loop
+        place, loop, sources = self._place, self._loop, self._sources
+        assert sources is not None
         if saved.island and place.island is None:
             raise folder_of_an_island(versions.megatron_args().load)
         config, present = place.config, place.describe(saved.iteration)
-        changes, is_exact = saved.check(present, config.override_checkpoint), saved.is_exact_for(present)
+        lacking = sources.lacking(saved)
+        changes = saved.check(present, config.override_checkpoint, lacking)
+        sources.check_folders(saved)
+        is_exact = saved.is_exact_for(present) and not lacking
         rounds = []
         for begun, verdicts in saved.rounds.items() if is_exact else ():
             fragments = config.fragments_due(begun)
@@ -113,47 +142,44 @@ class Loading:
             "is_synchronised": saved.is_synchronised,
             "last_common_step": saved.iteration if saved.last_common_step is None else saved.last_common_step,
             "rounds": rounds,
-            "pulled": saved.pulled if is_exact else (),
+            "pulled": saved.pulled_for(present),
             "restarted": saved.restarted if is_exact else {},
         }
-        sources, outer_sources = self._sources(saved, place.group), self._outer_sources(saved, place.group)
-        if not saved.holds_outer_state:
-            outer_sources = []
-        same_layout = saved.has_layout_of(present)
-        return _Request(saved, is_exact, same_layout, changes, metadata, sources, outer_sources, snapshot)
+        is_given = sources.is_handed_out(saved) and place.group > 0
+        return _Request(
+            saved,
+            is_exact,
+            saved.has_layout_of(present),
+            changes,
+            metadata,
+            sources,
+            sources.of_inner(saved, place.group),
+            [] if is_given else sources.of_outer(saved, place.group),
+            snapshot,
+        )
 
-    def _sources(self, saved: Description, group: int) -> list[int]:
-        return saved.sources(group, self._place.config.groups, self._place.config.load_inner_state)
-
-    def _outer_sources(self, saved: Description, group: int) -> list[int | None]:
-        present = self._place.describe(saved.iteration)
-        return saved.outer_sources(group, present, self._place.config.load_inner_state)
-
-    def _copy_of_outer(self, saved: Description, source: int | None) -> int | None:
+    def _copy_of_outer(self, request: _Request, source: int | None) -> int | None:
         """How many groups before this one read the outer state of a saved one; None if all read the same."""
         if source is None:
             return None
-        return sum(source in self._outer_sources(saved, group) for group in self._before_this)
+        return sum(source in request.sources.of_outer(request.saved, group) for group in self._before_this)
 
     def restore(self, state: dict[Any, Any], load_stock: Callable[[dict[Any, Any]], None]) -> bool:
         """Takes over what was read; see :class:`pier_megatron.integration.optimizer.Restoration`."""
         request, place = self._request, self._place
         if request is None:
             return False
-        entry = state[ENTRY]
-        request.objects = entry["objects"]
-        if request.sources == [0] and 0 not in request.saved.own_inner_state:
-            load_stock({key: part for key, part in state.items() if key != ENTRY})
-        else:
-            self._take_inner_states(request, state)
-        for index, outer in enumerate(place.outer_states(request.snapshot)):
-            _load_mean(outer, [entry[f"outer{index}.{source}"] for source in request.outer_sources], request.metadata)
-        shares = request.saved.island is not None and request.saved.has_common_outer_state
-        if shares and place.island is not None and not place.is_job:
+        inner_mean, outer_mean = _Mean(place.inner_states), _Mean(lambda: place.outer_states(request.snapshot))
+        # In order, and each is done with before the next: Megatron reads into the optimizer itself.
+        first = request.sources.first_folder()
+        for key in request.sources.folders(request.saved):
+            read = state if key == first else self._read(request, key)
+            self._take_from(request, key, read, load_stock, inner_mean, outer_mean)
+        inner_mean.take()
+        outer_mean.take()
+        if request.sources.is_handed_out(request.saved):
             self._receive_outer_state(request.snapshot)
-        for name, tensor in place.exact_tensors(request.snapshot).items() if request.is_exact else ():
-            if tensor.numel():
-                tensor.copy_(entry["tensors"][name])
+        assert request.objects is not None
         request.snapshot["outliers"] = request.objects["outliers"]
         # Older plugins do not say: all of them, as far as they knew.
         since = request.snapshot["iteration"] - request.snapshot["last_common_step"]
@@ -161,20 +187,48 @@ class Loading:
         self._loop.restore(request.snapshot)
         return True
 
-    def _take_inner_states(self, request: _Request, state: dict[Any, Any]) -> None:
-        """Takes over the mean of the inner states of the sources, wherever they are stored."""
-        place = self._place
-        for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
-            owner.take_settings(settings)
-        # Only now: loading may have put other tensors in the place of those that were there.
-        for index, inner in enumerate(place.inner_states()):
-            of_sources = {
-                source: state[ENTRY][f"inner{index}.{source}"]
-                if source in request.saved.own_inner_state
-                else self._stock_of(state, index)["param_state"]
-                for source in request.sources
-            }
-            _load_mean(inner, of_sources.values(), request.metadata)
+    def _take_from(
+        self,
+        request: _Request,
+        key: int,
+        state: dict[Any, Any],
+        load_stock: Callable[[dict[Any, Any]], None],
+        inner_mean: "_Mean",
+        outer_mean: "_Mean",
+    ) -> None:
+        """Takes over what was read from a folder."""
+        place, sources, stored = self._place, request.sources, request.sources.stored
+        entry = state.get(ENTRY, {})
+        request.objects = entry.get("objects", request.objects)
+        for source in (source for source in request.inner_sources if stored.key_of(source) == key):
+            if sources.is_apart(request.saved, source):
+                for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
+                    owner.take_settings(settings)
+                # Only now: loading may have put other tensors in the place of those that were there.
+                for index, inner in enumerate(place.inner_states()):
+                    inner.load(entry[f"inner{index}.{source}"], request.metadata)
+            else:
+                load_stock({name: part for name, part in state.items() if name != ENTRY})
+            inner_mean.add()
+        for holder in (holder for holder in request.outer_sources if sources.folder_of_outer(holder) == key):
+            for index, outer in enumerate(place.outer_states(request.snapshot)):
+                outer.load(entry[f"outer{index}.{holder}"], request.metadata)
+            outer_mean.add()
+        for name, tensor in place.exact_tensors(request.snapshot).items() if "tensors" in entry else ():
+            if tensor.numel():
+                tensor.copy_(entry["tensors"][name])
+
+    def _read(self, request: _Request, key: int) -> dict[Any, Any]:
+        """Reads from a folder that Megatron does not load from; called by all ranks that load together."""
+        load = versions.require("megatron.core.dist_checkpointing", "load")
+        # Groups read copies of the same, each for itself.
+        found = load(
+            {"optimizer": self._wanted_from(request, key)},
+            str(request.sources.stored.folder(key)),
+            validate_access_integrity=False,
+        )
+        state: dict[Any, Any] = found["optimizer"]
+        return state
 
     def _receive_outer_state(self, snapshot: Snapshot) -> None:
         """Takes over from the first island what all islands have in common, which only its folder holds."""
@@ -200,11 +254,6 @@ class Loading:
             settings.append({**own, **{name: saved[0][name] for name in saved[0] if name != "optimizer"}} if saved else own)
         return settings
 
-    def _stock_of(self, state: dict[Any, Any], index: int) -> Any:
-        """An owner's part of Megatron's own state, which numbers optimizers only where there are several."""
-        chained = self._place.chained
-        return state[chained.index(self._place.owners[index].optimizer)] if len(chained) > 1 else state
-
     def finish(self, iteration: int, opt_param_scheduler: Any) -> str | None:
         """Restores what Megatron keeps outside of the optimizer, and checks the result.
 
@@ -223,8 +272,9 @@ class Loading:
             self._loop.reset(iteration)
             return f" Pier begins at iteration {iteration}, from weights without outer momentum" if iteration else None
         if request.same_layout:
-            self._verify(request.saved)
+            self._verify(request)
             restore_random_states(request.objects["rng"])
+        self._undo_decay(request.saved)
         steps = request.objects["scheduler steps"]
         if opt_param_scheduler is not None and steps is not None and steps != opt_param_scheduler.num_steps:
             # Megatron has restored the scheduler of group 0, which may have skipped other steps than this one.
@@ -232,10 +282,18 @@ class Loading:
             opt_param_scheduler.step(0)
         return _resumption(request)
 
-    def _verify(self, saved: Description) -> None:
+    def _undo_decay(self, saved: Description) -> None:
+        """Takes a decay back that the next outer step would repeat."""
+        factors = saved.decay(self._place.describe(saved.iteration))
+        for state in self._loop.states:
+            for chunk in state.chunks:
+                chunk.of(state.momentum).div_(factors[chunk.fragment])
+
+    def _verify(self, request: _Request) -> None:
+        saved, sources = request.saved, request.sources
         found = self._loop.checksums()[self._loop.exchange.rank]
-        [source, *others] = self._outer_sources(saved, self._place.group)
-        expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}
+        [source, *others] = sources.of_outer(saved, self._place.group)
+        expected = {} if others else {name: sources.checksum_of_outer(saved, source, name) for name in found}
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
         if wrong:
             raise DamagedCheckpointError(
@@ -244,16 +302,29 @@ class Loading:
             )
 
 
-def _load_mean(mean: ParameterState, of_sources: Iterable[Any], metadata: Any) -> None:
-    """Takes over the mean of what was read of several groups; one of them as it is."""
-    number = 0
-    for number, read in enumerate(of_sources, start=1):
-        target = mean if number == 1 else mean.empty_on_host()
-        target.load(read, metadata)
-        if number > 1:
-            mean.add(target)
-    if number > 1:
-        mean.divide(number)
+class _Mean:
+    """The mean of what is put into the same tensors one after the other; one of them as it is."""
+
+    def __init__(self, states: Callable[[], Sequence[ParameterState]]) -> None:
+        """Begins with nothing; ``states`` are where the tensors are."""
+        self._states = states
+        self._number = 0
+        self._sums: list[ParameterState] = []
+
+    def add(self) -> None:
+        """Adds what the tensors hold now."""
+        states = self._states()
+        self._sums = self._sums or [state.zeros_on_host() for state in states]
+        self._number += 1
+        for total, state in zip(self._sums, states, strict=True):
+            total.add(state)
+
+    def take(self) -> None:
+        """Lets the tensors hold the mean."""
+        for total, state in zip(self._sums, self._states(), strict=False):
+            if self._number > 1:
+                total.divide(self._number)
+                state.take(total)
 
 
 def _resumption(request: _Request) -> str:
@@ -263,7 +334,7 @@ def _resumption(request: _Request) -> str:
     lines = [f" Pier goes on from iteration {saved.iteration}"]
     if request.changes:
         lines.append(f"with changes: {', '.join(request.changes)}")
-    lines.append(f"group 0 with the inner state of saved group {' and '.join(map(str, request.sources))}")
+    lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, request.inner_sources))}")
     if saved.rounds and not request.is_exact:
         lines.append("exchanges under way are dropped: what they carried goes into the next outer step")
     return "; ".join(lines)

@@ -54,12 +54,18 @@ class ParameterState(abc.ABC):
             for tensor in tensors.values():
                 tensor /= number
 
-    def empty_on_host(self) -> Self:
-        """A state of the same shape, in host memory, with nothing in it yet."""
+    def take(self, other: "ParameterState") -> None:
+        """Takes over the values of another state of the same parameters."""
+        for main, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(other.tensors[main][name])
+
+    def zeros_on_host(self) -> Self:
+        """A state of the same shape, in host memory, of zeros."""
         return type(self)(
             self.owner,
             {
-                main: {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()}
+                main: {name: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()}
                 for main, tensors in self.tensors.items()
             },
         )

@@ -1,0 +1,120 @@
+"""From which saved groups, and from which folders, a group goes on."""
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.checkpoint.content import Place
+from pier_megatron.integration.checkpoint.stored_run import StoredRun
+from pier_megatron.outer.description import Description, checksum_name
+
+
+class Sources:
+    """The saved groups that each group of this run goes on from.
+
+    Attributes:
+        stored: Where the saved run is.
+    """
+
+    def __init__(self, place: Place, stored: StoredRun) -> None:
+        """Looks from ``place`` at what is stored."""
+        self._place, self.stored = place, stored
+        self._descriptions: dict[int, Description] = {}
+
+    def first_folder(self) -> int:
+        """The folder from which Megatron loads: all ranks of an island, or of the instances, load from the same."""
+        if self._place.island is None or not self.stored.islands:
+            return 0
+        return self.of_inner(self._description(self._nearest()), self._place.group)[0]
+
+    def of_inner(self, saved: Description, group: int) -> list[int]:
+        """Saved groups whose inner state a group goes on with, as their mean."""
+        config, there = self._place.config, self.stored.islands
+        if there and (self._place.is_job or config.groups == saved.settings["groups"]):
+            return [group if group in there else 0]
+        return saved.sources(group, config.groups, config.load_inner_state)
+
+    def of_outer(self, saved: Description, group: int) -> list[int | None]:
+        """The same for the outer state; None stands for that of all groups."""
+        present = self._place.describe(saved.iteration)
+        if saved.has_common_outer_state or present.has_common_outer_state:
+            return saved.outer_sources(group, present, self._place.config.load_inner_state)
+        return list(self.of_inner(saved, group))
+
+    def is_handed_out(self, saved: Description) -> bool:
+        """Whether the first island reads the outer state that all have in common, and hands it out."""
+        place = self._place
+        is_common = place.config.subgroup is None or saved.has_common_outer_state
+        return bool(self.stored.islands) and place.island is not None and not place.is_job and is_common
+
+    def folder_of_outer(self, source: int | None) -> int:
+        """The folder with the outer state of a saved group, or with that of all."""
+        if source is not None:
+            return self.stored.key_of(source)
+        if self.stored.islands and self._place.is_job and self._description(self._nearest()).holds_outer_state:
+            return self._nearest()
+        return 0
+
+    def is_apart(self, saved: Description, source: int) -> bool:
+        """Whether the inner state of a saved group is stored beside Megatron's own."""
+        return self.stored.number_in_folder(source) in self._described(saved, source).own_inner_state
+
+    def checksum_of_outer(self, saved: Description, source: int | None, name: str) -> int | None:
+        """The checksum of a flat buffer of a saved group, or of all; None if it is not known."""
+        if source is None:
+            return saved.checksums.get(checksum_name(name, None))
+        number = self.stored.number_in_folder(source)
+        return self._described(saved, source).checksums.get(checksum_name(name, number))
+
+    def folders(self, saved: Description) -> list[int]:
+        """The folders that the ranks which load together with this one read from."""
+        if self._place.island is None:
+            return sorted(self._folders_of(saved, range(self._place.config.groups)))
+        inner = {self.stored.key_of(source) for source in self.of_inner(saved, self._place.group)}
+        is_given = self.is_handed_out(saved) and self._place.group > 0
+        return sorted(inner if is_given else self._folders_of(saved, [self._place.group]))
+
+    def lacking(self, saved: Description) -> list[str]:
+        """The islands without a checkpoint of their own, where the saved run had as many; one phrase each."""
+        stored, place = self.stored, self._place
+        if not stored.islands or (place.config.groups != saved.settings["groups"] and not place.is_job):
+            return []
+        missing = [group for group in self._judged if group not in stored.islands]
+        return [
+            f"there is no checkpoint of iteration {stored.iteration} of island {group}, which takes the inner state of island 0"
+            for group in missing
+        ]
+
+    def check_folders(self, saved: Description) -> None:
+        """Refuses a mean of islands of which some are missing.
+
+        Raises:
+            PierConfigError: On all ranks of all islands alike.
+        """
+        stored = self.stored
+        missing = self._folders_of(saved, self._judged) - {*stored.islands} if stored.islands else ()
+        if missing:
+            raise PierConfigError(
+                f"--load {stored.root}: this run goes on with the mean of saved islands, but the "
+                f"folders of the islands {sorted(missing)} hold no checkpoint of iteration {stored.iteration}. Restore "
+                "them. If all islands had the same slow weights, --pier-load-inner-state first needs island 0 only."
+            )
+
+    @property
+    def _judged(self) -> range:
+        """The groups that decide together."""
+        group = self._place.group
+        return range(group, group + 1) if self._place.is_job else range(self._place.config.groups)
+
+    def _folders_of(self, saved: Description, groups: range | list[int]) -> set[int]:
+        inner = {self.stored.key_of(source) for group in groups for source in self.of_inner(saved, group)}
+        return inner | {self.folder_of_outer(source) for group in groups for source in self.of_outer(saved, group)}
+
+    def _nearest(self) -> int:
+        """The folder of this island, or that of the first one."""
+        return self._place.group if self._place.group in self.stored.islands else 0
+
+    def _described(self, saved: Description, source: int) -> Description:
+        return self._description(source) if self.stored.islands else saved
+
+    def _description(self, key: int) -> Description:
+        if key not in self._descriptions:
+            self._descriptions[key] = self.stored.description(key)
+        return self._descriptions[key]
