@@ -16,7 +16,8 @@ from pier_megatron.commands.experts import mixture, score
 from pier_megatron.commands.experts.budget import apportioned, shares
 from pier_megatron.commands.experts.description import VARIANTS, Ensemble
 from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import Expert, Model, Plan, _check_nothing_is_lost, _places
+from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _places
+from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.errors import PierConfigError
 
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from pier_megatron.commands.experts.plan import Plan
+from pier_megatron.commands.experts.planned import Plan
 from pier_megatron.commands.experts.train import add_folder_argument
 from pier_megatron.commands.export import add_tokenizer_argument, export, require_packages
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pier_megatron.commands.experts import average, mixture
 from pier_megatron.commands.experts.description import DENSE
-from pier_megatron.commands.experts.plan import Plan
+from pier_megatron.commands.experts.planned import Plan
 from pier_megatron.commands.experts.score import read_scores, scored_models
 from pier_megatron.commands.experts.train import add_folder_argument
 from pier_megatron.errors import PierConfigError

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pier_megatron.commands.experts import average
 from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import Model, Plan, torchrun
+from pier_megatron.commands.experts.planned import Model, Plan, torchrun
 from pier_megatron.commands.experts.train import add_folder_argument, untrained
 from pier_megatron.commands.megatron_log import VALIDATION
 from pier_megatron.errors import PierConfigError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import Expert, Plan
+from pier_megatron.commands.experts.planned import Expert, Plan
 from pier_megatron.commands.megatron_log import PROGRESS
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.tracker import tracker_of
