@@ -12,12 +12,13 @@ import pytest
 import torch
 import yaml
 
-from pier_megatron.commands.experts import mixture, score
+from pier_megatron.commands.experts import mix, mixture, score
 from pier_megatron.commands.experts.budget import apportioned, shares
 from pier_megatron.commands.experts.description import VARIANTS, Ensemble
 from pier_megatron.commands.experts.jobs import Job, run_all
 from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _places
 from pier_megatron.commands.experts.planned import Expert, Model, Plan
+from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.errors import PierConfigError
 
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
@@ -207,6 +208,67 @@ def test_models_are_scored_beside_each_other(tmp_path: Path) -> None:
     assert places("small", "small", "large", "large", "small", "large") == [(0,), (1,), (2, 3), (0, 1), (2,), (0, 1)]
     with pytest.raises(PierConfigError, match=r"huge: one replica takes 8 ranks .* and a node has 4"):
         places("small", "huge")
+
+
+def test_model_is_scored_without_what_says_how_it_was_trained() -> None:
+    model = "--hidden-size 32 --bf16 --pipeline-model-parallel-size 2 --micro-batch-size 4"
+    training = (
+        "--pipeline-model-parallel-layout E(t|)*7tL --rampup-batch-size 8 8 16 --eval-global-batch-size=32 "
+        "--eval-micro-batch-size 8 --overlap-grad-reduce --overlap-param-gather --pier-layered --pier-groups 2"
+    )
+    found = scoring_arguments(f"{model} {training}".split(), 4, "saved", ["one", "two"])
+    assert found[: len(model.split())] == model.split()
+    assert " ".join(found[len(model.split()) :]).startswith("--pipeline-model-parallel-layout Etttt|ttttL ")
+    kept = {word for word in found if word.startswith("--")}
+    assert not kept & {word.partition("=")[0] for word in training.split()} - {"--pipeline-model-parallel-layout"}
+
+
+# The scores.
+
+
+def plan_with_scores(folder: Path, labels: np.ndarray, printed: float) -> tuple[Plan, score.Scored]:
+    """A plan of one trained expert, of which a job has just written scores of 2 nats and a log."""
+    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (0,), (0,), 1e9, None)
+    plan = Plan(folder, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, (law,))
+    plan.write()
+    plan.checkpoints(law.name).mkdir(parents=True)
+    (plan.checkpoints(law.name) / "latest_checkpointed_iteration.txt").write_text("8")
+    written = score._unchecked(score.scores_file(plan, law.name, "law"))
+    written.parent.mkdir(parents=True)
+    np.savez(written, losses=np.full(labels.shape, 2, dtype=np.float32), labels=labels)
+    log = f" validation-0 loss at iteration 8 on validation set | lm loss value: {printed:E} | "
+    (folder / law.name / "scores" / "log.txt").write_text(log)
+    return plan, score.scored_models(plan)[0]
+
+
+def test_scores_that_fail_their_check_do_not_count(tmp_path: Path) -> None:
+    plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.01)
+    with pytest.raises(PierConfigError, match=r"law: the losses of all tokens have a mean of 2\.000000, Megatron printed"):
+        score.accept(plan, model)
+    assert not score._is_scored(plan, model)
+    with pytest.raises(PierConfigError, match="no such file"):
+        score.read_scores(plan, model.name, "law")
+
+
+def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:
+    plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.0)
+    assert not score._is_scored(plan, model)
+    score.accept(plan, model)
+    assert score._is_scored(plan, model)
+    assert (score.read_scores(plan, model.name, "law")[0] == -2).all()
+
+
+def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six sequences that come four times each, and one that is twice in them: half of the distinct ones teach the prior."""
+    once = np.arange(12).reshape(6, 2)
+    once[5] = once[0]
+    plan, model = plan_with_scores(tmp_path, np.concatenate([once] * 4), 2.0)
+    score.accept(plan, model)
+    scores, seen = mix._scores(plan, "law")
+    assert (len(scores[model.name]), seen) == (5, 2)
+    assert "law: 19 of 24 sequences repeat another one" in capsys.readouterr().out
+    with pytest.raises(PierConfigError, match="1 sequences would both teach the cached prior and be evaluated"):
+        mix._check_disjoint("law", once[:2], once[4:])
 
 
 # The mixture.

@@ -11,6 +11,7 @@ from pathlib import Path
 from pier_megatron.commands.experts.budget import Share, shares
 from pier_megatron.commands.experts.description import DENSE, Ensemble, Machines
 from pier_megatron.commands.experts.planned import PLAN, Expert, Model, Plan
+from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.command import outer_memory, sizes_of
 from pier_megatron.commands.plan.model import CLUSTERS, predict
@@ -57,6 +58,8 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         )
         for name, size in ensemble.sizes.items()
     }
+    for name, model in models.items():
+        _check_scoring(ensemble, name, model)
     experts: list[Expert] = []
     arguments_of: dict[str, tuple[str, ...]] = {}
     for variant in ensemble.variants:
@@ -88,16 +91,27 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
 
 def _validated(ensemble: Ensemble, size: str, more: Iterable[str]) -> argparse.Namespace:
     """Arguments of a job as Megatron understands them."""
-    arguments = (*ensemble.arguments, *ensemble.sizes[size].arguments, *more)
-    if ensemble.device == "cpu":
-        arguments += tuple(missing_cpu_flags(arguments))
     machines = ensemble.machines
     on_node = min(machines.ranks_per_expert, machines.gpus_per_node)
-    launch = LaunchCommand(machines.ranks_per_expert // on_node, on_node, str(ensemble.script), arguments)
+    arguments = (*ensemble.arguments, *ensemble.sizes[size].arguments, *more)
+    return _understood(ensemble, f"experts of size {size}", machines.ranks_per_expert // on_node, on_node, arguments)
+
+
+def _check_scoring(ensemble: Ensemble, size: str, model: Model) -> None:
+    """Refuses experts that could be trained, but not scored."""
+    arguments = scoring_arguments(
+        model.arguments, model.micro_batch, "checkpoints", list(map(str, ensemble.validation.values()))
+    )
+    _understood(ensemble, f"scoring experts of size {size}", 1, model.ranks, arguments)
+
+
+def _understood(ensemble: Ensemble, what: str, nodes: int, ranks_per_node: int, arguments: Sequence[str]) -> argparse.Namespace:
+    if ensemble.device == "cpu":
+        arguments = (*arguments, *missing_cpu_flags(arguments))
     try:
-        return launch.validated_arguments()
+        return LaunchCommand(nodes, ranks_per_node, str(ensemble.script), tuple(arguments)).validated_arguments()
     except PierConfigError as error:
-        raise PierConfigError(f"experts of size {size}: {error}") from error
+        raise PierConfigError(f"{what}: {error}") from error
 
 
 def _arguments(ensemble: Ensemble, share: Share, folder: Path) -> tuple[str, ...]:
