@@ -180,7 +180,9 @@ def _write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None
     common += ["export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
     script = f'-m pier_megatron --device {plan.device} {shlex.quote(plan.script)} "${{arguments[@]}}"'
     python, devices = shlex.quote(sys.executable), len(expert.devices)
-    visible = [f"export CUDA_VISIBLE_DEVICES={','.join(map(str, expert.devices))}"] if plan.device == "cuda" else []
+    planned = ",".join(map(str, expert.devices))
+    # Whoever starts it may show it others.
+    visible = [f"export CUDA_VISIBLE_DEVICES=${{CUDA_VISIBLE_DEVICES-{planned}}}"] if plan.device == "cuda" else []
     here = f"exec {python} -m torch.distributed.run --standalone --nproc-per-node {devices} {script}"
     if len(expert.nodes) == 1:
         _write(folder / "launch.sh", ["#!/usr/bin/env bash", head, *common, *visible, here])

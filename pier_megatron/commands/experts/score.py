@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pier_megatron.commands.experts import average
-from pier_megatron.commands.experts.jobs import Job, run_all
+from pier_megatron.commands.experts.jobs import Job, gpu_environment, run_all
 from pier_megatron.commands.experts.planned import Plan, torchrun
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.experts.train import add_folder_argument, untrained
@@ -143,7 +143,7 @@ def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> Job:
         file.unlink(missing_ok=True)
     environment = {VARIABLE: os.pathsep.join(str(_unchecked(file)) for file in files)}
     if plan.device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        environment |= gpu_environment(devices)
     log = plan.folder / model.name / "scores" / "log.txt"
     log.unlink(missing_ok=True)
     arguments = scoring_arguments(size.arguments, size.micro_batch, str(model.checkpoints), list(plan.domains.values()))
