@@ -15,6 +15,7 @@ from pier_megatron.commands.experts.planned import Plan, torchrun
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.experts.train import add_folder_argument, untrained
 from pier_megatron.commands.megatron_log import VALIDATION
+from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.tracker import tracker_of
 
@@ -39,6 +40,7 @@ class Scored:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
+    parser.epilog = TRUSTED_ONLY
     add_folder_argument(parser)
 
 
