@@ -11,6 +11,7 @@ import psutil
 
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.suggestion import suggestion
+from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.config import PierConfig
 from pier_megatron.integration.datasets import compiled_for_another_python
 from pier_megatron.integration.examination import VARIABLE
@@ -32,6 +33,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "pier-megat
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the doctor's own flags."""
+    parser.epilog = TRUSTED_ONLY
     parser.add_argument(
         "--start",
         action="store_true",

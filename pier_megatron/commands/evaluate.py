@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.export import add_tokenizer_argument, export, require_packages
+from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 
 PAPER = {
@@ -49,6 +50,7 @@ class Score:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
+    parser.epilog = TRUSTED_ONLY
     parser.add_argument(
         "--model",
         required=True,

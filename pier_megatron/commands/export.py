@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier_megatron.commands import gpt2
+from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.description import Description
 
@@ -23,6 +24,7 @@ _MEANING = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
+    parser.epilog = TRUSTED_ONLY
     parser.add_argument(
         "--checkpoint",
         type=Path,

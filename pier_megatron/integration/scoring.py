@@ -21,6 +21,9 @@ LOSSES, LABELS = "losses", "labels"
 
 _TRAINING = "megatron.training.training"
 
+# Of a layer in --pipeline-model-parallel-layout.
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
 
 def install() -> None:
     """Hooks into evaluation."""
@@ -35,12 +38,22 @@ def install() -> None:
     versions.wrap(_TRAINING, "evaluate", scored)
 
 
+def layout_of_whole_stages(layout: str, ranks: int) -> str:
+    """A ``--pipeline-model-parallel-layout`` for as many ranks, each with the layers of consecutive virtual stages."""
+    parser = versions.require("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout")
+    stages = parser.parse_str_to_list(layout)
+    letters = ["".join(_LETTERS[layer.name] for layer in stage) for stage in stages]
+    virtual = len(stages) // ranks
+    return "|".join("".join(letters[first : first + virtual]) for first in range(0, len(stages), virtual))
+
+
 def _write_scores(path: Path, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     replicas = versions.megatron_args().data_parallel_size * versions.megatron_args().context_parallel_size
     if replicas != 1:
         # Each replica would see others of the sequences, or another part of each.
         raise PierConfigError(f"scoring runs on one replica of the model, and there are {replicas}: start fewer ranks.")
-    chunk = versions.require("megatron.core.utils", "unwrap_model")(versions.given(evaluate, args, kwargs)["model"])[-1]
+    given = versions.given(evaluate, args, kwargs)
+    chunk = versions.require("megatron.core.utils", "unwrap_model")(given["model"])[-1]
     losses: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
 
@@ -55,6 +68,13 @@ def _write_scores(path: Path, evaluate: Callable[..., Any], *args: Any, **kwargs
     finally:
         if hook is not None:
             hook.remove()
+    if losses and len(losses) != given["eval_iters"]:
+        # Megatron counts the batches of the text, and begins the text again when they are used up.
+        raise PierConfigError(
+            f"{path.stem}: Megatron read {len(losses)} micro-batches of a text that has {given['eval_iters']}: it would "
+            "score sequences twice or not at all. Scoring needs one micro-batch in a batch: leave out --eval-global-batch-size "
+            "and --eval-micro-batch-size."
+        )
     parallel_state = versions.require("megatron.core", "parallel_state")
     if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)

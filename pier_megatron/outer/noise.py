@@ -35,3 +35,42 @@ def settled(noises: Sequence[float]) -> float | None:
     """What expectations are made from, of the noise in a run's outer steps from the first; None if there are too few."""
     found = noises[UNSETTLED:SETTLED_AFTER]
     return statistics.median(found) if found else None
+
+
+class IntervalNoise:
+    """The noise of whole sync intervals, each put together from the outer steps of all fragments.
+
+    A fragment's outer step covers one part of the parameters: its noise is not the model's, and one interval has several.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        """Begins without a fragment.
+
+        Args:
+            fragments: Number of parts that take their outer steps in turn.
+        """
+        self._fragments = fragments
+        self._found: list[tuple[float, float, int] | None] = []
+
+    def add(self, due: Sequence[int], squares: tuple[float, float, int] | None) -> float | None:
+        """Takes note of an outer step.
+
+        Args:
+            due: Fragments that took it.
+            squares: Arguments of :func:`noise_to_signal` for these fragments; None where they are not known.
+
+        Returns:
+            Noise of the interval that this step completes. None before that, after an interval of which a fragment is not
+            known or had other participants, and where fragments took it together: their intervals were unequal.
+        """
+        if len(due) > 1:
+            return None
+        if due[0] == 0:
+            self._found = []
+        self._found.append(squares)
+        if due[0] < self._fragments - 1 or len(self._found) < self._fragments:
+            return None
+        known = [found for found in self._found if found is not None]
+        if len(known) < self._fragments or len({groups for _, _, groups in known}) > 1:
+            return None
+        return noise_to_signal(math.fsum(own for own, _, _ in known), math.fsum(mean for _, mean, _ in known), known[0][2])

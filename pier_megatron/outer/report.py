@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
-from pier_megatron.outer.noise import noise_to_signal
+from pier_megatron.outer.noise import IntervalNoise
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
 from pier_megatron.outer.spread import SpreadWatch
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
@@ -34,8 +34,10 @@ class OuterStepReport:
         cosine_min: Smallest cosine, over the contributing groups, of a group's pseudo-gradient to the mean one. 1 means
             that all groups moved the same way; groups that moved at random are near ``1 / sqrt(groups)``.
         cosine_mean: Mean of those cosines.
-        noise_to_signal: As :func:`pier_megatron.outer.noise.noise_to_signal`; None where fewer than two groups have met,
-            where groups have anchors of their own, and in elastic islands, which know their own pseudo-gradient only.
+        noise_to_signal: Noise of the whole sync interval, as :func:`pier_megatron.outer.noise.noise_to_signal`; fragments
+            report it with the last one's outer step. None where fewer than two groups have met, and where groups have
+            anchors of their own.
+    """What the noise of pseudo-gradients follows from, of the sums of all that count: one of them does not tell it."""
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
@@ -123,6 +125,7 @@ class OuterStepReports:
         self._config, self.write = config, write
         self.latest: OuterStepReport | None = None
         self._watch = SpreadWatch()
+        self._noise = IntervalNoise(config.fragments)
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
@@ -161,7 +164,9 @@ class OuterStepReports:
             momentum_norm=momentum,
             cosine_min=cosine_min,
             cosine_mean=cosine_mean,
-            noise_to_signal=_noise(round_, sums[contributes], counted),
+            noise_to_signal=self._noise.add(
+                self._config.fragments_due(round_.begun), _squares(round_, sums[contributes], counted)
+            ),
             mu=self._config.momentum_at(round_.begun),
             eta=self._config.learning_rate_at(round_.begun),
             bytes_sent=round_.bytes_sent,
@@ -174,13 +179,13 @@ class OuterStepReports:
         )
 
 
-def _noise(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> float | None:
-    """Noise of the groups' pseudo-gradients, from the sums of all that count: one of them does not tell it."""
+def _squares(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> tuple[float, float, int] | None:
+    """What the noise of pseudo-gradients follows from, of the sums of all that count: one of them does not tell it."""
     met = sum(counted)
     if not round_.rule.has_common_anchor or len(sums) < max(met, 2):
         return None
     own, _, mean, _ = sums[:, :PRODUCTS].mean(0).tolist()
-    return noise_to_signal(own, mean, met)
+    return own, mean, met
 
 
 def _check_anchors(iteration: int, checksums: Sequence[float]) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from pier_megatron.commands.cli import main
 from pier_megatron.commands.demo.corpus import write_documents
 from pier_megatron.commands.experts import mixture
+from pier_megatron.commands.experts.mix import distinct
 from pier_megatron.integration.checkpoint.averaging import write_mean
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
@@ -32,11 +33,19 @@ _COMMON = (
     f"--num-layers 2 --num-attention-heads 4 --seq-length {_SEQUENCE} --max-position-embeddings {_SEQUENCE} "
     "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 8 --global-batch-size 16 --tokenizer-type NullTokenizer "
     "--vocab-size 257 --make-vocab-size-divisible-by 16 --lr 1e-2 --lr-decay-style constant --log-interval 1 "
-    "--eval-interval 1000 --eval-iters 1 --save-interval 2"
+    "--eval-interval 1000 --eval-iters 1 --save-interval 2 --eval-global-batch-size 32 --eval-micro-batch-size 8"
 )
-_SMALL, _LARGE = "--hidden-size 32", "--hidden-size 48 --pipeline-model-parallel-size 2"
+_SMALL = "--hidden-size 32"
+# What says how it is trained, and must not say how it is scored.
+_LARGE = (
+    "--hidden-size 48 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L --micro-batch-size 4 "
+    "--rampup-batch-size 8 8 16"
+)
 # Without momentum: it overshoots in so short a training, and large weights cost digits.
-_PIER = "--optimizer pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-outer-momentum 0"
+_PIER = (
+    "--optimizer pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-outer-momentum 0 "
+    "--overlap-grad-reduce --overlap-param-gather"
+)
 _TEXTS = {"licence": REPOSITORY / "LICENSE", "code": REPOSITORY / "pier_megatron" / "reference.py"}
 # Of the small size, which is that of all trainings that are launched so.
 _SEED = Run("seed", "--train-iters 2 --global-batch-size 16 --save {directory}/seed --save-interval 2")
@@ -151,6 +160,14 @@ def test_scores_are_what_megatron_prints(
             assert losses.shape == labels.shape
             assert losses.mean() == pytest.approx(float(loss), rel=1e-4)
     assert "MHe-IHo/code on licence: " in ensemble.scored
+
+
+def test_every_sequence_is_scored_once(scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> None:
+    for by_domain in scores.values():
+        for (_, labels), text in zip(by_domain.values(), _TEXTS.values(), strict=True):
+            # The text and the end of the document, of which the last token has no label.
+            assert len(labels) == text.stat().st_size // _SEQUENCE
+            assert len(distinct(labels)) == len(labels)
 
 
 def inputs_of(labels: torch.Tensor, text: bytes) -> torch.Tensor:

@@ -31,3 +31,10 @@ def test_unknown_words_suggest_the_nearest(words: list[str], said: str, capsys: 
     with pytest.raises(SystemExit, match="2"):
         cli.main(words)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "evaluate", "experts score", "experts export", "doctor"])
+def test_commands_that_read_checkpoints_warn_of_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    assert "use trusted checkpoints only" in " ".join(capsys.readouterr().out.split())

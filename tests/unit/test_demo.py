@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pier_megatron.commands.demo import report
+from pier_megatron.commands import cli
+from pier_megatron.commands.demo import report, run
 from pier_megatron.commands.demo.report import Curve, verdict
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.cpu import nodes
 from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError
+from pier_megatron.errors import PierConfigError
 
 
 def curve(*points: tuple[float, float]) -> Curve:
@@ -114,6 +116,21 @@ def test_machine_without_tools_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NoNetworkError, match="ip and tc not found: install iproute2"), EmulatedNodes(2):
         pass
+
+
+def test_demo_deletes_only_what_it_has_written(tmp_path: Path) -> None:
+    precious = tmp_path / "pier" / "checkpoint"
+    precious.mkdir(parents=True)
+    assert cli.main(["demo", "--output", str(tmp_path)]) == 2
+    assert precious.exists()
+    assert not (tmp_path / "corpus").exists()
+    with pytest.raises(PierConfigError, match=rf"--output {tmp_path}: the demo would replace {tmp_path}/pier,"):
+        run._make_empty(tmp_path / "pier")
+    for _ in range(2):
+        run._make_empty(tmp_path / "synchronous")
+        (tmp_path / "synchronous" / "log0.txt").touch()
+    (tmp_path / "pier-muon").mkdir()
+    run._make_empty(tmp_path / "pier-muon")
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 import yaml
 
-from pier_megatron.commands.experts import mixture, score
+from pier_megatron.commands.experts import jobs, mix, mixture, score, train
 from pier_megatron.commands.experts.budget import apportioned, shares
 from pier_megatron.commands.experts.description import VARIANTS, Ensemble
 from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import Expert, Model, Plan, _check_nothing_is_lost, _places
+from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _places, _write_scripts
+from pier_megatron.commands.experts.planned import Expert, Model, Plan
+from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.errors import PierConfigError
 
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
@@ -181,19 +184,77 @@ def test_failure_of_one_job_does_not_stop_the_others(tmp_path: Path, capsys: pyt
         return Job(name, ["bash", "-c", script], devices, tmp_path / f"{name}.txt")
 
     order = tmp_path / "order"
-    jobs = [
+    started = [
         job("failing", "echo first; echo 'ValueError: too small'; exit 3", 0),
         job("beside", f"sleep 0.5; echo beside >> {order}", 1),
         job("wide", f"echo wide >> {order}", 0, 1),
         job("last", f"echo last >> {order}", 0),
     ]
-    assert run_all(jobs, lambda _, log: f"wrote {len(log)}" if log else None) == [jobs[0]]
+    read: dict[str, str] = {}
+
+    def progress(job: Job, lines: str) -> str | None:
+        read[job.name] = read.get(job.name, "") + lines
+        return f"wrote {lines.split()[0]}" if lines.startswith("first") else None
+
+    assert run_all(started, progress) == [started[0]]
+    # Each line once.
+    assert read["failing"] == "first\nValueError: too small\n"
     # One that needs more devices is not overtaken on any of them.
     assert order.read_text().split() == ["beside", "wide", "last"]
     said = capsys.readouterr().out
     assert "failing: failed with status 3: ValueError: too small" in said
-    assert "failing: wrote 28" in said
+    assert "failing: wrote first" in said
     assert "last: done" in said
+
+
+def test_log_is_read_on_from_where_it_was_read_to(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("of the training before\n")
+    log = jobs._Log(path)
+    found = []
+    for piece in ("one\ntw", "o\n", "", "thr", "ee\n"):
+        with path.open("a") as file:
+            file.write(piece)
+        found.append(log.new_lines())
+    assert found == ["one\n", "two\n", "", "", "three\n"]
+    assert log.whole() == "one\ntwo\nthree\n"
+
+
+def test_jobs_take_the_gpus_that_the_caller_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (2, 3), (0,), 1e9, None)
+    plan = Plan(tmp_path, "pretrain.py", "cuda", 4, "one", {}, ("law",), {"one": Model((), None, 2, 1)}, (law,))
+    model = score.Scored(law.name, tmp_path, "one")
+
+    def shown() -> set[str]:
+        started = [train._job(plan, law), score._job(plan, model, range(2, 4))]
+        return {job.environment["CUDA_VISIBLE_DEVICES"] for job in started}
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert shown() == {"2,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-6a,7")
+    assert shown() == {"GPU-6a,7"}
+    for given in ("4,5,6", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        with pytest.raises(PierConfigError, match=rf"CUDA_VISIBLE_DEVICES={given} shows .* plan with machines\.gpus-per-node"):
+            shown()
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "2,3"), ("6,7", "6,7")])
+def test_launch_script_leaves_the_gpus_to_its_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    law = Expert("law", ("law",), "one", 8, 1e9, (2, 3), (0,), 1e9, None)
+    plan = Plan(tmp_path, "pretrain.py", "cuda", 4, "one", {}, ("law",), {"one": Model((), None, 2, 1)}, (law,))
+    # In the place of the Python that would train.
+    (tmp_path / "python").write_text("#!/usr/bin/env bash\necho $CUDA_VISIBLE_DEVICES")
+    (tmp_path / "python").chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", str(tmp_path / "python"))
+        _write_scripts(plan, law, [])
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given is not None:
+            patch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert subprocess.run([tmp_path / "law" / "launch.sh"], capture_output=True, text=True).stdout.strip() == expected
 
 
 def test_models_are_scored_beside_each_other(tmp_path: Path) -> None:
@@ -206,6 +267,67 @@ def test_models_are_scored_beside_each_other(tmp_path: Path) -> None:
     assert places("small", "small", "large", "large", "small", "large") == [(0,), (1,), (2, 3), (0, 1), (2,), (0, 1)]
     with pytest.raises(PierConfigError, match=r"huge: one replica takes 8 ranks .* and a node has 4"):
         places("small", "huge")
+
+
+def test_model_is_scored_without_what_says_how_it_was_trained() -> None:
+    model = "--hidden-size 32 --bf16 --pipeline-model-parallel-size 2 --micro-batch-size 4"
+    training = (
+        "--pipeline-model-parallel-layout E(t|)*7tL --rampup-batch-size 8 8 16 --eval-global-batch-size=32 "
+        "--eval-micro-batch-size 8 --overlap-grad-reduce --overlap-param-gather --pier-layered --pier-groups 2"
+    )
+    found = scoring_arguments(f"{model} {training}".split(), 4, "saved", ["one", "two"])
+    assert found[: len(model.split())] == model.split()
+    assert " ".join(found[len(model.split()) :]).startswith("--pipeline-model-parallel-layout Etttt|ttttL ")
+    kept = {word for word in found if word.startswith("--")}
+    assert not kept & {word.partition("=")[0] for word in training.split()} - {"--pipeline-model-parallel-layout"}
+
+
+# The scores.
+
+
+def plan_with_scores(folder: Path, labels: np.ndarray, printed: float) -> tuple[Plan, score.Scored]:
+    """A plan of one trained expert, of which a job has just written scores of 2 nats and a log."""
+    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (0,), (0,), 1e9, None)
+    plan = Plan(folder, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, (law,))
+    plan.write()
+    plan.checkpoints(law.name).mkdir(parents=True)
+    (plan.checkpoints(law.name) / "latest_checkpointed_iteration.txt").write_text("8")
+    written = score._unchecked(score.scores_file(plan, law.name, "law"))
+    written.parent.mkdir(parents=True)
+    np.savez(written, losses=np.full(labels.shape, 2, dtype=np.float32), labels=labels)
+    log = f" validation-0 loss at iteration 8 on validation set | lm loss value: {printed:E} | "
+    (folder / law.name / "scores" / "log.txt").write_text(log)
+    return plan, score.scored_models(plan)[0]
+
+
+def test_scores_that_fail_their_check_do_not_count(tmp_path: Path) -> None:
+    plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.01)
+    with pytest.raises(PierConfigError, match=r"law: the losses of all tokens have a mean of 2\.000000, Megatron printed"):
+        score.accept(plan, model)
+    assert not score._is_scored(plan, model)
+    with pytest.raises(PierConfigError, match="no such file"):
+        score.read_scores(plan, model.name, "law")
+
+
+def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:
+    plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.0)
+    assert not score._is_scored(plan, model)
+    score.accept(plan, model)
+    assert score._is_scored(plan, model)
+    assert (score.read_scores(plan, model.name, "law")[0] == -2).all()
+
+
+def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six sequences that come four times each, and one that is twice in them: half of the distinct ones teach the prior."""
+    once = np.arange(12).reshape(6, 2)
+    once[5] = once[0]
+    plan, model = plan_with_scores(tmp_path, np.concatenate([once] * 4), 2.0)
+    score.accept(plan, model)
+    scores, seen = mix._scores(plan, "law")
+    assert (len(scores[model.name]), seen) == (5, 2)
+    assert "law: 19 of 24 sequences repeat another one" in capsys.readouterr().out
+    with pytest.raises(PierConfigError, match="1 sequences would both teach the cached prior and be evaluated"):
+        mix._check_disjoint("law", once[:2], once[4:])
 
 
 # The mixture.

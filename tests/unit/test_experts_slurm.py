@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pier_megatron.commands.experts import train
-from pier_megatron.commands.experts.plan import Expert, Model, Plan, _write_scripts
+from pier_megatron.commands.experts.plan import _write_scripts
+from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import PierConfigError
 

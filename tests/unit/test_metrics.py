@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from pier_megatron.outer.noise import noise_to_signal
-from pier_megatron.outer.report import OuterStepReport, _noise, norms_and_cosines, spread
+from pier_megatron.outer.report import OuterStepReport, _squares, norms_and_cosines, spread
 from pier_megatron.outer.rounds import DISTANCE, ELEMENTS
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.spread import SpreadWatch
@@ -132,7 +131,7 @@ def test_spread_of_partners_that_change_is_no_drift() -> None:
 def test_noise_is_not_told_from_one_pseudo_gradient() -> None:
     round_ = mock.Mock(rule=Nesterov(0.9, 0.7))
     sums = torch.tensor([[9.0, 4.5, 6.25, 4.0], [16.0, 8.0, 6.25, 4.0]])
-    assert _noise(round_, sums, [True, True]) == pytest.approx(noise_to_signal(12.5, 6.25, 2))
+    assert _squares(round_, sums, [True, True]) == (12.5, 6.25, 2)
     # An elastic island knows its own only.
-    assert _noise(round_, sums[:1], [True, True]) is None
-    assert _noise(round_, sums[:1], [True, False]) is None
+    assert _squares(round_, sums[:1], [True, True]) is None
+    assert _squares(round_, sums[:1], [True, False]) is None

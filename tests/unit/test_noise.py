@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pier_megatron.outer.expectation import share_by_noise
-from pier_megatron.outer.noise import noise_to_signal
+from pier_megatron.outer.noise import IntervalNoise, noise_to_signal
 
 
 @pytest.mark.parametrize("groups", [2, 8])
@@ -23,3 +23,20 @@ def test_groups_without_anything_in_common_are_all_noise() -> None:
     # Orthogonal pseudo-gradients, and opposite ones.
     assert noise_to_signal(1.0, 0.5, 2) == noise_to_signal(1.0, 0.0, 2) == math.inf
     assert share_by_noise(math.inf, 2, 2) == 0
+
+
+def test_noise_of_fragments_is_that_of_their_interval() -> None:
+    squares = [(5.0, 3.0, 4), (7.0, 6.0, 4)]
+    noise = IntervalNoise(2)
+    assert [noise.add(range(fragment, fragment + 1), squares[fragment]) for fragment in (0, 1, 0, 1)] == [
+        None,
+        noise_to_signal(12.0, 9.0, 4),
+        None,
+        noise_to_signal(12.0, 9.0, 4),
+    ]
+    # The run begins between two fragments, one of them cannot be estimated or had other participants, all are due at once.
+    assert IntervalNoise(2).add(range(1, 2), squares[1]) is None
+    for other in (None, (7.0, 6.0, 3)):
+        assert [noise.add(range(1), squares[0]), noise.add(range(1, 2), other)] == [None, None]
+    assert noise.add(range(2), squares[0]) is None
+    assert IntervalNoise(1).add(range(1), squares[0]) == noise_to_signal(*squares[0])

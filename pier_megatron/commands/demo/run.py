@@ -10,6 +10,7 @@ from pathlib import Path
 from pier_megatron.commands.demo import corpus, report
 from pier_megatron.commands.demo.machine import this_machine
 from pier_megatron.cpu.emulation import silence_missing_extensions
+from pier_megatron.errors import PierConfigError
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
 _MODEL = (
@@ -34,6 +35,9 @@ _MUON = (
 
 _EVALUATIONS = 8
 
+# In each folder that the demo may delete.
+_MARKER = ".pier-megatron-demo"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's own flags."""
@@ -56,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     runs = {"synchronous": _SYNCHRONOUS, "pier": [*pier, "--pier-preset", options.preset, *saving]}
     if importlib.util.find_spec("emerging_optimizers"):
         runs["pier-muon"] = [*pier, *_MUON]
+    for name in runs:
+        _check_own(output / name)
     # Asked to end in either way, and also in the background of a shell, which ignores the first: clean up.
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, signal.default_int_handler)
@@ -68,8 +74,7 @@ def run(options: argparse.Namespace) -> int:
             for name, optimizer in runs.items():
                 print(f"\n{name}: {' '.join(optimizer)}", flush=True)
                 folder = output / name
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
+                _make_empty(folder)
                 given = _without_pier(options.arguments) if name == "synchronous" else options.arguments
                 status = machine.train([*_arguments(options, data, folder), *optimizer, *given], folder)
                 if status:
@@ -79,6 +84,23 @@ def run(options: argparse.Namespace) -> int:
         print("\nInterrupted: all processes and emulated links are gone.")
         return 130
     return 0
+
+
+def _check_own(folder: Path) -> None:
+    """Refuses to delete what the demo has not written."""
+    if folder.exists() and not (folder / _MARKER).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PierConfigError(
+            f"--output {folder.parent}: the demo would replace {folder}, which is not its own (it has no {_MARKER}). Choose "
+            "another folder, or remove this one."
+        )
+
+
+def _make_empty(folder: Path) -> None:
+    """Makes a folder anew, marked as the demo's own."""
+    _check_own(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / _MARKER).touch()
 
 
 def _without_pier(arguments: Sequence[str]) -> list[str]:

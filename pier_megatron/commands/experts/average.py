@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pier_megatron.commands.experts.description import DENSE
-from pier_megatron.commands.experts.plan import Plan
+from pier_megatron.commands.experts.planned import Plan
 from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 _FOLDER = "average"

@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pier_megatron.cpu.nodes import running
+from pier_megatron.errors import PierConfigError
 
 _POLL = 0.2
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
 
 # The last line of a traceback, of a rank or not.
 _RAISED = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception): ")
@@ -41,14 +44,14 @@ def run_all(jobs: Sequence[Job], progress: Callable[[Job, str], str | None] = la
 
     Args:
         jobs: In the order in which they shall start.
-        progress: Given a job and what it has written since it was started, what to say of it, if that is new.
+        progress: Given a job and the lines that it has written since the last call, what to say of it, or None.
 
     Returns:
         Those that failed.
     """
-    waiting, failed, said = list(jobs), [], {job.name: "" for job in jobs}
+    waiting, failed = list(jobs), []
     with contextlib.ExitStack() as stack:
-        under_way: dict[str, tuple[Job, subprocess.Popen[str], int]] = {}
+        under_way: dict[str, tuple[Job, subprocess.Popen[str], _Log]] = {}
         while waiting or under_way:
             taken = {device for job, _, _ in under_way.values() for device in job.devices}
             for job in [*waiting]:
@@ -57,39 +60,72 @@ def run_all(jobs: Sequence[Job], progress: Callable[[Job, str], str | None] = la
                     waiting.remove(job)
                 # Those before it come first, also where they wait for more devices than it does.
                 taken |= set(job.devices)
-            for job, process, begin in [*under_way.values()]:
+            for job, process, log in [*under_way.values()]:
                 status = process.poll()
-                log = _since(job.log, begin)
-                line = progress(job, log)
-                if line and line != said[job.name]:
-                    said[job.name] = line
+                line = progress(job, log.new_lines())
+                if line:
                     print(f"{job.name}: {line}", flush=True)
                 if status is None:
                     continue
                 del under_way[job.name]
                 if status:
                     failed.append(job)
-                    print(f"{job.name}: failed with status {status}: {_cause(log)} (whole log: {job.log})", flush=True)
+                    print(f"{job.name}: failed with status {status}: {_cause(log.whole())} (whole log: {job.log})", flush=True)
                 else:
                     print(f"{job.name}: done", flush=True)
             time.sleep(_POLL)
     return failed
 
 
-def _started(stack: contextlib.ExitStack, job: Job) -> tuple[Job, "subprocess.Popen[str]", int]:
+def gpu_environment(devices: Sequence[int]) -> dict[str, str]:
+    """The environment of a job that takes GPUs, by their numbers among those that this process sees.
+
+    Raises:
+        PierConfigError: If it sees fewer.
+    """
+    seen = os.environ.get(_GPUS)
+    if seen is None:
+        return {_GPUS: ",".join(map(str, devices))}
+    names = [name.strip() for name in seen.split(",") if name.strip()]
+    if max(devices) >= len(names):
+        raise PierConfigError(
+            f"{_GPUS}={seen} shows {len(names)} GPUs, but a job is planned for numbers {', '.join(map(str, devices))} of those "
+            f"shown, counted from 0. Show more GPUs, or plan with machines.gpus-per-node {max(len(names), 1)}."
+        )
+    return {_GPUS: ",".join(names[device] for device in devices)}
+
+
+def _started(stack: contextlib.ExitStack, job: Job) -> tuple[Job, "subprocess.Popen[str]", "_Log"]:
     job.log.parent.mkdir(parents=True, exist_ok=True)
-    begin = job.log.stat().st_size if job.log.exists() else 0
     log = stack.enter_context(job.log.open("a"))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    written = _Log(job.log)
     process = stack.enter_context(running(job.command, log, environment | dict(job.environment)))
     print(f"{job.name}: started", flush=True)
-    return job, process, begin
+    return job, process, written
 
 
-def _since(log: Path, begin: int) -> str:
-    with log.open("rb") as file:
-        file.seek(begin)
-        return file.read().decode(errors="replace")
+class _Log:
+    """What a job appends to a file, from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin = self._read = path.stat().st_size
+
+    def new_lines(self) -> str:
+        """Whole lines that nobody has read; nothing is read twice, but for the piece of a line at the end."""
+        found = self._since(self._read)
+        lines = found[: found.rfind(b"\n") + 1]
+        self._read += len(lines)
+        return lines.decode(errors="replace")
+
+    def whole(self) -> str:
+        return self._since(self._begin).decode(errors="replace")
+
+    def _since(self, place: int) -> bytes:
+        with self._path.open("rb") as file:
+            file.seek(place)
+            return file.read()
 
 
 def _cause(log: str) -> str:

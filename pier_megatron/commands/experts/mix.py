@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pier_megatron.commands.experts import average, mixture
 from pier_megatron.commands.experts.description import DENSE
-from pier_megatron.commands.experts.plan import Plan
+from pier_megatron.commands.experts.planned import Plan
 from pier_megatron.commands.experts.score import read_scores, scored_models
 from pier_megatron.commands.experts.train import add_folder_argument
 from pier_megatron.errors import PierConfigError
@@ -40,7 +40,7 @@ def perplexities(plan: Plan) -> dict[str, dict[str, float]]:
     """Perplexity per token of all models and mixtures, by name, then by domain.
 
     All are of the same sequences: those that the cached prior is not learned from, which are the first of each domain, a
-    hundred or half of them.
+    hundred or half of them. A sequence that repeats an earlier one does not count.
 
     Raises:
         PierConfigError: If scores are missing, or are not of the same text.
@@ -69,7 +69,7 @@ def perplexities(plan: Plan) -> dict[str, dict[str, float]]:
 
 
 def _scores(plan: Plan, domain: str) -> tuple[dict[str, NDArray[np.float64]], int]:
-    """Log-likelihoods of a domain by model, and how many sequences the cached prior is learned from."""
+    """Log-likelihoods of a domain's distinct sequences by model, and how many of them the cached prior is learned from."""
     scores: dict[str, NDArray[np.float64]] = {}
     first, labels = "", np.empty(0, dtype=np.int64)
     for model in scored_models(plan):
@@ -81,11 +81,30 @@ def _scores(plan: Plan, domain: str) -> tuple[dict[str, NDArray[np.float64]], in
                 f"{domain}: {model.name} was scored on other tokens, {list(tokens.shape)}, than {first}, {list(labels.shape)}. "
                 "All sizes need the same tokenizer and --seq-length; remove their scores folders and score again."
             )
-    if len(labels) < 2:
+    kept = distinct(labels)
+    if len(kept) < len(labels):
+        print(f"{domain}: {len(labels) - len(kept)} of {len(labels)} sequences repeat another one and do not count")
+    if len(kept) < 2:
         raise PierConfigError(
-            f"{domain}: {len(labels)} sequence of validation text; one for the prior and one to evaluate are the least."
+            f"{domain}: {len(kept)} distinct sequence of validation text; one for the prior and one to evaluate are the least."
         )
-    return scores, min(mixture.CACHED_SEQUENCES, len(labels) // 2)
+    seen = min(mixture.CACHED_SEQUENCES, len(kept) // 2)
+    _check_disjoint(domain, labels[kept[:seen]], labels[kept[seen:]])
+    return {name: of_model[kept] for name, of_model in scores.items()}, seen
+
+
+def distinct(labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Places of the sequences that repeat none before them, in order."""
+    return np.sort(np.unique(labels, axis=0, return_index=True)[1])
+
+
+def _check_disjoint(domain: str, prior: NDArray[np.int64], evaluated: NDArray[np.int64]) -> None:
+    shared = {sequence.tobytes() for sequence in prior} & {sequence.tobytes() for sequence in evaluated}
+    if shared:
+        raise PierConfigError(
+            f"{domain}: {len(shared)} sequences would both teach the cached prior and be evaluated. This is a fault of the "
+            "plugin: please report it."
+        )
 
 
 def table(plan: Plan, found: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -2,139 +2,24 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from pier_megatron.commands.experts.budget import Share, shares
 from pier_megatron.commands.experts.description import DENSE, Ensemble, Machines
+from pier_megatron.commands.experts.planned import PLAN, Expert, Model, Plan
+from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.command import outer_memory, sizes_of
 from pier_megatron.commands.plan.model import CLUSTERS, predict
 from pier_megatron.cpu.emulation import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 
-PLAN = "plan.json"
-
 # Saved so often, unless the description says how often, that a failure costs a tenth of a training.
 _SAVES = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Expert:
-    """One job.
-
-    Attributes:
-        name: Variant and expert, such as ``MHe-IHo/code``; also its folder below the plan's.
-        domains: Names of what it is trained on.
-        size: Name of its size.
-        iterations: Of its training.
-        operations: Of its training, by Megatron's own count.
-        devices: Numbers of the GPUs that it takes on each of its nodes; on the CPU, of processes.
-        nodes: Numbers of its nodes.
-        memory: Of a rank, predicted, in bytes.
-        hours: Predicted; None without a cluster.
-    """
-
-    name: str
-    domains: tuple[str, ...]
-    size: str
-    iterations: int
-    operations: float
-    devices: tuple[int, ...]
-    nodes: tuple[int, ...]
-    memory: float
-    hours: float | None
-
-    @property
-    def variant(self) -> str:
-        """Name of the variant that it belongs to."""
-        return self.name.partition("/")[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What is needed to score models of one size.
-
-    Attributes:
-        arguments: Megatron's, without data, schedule and checkpoints.
-        seed: Folder of the seed model's checkpoints, or None.
-        ranks: Tensor- and pipeline-parallel ranks together: those that hold the model once.
-        micro_batch: Sequences that are scored at once.
-    """
-
-    arguments: tuple[str, ...]
-    seed: str | None
-    ranks: int
-    micro_batch: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """An ensemble that is ready to be trained.
-
-    Attributes:
-        folder: Where everything of it is.
-        script: Training script.
-        device: ``cuda`` or ``cpu``.
-        gpus_per_node: Ranks that this node takes; on the CPU, processes.
-        homogeneous: Name of the size of all experts where sizes do not differ.
-        domains: Path prefixes of what is scored, by domain: those that are trained on first.
-        trained: Names of the domains that are trained on.
-        models: By the name of the size.
-        experts: All jobs.
-    """
-
-    folder: Path
-    script: str
-    device: str
-    gpus_per_node: int
-    homogeneous: str
-    domains: Mapping[str, str]
-    trained: tuple[str, ...]
-    models: Mapping[str, Model]
-    experts: tuple[Expert, ...]
-
-    @classmethod
-    def read(cls, folder: Path) -> "Plan":
-        """Reads a plan.
-
-        Raises:
-            PierConfigError: If there is none.
-        """
-        file = folder / PLAN
-        if not file.is_file():
-            raise PierConfigError(f"{folder}: no {PLAN} in it. Write one: pier-megatron experts plan FILE --output {folder}")
-        stored = json.loads(file.read_text())
-        stored["models"] = {name: Model(**_tuples(model)) for name, model in stored["models"].items()}
-        stored["experts"] = tuple(Expert(**_tuples(expert)) for expert in stored["experts"])
-        return cls(folder=folder.resolve(), **_tuples(stored))
-
-    def write(self) -> None:
-        """Writes the plan."""
-        stored = dataclasses.asdict(self)
-        del stored["folder"]
-        (self.folder / PLAN).write_text(json.dumps(stored, indent=1))
-
-    @property
-    def by_variant(self) -> dict[str, list[Expert]]:
-        """The jobs of each variant, in order."""
-        found: dict[str, list[Expert]] = {}
-        for expert in self.experts:
-            found.setdefault(expert.variant, []).append(expert)
-        return found
-
-    def checkpoints(self, name: str) -> Path:
-        """Folder of an expert's checkpoints."""
-        return self.folder / name / "checkpoints"
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +58,8 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         )
         for name, size in ensemble.sizes.items()
     }
+    for name, model in models.items():
+        _check_scoring(ensemble, name, model)
     experts: list[Expert] = []
     arguments_of: dict[str, tuple[str, ...]] = {}
     for variant in ensemble.variants:
@@ -204,16 +91,27 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
 
 def _validated(ensemble: Ensemble, size: str, more: Iterable[str]) -> argparse.Namespace:
     """Arguments of a job as Megatron understands them."""
-    arguments = (*ensemble.arguments, *ensemble.sizes[size].arguments, *more)
-    if ensemble.device == "cpu":
-        arguments += tuple(missing_cpu_flags(arguments))
     machines = ensemble.machines
     on_node = min(machines.ranks_per_expert, machines.gpus_per_node)
-    launch = LaunchCommand(machines.ranks_per_expert // on_node, on_node, str(ensemble.script), arguments)
+    arguments = (*ensemble.arguments, *ensemble.sizes[size].arguments, *more)
+    return _understood(ensemble, f"experts of size {size}", machines.ranks_per_expert // on_node, on_node, arguments)
+
+
+def _check_scoring(ensemble: Ensemble, size: str, model: Model) -> None:
+    """Refuses experts that could be trained, but not scored."""
+    arguments = scoring_arguments(
+        model.arguments, model.micro_batch, "checkpoints", list(map(str, ensemble.validation.values()))
+    )
+    _understood(ensemble, f"scoring experts of size {size}", 1, model.ranks, arguments)
+
+
+def _understood(ensemble: Ensemble, what: str, nodes: int, ranks_per_node: int, arguments: Sequence[str]) -> argparse.Namespace:
+    if ensemble.device == "cpu":
+        arguments = (*arguments, *missing_cpu_flags(arguments))
     try:
-        return launch.validated_arguments()
+        return LaunchCommand(nodes, ranks_per_node, str(ensemble.script), tuple(arguments)).validated_arguments()
     except PierConfigError as error:
-        raise PierConfigError(f"experts of size {size}: {error}") from error
+        raise PierConfigError(f"{what}: {error}") from error
 
 
 def _arguments(ensemble: Ensemble, share: Share, folder: Path) -> tuple[str, ...]:
@@ -273,12 +171,6 @@ def _check_nothing_is_lost(plan: Plan) -> None:
     )
 
 
-def torchrun(plan: Plan, ranks: int, arguments: Sequence[str]) -> list[str]:
-    """The command that runs the script on this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, "-m", "pier_megatron", "--device", plan.device, plan.script, *arguments]
-
-
 def _write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None:
     folder = plan.folder / expert.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -288,7 +180,9 @@ def _write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None
     common += ["export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
     script = f'-m pier_megatron --device {plan.device} {shlex.quote(plan.script)} "${{arguments[@]}}"'
     python, devices = shlex.quote(sys.executable), len(expert.devices)
-    visible = [f"export CUDA_VISIBLE_DEVICES={','.join(map(str, expert.devices))}"] if plan.device == "cuda" else []
+    planned = ",".join(map(str, expert.devices))
+    # Whoever starts it may show it others.
+    visible = [f"export CUDA_VISIBLE_DEVICES=${{CUDA_VISIBLE_DEVICES-{planned}}}"] if plan.device == "cuda" else []
     here = f"exec {python} -m torch.distributed.run --standalone --nproc-per-node {devices} {script}"
     if len(expert.nodes) == 1:
         _write(folder / "launch.sh", ["#!/usr/bin/env bash", head, *common, *visible, here])

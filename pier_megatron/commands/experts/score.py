@@ -10,18 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pier_megatron.commands.experts import average
-from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import Model, Plan, torchrun
+from pier_megatron.commands.experts.jobs import Job, gpu_environment, run_all
+from pier_megatron.commands.experts.planned import Plan, torchrun
+from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.experts.train import add_folder_argument, untrained
 from pier_megatron.commands.megatron_log import VALIDATION
+from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 # Largest difference, relative, between the mean of an array and the loss that Megatron prints: of sums in another order.
 _TOLERANCE = 1e-4
-
-# What says how a model is trained and not what it is: pipelines with several chunks, which need more micro-batches than one.
-_OF_TRAINING = ("--pier-", "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +40,7 @@ class Scored:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
+    parser.epilog = TRUSTED_ONLY
     add_folder_argument(parser)
 
 
@@ -55,9 +55,15 @@ def run(options: argparse.Namespace) -> int:
     missing = [model for model in models if not _is_scored(plan, model)]
     print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
     failed = run_all([_job(plan, model, devices) for model, devices in zip(missing, _places(plan, missing), strict=True)])
+    refused = []
     for model in missing:
         if model.name not in [job.name for job in failed]:
-            check_against_log(plan, model)
+            try:
+                accept(plan, model)
+            except PierConfigError as error:
+                refused.append(str(error))
+    if refused:
+        raise PierConfigError("\n".join(refused))
     return 1 if failed else 0
 
 
@@ -79,17 +85,26 @@ def scores_file(plan: Plan, name: str, domain: str) -> Path:
     return plan.folder / name / "scores" / f"{domain}.npz"
 
 
+def _unchecked(file: Path) -> Path:
+    """Where a job writes scores that become ``file`` once they are checked."""
+    return file.parent / "unchecked" / file.name
+
+
 def read_scores(plan: Plan, name: str, domain: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Log-likelihoods in nats and the tokens that they are of, both ``[sequences, tokens]``.
 
     Raises:
         PierConfigError: If they are not there.
     """
-    from pier_megatron.integration.scoring import LABELS, LOSSES
-
     path = scores_file(plan, name, domain)
     if not path.exists():
         raise PierConfigError(f"{path}: no such file. Run: pier-megatron experts score {plan.folder}")
+    return _read(path)
+
+
+def _read(path: Path) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    from pier_megatron.integration.scoring import LABELS, LOSSES
+
     with np.load(path) as stored:
         return -stored[LOSSES].astype(np.float64), stored[LABELS]
 
@@ -126,44 +141,22 @@ def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> Job:
 
     size = plan.models[model.size]
     files = [scores_file(plan, model.name, domain) for domain in plan.domains]
-    for file in files:
+    for file in [*files, *map(_unchecked, files)]:
         file.unlink(missing_ok=True)
-    environment = {VARIABLE: os.pathsep.join(map(str, files))}
+    environment = {VARIABLE: os.pathsep.join(str(_unchecked(file)) for file in files)}
     if plan.device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        environment |= gpu_environment(devices)
     log = plan.folder / model.name / "scores" / "log.txt"
     log.unlink(missing_ok=True)
-    return Job(model.name, torchrun(plan, len(devices), _arguments(plan, model, size)), devices, log, environment)
+    arguments = scoring_arguments(size.arguments, size.micro_batch, str(model.checkpoints), list(plan.domains.values()))
+    return Job(model.name, torchrun(plan, len(devices), arguments), devices, log, environment)
 
 
-def _arguments(plan: Plan, model: Scored, size: Model) -> list[str]:
-    """Megatron's: the model in full, one micro-batch after the other, one epoch of each domain's validation text."""
-    return [
-        *_without_training(size.arguments),
-        *("--optimizer", "adam", "--skip-train", "--train-iters", "1", "--no-load-optim", "--no-load-rng", "--finetune"),
-        *("--load", str(model.checkpoints), "--exit-on-missing-checkpoint"),
-        # Data in the same order for all, whatever they were trained with.
-        *("--seed", "1234", "--micro-batch-size", str(size.micro_batch), "--global-batch-size", str(size.micro_batch)),
-        *("--context-parallel-size", "1", "--expert-model-parallel-size", "1"),
-        # Also where there is one domain: Megatron 0.19 does not evaluate one set in full otherwise.
-        *("--full-validation", "--multiple-validation-sets", "--valid-data-path", *plan.domains.values()),
-    ]
-
-
-def _without_training(arguments: Sequence[str]) -> list[str]:
-    kept, is_kept = [], True
-    for argument in arguments:
-        if argument.startswith("--"):
-            is_kept = not argument.startswith(_OF_TRAINING)
-        kept += [argument] if is_kept else []
-    return kept
-
-
-def check_against_log(plan: Plan, model: Scored) -> None:
-    """Compares the arrays with the losses that Megatron printed.
+def accept(plan: Plan, model: Scored) -> None:
+    """Compares what a job has written with the losses that Megatron printed; only then are these the model's scores.
 
     Raises:
-        PierConfigError: If they differ.
+        PierConfigError: If they differ, and the model stays without scores.
     """
     log = plan.folder / model.name / "scores" / "log.txt"
     printed = [float(loss) for loss in VALIDATION.findall(log.read_text(errors="replace"))]
@@ -173,10 +166,13 @@ def check_against_log(plan: Plan, model: Scored) -> None:
             "script must hand --multiple-validation-sets and --full-validation on to its datasets."
         )
     for domain, loss in zip(plan.domains, printed, strict=True):
-        mean = -float(read_scores(plan, model.name, domain)[0].mean())
-        if abs(mean - loss) > _TOLERANCE * abs(loss):
+        mean = -float(_read(_unchecked(scores_file(plan, model.name, domain)))[0].mean())
+        if not abs(mean - loss) <= _TOLERANCE * abs(loss):
             raise PierConfigError(
                 f"{model.name} on {domain}: the losses of all tokens have a mean of {mean:.6f}, Megatron printed {loss:.6f}. "
                 "Megatron leaves out masked tokens: score without --eod-mask-loss and on text that is not padded."
             )
         print(f"{model.name} on {domain}: {loss:.4f} nats per token, as Megatron prints it", flush=True)
+    for domain in plan.domains:
+        file = scores_file(plan, model.name, domain)
+        _unchecked(file).rename(file)

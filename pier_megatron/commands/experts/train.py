@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import Expert, Plan
+from pier_megatron.commands.experts.jobs import Job, gpu_environment, run_all
+from pier_megatron.commands.experts.planned import Expert, Plan
 from pier_megatron.commands.megatron_log import PROGRESS
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.tracker import tracker_of
@@ -41,15 +41,12 @@ def run(options: argparse.Namespace) -> int:
             f"{', '.join(elsewhere)}: planned for other nodes than this one. Hand them to Slurm with --submit, start their "
             "launch.sh there, or plan with machines.nodes 1."
         )
-    jobs = [
-        Job(expert.name, [str(plan.folder / expert.name / "launch.sh")], expert.devices, plan.folder / expert.name / "log.txt")
-        for expert in missing
-    ]
+    jobs = [_job(plan, expert) for expert in missing]
     # Asked to end in either way, and also in the background of a shell, which ignores the first: end the jobs.
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, signal.default_int_handler)
     try:
-        run_all(jobs, _progress)
+        run_all(jobs, _Progress())
     except KeyboardInterrupt:
         print("\nInterrupted. Run the command again: every expert goes on from its last checkpoint.", file=sys.stderr)
         return 130
@@ -60,6 +57,13 @@ def run(options: argparse.Namespace) -> int:
     if unfinished:
         print("Run the command again: these experts go on from there.", file=sys.stderr)
     return 1 if unfinished else 0
+
+
+def _job(plan: Plan, expert: Expert) -> Job:
+    """The job that trains an expert on this machine."""
+    folder = plan.folder / expert.name
+    environment = gpu_environment(expert.devices) if plan.device == "cuda" else {}
+    return Job(expert.name, [str(folder / "launch.sh")], expert.devices, folder / "log.txt", environment)
 
 
 def untrained(plan: Plan) -> list[Expert]:
@@ -87,11 +91,16 @@ def submit(plan: Plan, experts: Sequence[Expert]) -> int:
     return status
 
 
-def _progress(_job: Job, log: str) -> str | None:
-    """How far a training is, to a tenth of it."""
-    found = PROGRESS.findall(log)
-    line = None
-    for done, of, loss in found:
-        if int(done) * _TENTHS // int(of) > (int(done) - 1) * _TENTHS // int(of) or (done, of, loss) == found[0]:
-            line = f"iteration {done} of {of}, loss {float(loss):.3f}"
-    return line
+class _Progress:
+    """How far trainings are, to a tenth of each, beginning with the first iteration that is logged."""
+
+    def __init__(self) -> None:
+        self._begun: set[str] = set()
+
+    def __call__(self, job: Job, lines: str) -> str | None:
+        said = None
+        for done, of, loss in PROGRESS.findall(lines):
+            if int(done) * _TENTHS // int(of) > (int(done) - 1) * _TENTHS // int(of) or job.name not in self._begun:
+                said = f"iteration {done} of {of}, loss {float(loss):.3f}"
+            self._begun.add(job.name)
+        return said
