@@ -36,8 +36,7 @@ class OuterStepReport:
         cosine_mean: Mean of those cosines.
         noise_to_signal: Noise of the whole sync interval, as :func:`pier_megatron.outer.noise.noise_to_signal`; fragments
             report it with the last one's outer step. None where fewer than two groups have met, and where groups have
-            anchors of their own.
-    """What the noise of pseudo-gradients follows from, of the sums of all that count: one of them does not tell it."""
+            anchors of their own, and in elastic islands, which know their own pseudo-gradient only.
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
