@@ -318,6 +318,8 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     # As of nodes that were each given an address of their own; on this machine all of them are there.
     membership = memberships.Membership(plan.index, url, f"127.0.0.{1 + part}", world, config.codec, timeout, run)
     _break_on_demand(membership)
+    # Only now: a signal that nothing hears ends a process.
+    diary.write(pid=os.getpid())
     if plan.fails_alone_in is not None and part == 0:
         membership.meet = _fail_in(plan.fails_alone_in, membership.meet)  # type: ignore[method-assign]
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=ranks.CHUNK_NUMEL):
@@ -399,7 +401,6 @@ def _rank(plan: Plan, part: int, url: str, store: str, folder: Path, name: str) 
     diary = _Diary(folder / f"{name}.{part}")
     _log_to(folder / f"{name}.{part}.log")
     faulthandler.register(signal.SIGUSR1)
-    diary.write(pid=os.getpid())
     try:
         _be_rank(plan, part, url, store, diary)
     except Exception as error:
@@ -517,11 +518,14 @@ class Island:
 
     def send_to_rank(self, part: int, number: int) -> None:
         """Sends a signal to one of its ranks."""
-        while not (pids := [entry["pid"] for entry in self.entries(part) if "pid" in entry]):
+        while self.is_alive:
+            pids = [entry["pid"] for entry in self.entries(part) if "pid" in entry]
+            if pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[0], number)
+                return
             # It has only just been started.
             time.sleep(0.01)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pids[0], number)
 
     def send(self, number: int) -> None:
         """Sends a signal to all its processes."""

@@ -320,8 +320,8 @@ def _run(events: Sequence[Event], attempts: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="islands-torture-"))
     try:
         outcome = torture(folder, events)
-    except AssertionError:
-        print(f"Failed; logs in {folder}. The same again: --replay '{' '.join(map(str, events))}'", flush=True)
+    except AssertionError as error:
+        print(f"Failed: {error}; logs in {folder}. The same again: --replay '{' '.join(map(str, events))}'", flush=True)
         print(f"Shorter: --replay '{' '.join(map(str, shrunk(events, _fails, attempts)))}'", flush=True)
         raise
     shutil.rmtree(folder)
