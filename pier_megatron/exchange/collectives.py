@@ -11,6 +11,8 @@ from torch import Tensor
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 from pier_megatron.exchange.encoded import AllGather, ReduceScatter
 
+_EXACT = CODECS["fp32"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
@@ -29,12 +31,13 @@ class Wire:
 
         Args:
             numel: Number of elements.
-            exactly: Whether they travel in FP32, whatever the codec.
+            exactly: Whether they are summed in FP32 and in group order, whatever the codec.
         """
         if self.groups == 1:
             return 0
-        encoded = not (exactly or self.codec.lossless)
-        sent = self.codec.nbytes(self.segment_numel(numel)) if encoded else numel * 4 / self.groups
+        if self.codec.lossless and not exactly:
+            return round(2 * (self.groups - 1) * numel * 4 / self.groups)
+        sent = (_EXACT if exactly else self.codec).nbytes(self.segment_numel(numel))
         return round(2 * (self.groups - 1) * sent)
 
     def segment_numel(self, numel: int) -> int:
@@ -79,7 +82,8 @@ class Exchange(abc.ABC):
         Args:
             vector: float32, shape ``[n]``; it must not change before the sum is finished, and holds it then.
             residual: What the codec has dropped from earlier vectors of this place, to be made up for now.
-            exactly: Send FP32, whatever the codec.
+            exactly: Send FP32, whatever the codec, and sum in the order of the groups: ranks that hold copies come to the same
+                bits, each over its own communicator. A collective of a communicator's own may sum in any order.
 
         Returns:
             The sum under way.
@@ -123,9 +127,11 @@ class GroupExchange(Exchange):
         """Begins to sum ``vector`` over all groups; see :meth:`Exchange.sum`."""
         if self.process_group is None:
             return Sum()
-        if exactly or self.codec.lossless:
+        if exactly:
+            return _EncodedSum(self, _EXACT, vector, None)
+        if self.codec.lossless:
             return _AllReduce(dist.all_reduce(vector, group=self.process_group, async_op=True))
-        return _EncodedSum(self, vector, residual)
+        return _EncodedSum(self, self.codec, vector, residual)
 
     def gather(self, vector: Tensor) -> "Gathered":
         """Begins to collect a short vector of each group, shape ``[n]``."""
@@ -179,18 +185,18 @@ class _EncodedSum(Sum):
     Adding up encoded numbers would overflow them or round at every hop; this rounds twice, whatever the number of groups.
     """
 
-    def __init__(self, exchange: GroupExchange, vector: Tensor, residual: Residual | None) -> None:
-        self._exchange, self._vector, self._residual = exchange, vector, residual
+    def __init__(self, exchange: GroupExchange, codec: Codec, vector: Tensor, residual: Residual | None) -> None:
+        self._exchange, self._codec, self._vector, self._residual = exchange, codec, vector, residual
         segments = vector.new_zeros(exchange.size, exchange.wire.segment_numel(len(vector)))
         segments.view(-1)[: len(vector)].copy_(vector)
         dropped = None if residual is None else residual.sent
-        self._scattered: ReduceScatter | None = ReduceScatter(segments, exchange.codec, exchange.process_group, dropped)
+        self._scattered: ReduceScatter | None = ReduceScatter(segments, codec, exchange.process_group, dropped)
 
     def advance(self) -> None:
         assert self._scattered is not None
         total, self._scattered = self._scattered.result(), None
         dropped = None if self._residual is None else self._residual.reduced
-        self._gathered = AllGather(total, self._exchange.codec, self._exchange.process_group, dropped)
+        self._gathered = AllGather(total, self._codec, self._exchange.process_group, dropped)
 
     def finish(self) -> None:
         self._vector.copy_(self._gathered.result().view(-1)[: len(self._vector)])

@@ -6,16 +6,6 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, Codec
 
-_PIECE = 2**26
-
-
-def piece_numel(ranks: int) -> int:
-    """Elements of each rank's part that are encoded at once: whole blocks, and FP32 of 256 MiB over all ranks.
-
-    It bounds the memory that encoding and decoding take for a moment, however much is sent.
-    """
-    return max(_PIECE // ranks // BLOCK, 1) * BLOCK
-
 
 def padded(numel: int) -> int:
     """The least number of whole blocks, in elements, that ``numel`` elements fit in."""
@@ -95,7 +85,12 @@ class ReduceScatter:
     def result(self) -> Tensor:
         """Waits for the sum of this rank's part; float32 of shape ``[1, n]``."""
         self._work.wait()
-        return self._codec.decode(self._received).sum(0, keepdim=True)
+        total: Tensor
+        total, *others = self._codec.decode(self._received).split(1)
+        # In rank order for each element, wherever in the vector it is: ranks that hold copies of it come to the same bits.
+        for other in others:
+            total += other
+        return total
 
 
 class AllGather:

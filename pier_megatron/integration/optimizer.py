@@ -7,6 +7,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 
 from pier_megatron.integration import islands
+from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.gradients import GradientAveraging
 from pier_megatron.integration.resting import Clock
 from pier_megatron.outer import OuterLoop
@@ -47,19 +48,27 @@ class PierOptimizer(ChainedOptimizer):
 
     Attributes:
         loop: The outer loop, over the FP32 main parameters that this rank owns.
+        copies: The check that copies of a parameter stay equal, whenever the loop has changed the parameters.
         clock: When this island rests; None where outer steps do not go by the clock.
         saving: While a checkpoint is saved, what the plugin adds to it.
         loading: While one is loaded, what the plugin asks of it.
         has_seen_samples: Whether this process knows that the groups read different data, at a resume as at the beginning.
     """
 
-    def __init__(self, optimizer: ChainedOptimizer, model_chunks: Sequence[Any], loop: OuterLoop, clock: Clock | None) -> None:
+    def __init__(
+        self,
+        optimizer: ChainedOptimizer,
+        model_chunks: Sequence[Any],
+        loop: OuterLoop,
+        copies: Copies,
+        clock: Clock | None,
+    ) -> None:
         """Takes over what Megatron built for the chunks of a model: optimizers that have not stepped."""
         # The layer-wise optimizer is a chain with ways of its own, and becomes a link.
         super().__init__(optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer])
         # Not all optimizers know them.
         self.model_chunks = list(model_chunks)
-        self.loop, self.clock = loop, clock
+        self.loop, self.copies, self.clock = loop, copies, clock
         self.saving: Completion | None = None
         self.loading: Restoration | None = None
         self.has_seen_samples = False
@@ -82,9 +91,12 @@ class PierOptimizer(ChainedOptimizer):
 
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
+            CopiesDifferError: If ranks of this group hold different copies of a parameter.
         """
         result: tuple[bool, float | None, int | None] = super().step()
         self.loop.end_iteration()
+        # Where the groups have just met, the device has been waited for.
+        self.copies.check(waits=self.loop.is_local and self.loop.is_synchronised)
         return result
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> dict[Any, Any]:
@@ -92,6 +104,8 @@ class PierOptimizer(ChainedOptimizer):
         if is_loading and self.loading is not None:
             self.loading.begin(kwargs.get("metadata"))
         stock: dict[Any, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        if not is_loading:
+            self.copies.check(waits=True)
         part = self.loading if is_loading else self.saving
         return stock if part is None else part.complete(stock, model_sharded_state_dict, kwargs.get("metadata"))
 

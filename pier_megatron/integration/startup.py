@@ -76,7 +76,11 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
-    sent = sum(bytes_of_outer_step(config, chunk.numel, chunk.shards.is_tied) for state in states for chunk in state.chunks)
+    sent = sum(
+        bytes_of_outer_step(config, chunk.numel, chunk.shards.travel_exactly(config.codec))
+        for state in states
+        for chunk in state.chunks
+    )
     synchronous = round(8 * parameters * (config.groups - 1) / config.groups)
     is_pinned = loop.device.type == "cuda"
     size = sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states)

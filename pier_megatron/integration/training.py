@@ -18,6 +18,7 @@ from pier_megatron.integration import current, islands, refusals, run_identity, 
 from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
 from pier_megatron.integration.checkpoint.files import use_folders_of_island
 from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
+from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
@@ -80,6 +81,12 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
         topology.check()
         communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
     membership = _membership(config, island, shards, device)
+    copies = Copies(members, model_chunks, device)
+
+    def commit() -> None:
+        commit_main_parameters(members, model_chunks)
+        copies.compare(loop.iteration)
+
     loop = OuterLoop(
         shards,
         config,
@@ -87,7 +94,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
         group=ranks_of_group(optimizer),
         device=device,
         inner_state=lambda main: next(filter(None, (member.state_of(main) for member in members)), {}),
-        on_change=lambda: commit_main_parameters(members, model_chunks),
+        on_change=commit,
         report=_report,
         islands=membership,
     )
@@ -96,7 +103,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     clock = None
     if config.sync_seconds is not None and island is not None:
         clock = Clock(loop, config.sync_seconds, island.index, island.world, device)
-    pier = PierOptimizer(optimizer, model_chunks, loop, clock)
+    pier = PierOptimizer(optimizer, model_chunks, loop, copies, clock)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
     if config.overlap:

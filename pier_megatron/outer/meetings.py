@@ -33,6 +33,8 @@ def write_mean_of_anchors(stagings: Sequence[Staging], everyone: GroupExchange) 
     """Writes the mean of all groups' anchors to the parameters: the same bits in all of them, whatever their anchors."""
     for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging in stagings for chunk in staging.state.chunks):
         staged.shared.copy_(staged.anchor)
-        everyone.sum(staged.shared, exactly=True).finish()
+        total = everyone.sum(staged.shared, exactly=True)
+        total.advance()
+        total.finish()
         staged.chunk.set_parameters(staged.shared.div_(everyone.size))
         staged.give_back()

@@ -156,7 +156,9 @@ class OuterRound:
         self.begun, self.verdicts, self.stopwatch = begun, verdicts, stopwatch
         self.weight = 1.0
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
-        self.bytes_sent = sum(meeting.wire.bytes_of_sum(chunk.numel, chunk.shards.is_tied) for _, chunk in self._chunks)
+        self.bytes_sent = sum(
+            meeting.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(meeting.codec)) for _, chunk in self._chunks
+        )
 
     def begin(self) -> None:
         """Takes the pseudo-gradients."""
@@ -270,7 +272,8 @@ class OuterRound:
         self.rule.send(staged)
         if self.weight != 1:
             staged.shared.mul_(self.weight)
-        return self.meeting.sum(staged.shared, staged.residual, exactly=staged.chunk.shards.is_tied)
+        exactly = staged.chunk.shards.travel_exactly(self.meeting.codec)
+        return self.meeting.sum(staged.shared, staged.residual, exactly)
 
     def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:
         own, shared, anchor = staged.own, staged.shared, staged.anchor

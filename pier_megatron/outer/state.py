@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pier_megatron.exchange.codecs import Codec
+
 ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
 """Names of the flat buffers."""
 
@@ -15,9 +17,12 @@ COMMON = (ANCHOR, MOMENTUM)
 """Those that all groups agree on."""
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
 def sum_of_bits(vector: Tensor) -> Tensor:
-    """Sums the bits of float32 numbers, taken for integers; an int64 scalar on their device."""
-    return vector.view(torch.int32).sum(dtype=torch.int64)
+    """Sums the bits of floating-point numbers, taken for integers of their size; an int64 scalar on their device."""
+    return vector.view(_INTEGERS[vector.element_size()]).sum(dtype=torch.int64)
 
 
 def state_names(has_residual: bool) -> tuple[str, ...]:
@@ -34,11 +39,21 @@ class Shards:
         is_counted: Whether a norm over the model counts them on this rank; another rank of the group does if not.
         is_tied: Whether another pipeline stage holds the same parameters, laid out differently. They are exchanged at the
             same time, in the last fragment, and exactly, so that both copies see the same.
+        is_copied: Whether other ranks of the group hold the same parameters at the same place, and exchange them over
+            communicators of their own.
     """
 
     tensors: Sequence[Tensor]
     is_counted: bool = True
     is_tied: bool = False
+    is_copied: bool = False
+
+    def travel_exactly(self, codec: Codec) -> bool:
+        """Whether sums over the groups are those of FP32 numbers in group order, so that all copies see the same bits.
+
+        Sums of encoded numbers are in that order, too; of copies at the same place they are the same.
+        """
+        return self.is_tied or (self.is_copied and codec.lossless)
 
 
 class Chunk:

@@ -23,6 +23,7 @@ emulation.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from copies import compare_copies  # noqa: E402
 from megatron.core import (  # noqa: E402
     dist_checkpointing,
     num_microbatches_calculator,
@@ -202,10 +203,6 @@ class Recorder:
             self.census.__exit__(None, None, None)
         if "weights" in self.probes:
             self.save_weights("final")
-        if "replica" in self.probes:
-            place = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
-            held = [parameter.detach().clone() for chunk in self.model for parameter in chunk.parameters()]
-            self.record["replica"] = (place, held)
         self.record["group_of"] = group_of_every_rank()
         self.record["parameters"] = sum(parameter.numel() for parameter in self.main_parameters())
         self.record["P2P waits for the device"] = get_model_config(self.model[0]).batch_p2p_sync if self.model else None
@@ -364,6 +361,8 @@ def main() -> None:
             decide = megatron_training.checkpoint_and_decide_exit
             with planted(run["sabotage"], directory), saves(decide, run["saves"]), traced(recorder):
                 pretrain_bytes.main()
+                if recorder.model:
+                    compare_copies(recorder.model, owners(recorder.optimizer), current.pier_optimizer())
         except SystemExit:
             # After converting a checkpoint.
             recorder.finish(record)

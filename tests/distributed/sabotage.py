@@ -28,10 +28,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
 
 from pier_megatron.commands.demo import pretrain_bytes
-from pier_megatron.exchange import codecs, encoded
+from pier_megatron.exchange import codecs, layout
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.integration import compression, current, gradients, startup, training
-from pier_megatron.integration.inner.choice import owners
+from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.integration.pipeline import layered, skipping
 from pier_megatron.outer import OuterLoop, rounds
@@ -108,7 +108,7 @@ def _lossless_codecs(directory: Path) -> Iterator[None]:
     exact = {codec.name: dataclasses.replace(codec, bits=32, scaled=False) for codec in codecs.CODECS.values()}
     with (
         mock.patch.dict(codecs.CODECS, exact),
-        mock.patch.object(encoded, "_PIECE", 2**12),
+        mock.patch.object(layout, "_PIECE", 2**12),
         mock.patch.object(compression.activations, "saves_bytes", return_value=True),
         mock.patch.object(compression.tensor_parallel, "saves_bytes", return_value=True),
     ):
@@ -131,8 +131,8 @@ def _nothing_between_instances(directory: Path) -> Patch:
     """Gradients are summed inside each instance only."""
     begin = compression.gradients._begin
 
-    def only_inside(codec: Any, reduction: Any, *args: Any) -> Any:
-        return begin(codec, reduction, *args) if "whole" in reduction else []
+    def only_inside(codec: Any, bucket_group: Any, reduction: Any, *args: Any) -> Any:
+        return begin(codec, bucket_group, reduction, *args) if "whole" in reduction else []
 
     return mock.patch.object(compression.gradients, "_begin", only_inside)
 
@@ -141,18 +141,57 @@ def _own_part_as_it_is(directory: Path) -> Patch:
     """A rank keeps its own part of the parameters as no other rank sees it."""
 
     def wait(handle: Any) -> None:
-        for place, gather in handle._gathers:
+        for parts, piece, gather in handle._gathers:
             rank = dist.get_rank(parallel_state.get_data_parallel_group(partial_data_parallel=True, with_context_parallel=True))
-            own = place[rank].clone()
-            place.copy_(gather.result()[:, : place.shape[1]])
-            place[rank] = own
+            own = parts[rank].clone()
+            piece.write(gather.result(), parts)
+            parts[rank] = own
 
     return mock.patch.object(compression.parameters._Handle, "wait", wait)
 
 
 def _small_pieces(directory: Path) -> Patch:
     """What is sent is encoded in many pieces, as that of a large model."""
-    return mock.patch.object(encoded, "_PIECE", 2**12)
+    return mock.patch.object(layout, "_PIECE", 2**12)
+
+
+def _blocks_across_parameters(directory: Path) -> Patch:
+    """Blocks ignore where parameters end: a replicated one shares a scale with its neighbour, another one on each rank."""
+    lay_out = layout.pieces
+    return mock.patch.object(
+        compression.buckets, "pieces", lambda numel, parts, bounds: lay_out(numel, parts, [(0, numel)] if bounds else [])
+    )
+
+
+def _a_copy_drifts(is_other: Callable[[], bool], is_copied: Callable[[torch.Tensor], bool]) -> Callable[[Path], Patch]:
+    """One of the ranks that hold copies of a parameter changes its own, in every group and in its main parameter."""
+    step = ChainedOptimizer.step
+
+    def drifting(optimizer: Any) -> Any:
+        result = step(optimizer)
+        if optimizer.loop.iteration == 2 and is_other():
+            mains = [main for owner in owners(optimizer) for model, main in owner.parameters() if is_copied(model)]
+            next(main for main in mains if main.numel()).detach().view(-1)[0] += 1e-4
+        return result
+
+    return lambda directory: mock.patch.object(ChainedOptimizer, "step", drifting)
+
+
+def _a_gather_goes_wrong(directory: Path) -> Patch:
+    """One data-parallel rank of each group computes with another parameter than the others."""
+
+    def commit(members: Any, model_chunks: Any) -> None:
+        commit_main_parameters(members, model_chunks)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        if group.rank() == 1:
+            next(parameter for parameter in model_chunks[0].parameters() if parameter.dim() == 1).data[0] += 1
+
+    return mock.patch("pier_megatron.integration.training.commit_main_parameters", commit)
+
+
+def _nobody_compares_copies(directory: Path) -> Patch:
+    """Pier itself does not look whether copies of a parameter differ."""
+    return mock.patch("pier_megatron.integration.copies.Copies.check")
 
 
 def _dropped_gradients_survive_saves(directory: Path) -> Patch:
@@ -489,6 +528,15 @@ _ALL = {
     "nothing between instances": _nothing_between_instances,
     "own part as it is": _own_part_as_it_is,
     "small pieces": _small_pieces,
+    "a tensor-parallel copy drifts": _a_copy_drifts(
+        lambda: parallel_state.get_tensor_model_parallel_rank() == 1, lambda parameter: not parameter.tensor_model_parallel
+    ),
+    "a tied copy drifts": _a_copy_drifts(
+        parallel_state.is_pipeline_last_stage, lambda parameter: getattr(parameter, "shared_embedding", False)
+    ),
+    "a gather goes wrong": _a_gather_goes_wrong,
+    "nobody compares copies": _nobody_compares_copies,
+    "blocks across parameters": _blocks_across_parameters,
     "dropped gradients survive saves": _dropped_gradients_survive_saves,
     "used before it has arrived": _used_before_it_has_arrived,
 }

@@ -1,6 +1,5 @@
 """Compression inside a group: the way that encoded bytes take, what is on the wire, and what it does to losses."""
 
-import itertools
 import re
 from pathlib import Path
 
@@ -45,6 +44,18 @@ _ROUTES = {
 }
 _EXACT = " --pier-compress naive,outer=off"
 _AGGRESSIVE = _LONGER + _PIER + _OVERLAPPED + "--bf16 --pier-compress aggressive,gather=int8 --save-interval 100 "
+# Tensor-parallel ranks hold copies of some parameters beside their own part of others, in one buffer.
+_COPIES = _LONGER + "--bf16 --save-interval 100 " + _TENSOR
+_COPIED = {
+    "hybrid": _COPIES + _HIDDEN + "--pier-compress hybrid,gather=int4",
+    "aggressive": _COPIES + _HIDDEN + "--pier-compress aggressive,gather=int8",
+    "whole": _COPIES + "--overlap-grad-reduce --pier-compress aggressive",
+    "islands": _COPIES
+    + "--optimizer pier --pier-groups 2 --pier-islands --pier-sync-interval 2 --pier-lazy-start-iters 4 "
+    + "--pier-compress aggressive,outer=int4",
+}
+# Where blocks that ignore parameters bring copies apart within these iterations.
+_DRIFTING = ["hybrid", "aggressive", "whole"]
 _CENSUS = ["census"]
 
 
@@ -66,15 +77,24 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     # Megatron would end a run that receives garbage.
     unchecked = f"{_ROUTES['interleaved'][0]} --rerun-mode disabled --no-check-for-nan-in-loss-and-grad{_EXACT}"
     trainings += [
-        Run("hybrid", f"{pipeline} --pier-compress hybrid", ["replica", "census"]),
-        Run("naive", f"{overlapped} --pier-compress naive", ["replica"]),
-        Run("naive pier", f"{pier} --pier-compress naive", ["replica", "census"]),
-        Run("aggressive", _AGGRESSIVE + "--save {directory}/aggressive", ["main", "replica"], ["small pieces"], saves=[3, 5]),
+        Run("hybrid", f"{pipeline} --pier-compress hybrid", ["census"]),
+        Run("naive", f"{overlapped} --pier-compress naive"),
+        Run("naive pier", f"{pier} --pier-compress naive", ["census"]),
+        Run("aggressive", _AGGRESSIVE + "--save {directory}/aggressive", ["main"], ["small pieces"], saves=[3, 5]),
         # Where a run saves is part of it.
         Run("resumed at 3", resumed + "--ckpt-step 3 --save {directory}/resumed", ["main"], ["small pieces"], saves=[5]),
         Run("resumed at 5", resumed + "--ckpt-step 5", ["main"], ["small pieces"]),
+        *(
+            Run(f"copied, {name}", f"{argv} --save {{directory}}/copied/{name}", ["main"], saves=[3])
+            for name, argv in _COPIED.items()
+        ),
+        *(
+            Run(f"copied, {name}, resumed", f"{argv} --load {{directory}}/copied/{name} --ckpt-step 3", ["main"])
+            for name, argv in _COPIED.items()
+        ),
         # Planted bugs.
-        Run("unequal", f"{overlapped} --pier-compress naive", ["replica"], ["own part as it is"]),
+        Run("unequal", f"{overlapped} --pier-compress naive", [], ["own part as it is"], fails=True),
+        *(Run(f"{name}, drifts", _COPIED[name], [], ["blocks across parameters"], fails=True) for name in _DRIFTING),
         Run("apart", pier + _EXACT, [], ["nothing between instances"], fails=True),
         Run("early", unchecked, [], ["lossless codecs", "used before it has arrived"]),
         Run("kept", _AGGRESSIVE + "--save {directory}/kept", ["main"], keeping, saves=[3, 5]),
@@ -125,7 +145,8 @@ def test_bytes_on_the_wire_are_what_is_said(runs: dict[str, Recorded]) -> None:
         gradients, codec, uncompressed = line["dp"]
         # Of two parts one stays here.
         assert (gradients, codec) == (pytest.approx(sent["alltoall_base_"] / 2 / 1e6, abs=1e-3), "int8")
-        assert gradients < 0.27 * uncompressed
+        # The parameters of this model are hardly longer than a block, which each of them fills up.
+        assert gradients < 0.3 * uncompressed
 
 
 @pytest.mark.parametrize(
@@ -138,24 +159,13 @@ def test_losses_are_nearly_those_without(runs: dict[str, Recorded], name: str, p
     assert losses == pytest.approx(expected, rel=1e-2)
 
 
-def replicas_agree(run: Recorded) -> bool:
-    """Whether ranks that hold the same part of the model of the same group hold it in the same bits."""
-    held: dict[object, list[list[torch.Tensor]]] = {}
-    for rank in run.ranks:
-        place, parameters = rank["replica"]
-        held.setdefault((rank["group"], place), []).append(parameters)
-    assert min(map(len, held.values())) >= 2
-    return all(
-        torch.equal(one, other)
-        for alike in held.values()
-        for first, second in itertools.pairwise(alike)
-        for one, other in zip(first, second, strict=True)
-    )
-
-
-@pytest.mark.parametrize("name", ["hybrid", "naive", "naive pier", "aggressive"])
-def test_replicas_agree(runs: dict[str, Recorded], name: str) -> None:
-    assert replicas_agree(runs[name])
+@pytest.mark.parametrize("name", _COPIED)
+def test_copies_stay_equal_and_resume(runs: dict[str, Recorded], name: str) -> None:
+    # That they are equal in the end has been seen in the launch, as in all others.
+    whole, resumed = runs[f"copied, {name}"], runs[f"copied, {name}, resumed"]
+    assert resumed.losses == {iteration: loss for iteration, loss in whole.losses.items() if iteration > 3}
+    for rank, expected in zip(resumed.ranks, whole.ranks, strict=True):
+        assert torch.equal(rank["main"][6], expected["main"][6])
 
 
 def test_nothing_crosses_between_outer_steps(runs: dict[str, Recorded]) -> None:
@@ -180,7 +190,8 @@ def test_resumes_bit_for_bit(runs: dict[str, Recorded], step: int) -> None:
 
 
 def test_planted_bugs_are_seen(runs: dict[str, Recorded]) -> None:
-    assert not replicas_agree(runs["unequal"])
+    for name in ("unequal", *(f"{name}, drifts" for name in _DRIFTING)):
+        assert runs[name].error.startswith("AssertionError: copies differ: (")
     assert "the anchors of groups [1] are not group 0's" in runs["apart"].error
     assert runs["early"].losses != runs["interleaved"].losses
     assert not torch.equal(runs["kept"].ranks[0]["main"][6], runs["aggressive"].ranks[0]["main"][6])

@@ -3,6 +3,7 @@
 Every check is also run on a training with the bug that it guards against, and must fail there.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,13 @@ _NO_LAZY_START = "--train-iters 6 --optimizer pier --pier-groups 2 --pier-sync-i
 _FP16 = "--global-batch-size 16 --fp16 --initial-loss-scale 1024 "
 _UNCHECKED = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
 
+# Faults that bring copies of a parameter apart, and where.
+_DRIFTS = {
+    "a tensor-parallel copy drifts": _TP2 + "--bf16 ",
+    "a tied copy drifts": _PP2 + "--bf16 ",
+    "a gather goes wrong": _DP2 + "--bf16 ",
+}
+
 _RUNS = [
     Run("stock", _TP2 + "--bf16 " + _STOCK),
     Run("pier", _TP2 + "--bf16 --eval-interval 6 " + _PIER, ["main", "inner", "outer", "stale"]),
@@ -56,6 +64,11 @@ _RUNS = [
         ["overflow in group 1 at 1 and 2"],
     ),
     Run("not finite", _DP2 + _UNCHECKED + _PIER, ["main", "inner", "outer", "stale"], ["nan in group 1 at 9"]),
+    *(Run(fault, argv + _NO_LAZY_START, [], [fault], fails=True) for fault, argv in _DRIFTS.items()),
+    *(
+        Run(f"{fault} unseen", argv + _NO_LAZY_START, [], [fault, "nobody compares copies"], fails=True)
+        for fault, argv in _DRIFTS.items()
+    ),
     Run("poisoned", _DP2 + _UNCHECKED + _PIER, ["outer"], ["nan in group 1 at 9", "unaware of nan"]),
 ]
 
@@ -269,3 +282,20 @@ def test_groups_drift_in_between(runs: dict[str, Recorded]) -> None:
     for iteration in (9, 12):
         groups_are_equal(runs["pier"], iteration)
     assert all(fails(groups_are_equal, runs["pier"], iteration) for iteration in (7, 8, 10, 11))
+
+
+# What a group holds several copies of stays equal; every launch compares all of it in the end.
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("a tensor-parallel copy drifts", r"\S+ on tensor-parallel ranks \[0, 1\]"),
+        ("a tied copy drifts", r"embedding\.word_embeddings\.weight on pipeline-parallel ranks \[0, 2\]"),
+        ("a gather goes wrong", r"\S+ on data-parallel ranks \[0, 1\]"),
+    ],
+)
+def test_copies_that_differ_are_seen(runs: dict[str, Recorded], fault: str, said: str) -> None:
+    assert re.match(f"CopiesDifferError: After iteration 3 copies of a parameter differ: {said}", runs[fault].error)
+    # And by the launch, where Pier does not look.
+    assert runs[f"{fault} unseen"].error.startswith("AssertionError: copies differ: (")

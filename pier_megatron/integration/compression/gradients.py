@@ -17,9 +17,11 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
-from pier_megatron.exchange.encoded import ReduceScatter, as_rows, padded, piece_numel
+from pier_megatron.exchange.encoded import ReduceScatter
+from pier_megatron.exchange.layout import Piece
 from pier_megatron.integration import versions
-from pier_megatron.integration.compression.traffic import codec_in_force, count, count_sum
+from pier_megatron.integration.compression.buckets import pieces_of
+from pier_megatron.integration.compression.traffic import codec_in_force, count
 
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -64,9 +66,9 @@ def _start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any
         with _stream_of(bucket_group):
             # One behind the other: between instances goes what has been summed inside.
             for place, reduction in enumerate(reductions):
-                _Handle(_begin(codec, reduction, residuals, place)).wait()
+                _Handle(_begin(codec, bucket_group, reduction, residuals, place)).wait()
     elif reductions:
-        sums = [_begin(codec, reduction, residuals, place) for place, reduction in enumerate(reductions)]
+        sums = [_begin(codec, bucket_group, reduction, residuals, place) for place, reduction in enumerate(reductions)]
         bucket_group.grad_reduce_handle = _Handle(itertools.chain(*sums))
 
 
@@ -122,75 +124,101 @@ def _residuals_of(bucket_group: Any) -> dict[tuple[int, int], Residual]:
 
 
 def _begin(
-    codec: Codec, reduction: Mapping[str, Any], residuals: dict[tuple[int, int], Residual] | None, place: int
+    codec: Codec,
+    bucket_group: Any,
+    reduction: Mapping[str, Any],
+    residuals: dict[tuple[int, int], Residual] | None,
+    place: int,
 ) -> list[Sum]:
     """Begins one of Megatron's reductions, in pieces."""
-    output, group = reduction["output"], reduction["group"]
+    output, group = reduction["output"].view(1, -1), reduction["group"]
     ranks = group.size()
     if ranks == 1:
         return []
-    divisor = ranks if reduction.get("op") == dist.ReduceOp.AVG else 1
+    divisor, wire = ranks if reduction.get("op") == dist.ReduceOp.AVG else 1, Wire(codec, ranks)
     kind: type[_Scattered | _Summed]
     if "whole" in reduction:
-        kind, size = _Scattered, piece_numel(ranks)
-        wholes = reduction["whole"].view(ranks, -1).split(size, dim=1)
+        kind, whole = _Scattered, reduction["whole"].view(ranks, -1)
     else:
-        kind, size = _Summed, piece_numel(1)
-        wholes = output.view(-1).split(size)
+        kind, whole = _Summed, output
+    laid_out = pieces_of(bucket_group, whole.view(-1), len(whole))
+    count("dp", sum(kind.nbytes(piece, wire) for piece in laid_out), kind.hops * (ranks - 1) / ranks * whole.nbytes)
     sums: list[Sum] = []
-    for index, (whole, part) in enumerate(zip(wholes, output.view(-1).split(size), strict=True)):
+    for index, piece in enumerate(laid_out):
         if residuals is not None and (place, index) not in residuals:
-            residuals[place, index] = kind.no_residual(part, Wire(codec, ranks))
+            residuals[place, index] = kind.no_residual(piece, wire, output.device)
         residual = None if residuals is None else residuals[place, index]
-        sums.append(kind(whole, part, group, Wire(codec, ranks), divisor, residual))
+        sums.append(kind(piece, whole, output, group, wire, divisor, residual))
     return sums
 
 
 class _Scattered(Sum):
     """A reduce-scatter under way."""
 
+    hops = 1
+
     @staticmethod
-    def no_residual(output: Tensor, wire: Wire) -> Residual:
-        nothing = output.new_zeros(0, dtype=torch.float32)
-        return Residual(output.new_zeros(wire.groups * padded(output.numel()), dtype=torch.float32), nothing)
+    def nbytes(piece: Piece, wire: Wire) -> int:
+        return (wire.groups - 1) * wire.codec.nbytes(piece.numel)
+
+    @staticmethod
+    def no_residual(piece: Piece, wire: Wire, device: torch.device) -> Residual:
+        return Residual(torch.zeros(wire.groups * piece.numel, device=device), torch.zeros(0, device=device))
 
     def __init__(
-        self, whole: Tensor, output: Tensor, group: dist.ProcessGroup, wire: Wire, divisor: int, residual: Residual | None
+        self,
+        piece: Piece,
+        whole: Tensor,
+        output: Tensor,
+        group: dist.ProcessGroup,
+        wire: Wire,
+        divisor: int,
+        residual: Residual | None,
     ) -> None:
-        self._output, self._divisor, self._residual = output, divisor, residual
-        parts, others = as_rows(whole, wire.groups), wire.groups - 1
+        self._piece, self._output, self._divisor, self._residual = piece.of(group.rank()), output, divisor, residual
+        parts = piece.read(whole)
         if residual is not None:
             parts = parts.contiguous()
-        count("dp", others * wire.codec.nbytes(parts.shape[1]), others * whole.nbytes / wire.groups)
         self._sum = ReduceScatter(parts, wire.codec, group, None if residual is None else residual.sent)
 
     def finish(self) -> None:
-        self._output.copy_(self._sum.result()[0, : self._output.numel()].div_(self._divisor))
+        self._piece.write(self._sum.result().div_(self._divisor), self._output)
         _drop_what_is_not_finite(self._residual)
 
 
 class _Summed(Sum):
     """An all-reduce under way."""
 
+    hops = 2
+
     @staticmethod
-    def no_residual(output: Tensor, wire: Wire) -> Residual:
-        sizes = (output.numel(), wire.segment_numel(output.numel()))
-        return Residual(*(output.new_zeros(size, dtype=torch.float32) for size in sizes))
+    def nbytes(piece: Piece, wire: Wire) -> int:
+        return wire.bytes_of_sum(piece.numel)
+
+    @staticmethod
+    def no_residual(piece: Piece, wire: Wire, device: torch.device) -> Residual:
+        return Residual(*(torch.zeros(size, device=device) for size in (piece.numel, wire.segment_numel(piece.numel))))
 
     def __init__(
-        self, whole: Tensor, output: Tensor, group: dist.ProcessGroup, wire: Wire, divisor: int, residual: Residual | None
+        self,
+        piece: Piece,
+        whole: Tensor,
+        output: Tensor,
+        group: dist.ProcessGroup,
+        wire: Wire,
+        divisor: int,
+        residual: Residual | None,
     ) -> None:
-        self._output, self._divisor, self._residual = output, divisor, residual
-        count_sum("dp", wire, whole)
-        self._vector = whole.float()
-        self._sum = GroupExchange(group, wire.codec).sum(self._vector, residual)
+        self._piece, self._output, self._divisor, self._residual = piece, output, divisor, residual
+        self._row = piece.read(whole)
+        self._sum = GroupExchange(group, wire.codec).sum(self._row[0], residual)
 
     def advance(self) -> None:
         self._sum.advance()
 
     def finish(self) -> None:
         self._sum.finish()
-        self._output.copy_(self._vector.div_(self._divisor))
+        self._piece.write(self._row.div_(self._divisor), self._output)
         _drop_what_is_not_finite(self._residual)
 
 

@@ -4,15 +4,17 @@ A rank's own part is replaced by what the others see of it, too; the FP32 main p
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
-from pier_megatron.exchange.encoded import AllGather, as_rows, piece_numel
+from pier_megatron.exchange.encoded import AllGather
+from pier_megatron.exchange.layout import Piece
 from pier_megatron.integration import versions
+from pier_megatron.integration.compression.buckets import pieces_of
 from pier_megatron.integration.compression.traffic import codec_in_force, count
 
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -39,29 +41,31 @@ def _start(start_param_sync: Callable[..., Any], bucket_group: Any, /, *args: An
         start_param_sync(bucket_group, *args, **kwargs)
     if not listed:
         return
-    handle = _Handle([gather for whole, own in listed for gather in _begin(codec, whole, own, group)])
+    handle = _Handle([gather for whole, own in listed for gather in _begin(codec, bucket_group, whole, own, group)])
     if bucket_group.param_gather_handle is None:
         handle.wait()
     else:
         bucket_group.param_gather_handle = handle
 
 
-def _begin(codec: Codec, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Tensor, AllGather]]:
-    """Begins one of Megatron's gathers, in pieces: where a piece of all parts belongs, and what is on its way there."""
-    ranks = group.size()
-    size = piece_numel(ranks)
-    for place, part in zip(whole.view(ranks, -1).split(size, dim=1), own.view(-1).split(size), strict=True):
-        row = as_rows(part, 1)
-        count("gather", (ranks - 1) * codec.nbytes(row.shape[1]), (ranks - 1) * part.nbytes)
-        yield place, AllGather(row, codec, group)
+_Gather = tuple[Tensor, Piece, AllGather]
+
+
+def _begin(codec: Codec, bucket_group: Any, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> list[_Gather]:
+    """Begins one of Megatron's gathers, in pieces: the parts of all ranks, what arrives of them, and the gather."""
+    ranks, parts = group.size(), whole.view(group.size(), -1)
+    laid_out = pieces_of(bucket_group, whole, ranks)
+    count("gather", (ranks - 1) * sum(codec.nbytes(piece.numel) for piece in laid_out), (ranks - 1) * own.nbytes)
+    rows = ((piece, piece.of(group.rank()).read(own.view(1, -1))) for piece in laid_out)
+    return [(parts, piece, AllGather(row, codec, group)) for piece, row in rows]
 
 
 class _Handle:
     """What Megatron waits for."""
 
-    def __init__(self, gathers: list[tuple[Tensor, AllGather]]) -> None:
+    def __init__(self, gathers: list[_Gather]) -> None:
         self._gathers = gathers
 
     def wait(self) -> None:
-        for place, gather in self._gathers:
-            place.copy_(gather.result()[:, : place.shape[1]])
+        for parts, piece, gather in self._gathers:
+            piece.write(gather.result(), parts)

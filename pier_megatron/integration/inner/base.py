@@ -72,12 +72,16 @@ class InnerOptimizer(abc.ABC):
                 copied.append(main)
         parallel_state = versions.require("megatron.core", "parallel_state")
         # Experts may be split over other tensor-parallel ranks than the rest of the model.
-        tensor_parallel_rank = (
-            parallel_state.get_expert_tensor_parallel_rank() if is_expert else parallel_state.get_tensor_model_parallel_rank()
+        tensor_parallel = (
+            parallel_state.get_expert_tensor_parallel_group() if is_expert else parallel_state.get_tensor_model_parallel_group()
         )
-        is_counted = self.is_counted(is_expert)
+        is_counted, is_whole = self.is_counted(is_expert), self.copies > 1
         return [
-            Shards(split, is_counted=is_counted),
-            Shards(copied, is_counted=is_counted and tensor_parallel_rank == 0),
+            Shards(split, is_counted=is_counted, is_copied=is_whole),
+            Shards(
+                copied,
+                is_counted=is_counted and tensor_parallel.rank() == 0,
+                is_copied=is_whole or tensor_parallel.size() > 1,
+            ),
             Shards(tied, is_counted=is_counted and is_counted_when_tied, is_tied=True),
         ]

@@ -1,0 +1,190 @@
+"""Copies of parameters: several ranks of a group hold the same one, and it must stay the same to the last bit.
+
+Tensor-parallel ranks hold copies of what is not split, the first and the last pipeline stage of a tied embedding, data-parallel
+ranks of the whole model. Nothing in training brings copies together that have come apart, and a checkpoint stores one of them.
+"""
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pier_megatron.exchange.collectives import Computed, Gathered
+from pier_megatron.integration import islands, versions
+from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.outer.state import sum_of_bits
+
+# Of parameters that only data-parallel ranks hold copies of, one in so many is compared at a time.
+_TURNS = 16
+
+# Elements whose bits are summed up at once: a sum in int64 may copy them.
+_AT_ONCE = 2**22
+
+# An error names no more parameters than these.
+_NAMED = 3
+
+
+class CopiesDifferError(RuntimeError):
+    """Ranks that hold copies of a parameter do not hold the same bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """One of the model's parameters on this rank.
+
+    Attributes:
+        name: In the model.
+        tensor: What the model computes with.
+        is_split: Whether tensor-parallel ranks hold different parts of it.
+        is_tied: Whether another pipeline stage holds it, too.
+    """
+
+    name: str
+    tensor: Tensor
+    is_split: bool
+    is_tied: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Domain:
+    """Parameters that are copied over the same ranks: those of experts, or the others."""
+
+    parameters: Sequence[_Parameter]
+    data_parallel: dist.ProcessGroup
+    tensor_parallel: dist.ProcessGroup
+    tied: dist.ProcessGroup | None
+
+
+class Copies:
+    """Compares sums of bits over the ranks that hold copies. The device does so behind what it has been told before."""
+
+    def __init__(self, members: Sequence[InnerOptimizer], model_chunks: Sequence[Any], device: torch.device) -> None:
+        """Looks at the parameters of this rank.
+
+        Args:
+            members: The inner optimizers.
+            model_chunks: Of the model.
+            device: Of the parameters.
+        """
+        self._members, self._device = members, device
+        self._domains = _domains(model_chunks)
+        self._compared: list[str] = []
+        self._under_way: Gathered | None = None
+        self._iteration = 0
+
+    def compare(self, iteration: int) -> None:
+        """Begins to compare the copies; called by all ranks of the group after ``iteration``.
+
+        Raises:
+            CopiesDifferError: If those differed that were compared before.
+        """
+        self.check(waits=True)
+        self._iteration, self._compared = iteration, []
+        differing = [torch.zeros(0, dtype=torch.bool, device=self._device)]
+        for domain in self._domains:
+            differing += self._compare(domain)
+        self._under_way = Gathered([torch.cat(differing)], [Computed(self._device)])
+
+    def check(self, waits: bool) -> None:
+        """Looks at what has been compared, if that is there or the caller ``waits``.
+
+        Raises:
+            CopiesDifferError: If copies differ.
+        """
+        if self._under_way is None or not (waits or self._under_way.is_complete()):
+            return
+        [differs], self._under_way = self._under_way.result().tolist(), None
+        found = [copies for copies, is_other in zip(self._compared, differs, strict=True) if is_other]
+        if found:
+            more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            raise CopiesDifferError(
+                f"After iteration {self._iteration} copies of a parameter differ: {'; '.join(found[:_NAMED])}{more}. Training "
+                "does not bring them together again, and a checkpoint stores one of them. A kernel or a collective has given "
+                "ranks different bits, or a memory or a link has gone wrong. Restart from an older checkpoint (--ckpt-step); "
+                "if it happens again, add --deterministic-mode. See docs/troubles.md."
+            )
+
+    @torch.no_grad()
+    def _compare(self, domain: _Domain) -> list[Tensor]:
+        """Which copies differ, in the order in which this says what it compares."""
+        parameters = domain.parameters
+        turns = max(1, min(_TURNS, len(parameters)))
+        # The same on all ranks, and every parameter's turn comes whatever the intervals are.
+        due = range(random.Random(self._iteration).randrange(turns), len(parameters), turns)
+        looked_at = [
+            index for index, parameter in enumerate(parameters) if not parameter.is_split or parameter.is_tied or index in due
+        ]
+        if not looked_at:
+            return []
+        in_model = torch.stack([_bits(parameters[index].tensor) for index in looked_at])
+        main = self._bits_of_mains([parameters[index] for index in looked_at], domain.data_parallel)
+        sums = torch.stack([in_model, main])
+
+        def differing(group: dist.ProcessGroup, of: Callable[[_Parameter], bool], ranks: str) -> list[Tensor]:
+            chosen = [place for place, index in enumerate(looked_at) if of(parameters[index])]
+            if group.size() == 1 or not chosen:
+                return []
+            where = f"on {ranks} ranks {list(islands.ranks_of(group))}"
+            names = [parameters[looked_at[place]].name for place in chosen]
+            self._compared += [f"{name} {where}" for name in names]
+            return [_differ(sums[:, chosen], group)]
+
+        found = differing(domain.data_parallel, lambda parameter: True, "data-parallel")
+        found += differing(domain.tensor_parallel, lambda parameter: not parameter.is_split, "tensor-parallel")
+        if domain.tied is not None:
+            found += differing(domain.tied, lambda parameter: parameter.is_tied, "pipeline-parallel")
+        return found
+
+    def _bits_of_mains(self, parameters: Sequence[_Parameter], group: dist.ProcessGroup) -> Tensor:
+        """Sums of the bits of whole main parameters, however the data-parallel ranks share them."""
+        places = {id(parameter.tensor): place for place, parameter in enumerate(parameters)}
+        shared, whole = (torch.zeros(len(parameters), dtype=torch.int64, device=self._device) for _ in range(2))
+        for member in self._members:
+            sums = shared if member.copies == 1 else whole
+            for tensor, main in member.parameters():
+                if id(tensor) in places:
+                    sums[places[id(tensor)]] = _bits(main)
+        if group.size() > 1:
+            dist.all_reduce(shared, group=group)
+        return shared + whole
+
+
+def _domains(model_chunks: Sequence[Any]) -> list[_Domain]:
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    dense: list[_Parameter] = []
+    expert: list[_Parameter] = []
+    for number, chunk in enumerate(model_chunks):
+        for name, tensor in chunk.named_parameters():
+            place = f"{re.sub(r'^(module[.])+', '', name)}{f' of virtual stage {number}' if len(model_chunks) > 1 else ''}"
+            is_split, is_tied = (bool(getattr(tensor, kind, False)) for kind in ("tensor_model_parallel", "shared_embedding"))
+            (dense if getattr(tensor, "allreduce", True) else expert).append(_Parameter(place, tensor, is_split, is_tied))
+    tied = parallel_state.get_embedding_group(check_initialized=False)
+    found = [
+        _Domain(
+            dense,
+            parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
+            parallel_state.get_tensor_model_parallel_group(),
+            tied if any(parameter.is_tied for parameter in dense) else None,
+        )
+    ]
+    if expert:
+        data_parallel = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+        found.append(_Domain(expert, data_parallel, parallel_state.get_expert_tensor_parallel_group(), None))
+    return found
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A sum over a tensor's bits; an int64 scalar."""
+    return torch.stack([sum_of_bits(some) for some in tensor.detach().reshape(-1).split(_AT_ONCE)]).sum()
+
+
+def _differ(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Whether ranks have different sums, of shape ``[2, n]``, for the model's or for the main parameter; ``[n]``."""
+    extremes = torch.stack([sums, -sums])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    return (extremes[0] != -extremes[1]).any(0)
