@@ -60,11 +60,9 @@ def examine(command: LaunchCommand) -> list[str]:
     Raises:
         PierConfigError: If it would not start.
     """
-    from pier_megatron.integration import planned_job
     from pier_megatron.integration.compression import choice
     from pier_megatron.integration.pipeline import layered, skipping
-    from pier_megatron.integration.refusals import disappointments, flag
-    from pier_megatron.integration.startup import schedule
+    from pier_megatron.integration.refusals import flag
 
     where = f"{_count(command.nodes, 'node')} of {_count(command.ranks_per_node, 'rank')}"
     lines = [f"{where}, Python {platform.python_version()}, {_versions()}"]
@@ -75,20 +73,18 @@ def examine(command: LaunchCommand) -> list[str]:
         lines.append(
             f"WARNING: not Megatron's: {' '.join(job.unknown)}; right if {command.script} knows them, else misspelt{meant}"
         )
-    topology = planned_job.planned_topology(args, command.ranks_per_node)
-    topology.check()
-    groups = f"{_count(config.groups, 'group')} of {_count(len(topology.members(0)), 'rank')}"
-    lines += [f"{groups}, preset {config.preset}", *topology.describe()]
-    lines += [line.removeprefix("  ") for line in schedule(config)]
+    disappointing: list[str] = []
+    if config is None:
+        replicas = _count(args.data_parallel_size * args.context_parallel_size, "model replica")
+        lines.append(
+            f"--optimizer {args.optimizer}, {replicas}: every iteration is synchronous, without groups and outer steps"
+        )
+    else:
+        found, disappointing = _outer_loop(args, config, command)
+        lines += found
     lines += [*layered.describe(args), *choice.describe(args)]
     lines += [line.removeprefix("  ") for line in skipping.describe(args)]
-    lines.append(_outer_state(args, config, command, planned_job.parameters_of_largest_shard(args)))
-    checkpoint = planned_job.check_checkpoint(args, config, len(topology.members(0)))
-    lines += [f"--load {checkpoint}"] if checkpoint else []
-    disappointing = [
-        *config.warnings(),
-        *topology.warnings(),
-        *disappointments(args, config),
+    disappointing += [
         *layered.disappointments(args),
         *skipping.disappointments(args),
         *_start_troubles(args, config, command),
@@ -99,7 +95,24 @@ def examine(command: LaunchCommand) -> list[str]:
     return lines
 
 
-def _start_troubles(args: argparse.Namespace, config: PierConfig, command: LaunchCommand) -> list[str]:
+def _outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand) -> tuple[list[str], list[str]]:
+    """What the outer loop of a job will be, and what it deserves to be warned of."""
+    from pier_megatron.integration import planned_job
+    from pier_megatron.integration.refusals import disappointments
+    from pier_megatron.integration.startup import schedule
+
+    topology = planned_job.planned_topology(args, command.ranks_per_node)
+    topology.check()
+    ranks = len(topology.members(0))
+    lines = [f"{_count(config.groups, 'group')} of {_count(ranks, 'rank')}, preset {config.preset}", *topology.describe()]
+    lines += [line.removeprefix("  ") for line in schedule(config)]
+    lines.append(_outer_state(args, config, command, planned_job.parameters_of_largest_shard(args)))
+    checkpoint = planned_job.check_checkpoint(args, config, ranks)
+    lines += [f"--load {checkpoint}"] if checkpoint else []
+    return lines, [*config.warnings(), *topology.warnings(), *disappointments(args, config)]
+
+
+def _start_troubles(args: argparse.Namespace, config: PierConfig | None, command: LaunchCommand) -> list[str]:
     """What keeps a job from starting, or from starting as it is meant, that the arguments alone do not show."""
     found = []
     if command.nodes > 1 and command.rendezvous is None:
@@ -107,7 +120,7 @@ def _start_troubles(args: argparse.Namespace, config: PierConfig, command: Launc
             f"--nnodes {command.nodes} without --master-addr or --rdzv-endpoint: each node would wait for itself. Give "
             "all nodes the address of the first one"
         )
-    if command.nodes > config.groups and command.rendezvous not in (None, "static"):
+    if config is not None and command.nodes > config.groups and command.rendezvous not in (None, "static"):
         found.append(
             f"--rdzv-backend {command.rendezvous} numbers the nodes as they arrive, so that the nodes of a group need not be "
             "neighbours. Where groups are sites or racks, use --node-rank with --master-addr instead"

@@ -32,6 +32,12 @@ def uses_pier(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "pier", False))
 
 
+def uses_group_settings(args: argparse.Namespace) -> bool:
+    """Whether this run was started with a flag that acts inside a group, with whatever optimizer."""
+    names = (_PREFIX + setting.name for setting in dataclasses.fields(GroupSettings))
+    return any(getattr(args, name, None) is not None for name in names)
+
+
 def config_from_args(args: argparse.Namespace) -> PierConfig:
     """Builds the configuration of a run from Megatron's arguments, of which ``train_iters`` must be known.
 

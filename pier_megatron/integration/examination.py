@@ -6,6 +6,7 @@ its data set is made where the job itself would make it.
 
 import argparse
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,21 +62,28 @@ def _confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest:
 
 _census, _looking, _sent = CollectiveCensus(), contextlib.ExitStack(), traffic.Bytes()
 
+# Iterations that have begun, from 1.
+_begun = itertools.count(1)
 
-@current.in_pier_runs
-def _look_on(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+
+def _look_on(train_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Counts what crosses the groups in one iteration, then ends the job on all ranks."""
     global _sent
-    loop = optimizer.loop
-    examined, place = examined_iteration(loop.config)
-    if loop.iteration + 1 == examined:
+    optimizer = current.pier_optimizer()
+    if optimizer is None:
+        # All ranks are one group, and all iterations alike.
+        group, examined, place = 0, _first(versions.megatron_args().train_iters), "of a stock optimizer"
+    else:
+        group, (examined, place) = optimizer.loop.exchange.rank, examined_iteration(optimizer.loop.config)
+    iteration = next(_begun)
+    if iteration == examined:
         _looking.enter_context(_census)
         _sent = traffic.counted()
-    elif loop.iteration == examined:
+    elif iteration == examined + 1:
         _looking.close()
         with islands.in_the_launch():
             group_of: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(group_of, loop.exchange.rank)
+            dist.all_gather_object(group_of, group)
         if islands.rank_in_launch() == 0:
             print("\n".join(_findings(f"iteration {examined}, {place}", group_of)), flush=True)
         sys.exit(0)
@@ -101,7 +109,7 @@ def examined_iteration(config: PierConfig) -> tuple[int, str]:
     It is the first one in which no outer step begins or is under way, but for iteration 1, which may still set something up.
     Two sync intervals have every kind of iteration; the last one has an outer step whatever the interval.
     """
-    first = max(min(2, config.train_iters - 1), 1)
+    first = _first(config.train_iters)
     kinds = range(first, min(2 * config.sync_interval + 1, config.train_iters))
     quiet = [iteration for iteration in kinds if not _has_exchange(config, iteration)]
     if not quiet:
@@ -109,6 +117,11 @@ def examined_iteration(config: PierConfig) -> tuple[int, str]:
     if quiet[-1] <= config.sync_interval < kinds[-1]:
         return quiet[0], "before the first outer step, since when every iteration has (part of) one"
     return quiet[0], "between outer steps"
+
+
+def _first(iterations: int) -> int:
+    """The first iteration that sets nothing up and is not the last one, as far as there is one."""
+    return max(min(2, iterations - 1), 1)
 
 
 def _has_exchange(config: PierConfig, iteration: int) -> bool:

@@ -15,7 +15,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.integration import versions
-from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
+from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_group_settings, uses_pier
 from pier_megatron.integration.batches import counted
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
@@ -23,6 +23,7 @@ from pier_megatron.integration.compression import choice
 from pier_megatron.integration.pipeline import layered
 from pier_megatron.integration.registration import register
 from pier_megatron.outer.description import ENTRY, Description
+from pier_megatron.settings import GroupSettings, flag_of
 
 _ARGUMENTS = "megatron.training.arguments"
 _MEMORY = "megatron.training.theoretical_memory_usage"
@@ -34,12 +35,12 @@ class PlannedJob:
 
     Attributes:
         args: Megatron's arguments, validated.
-        config: Pier's.
+        config: Pier's; None with a stock optimizer.
         unknown: Words that Megatron does not know: the script's own flags, or misspelt ones.
     """
 
     args: argparse.Namespace
-    config: PierConfig
+    config: PierConfig | None
     unknown: list[str]
 
 
@@ -52,12 +53,13 @@ def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> Planned
         argv: The training script and its arguments.
 
     Raises:
-        PierConfigError: If Megatron or the plugin refuses them, or the job does not use Pier.
+        PierConfigError: If Megatron or the plugin refuses them, or the job uses nothing of Pier's.
     """
     args, unknown = validated_arguments(ranks, ranks_per_node, argv)
-    if not uses_pier(args):
-        raise PierConfigError("the job does not use Pier: it has no --optimizer pier.")
-    return PlannedJob(args, config_from_args(args), unknown)
+    if not uses_pier(args) and not uses_group_settings(args):
+        flags = ", ".join(flag_of(setting.name) for setting in dataclasses.fields(GroupSettings))
+        raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
+    return PlannedJob(args, config_from_args(args) if uses_pier(args) else None, unknown)
 
 
 def validated_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -58,6 +58,14 @@ _LAYERED = _INTERLEAVED + "--pier-layered"
 _COMPRESSED = _INTERLEAVED + "--pier-compress aggressive"
 _SKIPPING = _INTERLEAVED + "--pier-skip-fraction 0.25 --pier-eval-skip 3,7"
 _FLAT = _JOB + "--pipeline-model-parallel-size 4 --global-batch-size 128 --pier-groups 2 --pier-skip-fraction 0.25"
+# Flags inside a group, with a stock optimizer.
+_STOCK = _INTERLEAVED.replace("--optimizer pier", "--optimizer adam --use-distributed-optimizer").replace(
+    "--pier-groups 2 ", ""
+)
+_STOCK_COMPRESSED = _STOCK.replace("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 2") + (
+    "--pier-compress hybrid"
+)
+_STOCK_SKIPPING = _STOCK + "--pier-skip-fraction 0.2"
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
@@ -82,10 +90,20 @@ def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     """Exit status, standard output and error, by command and job."""
     accepted = (_JOB, _DOUBTFUL, _ALONE, _DOMAINS, _SAMPLES, _GROWING, _LAYERED, _SKIPPING, _FLAT, _COMPRESSED)
     looks = [("doctor", job) for job in (*accepted, *_REFUSED)]
+    looks += [("doctor", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
+    looks += [("plan", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
+    looks += [("plan --plot x.png", _STOCK_COMPRESSED), ("plan --log x", _STOCK_COMPRESSED)]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED, _COMPRESSED)] + [
         ("plan", job) for job in (_JOB, _LARGE, _INTERLEAVED)
     ]
-    flags = {"doctor": "", "plan": "--cluster perlmutter", "plan --json": f"--cluster perlmutter --plot {picture}"}
+    perlmutter = "--cluster perlmutter"
+    flags = {
+        "plan --plot x.png": perlmutter,
+        "plan --log x": perlmutter,
+        "doctor": "",
+        "plan": "--cluster perlmutter",
+        "plan --json": f"--cluster perlmutter --plot {picture}",
+    }
     process = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         cwd=REPOSITORY,
@@ -184,6 +202,32 @@ def test_skipping_of_stages(said: dict[tuple[str, str], tuple[int, str, str]]) -
     assert "--pier-skip-fraction" not in said["plan", _JOB][1]
 
 
+def test_stock_optimizers_with_flags_inside_a_group(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    for job, finding, mode in (
+        (_STOCK_COMPRESSED, "dp: gradients between data-parallel ranks", "--pier-compress hybrid (gradients int8)"),
+        (_STOCK_SKIPPING, "are skipped; 0.", "--pier-skip-fraction 0.2 "),
+        (_STOCK + "--pier-layered", "Pier layered: breadth-first over 4 pipeline ranks", "synchronous, overlap flags "),
+    ):
+        status, findings, error = said["doctor", job]
+        assert status == 0, error
+        assert "--optimizer adam, " in findings
+        assert ": every iteration is synchronous, without groups and outer steps" in findings
+        assert finding in findings
+        status, plan, error = said["plan", job]
+        assert status == 0, error
+        assert mode in plan
+        assert "A stock optimizer: every iteration is synchronous" in plan
+        # No figures of an outer loop.
+        assert not re.search(r"DiLoCo|NoLoCo|Pier, H|outer step:|outer state|local phase|lazy start|groups on", plan)
+        assert not re.search(r"preset|outer state|progress", findings)
+    times = {name.strip(): float(ms) for name, ms in re.findall(r"^(synchronous.*?) +([\d,]+) +[\d.]+ ", plan, re.MULTILINE)}
+    assert times.keys() == {"synchronous", "synchronous, overlap flags"}
+    for flag, given in (("--plot", "x.png draws what groups win"), ("--log", "x says what groups lose")):
+        status, _, error = said[f"plan {flag} x{'.png' if flag == '--plot' else ''}", _STOCK_COMPRESSED]
+        assert status == 2
+        assert f"{flag} {given}: it needs a job with --optimizer pier" in error
+
+
 def test_fast_networks_that_span_nodes(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     status, findings, _ = said["doctor", _DOMAINS]
     assert status == 0
@@ -246,6 +290,25 @@ def saved(tmp_path: Path) -> Path:
     (folder / "iter_0000090" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder / "latest_checkpointed_iteration.txt").write_text("90")
     return folder
+
+
+def test_started_job_with_a_stock_optimizer_ends_and_shows_what_is_compressed(
+    tmp_path: Path, corpus: tuple[Path, Path]
+) -> None:
+    train, validation = corpus
+    training = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
+        f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
+        "--eval-interval 100 --eval-iters 1 --train-iters 100 --use-distributed-optimizer --pier-compress dp=int8"
+    )
+    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
+    job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
+    log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
+    assert "--optimizer adam, 2 model replicas: every iteration is synchronous" in log
+    assert re.search(r"Pier doctor: iteration 2, of a stock optimizer, rank 0: [1-9]\d* .* none across groups", log)
+    assert re.search(r"Pier doctor: compressed, dp \(.*\): 0\.\d+ MB in int8, 0\.\d+ MB without", log)
+    assert "iteration        3/" not in log
 
 
 def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands.plan.compression import savings, table
+from pier_megatron.commands.plan.compression import savings, savings_of_gradients, table
 from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -97,3 +97,11 @@ def test_one_group_has_nothing_to_gain() -> None:
     assert math.isinf(
         predict(dataclasses.replace(_JOB, gpus=4, replicas=1, groups=1), CLUSTERS["dgx-h100"]).break_even_interval()
     )
+
+
+def test_whole_gradients_are_reduced_twice_as_far() -> None:
+    """Without the distributed optimizer nothing is gathered: FP32 gradients there and back, both of them compressed."""
+    alone = dataclasses.replace(_JOB, gpus=16, replicas=4, groups=1, is_shared_out=False)
+    [saving] = savings_of_gradients(alone, _PLAIN, 1.0, "int8")
+    assert saving.wire == pytest.approx(predict(alone, _PLAIN).synchronous - predict(alone, _PLAIN).compute)
+    assert saving.compressed / saving.wire == pytest.approx((1 + 4 / 128) / 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
-from pier_megatron.commands.plan import compression, loss
+from pier_megatron.commands.plan import compression, loss, stock
 from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, Prediction, predict
 from pier_megatron.commands.plan.skipping import describe_skipping, predict_skipping
 from pier_megatron.config import PierConfig
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", type=float, metavar="MS", help="of a message between groups, if they are far apart")
     parser.add_argument("--tflops", type=float, help="what a GPU achieves on this model, if measured on one group")
     parser.add_argument("--log", type=Path, metavar="DIR", help="TensorBoard folder of such a run with Pier: what groups cost")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the mean iteration over the number of GPUs, too")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="draw the mean iteration over the number of GPUs, too (--optimizer pier)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_command_argument(parser)
 
@@ -35,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns the exit status."""
     plan = make_plan(LaunchCommand.parse(options.command), _cluster(options), options.tflops, options.log)
+    if options.plot and "scaling" not in plan:
+        raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
     if options.plot:
         draw_scaling(plan["scaling"], options.plot)
     print(json.dumps(plan, indent=2) if options.json else "\n".join(_text(plan)))
@@ -51,7 +55,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = None, log: Path | None = None) -> dict[str, Any]:
-    """Plans a job with ``--optimizer pier``; needs no GPU.
+    """Plans a job with ``--optimizer pier``, or with a flag inside a group; needs no GPU.
 
     Args:
         command: Its launch command.
@@ -70,6 +74,10 @@ def make_plan(command: LaunchCommand, cluster: Cluster, tflops: float | None = N
     found = command.planned_job()
     args, config, job = found.args, found.config, sizes_of(found.args)
     flops = None if tflops is None else tflops * 1e12
+    if config is None:
+        if log is not None:
+            raise PierConfigError(f"--log {log} says what groups lose: it needs a job with --optimizer pier.")
+        return stock.make_plan(args, job, cluster, flops)
     prediction = predict(job, cluster, flops)
     expected = loss.expected_shares(None if log is None else loss.read(log), config, args.global_batch_size)
     return {
@@ -225,23 +233,31 @@ def _in_pairs(plan: dict[str, Any]) -> list[str]:
     ]
 
 
-def _text(plan: dict[str, Any]) -> list[str]:
-    prediction, modes = plan["prediction"], plan["modes"]
-    reference = modes["synchronous, overlap flags"]
-    needed, there = sum(plan["memory"].values()), plan["memory of a GPU"]
-    lines = [
+def _of_groups(plan: dict[str, Any]) -> list[str]:
+    prediction = plan["prediction"]
+    return [
         f"{plan['groups']} groups on {plan['gpus']} GPUs, {plan['parameters per rank'] / 1e9:.2f} G parameters per rank",
-        *(f"memory per rank: {name}: {size / 1e9:.2f} GB" for name, size in plan["memory"].items()),
-        f"memory per rank: {needed / 1e9:.2f} GB together, of {there / 1e9:.0f} GB"
-        + ("" if needed <= there else ": does not fit. Lower --micro-batch-size or recompute activations, add --pier-offload"),
         f"an iteration: {prediction['compute'] * 1e3:,.0f} ms of compute, {prediction['inner'] * 1e3:,.0f} ms inside a group",
         f"an outer step: {prediction['exchange']['fp32'] * 1e3:,.0f} ms on the wire in FP32, "
         f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
         *compression.table([compression.Saving(**saving) for saving in plan["compression"]]),
-        *describe_skipping(plan["skipping"]),
+        *describe_skipping(plan["skipping"], " of the local phase"),
         f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
+    ]
+
+
+def _text(plan: dict[str, Any]) -> list[str]:
+    modes, has_groups = plan["modes"], "groups" in plan
+    reference = modes["synchronous, overlap flags"]
+    needed, there = sum(plan["memory"].values()), plan["memory of a GPU"]
+    remedy = "Lower --micro-batch-size or recompute activations" + (", add --pier-offload" if has_groups else "")
+    lines = [
+        *(_of_groups(plan) if has_groups else stock.describe(plan)),
+        *(f"memory per rank: {name}: {size / 1e9:.2f} GB" for name, size in plan["memory"].items()),
+        f"memory per rank: {needed / 1e9:.2f} GB together, of {there / 1e9:.0f} GB"
+        + ("" if needed <= there else f": does not fit. {remedy}"),
         "",
         f"{'mean iteration of the run':58} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}",
     ]
@@ -253,4 +269,4 @@ def _text(plan: dict[str, Any]) -> list[str]:
         )
     if not plan["calibrated"]:
         lines.append("Not calibrated: this cluster's figures follow from data sheets. Give --tflops and --node-bandwidth.")
-    return [*lines, "", *(loss.text(plan["loss"], plan["groups"]) if plan["loss"] else ()), plan["verdict"]]
+    return [*lines, "", *(loss.text(plan["loss"], plan["groups"]) if plan.get("loss") else ()), plan["verdict"]]

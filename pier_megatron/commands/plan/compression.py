@@ -53,25 +53,30 @@ def savings(job: Job, cluster: Cluster, compute: float) -> Iterator[Saving]:
         cluster: Where it runs.
         compute: Seconds of an iteration without communication.
     """
-    coding = _CODING * job.shard / cluster.memory_bandwidth
-    places = {
-        # Reduced and gathered inside a group; all groups together reduce once more, as far as the model goes.
-        "gradients inside a group": (job.replicas_in_group, 1, _PARAMETER),
-        "gradients of all groups, in the lazy start": (job.replicas if job.groups > 1 else 1, 2, 0.0),
-    }
-    for what, (ranks, times, beside) in places.items():
-        if ranks == 1:
-            continue
-        wire = seconds_between_replicas(job, cluster, ranks, times * _GRADIENT + beside)
-        for name in ("int8", "int4"):
-            compressed = seconds_between_replicas(job, cluster, ranks, times * _bytes(name) + beside)
-            yield Saving(what, f"dp={name}", wire, compressed, times * coding, HIDING * compute)
+    for name in ("int8", "int4"):
+        yield from savings_of_gradients(job, cluster, compute, name)
     if job.sent_between_stages:
         bandwidth = bandwidth_between_stages(job.gpus, cluster)
         elements = job.sent_between_stages
         wire, compressed = (elements * size / bandwidth for size in (_ACTIVATION, _bytes("int8")))
         coding = _CODING * elements / cluster.memory_bandwidth
         yield Saving("activations and gradients between stages", "pp=int8", wire, compressed, coding, 0.0)
+
+
+def savings_of_gradients(job: Job, cluster: Cluster, compute: float, codec: str) -> Iterator[Saving]:
+    """As :func:`savings`, of gradients with one codec."""
+    coding = _CODING * job.shard / cluster.memory_bandwidth
+    places = {
+        # Reduced and gathered inside a group, or whole gradients reduced; all groups together reduce once more, as far as the
+        # model goes.
+        "gradients inside a group": (job.replicas_in_group, *((1, _PARAMETER) if job.is_shared_out else (2, 0.0))),
+        "gradients of all groups, in the lazy start": (job.replicas if job.groups > 1 else 1, 2, 0.0),
+    }
+    for what, (ranks, times, beside) in places.items():
+        if ranks > 1:
+            wire = seconds_between_replicas(job, cluster, ranks, times * _GRADIENT + beside)
+            compressed = seconds_between_replicas(job, cluster, ranks, times * _bytes(codec) + beside)
+            yield Saving(what, f"dp={codec}", wire, compressed, times * coding, HIDING * compute)
 
 
 def _bytes(codec: str) -> float:

@@ -36,7 +36,8 @@ def predict_skipping(
     layer_passes = 3 * micro_batches * args.num_layers / args.pipeline_model_parallel_size
     forward = predict(job, cluster, flops).compute / layer_passes
     found = {}
-    for fraction in FRACTIONS if most(stages, micro_batches) else ():
+    fractions = sorted({*FRACTIONS, getattr(args, "pier_skip_fraction", None) or 0.0})
+    for fraction in fractions if most(stages, micro_batches) else ():
         if wanted(stages, micro_batches, fraction) > most(stages, micro_batches):
             continue
         skipped = argparse.Namespace(**vars(args) | {"pier_skip_fraction": fraction})
@@ -55,12 +56,12 @@ def _message(args: argparse.Namespace, cluster: Cluster) -> float:
     return nbytes / bandwidth_between_stages(args.world_size, cluster) + latency
 
 
-def describe_skipping(predicted: dict[float, dict[str, float]]) -> list[str]:
-    """The same as lines; none for a job without inner stages."""
+def describe_skipping(predicted: dict[float, dict[str, float]], phase: str = "") -> list[str]:
+    """The same as lines; none for a job without inner stages. ``phase`` says of which iterations, where not of all."""
     if not predicted:
         return []
     steps = (
         f"{fraction:g}: {found['local'] * 1e3:,.0f} ms ({found['share']:.3f} x the compute)"
         for fraction, found in predicted.items()
     )
-    return [f"an iteration of the local phase by --pier-skip-fraction (simulated; costs quality): {', '.join(steps)}"]
+    return [f"an iteration{phase} by --pier-skip-fraction (simulated; costs quality): {', '.join(steps)}"]
