@@ -17,7 +17,7 @@ from pier_megatron.commands.experts import jobs, mix, mixture, score, train
 from pier_megatron.commands.experts.budget import apportioned, shares
 from pier_megatron.commands.experts.description import VARIANTS, Ensemble
 from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _places, _write_scripts
+from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _check_scoring, _places, _write_scripts
 from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.errors import PierConfigError
@@ -280,6 +280,22 @@ def test_model_is_scored_without_what_says_how_it_was_trained() -> None:
     assert " ".join(found[len(model.split()) :]).startswith("--pipeline-model-parallel-layout Etttt|ttttL ")
     kept = {word for word in found if word.startswith("--")}
     assert not kept & {word.partition("=")[0] for word in training.split()} - {"--pipeline-model-parallel-layout"}
+
+
+def test_plan_refuses_sizes_that_could_not_be_scored(
+    read: Callable[[Any], Ensemble], content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 257 --lr 1e-2 --overlap-grad-reduce "
+        "--overlap-param-gather"
+    )
+    model = Model(tuple(words.split()), None, 1, 4)
+    _check_scoring(read(content), "small", model)
+    # As if nobody had thought of that flag.
+    monkeypatch.setattr("pier_megatron.commands.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
+    with pytest.raises(PierConfigError, match=r"scoring experts of size small: .* --overlap-param-gather only supported with"):
+        _check_scoring(read(content), "small", model)
 
 
 # The scores.
