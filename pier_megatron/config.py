@@ -78,16 +78,13 @@ class PierConfig(Settings):
         self._check_lazy_start()
 
     def _check_elastic(self) -> None:
-        if self.lighthouse is not None:
-            return
-        for name in ("island", "island_address", "island_timeout", "island_wait"):
-            value = getattr(self, name)
-            if value != getattr(Settings, name):
-                raise PierConfigError(
-                    f"{flag_of(name)} {value} without --pier-lighthouse: it is for islands that are jobs of their own. Without "
-                    "a lighthouse this job would train alone, as would the others, and all would save to one --save folder. "
-                    "Add --pier-lighthouse URL, or drop it."
-                )
+        names = ("island", "island_address", "island_timeout", "island_wait") if self.lighthouse is None else ()
+        for name in (name for name in names if getattr(self, name) != getattr(Settings, name)):
+            raise PierConfigError(
+                f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for islands that are jobs of their own. "
+                "Without a lighthouse this job would train alone, as would the others, and all would save to one --save "
+                "folder. Add --pier-lighthouse URL, or drop it."
+            )
 
     def _check_subgroups(self) -> None:
         if self.subgroup_size is not None and not 2 <= self.subgroup_size <= self.groups:
