@@ -81,8 +81,8 @@ class PierConfig(Settings):
         names = ("island", "island_address", "island_timeout", "island_wait") if self.lighthouse is None else ()
         for name in (name for name in names if getattr(self, name) != getattr(Settings, name)):
             raise PierConfigError(
-                f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for islands that are jobs of their own. "
-                "Without a lighthouse this job would train alone, as would the others, and all would save to one --save "
+                f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for islands that are jobs of their "
+                "own. Without a lighthouse this job would train alone, as would the others, and all would save to one --save "
                 "folder. Add --pier-lighthouse URL, or drop it."
             )
 
