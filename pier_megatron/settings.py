@@ -167,7 +167,7 @@ class GroupSettings:
         False,
         "Breadth-first pipelines (arXiv 2106.02679, 2211.05953): every virtual stage takes all micro-batches of a step before "
         "the next one begins, which leaves --overlap-grad-reduce more to hide behind and keeps more activations. Default: "
-        "Megatron's depth-first order.",
+        "Megatron's depth-first order, whose losses it gives to the last bit without dropout.",
     )
     compress: str | None = _setting(
         None,

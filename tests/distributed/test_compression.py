@@ -37,6 +37,7 @@ _ROUTES = {
     "instances": (_STEPS + _SHARDED + _INSTANCES, "dp"),
     "instances, overlapped": (_STEPS + _HIDDEN + _INSTANCES + "--bf16", "dp gather"),
     "bf16 gradients": (_STEPS + _HIDDEN + _TENSOR + "--bf16 --grad-reduce-in-bf16", "dp tp gather"),
+    "dropout": (_TENSOR + _STEPS + _HIDDEN + "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1", "dp tp gather"),
     "experts": (_PIPELINE + _STEPS + _HIDDEN + "--num-experts 2 --expert-model-parallel-size 2", "dp pp"),
     "lengths that vary": (_PIPELINE + _STEPS, "dp pp"),
     "pier": (_LONGER + _PIER + _OVERLAPPED + "--bf16", "dp gather"),
@@ -92,6 +93,7 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
             Run(f"copied, {name}, resumed", f"{argv} --load {{directory}}/copied/{name} --ckpt-step 3", ["main"])
             for name, argv in _COPIED.items()
         ),
+        Run("halves", f"{_STEPS}--overlap-grad-reduce --ddp-bucket-size 2000 --pier-compress dp=int8", _CENSUS),
         # Planted bugs.
         Run("unequal", f"{overlapped} --pier-compress naive", [], ["own part as it is"], fails=True),
         *(Run(f"{name}, drifts", _COPIED[name], [], ["blocks across parameters"], fails=True) for name in _DRIFTING),
@@ -157,6 +159,14 @@ def test_losses_are_nearly_those_without(runs: dict[str, Recorded], name: str, p
     assert losses.keys() == expected.keys()
     assert losses != expected
     assert losses == pytest.approx(expected, rel=1e-2)
+
+
+def test_both_halves_of_an_all_reduce_are_hidden(runs: dict[str, Recorded]) -> None:
+    # In the first iteration Megatron does not know yet when gradients are complete, and nobody looks on at the last.
+    names = [found.name for found in runs["halves"].ranks[0]["census"][2]]
+    halves = "".join({"alltoall_base_": "1", "_allgather_base_": "2"}.get(name, "") for name in names)
+    # Of one bucket the second half begins when the first half of the next one has begun.
+    assert re.fullmatch("1(12){3,}2", halves)
 
 
 @pytest.mark.parametrize("name", _COPIED)

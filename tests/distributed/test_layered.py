@@ -1,4 +1,4 @@
-"""Breadth-first pipelines: another order than Megatron's, equal to it to the last bit, and what it holds in memory."""
+"""Breadth-first pipelines: another order than Megatron's, equal to it to the last bit without dropout, and its memory."""
 
 import re
 from pathlib import Path
@@ -30,6 +30,7 @@ _BOTH = {
     + "--train-iters 2 --global-batch-size 16 --pipeline-model-parallel-size 4 --num-layers 12 "
     "--num-virtual-stages-per-pipeline-rank 3",
 }
+_DROPOUT = " --hidden-dropout 0.1 --attention-dropout 0.1"
 _PROBES = ["weights", "pipeline"]
 
 
@@ -42,6 +43,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     ]
     trainings += [
         Run("no multiple of the ranks", f"{_PIPELINE} --train-iters 2 --global-batch-size 20{_LAYERED}", _PROBES),
+        *(
+            Run(
+                f"dropout{order.replace(' --pier-', ', ')}",
+                _BOTH["overlapped"].replace("iters 4", "iters 2") + _DROPOUT + order,
+            )
+            for order in ("", _LAYERED)
+        ),
         Run("unchanged", _BOTH["overlapped"] + _LAYERED, _PROBES, ["depth-first"]),
         *(
             Run(f"{name}, one size", _BOTH[name] + _LAYERED, _PROBES, ["one size of groups for all steps"], fails=True)
@@ -68,6 +76,12 @@ def test_equal_to_the_last_bit(runs: dict[str, Recorded], name: str) -> None:
     assert weights.keys() == expected.keys()
     for key, value in expected.items():
         assert not isinstance(value, torch.Tensor) or torch.equal(weights[key], value), key
+
+
+def test_dropout_draws_other_numbers(runs: dict[str, Recorded]) -> None:
+    depth_first, layered = runs["dropout"].losses, runs["dropout, layered"].losses
+    assert layered != depth_first
+    assert layered == pytest.approx(depth_first, rel=2e-2)
 
 
 # By rank of the pipeline. Reductions are aligned: a rank starts its own as many passes later as there are ranks before it.

@@ -97,6 +97,11 @@ _REFUSED = {
         "expert-data-parallel size 1",
         "8 / (ETP 1 x EP 8 x PP 1)",
     ],
+    f"{_PP4} --num-virtual-stages-per-pipeline-rank 2 --use-megatron-fsdp --global-batch-size 32": [
+        "--use-megatron-fsdp cannot be used with --pier-layered",
+        "--pipeline-model-parallel-size 4",
+        "--use-distributed-optimizer",
+    ],
     "--pier-layered --global-batch-size 32": ["--pipeline-model-parallel-size 1", "one chunk", "2 or more"],
     f"{_PP2} {_V2} --no-overlap-p2p-communication --global-batch-size 32": [
         "--pipeline-model-parallel-size 2 and --no-overlap-p2p-communication",

@@ -93,7 +93,22 @@ _POSSIBLE = {"dp", "pp", "gather", "tp"}
         ({"params_dtype": torch.float32, "bf16": False}, {"gather"}, "must not be rounded"),
         ({"fp8_param_gather": True}, {"gather"}, "fewer bits already"),
         ({"num_distributed_optimizer_instances": 4}, {"gather"}, "gathers nothing"),
-        ({"pier_compress": "naive,dp=bf16", "grad_reduce_in_bf16": True}, {"dp"}, "bf16 already"),
+        (
+            {"pier_compress": "naive,dp=bf16", "grad_reduce_in_bf16": True, "accumulate_allreduce_grads_in_fp32": False},
+            {"dp"},
+            "bf16 already",
+        ),
+        (
+            {
+                "pier_compress": "naive,dp=bf16",
+                "bf16": False,
+                "fp16": True,
+                "params_dtype": torch.float16,
+                "accumulate_allreduce_grads_in_fp32": False,
+            },
+            {"dp"},
+            "with --fp16 they have 16 bits already",
+        ),
         ({"pier_compress": "naive,pp=bf16"}, {"pp"}, "16 bits already"),
         ({"pier_compress": "naive,tp=bf16"}, {"tp"}, "16 bits already"),
         ({"pier_compress": "naive,gather=bf16"}, {"gather"}, "16 bits already"),

@@ -91,13 +91,15 @@ def _obstacle(args: argparse.Namespace, dimension: str, codec: Codec) -> str | N
 def _dp(args: argparse.Namespace, codec: Codec) -> str | None:
     if args.data_parallel_size * args.context_parallel_size == 1:
         return "there is one model replica (data-parallel size 1), whose gradients go nowhere"
-    if codec.bits == 16 and _gradients_are_bf16(args):
-        return "with --grad-reduce-in-bf16 they are bf16 already; use int8, or drop it"
+    if codec.bits == 16 and not args.accumulate_allreduce_grads_in_fp32:
+        if args.fp16:
+            return (
+                "with --fp16 they have 16 bits already; use int8, or add --accumulate-allreduce-grads-in-fp32 to sum them in "
+                "FP32 and still send 16 bits"
+            )
+        if args.bf16:
+            return "with --grad-reduce-in-bf16 they are bf16 already; use int8, or drop it"
     return None
-
-
-def _gradients_are_bf16(args: argparse.Namespace) -> bool:
-    return bool(args.bf16 and (getattr(args, "grad_reduce_in_bf16", False) or not args.accumulate_allreduce_grads_in_fp32))
 
 
 def _pp(args: argparse.Namespace, codec: Codec) -> str | None:

@@ -46,6 +46,7 @@ def has_feedback(codec: Codec) -> bool:
 def forget_what_was_dropped() -> None:
     """Begins a training, or goes on as one that begins here."""
     _dropped.clear()
+    _Handle.newest = None
 
 
 def _save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -66,23 +67,40 @@ def _start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any
         with _stream_of(bucket_group):
             # One behind the other: between instances goes what has been summed inside.
             for place, reduction in enumerate(reductions):
-                _Handle(_begin(codec, bucket_group, reduction, residuals, place)).wait()
+                _Handle(_begin(codec, bucket_group, reduction, residuals, place), before=None).wait()
     elif reductions:
         sums = [_begin(codec, bucket_group, reduction, residuals, place) for place, reduction in enumerate(reductions)]
-        bucket_group.grad_reduce_handle = _Handle(itertools.chain(*sums))
+        _Handle.newest = bucket_group.grad_reduce_handle = _Handle(itertools.chain(*sums), _Handle.newest)
 
 
 class _Handle:
-    """What Megatron waits for."""
+    """What Megatron waits for.
 
-    def __init__(self, sums: Iterable[Sum]) -> None:
-        self._sums = list(sums)
+    The second half of an all-reduce begins when the next reduction has begun, which all ranks do in the same order; that of the
+    last one when Megatron waits for it.
+
+    Attributes:
+        newest: The reductions that began last, as long as Megatron does not wait for them.
+    """
+
+    newest: "_Handle | None" = None
+
+    def __init__(self, sums: Iterable[Sum], before: "_Handle | None") -> None:
+        self._sums, self._has_advanced = list(sums), False
+        if before is not None:
+            before._advance()
 
     def wait(self) -> None:
-        for one in self._sums:
-            one.advance()
+        self._advance()
         for one in self._sums:
             one.finish()
+        if _Handle.newest is self:
+            _Handle.newest = None
+
+    def _advance(self) -> None:
+        for one in self._sums if not self._has_advanced else ():
+            one.advance()
+        self._has_advanced = True
 
 
 @contextlib.contextmanager

@@ -82,6 +82,12 @@ def check_pipeline(args: argparse.Namespace) -> None:
             "ranks would put several transfers between the same two into one batch, which Megatron refuses. Drop "
             "--no-overlap-p2p-communication, or use --pipeline-model-parallel-size 3 or more."
         )
+    if getattr(args, "use_megatron_fsdp", False):
+        raise PierConfigError(
+            f"--use-megatron-fsdp cannot be used with --pier-layered, which needs --pipeline-model-parallel-size {ranks}: "
+            "Megatron lays its FSDP over data-, expert- and tensor-parallel ranks alone, and fails to build the model where "
+            "there are pipeline ranks beside them. Use --use-distributed-optimizer, or drop --pier-layered and the pipeline."
+        )
     given = getattr(args, _GROUP_SIZE)
     if given is not None:
         raise PierConfigError(
