@@ -48,10 +48,10 @@ def _loaded(source: Shape, target: Shape, groups: int) -> Run:
 
 
 _IN_FP32 = [shape for shape in _SHAPES if shape[2] == "FP32"]
-# Bits decide what error feedback has kept, which only a run of the same shape takes over: the other pairs say nothing new.
+# Bits decide what error feedback has kept, which only a run of the same shape takes over: other cells follow from FP32.
 _CELLS: list[tuple[Shape, Shape]] = [
     *((source, target) for source in _IN_FP32 for target in _IN_FP32),
-    *((shape, target) for shape in _SHAPES for target in (shape, (*shape[:2], "FP32")) if shape[2] != "FP32"),
+    *((shape, shape) for shape in _SHAPES if shape not in _IN_FP32),
 ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import ITERATIONS, Attempt, Job, differing
+from jobs import ITERATIONS, Attempt, Job, differing, outer_checksums
 from launch import REPOSITORY
 
 pytestmark = pytest.mark.processes
@@ -102,9 +102,11 @@ def check_that_the_last_step_is_taken_when_the_others_are_back(first: Island, se
         apart = first.weights(ITERATIONS)
         with (
             first.started(flags=place) as waits,
-            second.started(flags=f"{saved} --clip-grad 0.5 --log-interval 2") as stranger,
+            second.started(flags=f"{place} --load {first.folder}/checkpoints --clip-grad 0.5 --log-interval 2") as stranger,
         ):
             assert stranger.wait() != 0
+            assert "/checkpoints has no checkpoint of island 1, which starts at iteration 0 " in stranger.log
+            assert "add --pier-override-checkpoint" in stranger.log
             assert "--pier-island 1 is of another run than the other islands: --clip-grad 0.5 here and" in stranger.log
             assert "--log-interval" not in stranger.log.split("is of another run")[1].splitlines()[0]
             with second.started(flags=saved) as returns:
@@ -180,3 +182,58 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     assert differing(*final) == []
     check_that_all_go_on_exactly((first, second), (alone, joins), final)
     check_that_the_last_step_is_taken_when_the_others_are_back(first, second)
+
+
+class Relay:
+    """Runs of two groups, each of which loads what another kind of run has saved between two outer steps.
+
+    Attributes:
+        rows: What each kind of run has taken over, as rows of the table in the documentation.
+    """
+
+    def __init__(self, folder: Path, corpus: tuple[Path, Path]) -> None:
+        self._folder, self._corpus = folder, corpus
+        self.rows: list[str] = []
+        self._runs = 0
+
+    def run(self, kind: str, until: int, source: tuple[str, Job, int] | None = None) -> tuple[str, Job]:
+        """Trains until an outer step, and compares the one after the load with that of the run which has saved."""
+        self._runs += 1
+        folder = self._folder / str(self._runs)
+        flags = (
+            "--pier-lazy-start-iters 0 --pier-override-checkpoint --save-interval 2 "
+            f"--exit-interval {until} --save {folder}/checkpoints "
+        )
+        if source is not None:
+            flags += f"--load {source[1].folder}/checkpoints --ckpt-step {source[2]} "
+        with contextlib.ExitStack() as stack:
+            if kind == "elastic islands":
+                flags += stack.enter_context(lighthouse(least=2)) + " --pier-island-timeout 60"
+                jobs: Sequence[Job] = [Island(folder, self._corpus, flags, index) for index in range(2)]
+            else:
+                jobs = [Job(folder, self._corpus, 2, flags + ("--pier-islands" if kind == "islands" else ""))]
+            attempts = [stack.enter_context(job.started()) for job in jobs]
+            assert [attempt.wait() for attempt in attempts] == [0] * len(jobs), attempts[-1].log[-5000:]
+        # All islands of a run share a folder.
+        saved = jobs[0] if len(jobs) == 1 else Job(folder, self._corpus)
+        if source is not None:
+            theirs, job, step = source
+            assert all(f"Pier goes on from iteration {step}; with changes" in attempt.log for attempt in attempts)
+            # It depends on every group's parameters, moments, samples and random states, and on anchor and momentum.
+            following = step + 2
+            assert outer_checksums(saved, following) == outer_checksums(job, following)
+            assert outer_checksums(saved, following) != outer_checksums(job, step)
+            self.rows.append(f"| {theirs} | {kind} | own |")
+        return kind, saved
+
+
+def test_elastic_islands_and_other_runs_load_each_other(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    relay = Relay(tmp_path, corpus)
+    instances = relay.run("instances", until=8)
+    elastic = relay.run("elastic islands", 12, (*instances, 6))
+    relay.run("instances", 12, (*elastic, 10))
+    launch = relay.run("islands", 16, (*elastic, 10))
+    relay.run("elastic islands", 16, (*launch, 14))
+    found = "\n".join(["| saved by 2 groups | loaded by 2 groups | outcome |", "|---|---|---|", *relay.rows])
+    print(found)
+    assert found in (REPOSITORY / "docs" / "reliability.md").read_text()

@@ -1,12 +1,20 @@
 """Which iteration, and which folders, a run goes on from."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint import stored_run
+from pier_megatron.integration.checkpoint.content import Place
+from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
+from pier_megatron.outer.description import Description
 
 
 @pytest.fixture
@@ -78,3 +86,29 @@ def test_elastic_island_goes_on_from_its_own_or_begins_anew(root: Path) -> None:
     # Told to load an iteration, it says that it does not have it.
     assert of(1, step=9) == StoredRun(root, 9, (0,))
     assert stored_run._for_an_elastic_island(root / "nothing", 1, {0: set()}, None, False) == StoredRun(root / "nothing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Place):
+    """The place of a group, in a layout that is the same everywhere."""
+
+    def describe(self, iteration: int, **content: Any) -> Description:
+        return Description.of_run(self.config, iteration, {}, self.device_type, island=self.island, **content)
+
+
+def place_of(groups: int, **settings: Any) -> Run:
+    config = PierConfig(train_iters=12, groups=groups, sync_interval=2, islands=True, **settings)
+    return Run(config, "cpu", 0, 0, False, dist.GroupMember.NON_GROUP_MEMBER, [], [], [])
+
+
+def test_mean_of_islands_needs_the_folders_of_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = place_of(4).describe(3, is_local=True)
+    monkeypatch.setattr(StoredRun, "description", lambda stored, key: saved)
+    whole, stored = StoredRun(root, 3, (0, 1, 2, 3)), StoredRun(root, 3, (0, 1, 3))
+    Sources(place_of(2), whole).check_folders(saved)
+    with pytest.raises(PierConfigError, match=r"the islands \[2\] hold no checkpoint of iteration 3.*--pier-load-inner-state"):
+        Sources(place_of(2), stored).check_folders(saved)
+    Sources(place_of(2, load_inner_state="first"), stored).check_folders(saved)
+    # As many islands as were saved: the one without a folder of its own takes the state of island 0.
+    Sources(place_of(4), stored).check_folders(saved)
+    assert "island 2, which takes the inner state of island 0" in Sources(place_of(4), stored).lacking(saved)[0]

@@ -74,6 +74,12 @@ def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
     settings, island = versions.megatron_args(), islands.own()
     index = loop.exchange.rank if island is None else island.index
     stored = None if settings.load is None else find(Path(settings.load), settings.ckpt_step, loop.config.override_checkpoint)
+    if settings.load is not None and stored is None and islands.rank_in_launch() == 0:
+        print(
+            f" Pier: --load {settings.load} has no checkpoint of island {index}, which starts at iteration 0 and joins the "
+            "others in their next outer step. To start from the inner state of island 0, add --pier-override-checkpoint.",
+            flush=True,
+        )
     loading = Loading(_place(pier, index), loop, stored)
     try:
         with versions.replaced(pier, {"loading": loading}), versions.replaced(settings, loading.arguments()):
