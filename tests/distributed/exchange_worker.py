@@ -34,15 +34,15 @@ def vector(rank: int, step: int = 0) -> torch.Tensor:
     return values.to(DEVICE)
 
 
-def sums(codec: str) -> dict[str, object]:
+def sums(codec: str, exactly: bool = False) -> dict[str, object]:
     """One sum: its value here, the bytes that were counted and those that were put in."""
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     result = vector(exchange.rank)
     with CollectiveCensus() as census:
-        under_way = exchange.sum(result)
+        under_way = exchange.sum(result, exactly=exactly)
         under_way.advance()
         under_way.finish()
-    return {"sum": result.cpu(), "sent": exchange.wire.bytes_of_sum(NUMEL), "collectives": census.collectives}
+    return {"sum": result.cpu(), "sent": exchange.wire.bytes_of_sum(NUMEL, exactly), "collectives": census.collectives}
 
 
 def met(codec: str, steps: int = 3) -> dict[str, object]:
@@ -129,6 +129,7 @@ def main() -> None:
     dist.init_process_group(one_gpu.backend())
     record = {
         "sums": {codec: sums(codec) for codec in CODECS},
+        "exact sums": {codec: sums(codec, exactly=True) for codec in CODECS},
         "met": {codec: met(codec) for codec in CODECS},
         "in parts": {codec: in_parts(codec) for codec in CODECS},
         "drift": {(codec, on): drift(codec, on) for codec in ("bf16", "int8", "int4") for on in (True, False)},

@@ -45,6 +45,16 @@ def test_fp32_sum_is_exact(records: list[dict[str, dict]]) -> None:
     torch.testing.assert_close(records[0]["sums"]["fp32"]["sum"].double(), exact_sum(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_exact_sums_are_in_group_order(records: list[dict[str, dict]], codec: str) -> None:
+    in_order = vector(0).cpu()
+    for rank in range(1, _GROUPS):
+        in_order = in_order + vector(rank).cpu()
+    assert all(torch.equal(record["exact sums"][codec]["sum"], in_order) for record in records)
+    # A collective of the communicator takes an order of its own, which another communicator need not take.
+    assert not torch.equal(records[0]["sums"]["fp32"]["sum"], in_order)
+
+
 @pytest.mark.parametrize(("codec", "steps"), [("bf16", 128), ("int8", 127), ("int4", 7)])
 def test_low_bit_sum_is_off_by_one_rounding_per_group_and_one_of_the_sum(
     records: list[dict[str, dict]], codec: str, steps: int
