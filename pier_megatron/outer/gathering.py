@@ -115,7 +115,7 @@ class Gatherings:
         self._membership, self._island, self._wait_seconds = islands.membership, islands.own, islands.wait_seconds
         self._stagings, self._judge, self._members = stagings, judge, members
         self._make_round, self._over_group, self._device = make_round, over_group, device
-        self._has_whole_anchor, self._is_new = True, True
+        self._has_own_anchor, self._is_new = True, True
 
     def meet(self, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int) -> Meeting | None:
         """Comes together with all islands that are there; called by all ranks of the island.
@@ -156,7 +156,7 @@ class Gatherings:
             # By the ranks of an island together: one that ended or went on alone would leave the others waiting.
             of_rank, outcome = outcome, self._membership.agree(exchange, outcome)
             if outcome == Outcome.SUCCEEDED:
-                self._is_new = False
+                self._is_new, self._has_own_anchor = False, True
                 return meeting
             if of_rank == Outcome.SUCCEEDED:
                 print(f" Pier: {where}: not every rank of every island has all of it; tries again", flush=True)
@@ -193,25 +193,27 @@ class Gatherings:
         return Meeting(source[_ITERATION], not here, source[_ITERATION], round_, restarted)
 
     def _standing(self, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int) -> Tensor:
-        checksum = torch.zeros(1, dtype=torch.int64, device=self._device)
+        checksum = torch.zeros((), dtype=torch.int64, device=self._device)
         for staging in self._stagings:
             # After a meeting that failed, what it handed over may still be on its way to the host.
             staging.synchronize()
             checksum += staging.state.checksum(ANCHOR)
         # Of the whole island, so that all its ranks judge alike.
-        self._over_group(checksum, dist.ReduceOp.SUM)
-        place = [last_common_step, iteration] if self._has_whole_anchor else [_NOWHERE, _NOWHERE]
-        own = [self._island, *place, int(bool(fragments)), int(checksum.item()), trained, int(self._is_new)]
+        sums = torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)])
+        self._over_group(sums, dist.ReduceOp.SUM)
+        checksum_of_all, without_own_anchor = sums.tolist()
+        place = [_NOWHERE, _NOWHERE] if without_own_anchor else [last_common_step, iteration]
+        own = [self._island, *place, int(bool(fragments)), checksum_of_all, trained, int(self._is_new)]
         return torch.tensor(own, device=self._device)
 
     def _hand_over(self, exchange: GroupExchange, source: int, absent: Sequence[int]) -> None:
-        self._has_whole_anchor = exchange.rank not in absent
+        # Until the meeting has succeeded: the anchor of the others with the iteration of this island is that of nobody.
+        self._has_own_anchor = self._has_own_anchor and exchange.rank not in absent
         lent = one_ahead(staging.lend(chunk, COMMON) for staging in self._stagings for chunk in staging.state.chunks)
         for staged in lent:
             for name in COMMON:
                 exchange.broadcast(staged.tensors[name], source, absent)
             staged.give_back(COMMON)
-        self._has_whole_anchor = True
 
 
 def _place(standing: Standing) -> tuple[int, ...]:

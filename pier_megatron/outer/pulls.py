@@ -51,9 +51,11 @@ class Pulls:
             begun: Iteration after which the round began.
             iteration: At whose end it has ended.
         """
-        self._apart.update(self._config.fragments_due(begun))
-        for fragment in self._config.fragments_due(begun) if self._config.pulls else ():
-            self.done.discard(fragment)
+        fragments = self._config.fragments_due(begun)
+        self._apart.update(fragments)
+        # Also what a run that pulls has left to one that does not.
+        self.done.difference_update(fragments)
+        for fragment in fragments if self._config.pulls else ():
             due = self._config.next_outer_step(fragment, begun)
             if due is None:
                 continue
