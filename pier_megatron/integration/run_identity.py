@@ -95,7 +95,8 @@ def arguments_in_common(args: argparse.Namespace) -> dict[str, Any]:
     return {
         f"--{name.replace('_', '-')}": _plain(value)
         for name, value in vars(args).items()
-        if not name.startswith(MAY_DIFFER) and not name.startswith("_")
+        # With --use-checkpoint-args Megatron puts the iteration of the checkpoint among them.
+        if not name.startswith((*MAY_DIFFER, "_")) and name != "iteration"
     }
 
 

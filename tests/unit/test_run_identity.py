@@ -85,3 +85,10 @@ def test_page_lists_what_may_differ() -> None:
     page = _DOCS.read_text()
     missing = [name for name in run_identity.MAY_DIFFER if f"`{name.strip('_').replace('_', '-')}" not in page]
     assert missing == []
+
+
+def test_where_an_island_goes_on_is_not_compared() -> None:
+    # Megatron's --use-checkpoint-args puts it among the arguments.
+    assert run_identity.arguments_in_common(args(iteration=500)) == run_identity.arguments_in_common(args())
+    skipped = run_identity.arguments_in_common(args(iterations_to_skip=[3]))
+    assert skipped["--iterations-to-skip"] == [3]

@@ -69,6 +69,11 @@ def test_islands_of_one_launch_find_what_all_have(
 
 def test_groups_in_one_folder_are_left_to_megatron(root: Path) -> None:
     assert stored_run._common(root, store(root, {0: {6: 4}}, instances=True), None) == StoredRun(root)
+    # Islands that went on from it failed in their first save: what they have left is not all of their run.
+    found = store(root, {0: {9: 4}})
+    stored = stored_run._common(root, found, None)
+    assert stored == StoredRun(root, 6)
+    assert stored.arguments(0) == {"load": str(root), "ckpt_step": 6}
     assert stored_run._common(root / "nothing", {0: set()}, None) == StoredRun(root / "nothing")
 
 

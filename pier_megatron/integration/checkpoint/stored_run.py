@@ -47,9 +47,8 @@ class StoredRun:
 
     def arguments(self, key: int) -> dict[str, Any]:
         """Megatron's arguments with which it loads from a folder."""
-        if not self.islands:
-            return {"load": str(self.root)}
-        return {"load": str(folder_of_island(self.root, key)), "ckpt_step": self.iteration}
+        step = {} if self.iteration is None else {"ckpt_step": self.iteration}
+        return {"load": str(folder_of_island(self.root, key) if self.islands else self.root), **step}
 
 
 def find(root: Path, step: int | None, accepts_changes: bool) -> StoredRun | None:
@@ -102,13 +101,15 @@ def _common(root: Path, iterations: Mapping[int, set[int]], step: int | None) ->
     )
     found = [_at(root, iterations, t) for t in candidates]
     whole = next((stored for stored, is_whole in found if is_whole), None)
-    return whole or next((stored for stored, _ in found), StoredRun(root))
+    chosen = whole or next((stored for stored, _ in found), StoredRun(root))
+    # The last one in the folder is Megatron's to find, and to say what is wrong with it.
+    return chosen if chosen.islands or chosen.iteration not in candidates[:1] else StoredRun(root)
 
 
 def _at(root: Path, iterations: Mapping[int, set[int]], iteration: int) -> tuple[StoredRun, bool]:
     """What is stored of an iteration, and whether all of its run is there."""
     if not _is_of(root, iteration, 0):
-        return StoredRun(root), True
+        return StoredRun(root, iteration), True
     count = _entry(stored_checkpoint(root, iteration) or root)["settings"]["groups"]
     there = tuple(island for island in range(count) if iteration in iterations.get(island, ()))
     return StoredRun(root, iteration, there), len(there) == count
