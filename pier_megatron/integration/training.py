@@ -170,7 +170,7 @@ def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: A
     before, stepped = loop.iteration, loop.last_common_step
     loop.join()
     refusals.check_lazy_start(loop.config, loop.iteration)
-    if loop.last_common_step == before == loop.config.train_iters and before > stepped:
+    if settings.save and loop.last_common_step == before == loop.config.train_iters and before > stepped:
         # The outer step of the last iteration, for which there were too few islands: nothing follows that would save it.
         save = versions.require(_TRAINING, "save_checkpoint")
         save(before, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)

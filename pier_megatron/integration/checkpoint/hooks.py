@@ -73,7 +73,9 @@ def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
     loop = pier.loop
     settings, island = versions.megatron_args(), islands.own()
     index = loop.exchange.rank if island is None else island.index
-    stored = None if settings.load is None else find(Path(settings.load), settings.ckpt_step, loop.config.override_checkpoint)
+    # With --finetune all begin from the same weights, whoever saved them.
+    accepts_changes = loop.config.override_checkpoint or settings.finetune
+    stored = None if settings.load is None else find(Path(settings.load), settings.ckpt_step, accepts_changes)
     if settings.load is not None and stored is None and islands.rank_in_launch() == 0:
         print(
             f" Pier: --load {settings.load} has no checkpoint of island {index}, which starts at iteration 0 and joins the "
