@@ -218,12 +218,14 @@ class Relay:
         saved = jobs[0] if len(jobs) == 1 else Job(folder, self._corpus)
         if source is not None:
             theirs, job, step = source
-            assert all(f"Pier goes on from iteration {step}; with changes" in attempt.log for attempt in attempts)
+            said = {"exact" if f"Pier goes on exactly from iteration {step}" in attempt.log else "own" for attempt in attempts}
+            [outcome] = said
+            assert outcome == "exact" or all(f"from iteration {step}; with changes" in attempt.log for attempt in attempts)
             # It depends on every group's parameters, moments, samples and random states, and on anchor and momentum.
             following = step + 2
             assert outer_checksums(saved, following) == outer_checksums(job, following)
             assert outer_checksums(saved, following) != outer_checksums(job, step)
-            self.rows.append(f"| {theirs} | {kind} | own |")
+            self.rows.append(f"| {theirs} | {kind} | {outcome} |")
         return kind, saved
 
 
