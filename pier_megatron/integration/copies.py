@@ -68,8 +68,8 @@ class Copies:
 
         Args:
             members: The inner optimizers.
-            model_chunks: Of the model.
-            device: Of the parameters.
+            model_chunks: Chunks of the model on this rank.
+            device: Device of the parameters.
         """
         self._members, self._device = members, device
         self._domains = _domains(model_chunks)

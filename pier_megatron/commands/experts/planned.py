@@ -20,11 +20,11 @@ class Expert:
         name: Variant and expert, such as ``MHe-IHo/code``; also its folder below the plan's.
         domains: Names of what it is trained on.
         size: Name of its size.
-        iterations: Of its training.
-        operations: Of its training, by Megatron's own count.
+        iterations: Iterations of its training.
+        operations: Operations of its training, by Megatron's own count.
         devices: Numbers of the GPUs that it takes on each of its nodes; on the CPU, of processes.
         nodes: Numbers of its nodes.
-        memory: Of a rank, predicted, in bytes.
+        memory: Predicted memory of a rank, in bytes.
         hours: Predicted; None without a cluster.
     """
 
