@@ -34,6 +34,10 @@ DESERTED_STATUS = 75
 """Exit status of a job that has saved and ended for lack of other islands; EX_TEMPFAIL of sysexits.h: try again."""
 
 
+class _DesertedWhileSkippingError(Exception):
+    """Too few islands for the outer step of an iteration after which Megatron neither saves nor decides to end."""
+
+
 def install() -> None:
     """Hooks Pier into the loop."""
     versions.wrap(_TRAINING, "get_megatron_optimizer", _build_optimizer)
@@ -221,20 +225,39 @@ def _skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
     if optimizer.clock is not None:
         optimizer.clock.rest()
     optimizer.loop.end_iteration(has_trained=False)
+    if optimizer.loop.is_deserted:
+        raise _DesertedWhileSkippingError
 
 
 @current.in_pier_runs
 def _train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Lets the job of a deserted island fail, once Megatron has saved and ended: its run is not at its end."""
+    """Lets the job of a deserted island fail, once its state is saved: its run is not at its end."""
+    loop, given = optimizer.loop, versions.given(train, args, kwargs)
     try:
         return train(*args, **kwargs)
+    except _DesertedWhileSkippingError:
+        settings = versions.megatron_args()
+        samples = samples_of(1, settings.consumed_train_samples)
+        settings.consumed_train_samples += samples
+        settings.skipped_train_samples += samples
+        # It saves, since the island is deserted.
+        versions.require(_TRAINING, "checkpoint_and_decide_exit")(
+            given["model"],
+            optimizer,
+            given["opt_param_scheduler"],
+            loop.iteration,
+            settings.num_floating_point_operations_so_far,
+            given["checkpointing_context"],
+            given["train_data_iterator"],
+        )
+        versions.require(_TRAINING, "maybe_finalize_async_save")(blocking=True, terminate=True)
     except SystemExit as ended:
-        if not optimizer.loop.is_deserted or ended.code:
+        if not loop.is_deserted or ended.code:
             raise
-        if islands.rank_in_launch() == 0:
-            print(
-                f" Pier: too few islands for longer than --pier-island-wait {optimizer.loop.config.island_wait} minutes: the "
-                f"job ends with status {DESERTED_STATUS}. Start it again: it takes its outer step once others are there.",
-                flush=True,
-            )
-        raise SystemExit(DESERTED_STATUS) from None
+    if islands.rank_in_launch() == 0:
+        print(
+            f" Pier: too few islands for longer than --pier-island-wait {loop.config.island_wait} minutes: the job ends with "
+            f"status {DESERTED_STATUS}. Start it again: it takes its outer step once others are there.",
+            flush=True,
+        )
+    raise SystemExit(DESERTED_STATUS)

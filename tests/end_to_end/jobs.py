@@ -147,6 +147,8 @@ class Attempt:
         """Waits for its end; returns the exit status."""
         status = self._process.wait(seconds)
         self._pump.join(10)
+        # For whoever reads the output of a test that has failed.
+        print(*(line for line in self._lines if line.startswith(" Pier: ")), sep="")
         return status
 
     def wait_for(self, text: str, seconds: float = 120) -> None:

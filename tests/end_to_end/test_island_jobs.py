@@ -80,26 +80,34 @@ def check_that_all_go_on_exactly(
     losses = [attempt.losses() for attempt in before]
     with lighthouse(least=len(islands)) as place, started(islands, flags=f"{place} --ckpt-step {_SAVE}") as resumed:
         assert [attempt.wait() for attempt in resumed] == [0] * len(islands)
-    for attempt, expected, island, final in zip(resumed, losses, islands, weights, strict=True):
-        assert attempt.losses() == {iteration: loss for iteration, loss in expected.items() if iteration > _SAVE}
-        assert differing(island.weights(ITERATIONS), final) == []
+    later = [{iteration: loss for iteration, loss in each.items() if iteration > _SAVE} for each in losses]
+    # All losses first: they tell which island went another way.
+    assert [attempt.losses() for attempt in resumed] == later
+    assert [differing(island.weights(ITERATIONS), final) for island, final in zip(islands, weights, strict=True)] == [
+        [] for _ in islands
+    ]
 
 
 def check_that_the_last_step_is_taken_when_the_others_are_back(first: Island, second: Island) -> None:
-    """The second dies in the outer step of the last iteration, and the first gives up waiting for it."""
-    faults = [{"fault": name, "rank": 0, "iteration": ITERATIONS} for name in ("loses patience", "dies among islands")]
-    with lighthouse(least=2) as place:
-        saved = f"{place} --ckpt-step {_SAVE}"
-        with (
-            first.started(faults=faults[:1], flags=saved) as deserted,
-            second.started(faults=faults[1:], flags=saved) as victim,
-        ):
-            assert victim.wait() != 0
-            assert deserted.wait() != 0
+    """The second dies in the outer step of the last iteration, and the first gives up waiting: for an iteration that it has
+    trained, and for one that it skips."""
+    patience = {"fault": "loses patience", "rank": 0, "iteration": ITERATIONS - 1}
+    death = {"fault": "dies among islands", "rank": 0, "iteration": ITERATIONS}
+    for skipped in ("", f"--iterations-to-skip {ITERATIONS}"):
+        with lighthouse(least=2) as place:
+            saved = f"{place} --ckpt-step {_SAVE} {skipped}"
+            with (
+                first.started(faults=[patience], flags=saved) as deserted,
+                second.started(faults=[patience, death], flags=saved) as victim,
+            ):
+                assert victim.wait() != 0
+                assert deserted.wait() != 0
         assert "too few islands for longer than --pier-island-wait 30 minutes" in deserted.log
         assert "ends with status 75" in deserted.log
         assert "outer step after iteration       24" not in deserted.log
-        apart = first.weights(ITERATIONS)
+    apart = first.weights(ITERATIONS)
+    with lighthouse(least=2) as place:
+        saved = f"{place} --ckpt-step {_SAVE}"
         with (
             first.started(flags=place) as waits,
             second.started(flags=f"{place} --load {first.folder}/checkpoints --clip-grad 0.5 --log-interval 2") as stranger,

@@ -11,6 +11,8 @@ import psutil
 import pytest
 from launch import REPOSITORY, execute, torchrun
 
+from pier_megatron.exchange.codecs import BLOCK
+
 pytestmark = pytest.mark.processes
 
 _LAUNCHER = [sys.executable, "-m", "pier_megatron"]
@@ -167,9 +169,10 @@ def test_operator_sees_every_outer_step(two_nodes: tuple[str, Path]) -> None:
         "pier/bytes-sent",
     } < scalars
     assert [event.step for event in accumulator.Scalars("pier/mu")] == [4, 6]
-    # 2 (G - 1) / G x 4 bytes of each parameter that the rank owns.
+    # 2 (G - 1) / G x 4 bytes of each parameter that the rank owns, and what fills the last block of those that it shares.
     parameters = int(log[log.index("per rank: ") + 10 :].split()[0].replace(",", ""))
-    assert {event.value for event in accumulator.Scalars("pier/bytes-sent")} == {4.0 * parameters}
+    [sent] = {event.value for event in accumulator.Scalars("pier/bytes-sent")}
+    assert 0 <= sent - 4 * parameters < 4 * 2 * BLOCK
 
 
 def test_checkpoint_is_written_by_spawned_processes(two_nodes: tuple[str, Path]) -> None:
