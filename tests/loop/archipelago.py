@@ -631,7 +631,9 @@ class Archipelago:
     def _there(self, index: int, iteration: int) -> Island | None:
         """The island of a number that took part in an outer step; None if it died before it knew that it had joined."""
         joined = [island for island in self.islands if island.index == index and island.has_joined]
-        there = [island for island in joined if island.joined_at <= iteration <= island.valid_until]
+        # One that starts from a save of this very outer step has not taken it.
+        took = [island for island in joined if island.joined_at < iteration or iteration in island.steps()]
+        there = [island for island in took if iteration <= island.valid_until]
         return there[-1] if there else None
 
     def check(self) -> dict[int, Step]:
