@@ -298,15 +298,15 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _reconfigurable_group(backend: str, address: str, timeout: datetime.timedelta) -> Any:
-    """Communicator that can be made anew with others; over gloo it listens at the address of this node, and nowhere else."""
+    """Communicator that can be made anew with others; over gloo it listens at the address alone, if that is this node's."""
     groups = torchft("process_group")
     if backend == "nccl":
         return groups.ProcessGroupNCCL(timeout=timeout)
 
-    class GlooAtAddress(groups.ProcessGroupGloo):  # type: ignore[misc]
+    class GlooAtAddress(groups.ProcessGroupGloo):  # type: ignore[misc, name-defined]
         def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout, options._devices = timeout, [dist.ProcessGroupGloo.create_device(hostname=address)]
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout, options._devices = timeout, [_gloo_device(address)]
             group = dist.ProcessGroup(store, rank, world_size)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
@@ -315,6 +315,14 @@ def _reconfigurable_group(backend: str, address: str, timeout: datetime.timedelt
             return group
 
     return GlooAtAddress(timeout=timeout)
+
+
+def _gloo_device(address: str) -> Any:
+    try:
+        return dist.ProcessGroupGloo.create_device(hostname=address)
+    except RuntimeError:
+        # The address of the island's first node, on another one of its nodes.
+        return dist.ProcessGroupGloo.create_default_device()
 
 
 def _store_at(address: str) -> Any:

@@ -34,7 +34,7 @@ class Stranger:
         self.name = f"0002/{secrets.token_hex(8)}/127.0.0.1/{self._door.getsockname()[1]}"
         self._others: list[str] = []
         self._heard = b""
-        self._ended = threading.Event()
+        self._has_heard, self._ended = threading.Event(), threading.Event()
 
     def __enter__(self) -> "Stranger":
         self._server = coordination.ManagerServer(
@@ -76,6 +76,7 @@ class Stranger:
             self._others = [name for name in quorum.replica_ids if name != self.name]
             if self._others and not self._heard:
                 self._heard = self._ask(secrets.token_bytes(_NONCE))
+                self._has_heard.set()
             self.quorums += 1
 
     def _ask(self, nonce: bytes) -> bytes:
@@ -95,4 +96,6 @@ class Stranger:
                 return
             with connection:
                 nonce = connection.recv(_NONCE)
-                connection.sendall(self._ask(nonce) if self._passes_on and self._others else self._heard)
+                # It may be asked before it knows whom to ask.
+                self._has_heard.wait(2)
+                connection.sendall(self._ask(nonce) if self._passes_on else self._heard)
