@@ -78,7 +78,7 @@ class PierConfig(Settings):
         self._check_lazy_start()
 
     def _check_elastic(self) -> None:
-        names = ("island", "island_address", "island_timeout", "island_wait") if self.lighthouse is None else ()
+        names = ("island", "island_address", "secret_file", "island_timeout", "island_wait") if self.lighthouse is None else ()
         for name in (name for name in names if getattr(self, name) != getattr(Settings, name)):
             raise PierConfigError(
                 f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for islands that are jobs of their "

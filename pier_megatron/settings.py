@@ -65,6 +65,12 @@ class Settings:
     island_address: str = _setting(
         "127.0.0.1", "With --pier-lighthouse, the address at which other islands reach this node.", metavar="ADDRESS"
     )
+    secret_file: str | None = _setting(
+        None,
+        "With --pier-lighthouse, a file with a secret that all islands share and others must not read: an island that does not "
+        "prove to have it is refused. pier-megatron lighthouse --new-secret makes one. Default: none, whoever comes is let in.",
+        metavar="FILE",
+    )
     island_timeout: int = _setting(
         120, "With --pier-lighthouse, seconds after which an exchange is taken again without islands that do not answer."
     )

@@ -3,14 +3,23 @@
 import argparse
 import signal
 import threading
+from pathlib import Path
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.authentication import new_secret
 from pier_megatron.exchange.membership import torchft
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("--islands", type=int, required=True, metavar="N", help="how many islands there may be, --pier-groups")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--islands", type=int, metavar="N", help="how many islands there may be, --pier-groups")
+    what.add_argument(
+        "--new-secret",
+        type=Path,
+        metavar="FILE",
+        help="only write a random secret to a new file, for --pier-secret-file of all islands",
+    )
     parser.add_argument(
         "--min-islands",
         type=int,
@@ -38,11 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until it is told to end.
+    """Serves until it is told to end, or makes a secret.
 
     Raises:
-        PierConfigError: If the numbers make no sense or torchft is missing.
+        PierConfigError: If the numbers make no sense, torchft is missing, or the secret's file cannot be created.
     """
+    if options.new_secret is not None:
+        new_secret(options.new_secret)
+        print(f"--pier-secret-file {options.new_secret}: copy it to all islands")
+        return 0
     least = options.islands // 2 + 1 if options.min_islands is None else options.min_islands
     if not 1 <= least <= options.islands:
         raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")

@@ -8,9 +8,7 @@ import collections
 import datetime
 import enum
 import json
-import socket
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.authentication import Door, Said, ask, listen_at, read_secret
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 
@@ -68,6 +67,8 @@ class Membership:
         codec: Codec,
         timeout: datetime.timedelta,
         run: Mapping[str, Any],
+        most: int,
+        secret_file: str | None = None,
     ) -> None:
         """Makes the island known; called by all of its ranks.
 
@@ -79,14 +80,16 @@ class Membership:
             codec: What sums look like on the wire.
             timeout: For a communicator to come about, and for every collective in it.
             run: What all islands must have in common before they exchange anything: plain values by what a user calls them.
+            most: Number of islands that may be there.
+            secret_file: Path of what proves that an island belongs to the run, on its first rank; None where nobody proves it.
 
         Raises:
-            PierConfigError: If torchft is missing or the lighthouse does not answer.
+            PierConfigError: If torchft is missing, the secret cannot be used, or the lighthouse does not answer.
         """
-        groups = torchft("process_group")
         self._codec, self._timeout, self._world, self._run = codec, timeout, world, run
-        self._device = _device_of(world)
+        self._device, self._most = _device_of(world), most
         self._members: tuple[int, tuple[str, ...]] | None = None
+        self._admitted: list[str] = []
         self._known: frozenset[str] = frozenset()
         self._is_new = True
         self._last_quorum = self._meetings = self._failures = 0
@@ -94,22 +97,25 @@ class Membership:
         host: list[Any] = ["", 0]
         if world.rank() == 0:
             try:
-                self._store, self._client = self._announce(f"{index:04}:{uuid.uuid4()}", lighthouse, address)
+                self._secret = read_secret(secret_file)
+                self._store, self._client = self._announce(index, lighthouse, address)
                 host = [address, self._store.port]
+            except PierConfigError as error:
+                host[0] = str(error)
             except (RuntimeError, OSError) as error:
                 print(f" Pier: island {index}: {error}", flush=True)
+                host[0] = (
+                    f"--pier-lighthouse {lighthouse} and --pier-island-address {address}: no answer from the lighthouse, or "
+                    "the address is none of this node. Start a lighthouse with pier-megatron lighthouse."
+                )
         # An island may span nodes, each of which was given an address of its own.
         dist.broadcast_object_list(host, group=world, group_src=0, device=self._device)
         name, port = host
         if not port:
-            raise PierConfigError(
-                f"--pier-lighthouse {lighthouse} and --pier-island-address {address}: no answer from the lighthouse, or the "
-                "address is none of this node. Start a lighthouse with pier-megatron lighthouse."
-            )
+            raise PierConfigError(name)
         if self._store is None:
             self._store = dist.TCPStore(name, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-        kind = groups.ProcessGroupNCCL if dist.get_backend(world) == "nccl" else groups.ProcessGroupGloo
-        self._group = kind(timeout=timeout)
+        self._group = _reconfigurable_group(dist.get_backend(world), address, timeout)
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
         """Waits until the islands that are there have come together; called by all ranks of each, and then :meth:`agree`.
@@ -127,11 +133,11 @@ class Membership:
         quorum = self._quorum(within)
         members = _members(quorum)
         if members != self._members:
-            self._members = None
-            store = f"{quorum['store']}/{self._world.rank()}"
-            self._group.configure(store, members[1][quorum["place"]], quorum["place"], len(members[1]))
+            self._members, self._admitted = None, quorum["admitted"]
+            place = self._admitted.index(quorum["own"])
+            self._group.configure(f"{quorum['store']}/{self._world.rank()}", quorum["own"], place, len(self._admitted))
             self._members = members
-        islands = [_island(name) for name in members[1]]
+        islands = [_island(name) for name in self._admitted]
         return GroupExchange(self._group.parent if len(islands) > 1 else None, self._codec, islands)
 
     def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
@@ -159,16 +165,18 @@ class Membership:
             self._group.abort(errored=False)
         return outcome
 
-    def _announce(self, name: str, lighthouse: str, address: str) -> tuple[Any, Any]:
-        """Makes the island known under a name; on its first rank. Returns its store, and whom it asks who is there."""
+    def _announce(self, index: int, lighthouse: str, address: str) -> tuple[Any, Any]:
+        """Makes the island known; on its first rank. Returns its store, and whom it asks who is there."""
         store = _store_at(address)
+        self._door = Door(index, address, self._secret, self._said)
+        self._at = f"{address}:{store.port}"
         coordination = torchft("coordination")
         self._server = coordination.ManagerServer(
-            replica_id=name,
+            replica_id=self._door.name,
             lighthouse_addr=lighthouse,
             hostname=address,
             bind=f"{address}:0",
-            store_addr=f"{address}:{store.port}",
+            store_addr=self._at,
             world_size=1,
             heartbeat_interval=_HEARTBEAT,
             connect_timeout=_CONNECT,
@@ -184,7 +192,7 @@ class Membership:
             try:
                 said = self._ask(within)
                 if _members(said) != self._members:
-                    self._compare_runs(said)
+                    said |= self._admit(said)
             except PierConfigError as error:
                 said = {"refusal": str(error)}
             except (RuntimeError, OSError) as error:
@@ -199,25 +207,45 @@ class Membership:
             raise RuntimeError(told["error"])
         return told
 
-    def _compare_runs(self, quorum: Mapping[str, Any]) -> None:
-        """Keeps islands of different runs apart: a collective of tensors of unequal size can end the process of either."""
-        names, place = quorum["islands"], quorum["place"]
-        store = torchft("process_group").create_store_client(f"{quorum['store']}/runs", timeout=self._timeout)
-        store.set(names[place], json.dumps({"is_new": self._is_new, "run": self._run}))
-        store.wait(names, self._timeout)
-        common, strangers = _common_run([json.loads(store.get(name)) for name in names])
-        if place in strangers and self._is_new:
+    def _said(self) -> Said:
+        return {"is_new": self._is_new, "run": self._run, "store": self._at}
+
+    def _admit(self, quorum: Mapping[str, Any]) -> dict[str, Any]:
+        """Asks the islands of a quorum who they are, and leaves out those that do not prove that they belong to the run.
+
+        Islands of another run are kept apart, since a collective of tensors of unequal size can end the process of either.
+        """
+        own, names = quorum["own"], quorum["islands"]
+        said = ask([name for name in names if name != own], self._secret, _CONNECT.total_seconds()) | {own: self._said()}
+        known = {name: said[name] for name in names if said.get(name)}
+        strangers = [name for name in names if name not in known]
+        for name in strangers:
+            how = "proves nothing: it has another --pier-secret-file, or none" if name in said else "does not answer"
+            print(f" Pier: island {name} is refused: it {how}", flush=True)
+        if len(known) == 1 and self._is_new and all(name in said for name in strangers) and strangers:
+            raise PierConfigError(
+                f"--pier-secret-file: none of the islands {', '.join(strangers)} proves to have the secret of this one. All "
+                "need the same file."
+            )
+        if strangers and 2 * len(known) <= self._most:
+            # The lighthouse has counted strangers, so that these alone may be fewer than its --min-islands.
+            raise RuntimeError(f"strangers beside {len(known)} of {self._most} islands, must be more than half")
+        common, others = _common_run(list(known.values()))
+        if own in [list(known)[place] for place in others] and self._is_new:
             different = [
                 f"{name} {self._run.get(name)} here and {common.get(name)} there"
                 for name in [*common, *(self._run.keys() - common.keys())]
                 if self._run.get(name) != common.get(name)
             ]
             raise PierConfigError(
-                f"--pier-island {_island(names[place])} is of another run than the other islands: "
-                f"{', '.join(different)}. All need the same arguments, layout and plugin."
+                f"--pier-island {_island(own)} is of another run than the other islands: {', '.join(different)}. All need the "
+                "same arguments, layout and plugin."
             )
-        if strangers:
-            raise RuntimeError(f"islands of another run end: {[_island(names[rank]) for rank in strangers]}")
+        if others:
+            raise RuntimeError(f"islands of another run end: {[_island(list(known)[place]) for place in others]}")
+        # Not the store that the lighthouse names: that could be a stranger's.
+        first = next(iter(known.values()))
+        return {"admitted": list(known), "store": f"{first['store']}/pier/{quorum['step']}"}
 
     def _ask(self, within: datetime.timedelta) -> dict[str, Any]:
         patience = 0.0
@@ -242,8 +270,8 @@ class Membership:
         return {
             "id": quorum.quorum_id,
             "islands": quorum.replica_ids,
-            "place": quorum.replica_rank,
-            "store": f"{quorum.store_address}/pier/{quorum.max_step}",
+            "own": self._door.name,
+            "step": quorum.max_step,
         }
 
 
@@ -254,7 +282,7 @@ def _members(quorum: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
 
 def _island(name: str) -> int:
     """The number of the island that has announced itself under a name."""
-    return int(name.split(":")[0])
+    return int(name.split("/")[0])
 
 
 def _common_run(said: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[int]]:
@@ -269,13 +297,42 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
+def _reconfigurable_group(backend: str, address: str, timeout: datetime.timedelta) -> Any:
+    """Communicator that can be made anew with others; over gloo it listens at the address alone, if that is this node's."""
+    groups = torchft("process_group")
+    if backend == "nccl":
+        return groups.ProcessGroupNCCL(timeout=timeout)
+
+    class GlooAtAddress(groups.ProcessGroupGloo):  # type: ignore[misc, name-defined]
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout, options._devices = timeout, [_gloo_device(address)]
+            group = dist.ProcessGroup(store, rank, world_size)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
+            gloo._set_sequence_number_for_group()
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            return group
+
+    return GlooAtAddress(timeout=timeout)
+
+
+def _gloo_device(address: str) -> Any:
+    try:
+        return dist.ProcessGroupGloo.create_device(hostname=address)
+    except RuntimeError:
+        # The address of the island's first node, on another one of its nodes.
+        return dist.ProcessGroupGloo.create_default_device()
+
+
 def _store_at(address: str) -> Any:
     """A store that listens at one address only."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.bind((address, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-        )
+    listener = listen_at(address)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )

@@ -5,6 +5,7 @@ from typing import Any
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.integration.inner.requirements import are_shared_out
 
 # What cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is not set;
@@ -201,6 +202,12 @@ def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
         found.append(
             "--async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing: training waits for every "
             "save. Add that flag, with --async-strategy mcore without nvidia-resiliency-ext 0.6, or drop --async-save."
+        )
+    if config.lighthouse is not None and config.secret_file is None and not is_loopback(config.island_address):
+        found.append(
+            f"--pier-island-address {config.island_address} without --pier-secret-file: whoever reaches the lighthouse can "
+            "join the run, and what it sends is averaged into the model. Make a secret with pier-megatron lighthouse "
+            "--new-secret FILE, copy it to all islands and pass --pier-secret-file FILE."
         )
     if config.lighthouse is not None and config.lazy_start and args.load is None:
         found.append(

@@ -22,6 +22,7 @@ MAY_DIFFER = (
         "pier_island",
         "pier_lighthouse",
         "pier_ranks_per_domain",
+        "pier_secret_file",
         "pier_sync_seconds",
         "rank",
         "local_rank",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, islands, refusals, run_identity, startup, versions
@@ -27,8 +28,6 @@ from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
 from pier_megatron.outer.gathering import Islands
 
 _TRAINING = "megatron.training.training"
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 DESERTED_STATUS = 75
 """Exit status of a job that has saved and ended for lack of other islands; EX_TEMPFAIL of sysexits.h: try again."""
@@ -125,7 +124,7 @@ def _membership(
 ) -> Islands | None:
     if config.lighthouse is None or island is None:
         return None
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < island.world.size() and config.island_address in _LOOPBACK:
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < island.world.size() and is_loopback(config.island_address):
         raise PierConfigError(
             f"--pier-island-address {config.island_address}: the {island.world.size()} ranks of this island are on several "
             "nodes, and this address reaches the node only that it is used on. Pass the first node's address, or on each node "
@@ -133,7 +132,17 @@ def _membership(
         )
     timeout = datetime.timedelta(seconds=config.island_timeout)
     run = run_identity.in_common(versions.megatron_args(), config, shards, island.world, device)
-    membership = Membership(island.index, config.lighthouse, config.island_address, island.world, config.codec, timeout, run)
+    membership = Membership(
+        island.index,
+        config.lighthouse,
+        config.island_address,
+        island.world,
+        config.codec,
+        timeout,
+        run,
+        config.groups,
+        config.secret_file,
+    )
     return Islands(membership, island.index, 60 * config.island_wait)
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 import pier_megatron.exchange.membership as memberships
 from pier_megatron import PierConfig
 from pier_megatron.commands import lighthouse
+from pier_megatron.exchange.authentication import new_secret
 from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.gathering import Islands
@@ -41,6 +42,7 @@ from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 INTERVAL, MU, ETA = 5, 0.9, 0.7
 PARTS = 2
+ANOTHER_SECRET = "another-secret"
 HEARTBEAT_TIMEOUT, ISLAND_TIMEOUT, PATIENCE = 1, 4, 3
 """Seconds: the lighthouse's, the islands', and what they give a new lighthouse to hear of all of them."""
 
@@ -87,6 +89,7 @@ class Plan:
         fails_alone_in: Its meeting, from 1, in which its first rank fails and the others do not.
         skips: Iterations that nobody trains.
         loads: Iteration of the save of an island of its number that it starts from.
+        secret: Name of the file with its secret.
     """
 
     index: int
@@ -102,6 +105,7 @@ class Plan:
     fails_alone_in: int | None = None
     skips: tuple[int, ...] = ()
     loads: int | None = None
+    secret: str = "secret"
 
     def trains(self, iteration: int) -> bool:
         """Whether it reads samples in an iteration."""
@@ -224,7 +228,7 @@ class _Diary:
     """What a rank writes down, a line each."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        self.folder, self._file = path.parent, path.open("a")
 
     def write(self, **entry: Any) -> None:
         self._file.write(json.dumps(entry | {"at": time.time()}) + "\n")
@@ -306,6 +310,8 @@ def _break_on_demand(membership: memberships.Membership) -> None:
 
 def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None:
     torch.set_num_threads(1)
+    # The ranks of an island talk to each other at this address; to others, at that of the island.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=part, world_size=PARTS, timeout=datetime.timedelta(seconds=30)
     )
@@ -316,7 +322,8 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     timeout = datetime.timedelta(seconds=ISLAND_TIMEOUT)
     run = {"--tensor-model-parallel-size": plan.layout}
     # As of nodes that were each given an address of their own; on this machine all of them are there.
-    membership = memberships.Membership(plan.index, url, f"127.0.0.{1 + part}", world, config.codec, timeout, run)
+    address, secret = f"127.0.0.{1 + part}", str(diary.folder / plan.secret)
+    membership = memberships.Membership(plan.index, url, address, world, config.codec, timeout, run, plan.islands, secret)
     _break_on_demand(membership)
     # Only now: a signal that nothing hears ends a process.
     diary.write(pid=os.getpid())
@@ -429,6 +436,7 @@ def _shine(port: int, least: int, join_timeout: int, log: Path) -> None:
     lighthouse.run(
         Namespace(
             islands=3,
+            new_secret=None,
             min_islands=least,
             address="127.0.0.1",
             port=port,
@@ -467,6 +475,10 @@ class Island:
             self._read[part] += sum(map(len, lines))
             self._entries[part] += map(json.loads, lines)
         return self._entries[part]
+
+    def log(self, part: int = 0) -> str:
+        """What one of its ranks has printed."""
+        return self._paths[part].with_suffix(f"{self._paths[part].suffix}.log").read_text()
 
     def steps(self, part: int = 0) -> dict[int, Step]:
         """Its outer steps by iteration, but those that were undone."""
@@ -557,11 +569,18 @@ class Archipelago:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["warm"])
         self._folder, self._least, self._join_timeout = folder, least, join_timeout
+        for secret in (Plan.secret, ANOTHER_SECRET):
+            new_secret(folder / secret)
         # While the lighthouse is away nobody else takes its port.
         self._port = forked_ranks.free_port()
         self.islands: list[Island] = []
         self._lighthouse: Any = None
         self.light()
+
+    @property
+    def url(self) -> str:
+        """Where the lighthouse is."""
+        return f"http://127.0.0.1:{self._port}"
 
     def light(self) -> None:
         """Starts the lighthouse."""
@@ -580,6 +599,12 @@ class Archipelago:
         """Those of all islands that are still there."""
         sessions = {island.session for island in self.islands}
         return [process for process in psutil.process_iter() if _is_of(process, sessions)]
+
+    def listening(self) -> list[Any]:
+        """Sockets at which the lighthouse and the islands listen."""
+        processes = [psutil.Process(self._lighthouse.pid), *self.processes()]
+        found = [connection for process in processes for connection in process.net_connections("tcp")]
+        return [connection for connection in found if connection.status == psutil.CONN_LISTEN]
 
     def darken(self) -> None:
         """Kills the lighthouse."""
@@ -604,8 +629,7 @@ class Archipelago:
 
     def start(self, plan: Plan) -> Island:
         """Starts an island."""
-        url = f"http://127.0.0.1:{self._port}"
-        island = Island(plan, url, self._folder, f"{len(self.islands)}-island-{plan.index}", self._context)
+        island = Island(plan, self.url, self._folder, f"{len(self.islands)}-island-{plan.index}", self._context)
         self.islands.append(island)
         return island
 

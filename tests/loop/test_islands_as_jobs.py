@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from archipelago import INTERVAL, ISLAND_TIMEOUT, PARTS, Archipelago, Plan, archipelago
+from archipelago import ANOTHER_SECRET, INTERVAL, ISLAND_TIMEOUT, PARTS, Archipelago, Plan, archipelago
+from stranger import Stranger
 
 from pier_megatron.outer.verdicts import ABSENT, GOOD, NOT_FINITE
 
@@ -211,3 +212,25 @@ def test_an_island_without_a_lighthouse_says_so(sea: Archipelago) -> None:
     ends = sea.start(Plan(0)).wait(30)
     assert len(ends) == PARTS
     assert all(said.startswith("PierConfigError: --pier-lighthouse http://127.0.0.1:") for said in ends)
+
+
+def test_an_island_without_the_secret_is_refused_and_the_others_go_on(sea: Archipelago) -> None:
+    first, second = sea.start(Plan(0)), sea.start(Plan(1))
+    sea.go_on([first, second], seconds=60)
+    ends = sea.start(Plan(2, secret=ANOTHER_SECRET)).wait(60)
+    assert len(ends) == PARTS
+    assert all("PierConfigError: --pier-secret-file: none of the islands 0000/" in said for said in ends)
+    sea.go_on([first, second], seconds=60)
+    # A stranger that does not end: it repeats what it once heard from an island, or passes challenges on to one.
+    for passes_on in (False, True):
+        with Stranger(sea.url, passes_on) as stranger:
+            sea.until(lambda name=stranger.name: f"island {name} is refused: it proves nothing" in first.log(), 60)
+            sea.go_on([first, second], seconds=60)
+            assert stranger.quorums > 0
+    sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
+    assert all(set(step["islands"]) <= {0, 1, 2} for step in sea.check().values())
+
+
+def test_islands_listen_at_their_addresses_only(sea: Archipelago) -> None:
+    sea.go_on([sea.start(Plan(index)) for index in range(2)], seconds=60)
+    assert {connection.laddr.ip for connection in sea.listening()} == {"127.0.0.1", "127.0.0.2"}

@@ -54,6 +54,7 @@ def test_lazy_start_is_the_multiple_of_the_interval_nearest_a_tenth(train_iters:
         ({"preset": "noloco", "save_inner_state": "first"}, ["--pier-save-inner-state first", "Save all"]),
         ({"island": 1}, ["--pier-island 1 without --pier-lighthouse", "one --save folder", "Add --pier-lighthouse URL"]),
         ({"island_address": "10.0.0.2"}, ["--pier-island-address 10.0.0.2 without --pier-lighthouse"]),
+        ({"secret_file": "key"}, ["--pier-secret-file key without --pier-lighthouse"]),
         ({"lighthouse": "http://h:1", "island_timeout": 0}, ["--pier-island-timeout 0", "at least 1"]),
         ({"lighthouse": "http://h:1", "island_wait": -3}, ["--pier-island-wait -3", "at least 1"]),
         ({"groups": 0}, ["--pier-groups 0", "at least 1"]),

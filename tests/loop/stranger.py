@@ -1,0 +1,101 @@
+"""Who reaches the lighthouse and the islands, and has heard all that they said, but does not have their secret."""
+
+import datetime
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+from torchft import coordination
+
+_NONCE, _ANSWERS = 32, 1 << 20
+_SECOND = datetime.timedelta(seconds=1)
+
+
+class Stranger:
+    """Stays in every quorum while the ``with`` block lasts, under a door of its own.
+
+    Attributes:
+        name: Name by which the lighthouse knows it.
+        quorums: Number of quorums that it was in.
+    """
+
+    def __init__(self, url: str, passes_on: bool) -> None:
+        """Comes to the lighthouse.
+
+        Args:
+            url: Address of the lighthouse.
+            passes_on: Whether it answers a challenge with another island's answer to it, or with one that it has heard before.
+        """
+        self.quorums = 0
+        self._url, self._passes_on = url, passes_on
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.name = f"0002/{secrets.token_hex(8)}/127.0.0.1/{self._door.getsockname()[1]}"
+        self._others: list[str] = []
+        self._heard = b""
+        self._has_heard, self._ended = threading.Event(), threading.Event()
+
+    def __enter__(self) -> "Stranger":
+        self._server = coordination.ManagerServer(
+            replica_id=self.name,
+            lighthouse_addr=self._url,
+            hostname="127.0.0.1",
+            bind="127.0.0.1:0",
+            store_addr="127.0.0.1:1",
+            world_size=1,
+            heartbeat_interval=_SECOND / 5,
+            connect_timeout=3 * _SECOND,
+            quorum_retries=0,
+        )
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._answer, self._meet)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._server.shutdown()
+        self._door.close()
+
+    def _meet(self) -> None:
+        client = coordination.ManagerClient(self._server.address(), connect_timeout=3 * _SECOND)
+        while not self._ended.is_set():
+            try:
+                quorum = client._quorum(
+                    group_rank=0,
+                    step=time.time_ns(),
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=5 * _SECOND,
+                    commit_failures=0,
+                    init_sync=False,
+                )
+            except RuntimeError:
+                continue
+            self._others = [name for name in quorum.replica_ids if name != self.name]
+            if self._others and not self._heard:
+                self._heard = self._ask(secrets.token_bytes(_NONCE))
+                self._has_heard.set()
+            self.quorums += 1
+
+    def _ask(self, nonce: bytes) -> bytes:
+        _, _, address, port = self._others[0].split("/")
+        answer = b""
+        with socket.create_connection((address, int(port)), 3) as connection:
+            connection.sendall(nonce)
+            while part := connection.recv(_ANSWERS):
+                answer += part
+        return answer
+
+    def _answer(self) -> None:
+        while not self._ended.is_set():
+            try:
+                connection, _ = self._door.accept()
+            except OSError:
+                return
+            with connection:
+                nonce = connection.recv(_NONCE)
+                # It may be asked before it knows whom to ask.
+                self._has_heard.wait(2)
+                connection.sendall(self._ask(nonce) if self._passes_on else self._heard)
