@@ -7,7 +7,6 @@ the host. Device and backend are in the environment, so that every process that 
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import forked_ranks
 import torch
 import torch.distributed as dist
 
@@ -105,8 +105,7 @@ def started(command: Sequence[str], world_size: int, logs: Path, **environment: 
     Yields:
         Their processes, in order.
     """
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = forked_ranks.free_port()
     logs.mkdir(parents=True, exist_ok=True)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     common |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)} | environment

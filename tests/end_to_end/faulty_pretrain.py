@@ -1,7 +1,8 @@
 """The demo's training script on a bad day: a user's own script around ``pretrain()``, with faults planted in it.
 
 ``PIER_TEST_FAULTS`` holds a JSON list of ``{"fault", "rank", "iteration"}``; they strike the first start of a job only, not
-its restarts. Each rank leaves its process number in ``PIER_TEST_FOLDER``.
+its restarts. Each rank leaves its process number in ``PIER_TEST_FOLDER``. Rank 0 listens at ``PIER_TEST_PORT`` if that is set,
+one further at each restart.
 """
 
 import functools
@@ -165,6 +166,9 @@ _FAULTS = {
 if __name__ == "__main__":
     folder = Path(os.environ["PIER_TEST_FOLDER"])
     (folder / f"rank{_RANK}.pid").write_text(str(os.getpid()))
+    if "PIER_TEST_PORT" in os.environ:
+        port = int(os.environ["PIER_TEST_PORT"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        os.environ["MASTER_PORT"] = str(port)
     faults = json.loads(os.environ.get("PIER_TEST_FAULTS", "[]"))
     if any(planned["fault"] == "dies in the exchange" for planned in faults):
         # torchrun ends the survivors as soon as it sees the death; they shall have their say first.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import psutil
 import torch
 from launch import REPOSITORY, torchrun
@@ -60,11 +61,14 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(REPOSITORY),
             "PYTHONUNBUFFERED": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PIER_TEST_FAULTS": json.dumps(list(faults)),
             "PIER_TEST_FOLDER": str(self.folder),
             "PIER_TEST_LOSSES": str(losses),
         }
+        if restarts:
+            # What the doctor advises. torchrun then takes a port of those that connections are given, long before rank 0
+            # listens there: each restart takes another one instead.
+            environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PIER_TEST_PORT": str(forked_ranks.free_port())}
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

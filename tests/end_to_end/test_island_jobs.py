@@ -16,6 +16,8 @@ import torch
 from jobs import ITERATIONS, Attempt, Job, differing, outer_checksums
 from launch import REPOSITORY
 
+from pier_megatron.exchange.authentication import new_secret
+
 pytestmark = pytest.mark.processes
 
 _ISLANDS = 3
@@ -161,8 +163,10 @@ def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -
 
 
 def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    """With Muon inside; the second island joins the first, and rests in two intervals."""
+    """With Muon inside, and a secret; the second island joins the first, and rests in two intervals."""
+    new_secret(tmp_path / "secret")
     flags = (
+        f"--pier-secret-file {tmp_path}/secret "
         "--pier-groups 2 --global-batch-size 8 --pier-lazy-start-iters 0 --pier-island-timeout 60 --pier-sync-seconds 1800 "
         "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --lr-decay-style cosine --lr-decay-iters 40 "
         f"--save-interval {_SAVE} "

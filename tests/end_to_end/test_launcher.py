@@ -1,12 +1,12 @@
 """``python -m pier_megatron``: what it runs, what it refuses, and the processes that Megatron spawns."""
 
 import re
-import socket
 import subprocess
 import sys
 from concurrent import futures
 from pathlib import Path
 
+import forked_ranks
 import psutil
 import pytest
 from launch import REPOSITORY, execute, torchrun
@@ -136,9 +136,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path
 
 def on_two_nodes(processes: int, folder: Path, arguments: list[str]) -> str:
     """Runs one torchrun for each of two nodes, both on this machine; returns what they printed."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
+    port = str(forked_ranks.free_port())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(processes)]
     launcher += ["--master-addr", "localhost", "--master-port", port, "--node-rank"]
     with futures.ThreadPoolExecutor() as pool:
