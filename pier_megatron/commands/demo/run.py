@@ -23,15 +23,15 @@ _TRAINING = (
     "--log-interval 10 --tensorboard-log-interval 10"
 ).split()
 
-# Of the configurations of stock Megatron the fastest on such links: docs/performance.md.
-_SYNCHRONOUS = "--optimizer adam --use-distributed-optimizer --num-distributed-optimizer-instances 2".split()
-
 # Steps of a matrix ten times those of AdamW: the rate of https://kellerjordan.github.io/posts/muon/. A CPU without bf16 units
 # would take minutes for an iteration in Megatron's default precision.
 _MUON = (
-    "--pier-islands --pier-inner-optimizer muon --pier-preset pier-muon --muon-momentum 0.95 --muon-scale-mode shape_scaling "
-    "--muon-extra-scale-factor 10 --muon-fp32-matmul-prec high"
+    "--muon-momentum 0.95 --muon-scale-mode shape_scaling --muon-extra-scale-factor 10 --muon-fp32-matmul-prec high"
 ).split()
+
+# Baselines. With AdamW the fastest configuration of stock Megatron on such links: docs/performance.md.
+_SYNCHRONOUS = "--optimizer adam --use-distributed-optimizer --num-distributed-optimizer-instances 2".split()
+_SYNCHRONOUS_MUON = ["--optimizer", "muon", *_MUON]
 
 _EVALUATIONS = 8
 
@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     saving = ["--save-interval", str(options.iterations), "--save", str(output / "pier" / "checkpoint")]
     runs = {"synchronous": _SYNCHRONOUS, "pier": [*pier, "--pier-preset", options.preset, *saving]}
     if importlib.util.find_spec("emerging_optimizers"):
-        runs["pier-muon"] = [*pier, *_MUON]
+        inside = ["--pier-islands", "--pier-inner-optimizer", "muon", "--pier-preset", "pier-muon"]
+        runs |= {"synchronous-muon": _SYNCHRONOUS_MUON, "pier-muon": [*pier, *inside, *_MUON]}
     for name in runs:
         _check_own(output / name)
     # Asked to end in either way, and also in the background of a shell, which ignores the first: clean up.
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
                 print(f"\n{name}: {' '.join(optimizer)}", flush=True)
                 folder = output / name
                 _make_empty(folder)
-                given = _without_pier(options.arguments) if name == "synchronous" else options.arguments
+                given = options.arguments if name.startswith("pier") else _without_pier(options.arguments)
                 status = machine.train([*_arguments(options, data, folder), *optimizer, *given], folder)
                 if status:
                     return status
