@@ -69,11 +69,10 @@ def _prepare(script: Path) -> None:
         from pier_megatron.cpu import emulation
 
         emulation.install()
-    from pier_megatron.integration import datasets
-    from pier_megatron.integration.registration import register
+    from pier_megatron.integration import seams
 
-    datasets.install()
-    register()
+    seams.install(seams.WITHOUT_PIER)
+    seams.register()
 
 
 def _run_as_main(script: Path) -> None:

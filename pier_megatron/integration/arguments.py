@@ -21,12 +21,6 @@ from pier_megatron.settings import GroupSettings, flag_of
 _PREFIX = "pier_"
 
 
-def install() -> None:
-    """Adds the flags to Megatron's parser and the checks to its validation."""
-    versions.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
-    versions.wrap_validation(_validate)
-
-
 def uses_pier(args: argparse.Namespace) -> bool:
     """Whether this run was started with ``--optimizer pier``."""
     return bool(getattr(args, "pier", False))
@@ -72,7 +66,8 @@ def _add_argument(where: Any, setting: Any) -> None:
     where.add_argument(flag_of(setting.name), default=None, **options)
 
 
-def _add_arguments(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_flags(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the ``--pier-*`` flags and the optimizer ``pier`` to Megatron's parser."""
     parser = add_megatron_arguments(parser)
     add_pier_arguments(parser)
     optimizer = next(action for action in parser._actions if action.dest == "optimizer")
@@ -194,7 +189,8 @@ def _number_of_nodes() -> int:
     )
 
 
-def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Checks Pier's settings before and after Megatron checks its own."""
     if uses_pier(args):
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
         refusals.refuse_what_cannot_work(args)

@@ -37,19 +37,8 @@ class _DesertedWhileSkippingError(Exception):
     """Too few islands for the outer step of an iteration after which Megatron neither saves nor decides to end."""
 
 
-def install() -> None:
-    """Hooks Pier into the loop."""
-    versions.wrap(_TRAINING, "get_megatron_optimizer", _build_optimizer)
-    if versions.megatron_version().startswith("0.17"):
-        versions.wrap(_TRAINING, "get_megatron_muon_optimizer", _build_optimizer)
-    versions.wrap(_TRAINING, "setup_model_and_optimizer", _join)
-    versions.wrap(_TRAINING, "train_step", _train_step)
-    versions.wrap(_TRAINING, "dummy_train_step", _skip_iteration)
-    versions.wrap(_TRAINING, "train", _train)
-    versions.require(_TRAINING, "update_train_iters")
-
-
-def _build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Puts Pier around the optimizer that Megatron has built."""
     optimizer = get_megatron_optimizer(*args, **kwargs)
     pier = None
     if uses_pier(versions.megatron_args()):
@@ -173,7 +162,7 @@ def _report(report: Any) -> None:
         print_rank_last(expected)
 
 
-def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lets an island begin where those that are there have come to."""
     model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
     pier, island = current.pier_optimizer(), islands.own()
@@ -199,7 +188,8 @@ def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: A
 
 
 @current.in_pier_runs
-def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Tells the outer loop of the iteration, and averages over all groups or the own one."""
     given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
     if not optimizer.has_seen_samples and not islands.is_job():
@@ -227,7 +217,7 @@ def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, *
 
 
 @current.in_pier_runs
-def _skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
+def skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
     pass_samples(data_iterator)
@@ -239,7 +229,7 @@ def _skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
 
 
 @current.in_pier_runs
-def _train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Lets the job of a deserted island fail, once its state is saved: its run is not at its end."""
     loop, given = optimizer.loop, versions.given(train, args, kwargs)
     try:

@@ -40,7 +40,7 @@ from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import current, datasets, islands  # noqa: E402
+from pier_megatron.integration import current, islands, seams  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
 
@@ -343,7 +343,7 @@ def print_to(log: Path) -> None:
 def main() -> None:
     global recorder
     specification, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    datasets.install()
+    seams.install(seams.WITHOUT_PIER)
     spare_what_is_the_same_in_every_run()
     look_on()
     from pier_megatron import register

@@ -30,14 +30,6 @@ _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 _dropped: weakref.WeakKeyDictionary[Any, tuple[float, dict[tuple[int, int], Residual]]] = weakref.WeakKeyDictionary()
 
 
-def install() -> None:
-    """Takes over Megatron's reductions of gradients."""
-    versions.require(_BUFFERS, "dist_reduce_scatter_func")
-    versions.require(_BUFFERS, "_ParamAndGradBucketGroup.finish_grad_sync")
-    versions.wrap(_BUFFERS, "_ParamAndGradBucketGroup.start_grad_sync", _start)
-    versions.wrap("megatron.training.training", "save_checkpoint", _save)
-
-
 def has_feedback(codec: Codec) -> bool:
     """Whether what the codec drops of gradients is kept for the next ones: from 8 bits on it drops too little to matter."""
     return codec.bits < 8
@@ -49,13 +41,14 @@ def forget_what_was_dropped() -> None:
     _Handle.newest = None
 
 
-def _save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # As large as all gradients of all ranks, it is not stored. A run that resumes here goes on as this one does.
+def save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Forgets what the codec has dropped: as large as all gradients, it is not stored, and a resumed run has none of it."""
     forget_what_was_dropped()
     return save_checkpoint(*args, **kwargs)
 
 
-def _start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+def start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Reduces gradients in a codec's bytes."""
     codec = codec_in_force("dp")
     if codec is None:
         start_grad_sync(bucket_group, *args, **kwargs)

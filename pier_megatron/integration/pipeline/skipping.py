@@ -35,12 +35,6 @@ _WORTH = 0.95
 _SHOWN = 96
 
 
-def install() -> None:
-    """Adds the checks to Megatron's validation and the way past a stage to the model."""
-    versions.wrap_validation(_validate)
-    versions.wrap("megatron.training.training", "setup_model_and_optimizer", _set_up)
-
-
 def is_skipping(args: argparse.Namespace) -> bool:
     """Whether micro-batches skip stages in training."""
     return bool(getattr(args, "pier_skip_fraction", None))
@@ -50,7 +44,8 @@ def _is_used(args: argparse.Namespace) -> bool:
     return is_skipping(args) or getattr(args, "pier_eval_skip", None) is not None
 
 
-def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Checks the flags of skipping."""
     result = validate_args(args, *rest, **kwargs)
     check_fraction(args)
     if _is_used(args):
@@ -63,7 +58,8 @@ def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest
     return result
 
 
-def _set_up(setup_model_and_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def set_up(setup_model_and_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Lets micro-batches pass the stages that they skip."""
     result = setup_model_and_optimizer(*args, **kwargs)
     settings = versions.megatron_args()
     if _is_used(settings):
