@@ -47,9 +47,10 @@ class GradientAveraging:
             if island is not None and island.between is not None:
                 stream = torch.cuda.Stream()
                 for group in dense + expert:
-                    # Another instance to Megatron, which it uses while its configuration has several.
-                    versions.assign(group, "inter_distributed_optimizer_instance_group", island.between)
-                    versions.assign(group, "communication_stream", stream)
+                    # Other instances to Megatron, which it uses while its configuration has several. A bucket group that was
+                    # built with one has neither attribute: had they other names, Megatron would fail to find its own.
+                    group.inter_distributed_optimizer_instance_group = island.between
+                    group.communication_stream = stream
         elif island is not None and island.between is not None:
             for groups_of_buckets, everyone in ((dense, island.dense), (expert, island.expert)):
                 self._all_reduced += [(group, group.data_parallel_group, everyone) for group in groups_of_buckets]
