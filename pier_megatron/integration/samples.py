@@ -57,15 +57,15 @@ def pass_samples(data_iterator: Any) -> None:
                 next(iterator)
 
 
-def samples_of(iterations: int, consumed: int) -> int:
-    """Samples of all groups in the next ``iterations`` of the run under way, after ``consumed``: a ramp-up makes them grow."""
+def batch_sizes(iterations: int, consumed: int) -> list[int]:
+    """Samples of all groups in each of the next ``iterations``, after ``consumed`` ones: a ramp-up makes them grow."""
     update = versions.require(_BATCHES, "update_num_microbatches")
     batch_size = versions.require(_BATCHES, "get_current_running_global_batch_size")
-    samples = consumed
+    sizes: list[int] = []
     for _ in range(iterations):
-        update(samples, consistency_check=False)
-        samples += batch_size()
-    return samples - consumed
+        update(consumed + sum(sizes), consistency_check=False)
+        sizes.append(batch_size())
+    return sizes
 
 
 def _iterators(data_iterator: Any) -> list[Any]:

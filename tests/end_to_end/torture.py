@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from jobs import ITERATIONS, Job, differing, outer_checksums
 

@@ -10,7 +10,7 @@ from megatron.core import num_microbatches_calculator as batches
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.samples import check_groups_read_different_samples, samples_of
+from pier_megatron.integration.samples import batch_sizes, check_groups_read_different_samples
 
 
 class Loader:
@@ -88,8 +88,8 @@ def test_samples_of_iterations_in_which_the_batch_size_grows() -> None:
         growth = {"rampup_batch_size": None, "step_batch_size_schedule": "0:4 8:8"}
     batches.init_num_microbatches_calculator(rank=0, global_batch_size=8, micro_batch_size=2, data_parallel_size=2, **growth)
     try:
-        assert samples_of(4, 0) == 4 + 4 + 8 + 8
-        assert samples_of(2, 4) == 4 + 8
-        assert samples_of(2, 16) == 8 + 8
+        assert batch_sizes(4, 0) == [4, 4, 8, 8]
+        assert batch_sizes(2, 4) == [4, 8]
+        assert batch_sizes(2, 16) == [8, 8]
     finally:
         batches.destroy_num_microbatches_calculator()
