@@ -251,3 +251,22 @@ def test_elastic_islands_and_other_runs_load_each_other(tmp_path: Path, corpus: 
     found = "\n".join(["| saved by 2 groups | loaded by 2 groups | outcome |", "|---|---|---|", *relay.rows])
     print(found)
     assert found in (REPOSITORY / "docs" / "reliability.md").read_text()
+    check_that_a_third_island_starts_from_the_first(tmp_path / "three", corpus, launch[1])
+
+
+def check_that_a_third_island_starts_from_the_first(folder: Path, corpus: tuple[Path, Path], saved: Job) -> None:
+    """Two islands have saved; three load, and save before their next outer step."""
+    flags = (
+        "--pier-groups 3 --global-batch-size 12 --pier-lazy-start-iters 0 --pier-override-checkpoint --pier-island-timeout 60 "
+        f"--override-opt_param-scheduler --load {saved.folder}/checkpoints --ckpt-step 14 --save {folder}/checkpoints "
+    )
+    islands = [Island(folder, corpus, f"{flags} --exit-interval 15", index) for index in range(3)]
+    with lighthouse(least=3) as place, started(islands, flags=place) as attempts:
+        assert [attempt.wait() for attempt in attempts] == [0, 0, 0]
+    for attempt, source in zip(attempts, (0, 1, 0), strict=True):
+        assert "goes on exactly" not in attempt.log
+        assert "with changes: --pier-groups 2 is now 3" in attempt.log
+        assert f"the first group with the inner state of saved group {source}\n" in attempt.log
+        assert ("of island 2, which takes the inner state of island 0" in attempt.log) == (attempt is attempts[2])
+    # No outer step in between: those of the run that has saved.
+    assert outer_checksums(Job(folder, corpus), 15) == outer_checksums(saved, 14)
