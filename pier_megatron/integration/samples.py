@@ -57,15 +57,10 @@ def pass_samples(data_iterator: Any) -> None:
                 next(iterator)
 
 
-def batch_sizes(iterations: int, consumed: int) -> list[int]:
-    """Samples of all groups in each of the next ``iterations``, after ``consumed`` ones: a ramp-up makes them grow."""
-    update = versions.require(_BATCHES, "update_num_microbatches")
-    batch_size = versions.require(_BATCHES, "get_current_running_global_batch_size")
-    sizes: list[int] = []
-    for _ in range(iterations):
-        update(consumed + sum(sizes), consistency_check=False)
-        sizes.append(batch_size())
-    return sizes
+def samples_of_iteration() -> int:
+    """Samples that all groups take in an iteration, where the batch size does not grow."""
+    size: int = versions.require(_BATCHES, "get_current_running_global_batch_size")()
+    return size
 
 
 def _iterators(data_iterator: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
-from pier_megatron.integration.samples import batch_sizes, check_groups_read_different_samples, pass_samples
+from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of_iteration
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
 from pier_megatron.outer.gathering import Islands
 
@@ -185,11 +185,13 @@ def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: A
     refusals.check_lazy_start(loop.config, loop.iteration)
     if loop.iteration != before:
         settings.iteration = loop.iteration
-        samples, skipped = _samples_between(before, loop.iteration)
-        settings.consumed_train_samples += samples
-        settings.skipped_train_samples += skipped
+        passed, size = range(before + 1, loop.iteration + 1), samples_of_iteration()
+        skipped = sum(iteration in settings.iterations_to_skip for iteration in passed)
+        settings.consumed_train_samples += len(passed) * size
+        settings.skipped_train_samples += skipped * size
         if scheduler is not None:
-            scheduler.step(samples - skipped)
+            # As those did who were there: Megatron steps it in iterations that are trained.
+            scheduler.step((len(passed) - skipped) * size)
         if islands.rank_in_launch() == 0:
             print(f" Pier: island {island.index} joins the others at iteration {loop.iteration}", flush=True)
     if settings.save and loop.iteration == loop.config.train_iters and loop.last_common_step > stepped:
@@ -197,13 +199,6 @@ def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: A
         save = versions.require(_TRAINING, "save_checkpoint")
         save(loop.iteration, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
     return model, optimizer, scheduler
-
-
-def _samples_between(before: int, iteration: int) -> tuple[int, int]:
-    """Samples of all islands after one iteration and until another one, and those in iterations that all of them skip."""
-    settings = versions.megatron_args()
-    sizes = dict(enumerate(batch_sizes(iteration - before, settings.consumed_train_samples), start=before + 1))
-    return sum(sizes.values()), sum(size for passed, size in sizes.items() if passed in settings.iterations_to_skip)
 
 
 @current.in_pier_runs
@@ -254,7 +249,7 @@ def _train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: A
         return train(*args, **kwargs)
     except _DesertedWhileSkippingError:
         settings = versions.megatron_args()
-        [samples] = batch_sizes(1, settings.consumed_train_samples)
+        samples = samples_of_iteration()
         settings.consumed_train_samples += samples
         settings.skipped_train_samples += samples
         # It saves, since the island is deserted.
