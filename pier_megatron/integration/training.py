@@ -23,7 +23,7 @@ from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
-from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of
+from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of_iteration
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
 from pier_megatron.outer.gathering import Islands
 
@@ -172,18 +172,21 @@ def join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: An
     before, stepped = loop.iteration, loop.last_common_step
     loop.join()
     refusals.check_lazy_start(loop.config, loop.iteration)
-    if settings.save and loop.last_common_step == before == loop.config.train_iters and before > stepped:
-        # The outer step of the last iteration, for which there were too few islands: nothing follows that would save it.
-        save = versions.require(_TRAINING, "save_checkpoint")
-        save(before, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
     if loop.iteration != before:
-        samples = samples_of(loop.iteration - before, settings.consumed_train_samples)
         settings.iteration = loop.iteration
-        settings.consumed_train_samples += samples
+        passed, size = range(before + 1, loop.iteration + 1), samples_of_iteration()
+        skipped = sum(iteration in settings.iterations_to_skip for iteration in passed)
+        settings.consumed_train_samples += len(passed) * size
+        settings.skipped_train_samples += skipped * size
         if scheduler is not None:
-            scheduler.step(samples)
+            # As those did who were there: Megatron steps it in iterations that are trained.
+            scheduler.step((len(passed) - skipped) * size)
         if islands.rank_in_launch() == 0:
             print(f" Pier: island {island.index} joins the others at iteration {loop.iteration}", flush=True)
+    if settings.save and loop.iteration == loop.config.train_iters and loop.last_common_step > stepped:
+        # The outer step of the last iteration, taken here: nothing follows that would save it.
+        save = versions.require(_TRAINING, "save_checkpoint")
+        save(loop.iteration, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
     return model, optimizer, scheduler
 
 
@@ -236,7 +239,7 @@ def train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: An
         return train(*args, **kwargs)
     except _DesertedWhileSkippingError:
         settings = versions.megatron_args()
-        samples = samples_of(1, settings.consumed_train_samples)
+        samples = samples_of_iteration()
         settings.consumed_train_samples += samples
         settings.skipped_train_samples += samples
         # It saves, since the island is deserted.

@@ -360,12 +360,11 @@ def main() -> None:
         try:
             decide = megatron_training.checkpoint_and_decide_exit
             with planted(run["sabotage"], directory), saves(decide, run["saves"]), traced(recorder):
-                pretrain_bytes.main()
+                # Also after --exit-interval, and after converting a checkpoint.
+                with contextlib.suppress(SystemExit):
+                    pretrain_bytes.main()
                 if recorder.model:
                     compare_copies(recorder.model, owners(recorder.optimizer), current.pier_optimizer())
-        except SystemExit:
-            # After converting a checkpoint.
-            recorder.finish(record)
         except Exception as error:
             if not run["fails"]:
                 raise
