@@ -1,9 +1,21 @@
-"""The numbers and paths that flags accept: declared beside the flag, checked when it is parsed, before anything is imported."""
+"""What flags accept: numbers, paths and addresses, declared beside the flag and checked when it is parsed.
+
+Nothing heavy is imported, so that a refusal comes at once.
+"""
 
 import argparse
 import dataclasses
+import ipaddress
 import math
+import os
+import re
 from pathlib import Path
+
+LARGEST = 2**31 - 1
+"""Largest count, which Megatron, NumPy and gloo keep in 32 bits."""
+
+LONGEST = 366 * 24 * 3600
+"""Longest time-out in seconds, a year; far beyond it, clocks overflow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +49,15 @@ class Number:
         except ValueError:
             value = math.nan
         if problem := self.problem(value):
-            raise argparse.ArgumentTypeError(f"{text or '(empty)'}: {problem}")
+            raise argparse.ArgumentTypeError(f"{_shown(text)}: {problem}")
         return value
 
     def problem(self, value: float) -> str | None:
         """What is wrong with ``value`` and why, or None if it is accepted."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
-        if above and below and math.isfinite(value):
+        fits = self.kind is float or value == value // 1
+        if above and below and fits and -math.inf < value < math.inf:
             return None
         return f"must be {self}" + (f", {self.why}" if self.why else "")
 
@@ -58,7 +71,7 @@ class Number:
         return f"{noun} in {low}{self.low:.15g}, {self.high:.15g}{high}"
 
 
-def whole(low: int = 1, high: float = math.inf, why: str = "") -> Number:
+def whole(low: int = 1, high: float = LARGEST, why: str = "") -> Number:
     """Whole numbers from ``low`` to ``high``, both included."""
     return Number(int, low, high, why=why)
 
@@ -68,23 +81,72 @@ def positive(high: float = math.inf, why: str = "") -> Number:
     return Number(float, 0.0, high, open_low=True, why=why)
 
 
+def share(why: str = "") -> Number:
+    """Numbers from 0 on and below 1."""
+    return Number(float, 0.0, 1.0, open_high=True, why=why)
+
+
 def existing_file(text: str) -> Path:
     """Path of a file that can be read, as the ``type`` of an argparse argument.
 
     Raises:
-        argparse.ArgumentTypeError: If there is none, or it is no file.
+        argparse.ArgumentTypeError: If there is none, it is no file, or it cannot be read.
     """
-    path = Path(text)
-    if not path.is_file():
-        what = "a folder, not a file" if path.is_dir() else "no such file"
-        raise argparse.ArgumentTypeError(f"{text or '(empty)'}: {what}")
-    return path
+    if not os.path.isfile(text):
+        raise _refusal(text, "a folder, not a file" if os.path.isdir(text) else "no such file")
+    if not os.access(text, os.R_OK, effective_ids=True):
+        raise _refusal(text, "cannot be read by this user")
+    return Path(text)
 
 
 def existing_folder(text: str) -> Path:
-    """Path of a folder, as :func:`existing_file`."""
-    path = Path(text)
-    if not text or not path.is_dir():
-        what = "a file, not a folder" if path.is_file() else "no such folder"
-        raise argparse.ArgumentTypeError(f"{text or '(empty)'}: {what}")
-    return path
+    """Path of a folder that can be read, as :func:`existing_file`."""
+    if not os.path.isdir(text):
+        raise _refusal(text, "a file, not a folder" if os.path.isfile(text) else "no such folder")
+    if not os.access(text, os.R_OK | os.X_OK, effective_ids=True):
+        raise _refusal(text, "cannot be read by this user")
+    return Path(text)
+
+
+def folder_to_write(text: str) -> Path:
+    """Path of a folder that is there or can be made, as :func:`existing_file`."""
+    if not text:
+        raise _refusal(text, "name a folder")
+    folder = next((path for path in (Path(text), *Path(text).absolute().parents) if os.path.lexists(path)), Path("/"))
+    if not os.path.isdir(folder):
+        raise _refusal(text, f"{folder} is no folder" if folder != Path(text) else "a file, not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise _refusal(text, f"this user cannot write to {folder}")
+    return Path(text)
+
+
+def file_to_write(text: str) -> Path:
+    """Path of a file that is there or can be made, as :func:`existing_file`."""
+    if not text or os.path.isdir(text):
+        raise _refusal(text, "a folder, not a file" if text else "name a file")
+    folder_to_write(str(Path(text).parent))
+    return Path(text)
+
+
+def address(text: str) -> str:
+    """IP address or name of a node, as the ``type`` of an argparse argument.
+
+    Raises:
+        argparse.ArgumentTypeError: If it can be neither.
+    """
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        labels = text.rstrip(".").split(".")
+        # A name that ends in digits would be taken for an address.
+        if labels[-1].isdigit() or not all(re.fullmatch(r"[A-Za-z0-9]([\w-]{0,61}\w)?", label) for label in labels):
+            raise _refusal(text, "must be an IP address or a host name, such as 10.0.0.1") from None
+    return text
+
+
+def _refusal(text: str, what: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{_shown(text)}: {what}")
+
+
+def _shown(text: str) -> str:
+    return text or "(empty)"

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from pier_megatron.commands import gpt2
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.description import Description
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from pier_megatron.outer.description import Description
 
 # Whose weights a checkpoint holds, as the exported configuration names them.
 _MEANING = {
@@ -111,7 +112,7 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
     ]
 
 
-def _weights(description: Description | None) -> str:
+def _weights(description: "Description | None") -> str:
     if description is None:
         return "stock"
     if description.is_synchronised:

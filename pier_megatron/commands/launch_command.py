@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier_megatron.cpu import emulation
+from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class LaunchCommand:
                 raise PierConfigError("-m pier_megatron: no training script behind it.")
             script, *arguments = words
             if device == ["cpu"]:
-                arguments += emulation.missing_cpu_flags(arguments)
+                arguments += missing_cpu_flags(arguments)
         if not options.nproc_per_node.isdigit():
             raise PierConfigError(
                 f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."
@@ -100,6 +100,8 @@ class LaunchCommand:
 
 def _stand_in_for_a_gpu() -> None:
     import torch
+
+    from pier_megatron.cpu import emulation
 
     if not torch.cuda.is_available():
         emulation.install()

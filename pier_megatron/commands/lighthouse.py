@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import new_secret
-from pier_megatron.exchange.membership import torchft
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
     least = options.islands // 2 + 1 if options.min_islands is None else options.min_islands
     if not 1 <= least <= options.islands:
         raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")
+    from pier_megatron.exchange.membership import torchft
+
     server = torchft("coordination").LighthouseServer(
         bind=f"{options.address}:{options.port}",
         min_replicas=least,

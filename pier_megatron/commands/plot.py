@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
-from pier_megatron.outer.report import SCALAR_PREFIX
 
 # What is drawn of the outer loop, with its axis.
 _OUTER = {
@@ -57,6 +56,8 @@ def draw(logs: dict[str, TensorBoardLog], folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    from pier_megatron.outer.report import SCALAR_PREFIX
 
     written = []
     for name, label, place in (

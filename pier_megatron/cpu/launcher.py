@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
     sys.argv = [options.script, *options.arguments]
     if options.device == "cpu":
-        from pier_megatron.cpu.emulation import missing_cpu_flags
+        from pier_megatron.cpu.preparations import missing_cpu_flags
 
         added = missing_cpu_flags(options.arguments)
         if added and os.environ.get("RANK", "0") == "0":

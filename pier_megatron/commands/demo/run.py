@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pier_megatron.commands.demo import corpus, report
 from pier_megatron.commands.demo.machine import this_machine
-from pier_megatron.cpu.emulation import silence_missing_extensions
+from pier_megatron.cpu.preparations import silence_missing_extensions
 from pier_megatron.errors import PierConfigError
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.

@@ -8,6 +8,7 @@ import torch
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, Codec
+from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.policy import DIMENSIONS, parse_policy
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import uses_pier
@@ -42,7 +43,7 @@ def _compile(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs
     for dimension in DIMENSIONS:
         codec = traffic.codec_in_force(dimension)
         if codec is not None:
-            codec.compile_for(2, torch.device(torch.cuda.current_device()))
+            compile_for(codec, 2, torch.device(torch.cuda.current_device()))
     return optimizer
 
 
