@@ -9,10 +9,15 @@ import ipaddress
 import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
+
+from pier_megatron.errors import suggestion
 
 LARGEST = 2**31 - 1
 """Largest count, which Megatron, NumPy and gloo keep in 32 bits."""
+
+LAST_PORT = 65535
 
 LONGEST = 366 * 24 * 3600
 """Longest time-out in seconds, a year; far beyond it, clocks overflow."""
@@ -65,10 +70,43 @@ class Number:
         noun = "a whole number" if self.kind is int else "a number"
         if math.isinf(self.low) and math.isinf(self.high):
             return noun
-        if math.isinf(self.high):
-            return f"{noun} above {self.low:g}" if self.open_low else f"{noun} of at least {self.low:g}"
+        if self.high >= LARGEST:
+            least = f"above {self.low:g}" if self.open_low else f"of at least {self.low:g}"
+            return f"{noun} {least}" + ("" if math.isinf(self.high) else f" and at most {self.high}")
         low, high = "(" if self.open_low else "[", ")" if self.open_high else "]"
         return f"{noun} in {low}{self.low:.15g}, {self.high:.15g}{high}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of several names, as the ``type`` of an argparse argument.
+
+    Attributes:
+        names: Names that are accepted.
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        """Parses ``text``.
+
+        Raises:
+            argparse.ArgumentTypeError: If it is none of the names; argparse adds the flag.
+        """
+        if problem := self.problem(text):
+            raise _refusal(text, problem)
+        return text
+
+    def problem(self, value: str) -> str | None:
+        """What is wrong with ``value``, or None if it is accepted."""
+        if value in self.names:
+            return None
+        return f"not one of {', '.join(self.names)}{suggestion(str(value), self.names)}"
+
+
+def one_of(names: Iterable[str]) -> Choice:
+    """One of several names."""
+    return Choice(tuple(names))
 
 
 def whole(low: int = 1, high: float = LARGEST, why: str = "") -> Number:
@@ -141,6 +179,15 @@ def address(text: str) -> str:
         # A name that ends in digits would be taken for an address.
         if labels[-1].isdigit() or not all(re.fullmatch(r"[A-Za-z0-9]([\w-]{0,61}\w)?", label) for label in labels):
             raise _refusal(text, "must be an IP address or a host name, such as 10.0.0.1") from None
+    return text
+
+
+def url(text: str) -> str:
+    """Address and port as ``http://HOST:PORT``, as :func:`address`."""
+    found = re.fullmatch(r"https?://(?:\[(.+)\]|([^:/\[\]]+)):(\d{1,5})/?", text)
+    if found is None or int(found[3]) > LAST_PORT:
+        raise _refusal(text, "must be http://ADDRESS:PORT, such as http://10.0.0.1:29510")
+    address(found[1] or found[2])
     return text
 
 

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
-from pier_megatron.commands.suggestion import suggestion
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import suggestion
 
 # What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {

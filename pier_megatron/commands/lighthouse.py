@@ -3,34 +3,36 @@
 import argparse
 import signal
 import threading
-from pathlib import Path
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import new_secret
+from pier_megatron.values import LAST_PORT, LONGEST, address, file_to_write, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--islands", type=int, metavar="N", help="how many islands there may be, --pier-groups")
+    what.add_argument("--islands", type=whole(1), metavar="N", help="how many islands there may be, --pier-groups")
     what.add_argument(
         "--new-secret",
-        type=Path,
+        type=file_to_write,
         metavar="FILE",
         help="only write a random secret to a new file, for --pier-secret-file of all islands",
     )
     parser.add_argument(
         "--min-islands",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="how many have to be there for an outer step; with at most half of --islands, parts that lose sight of each other "
         "can go on apart. Default: more than half",
     )
-    parser.add_argument("--address", default="127.0.0.1", help="at which to listen. Default: %(default)s, this machine only")
-    parser.add_argument("--port", type=int, default=29510, help="Default: %(default)s; 0 for any")
+    parser.add_argument(
+        "--address", type=address, default="127.0.0.1", help="at which to listen. Default: %(default)s, this machine only"
+    )
+    parser.add_argument("--port", type=whole(0, LAST_PORT), default=29510, help="Default: %(default)s; 0 for any")
     parser.add_argument(
         "--join-timeout",
-        type=int,
+        type=whole(1, LONGEST),
         default=600,
         metavar="SECONDS",
         help="how long those who have come to an outer step wait for islands that are alive and do not come: longer than any "
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--heartbeat-timeout",
-        type=int,
+        type=whole(1, LONGEST),
         default=5,
         metavar="SECONDS",
         help="after which an island that is not heard of is given up. Default: %(default)s",
@@ -56,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"--pier-secret-file {options.new_secret}: copy it to all islands")
         return 0
     least = options.islands // 2 + 1 if options.min_islands is None else options.min_islands
-    if not 1 <= least <= options.islands:
+    if least > options.islands:
         raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")
     from pier_megatron.exchange.membership import torchft
 

@@ -15,7 +15,7 @@ import pytest
 
 from pier_megatron.commands import cli
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.integration.arguments import add_pier_arguments
+from pier_megatron.flags import add_pier_arguments
 
 _REPOSITORY = Path(__file__).parents[2]
 _PAGES = sorted(

@@ -11,6 +11,8 @@ from pier_megatron.commands.demo import corpus, report
 from pier_megatron.commands.demo.machine import this_machine
 from pier_megatron.cpu.preparations import silence_missing_extensions
 from pier_megatron.errors import PierConfigError
+from pier_megatron.schedules import PRESETS
+from pier_megatron.values import folder_to_write, one_of, positive, whole
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
 _MODEL = (
@@ -41,12 +43,22 @@ _MARKER = ".pier-megatron-demo"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's own flags."""
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for what it writes (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=300, help="length of each training (%(default)s)")
-    parser.add_argument("--sync-interval", type=int, default=20, help="iterations between outer steps (%(default)s)")
-    parser.add_argument("--preset", default="pier-rising", help="outer schedule, as --pier-preset (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1234, help="of weights and data order (%(default)s)")
-    parser.add_argument("--rate", type=float, default=100, metavar="MBIT", help="of the emulated link, Mbit/s (%(default)s)")
+    parser.add_argument(
+        "--output", type=folder_to_write, default=Path("runs/demo"), help="folder for what it writes (%(default)s)"
+    )
+    parser.add_argument("--iterations", type=whole(2), default=300, help="length of each training (%(default)s)")
+    parser.add_argument("--sync-interval", type=whole(1), default=20, help="iterations between outer steps (%(default)s)")
+    parser.add_argument(
+        "--preset",
+        type=one_of(PRESETS),
+        choices=PRESETS,
+        default="pier-rising",
+        help="outer schedule, as --pier-preset (%(default)s)",
+    )
+    parser.add_argument("--seed", type=whole(1), default=1234, help="of weights and data order (%(default)s)")
+    parser.add_argument(
+        "--rate", type=positive(1e6), default=100, metavar="MBIT", help="of the emulated link, Mbit/s (%(default)s)"
+    )
     parser.add_argument(
         "arguments", nargs="*", metavar="-- ARGUMENTS", help="further arguments for Megatron, such as -- --lr 1e-3"
     )

@@ -52,7 +52,6 @@ def _is_used(args: argparse.Namespace) -> bool:
 
 def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     result = validate_args(args, *rest, **kwargs)
-    check_fraction(args)
     if _is_used(args):
         check_model(args)
         check_stages(args)
@@ -187,17 +186,6 @@ def omitted_in_evaluation(args: argparse.Namespace) -> frozenset[int]:
         raise PierConfigError(
             f"--pier-eval-skip {given} is no list of stages: write their numbers with commas between them, as in 1,2,5."
         ) from None
-
-
-def check_fraction(args: argparse.Namespace) -> None:
-    """Refuses what is no share.
-
-    Raises:
-        PierConfigError: With the value and what it may be.
-    """
-    fraction = getattr(args, "pier_skip_fraction", None) or 0.0
-    if not 0 <= fraction < 1:
-        raise PierConfigError(f"--pier-skip-fraction {fraction} must be in [0, 1): a share of the work, such as 0.25.")
 
 
 def check_model(args: argparse.Namespace) -> None:
