@@ -39,8 +39,11 @@ def _add_argument(where: Any, setting: Any) -> None:
     where.add_argument(flag_of(setting.name), default=None, help=told, **options)
 
 
-def check_words(words: Sequence[str]) -> None:
+def check_words(words: Sequence[str]) -> argparse.Namespace:
     """Checks the ``--pier-*`` flags among the words of a job, each alone; Megatron's parser reads all words together later.
+
+    Returns:
+        Values of the flags, None for those that are not given.
 
     Raises:
         PierConfigError: If there is no such flag, or its value cannot be.
@@ -56,6 +59,7 @@ def check_words(words: Sequence[str]) -> None:
             raise PierConfigError(f"{word}: no such flag{suggestion(name, parser.flags)}")
     if given.pier_compress is not None:
         parse_policy(given.pier_compress)
+    return given
 
 
 class _Parser(argparse.ArgumentParser):

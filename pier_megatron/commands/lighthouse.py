@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     """Serves until it is told to end, or makes a secret.
 
     Raises:
-        PierConfigError: If the numbers make no sense, torchft is missing, or the secret's file cannot be created.
+        PierConfigError: If it cannot listen, torchft is missing, or the secret's file cannot be created.
     """
     if options.new_secret is not None:
         new_secret(options.new_secret)
@@ -62,12 +62,18 @@ def run(options: argparse.Namespace) -> int:
         raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")
     from pier_megatron.exchange.membership import torchft
 
-    server = torchft("coordination").LighthouseServer(
-        bind=f"{options.address}:{options.port}",
-        min_replicas=least,
-        join_timeout_ms=1000 * options.join_timeout,
-        heartbeat_timeout_ms=1000 * options.heartbeat_timeout,
-    )
+    try:
+        server = torchft("coordination").LighthouseServer(
+            bind=f"{options.address}:{options.port}",
+            min_replicas=least,
+            join_timeout_ms=1000 * options.join_timeout,
+            heartbeat_timeout_ms=1000 * options.heartbeat_timeout,
+        )
+    except RuntimeError as error:
+        raise PierConfigError(
+            f"--address {options.address} --port {options.port}: cannot listen there: {error}. Give an address of this node "
+            "and a free port."
+        ) from error
     port = server.address().rpartition(":")[2]
     print(
         f"--pier-lighthouse http://{options.address}:{port}: for up to {options.islands} islands, at least {least}", flush=True

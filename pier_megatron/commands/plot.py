@@ -23,12 +23,12 @@ _OUTER = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     parser.add_argument(
-        "runs", nargs="+", type=_run, metavar="RUN", help="--tensorboard-dir of a run; NAME=RUN gives it a name"
+        "runs", nargs="+", type=named_run, metavar="RUN", help="--tensorboard-dir of a run; NAME=RUN gives it a name"
     )
     parser.add_argument("--output", type=folder_to_write, default=Path("."), help="folder for the PNGs (%(default)s)")
 
 
-def _run(text: str) -> tuple[str, Path]:
+def named_run(text: str) -> tuple[str, Path]:
     """Name and folder of a run."""
     # A folder's own name may have the sign in it.
     name, separator, folder = ("", "", text) if os.path.isdir(text) else text.partition("=")

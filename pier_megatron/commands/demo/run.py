@@ -11,6 +11,7 @@ from pier_megatron.commands.demo import corpus, report
 from pier_megatron.commands.demo.machine import this_machine
 from pier_megatron.cpu.preparations import silence_missing_extensions
 from pier_megatron.errors import PierConfigError
+from pier_megatron.flags import check_words
 from pier_megatron.schedules import PRESETS
 from pier_megatron.values import folder_to_write, one_of, positive, whole
 
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     runs = {"synchronous": _SYNCHRONOUS, "pier": [*pier, "--pier-preset", options.preset, *saving]}
     if importlib.util.find_spec("emerging_optimizers"):
         runs["pier-muon"] = [*pier, *_MUON]
+    _check_settings([*pier, "--pier-preset", options.preset, *options.arguments], options.iterations)
     for name in runs:
         _check_own(output / name)
     # Asked to end in either way, and also in the background of a shell, which ignores the first: clean up.
@@ -96,6 +98,13 @@ def run(options: argparse.Namespace) -> int:
         print("\nInterrupted: all processes and emulated links are gone.")
         return 130
     return 0
+
+
+def _check_settings(words: Sequence[str], iterations: int) -> None:
+    """Refuses before anything is trained what Pier would refuse when its turn comes."""
+    from pier_megatron.integration.arguments import config_from_args
+
+    config_from_args(argparse.Namespace(**vars(check_words(words)), train_iters=iterations))
 
 
 def _check_own(folder: Path) -> None:
