@@ -11,6 +11,7 @@ from pier_megatron.values import (
     Number,
     address,
     existing_file,
+    numbers,
     one_of,
     positive,
     share,
@@ -246,4 +247,5 @@ class GroupSettings:
         "Virtual pipeline stages that evaluation leaves out, such as 1,2,5, numbered from 0 in the order of the layers; never "
         "the first or the last. Default: none.",
         metavar="STAGES",
+        accepts=numbers,
     )

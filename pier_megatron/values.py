@@ -150,11 +150,7 @@ def folder_to_write(text: str) -> Path:
     """Path of a folder that is there or can be made, as :func:`existing_file`."""
     if not text:
         raise _refusal(text, "name a folder")
-    folder = next((path for path in (Path(text), *Path(text).absolute().parents) if os.path.lexists(path)), Path("/"))
-    if not os.path.isdir(folder):
-        raise _refusal(text, f"{folder} is no folder" if folder != Path(text) else "a file, not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-        raise _refusal(text, f"this user cannot write to {folder}")
+    _check_can_be_made(text, Path(text))
     return Path(text)
 
 
@@ -162,8 +158,18 @@ def file_to_write(text: str) -> Path:
     """Path of a file that is there or can be made, as :func:`existing_file`."""
     if not text or os.path.isdir(text):
         raise _refusal(text, "a folder, not a file" if text else "name a file")
-    folder_to_write(str(Path(text).parent))
+    _check_can_be_made(text, Path(text).parent)
+    if os.path.exists(text) and not os.access(text, os.W_OK, effective_ids=True):
+        raise _refusal(text, "this user cannot write to it")
     return Path(text)
+
+
+def _check_can_be_made(text: str, folder: Path) -> None:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        raise _refusal(text, f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        raise _refusal(text, f"this user cannot write to {there}")
 
 
 def address(text: str) -> str:
@@ -188,6 +194,13 @@ def url(text: str) -> str:
     if found is None or int(found[3]) > LAST_PORT:
         raise _refusal(text, "must be http://ADDRESS:PORT, such as http://10.0.0.1:29510")
     address(found[1] or found[2])
+    return text
+
+
+def numbers(text: str) -> str:
+    """Whole numbers with commas between them, as :func:`address`."""
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+        raise _refusal(text, "must be numbers with commas between them, as in 1,2,5")
     return text
 
 

@@ -112,11 +112,12 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         What the harness returns.
 
     Raises:
-        PierConfigError: If a task is not known, or the model is a checkpoint that cannot be exported.
+        PierConfigError: If a task is not known, the model cannot be loaded, or it is a checkpoint that cannot be exported.
         PierConfigError: See :func:`pier_megatron.commands.export.export`.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
+    from transformers import AutoConfig
 
     manager = TaskManager(include_path=options.include_path)
     unknown = sorted(set(options.tasks) - set(manager.all_subtasks))
@@ -134,6 +135,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             raise PierConfigError(
                 f"--model {options.model} has no tokenizer with it: name the one it was trained with by --tokenizer."
             )
+        try:
+            AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise PierConfigError(f"--model {options.model} cannot be loaded: {error}") from error
         arguments = {"pretrained": model} | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
         results: dict[str, Any] = simple_evaluate(
             "hf",

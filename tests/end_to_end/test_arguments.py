@@ -177,7 +177,7 @@ _REFUSED = {
     f"{_SKIP} {_SKIP_8} 0.25 --mtp-num-layers 1 --position-embedding-type rope": [
         "--mtp-num-layers cannot be used with --pier-skip-fraction 0.25"
     ],
-    f"{_SKIP} {_SKIP_8} 0.25 --pier-eval-skip 1;2": ["--pier-eval-skip 1;2 is no list of stages", "as in 1,2,5"],
+    f"{_SKIP} {_SKIP_8} 0.25 --pier-eval-skip 1;2": ["--pier-eval-skip: 1;2: must be numbers", "as in 1,2,5"],
     f"{_SKIP} --global-batch-size 16 --pier-eval-skip 0,1,4": [
         "--pier-eval-skip 0,1,4: 0, 4 cannot be left out",
         "4 pipeline ranks x 1 virtual stages = 4 stages, from 0 to 3",
