@@ -14,6 +14,7 @@ from typing import Any
 
 from pier_megatron.cpu import emulation
 from pier_megatron.cpu.nodes import sent_bytes
+from pier_megatron.cpu.preparations import missing_cpu_flags
 
 emulation.install()
 
@@ -88,7 +89,7 @@ def touch_memory() -> None:
 def train(argv: list[str], output: Path) -> None:
     """Runs one training; rank 0 writes what was measured."""
     touch_memory()
-    sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
+    sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
     pretrain_bytes.main()
     optimizer = current.pier_optimizer()
     # Where groups do not wait for each other, none speaks for all.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.cpu import emulation
+from pier_megatron.cpu.preparations import missing_cpu_flags
 
 emulation.install()
 
@@ -86,7 +87,7 @@ def _train(argv: list[str], log: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
-    sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
+    sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
     pretrain_bytes.build_datasets = _with_equal_validations(pretrain_bytes.build_datasets)
     pretrain_bytes.build_model = _with_equal_weights(pretrain_bytes.build_model)
     pretrain_bytes.main()

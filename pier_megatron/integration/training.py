@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import is_loopback
+from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, islands, refusals, run_identity, startup, versions
@@ -61,7 +62,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
-    config.codec.compile_for(config.groups if config.subgroup is None else 1, device)
+    compile_for(config.codec, config.groups if config.subgroup is None else 1, device)
     # All ranks meet here, so that none takes its host memory before the others have looked.
     island = islands.own()
     if island is not None:

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from pier_megatron.cpu import emulation
+from pier_megatron.cpu.preparations import missing_cpu_flags
 
 emulation.install()
 
@@ -355,7 +356,7 @@ def main() -> None:
         rank = os.environ["RANK"]
         print_to(directory / f"{name}-rank{rank}.txt")
         recorder = Recorder(run["probes"], directory / name)
-        sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
+        sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
         record = directory / f"{name}-rank{rank}.pt"
         try:
             decide = megatron_training.checkpoint_and_decide_exit

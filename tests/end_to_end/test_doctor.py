@@ -41,7 +41,7 @@ print("SAID", json.dumps(said))
 
 _DOUBTFUL = (
     _JOB.replace("torchrun ", "torchrun --max-restarts 3 ").replace("--master-addr first", "")
-    + "--pipeline-model-parallel-size 2 --pier-groop 2 --pier-offload --async-save"
+    + "--pipeline-model-parallel-size 2 --seq-lenght 2 --pier-offload --async-save"
 )
 _ALONE = _JOB.replace("--nnodes 4 --nproc-per-node 4 --master-addr first", "--nproc-per-node 1") + (
     "--tensor-model-parallel-size 1"
@@ -92,14 +92,14 @@ def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     looks = [("doctor", job) for job in (*accepted, *_REFUSED)]
     looks += [("doctor", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
-    looks += [("plan --plot x.png", _STOCK_COMPRESSED), ("plan --log x", _STOCK_COMPRESSED)]
+    looks += [("plan --plot x.png", _STOCK_COMPRESSED), ("plan --log tests", _STOCK_COMPRESSED)]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED, _COMPRESSED)] + [
         ("plan", job) for job in (_JOB, _LARGE, _INTERLEAVED)
     ]
     perlmutter = "--cluster perlmutter"
     flags = {
         "plan --plot x.png": perlmutter,
-        "plan --log x": perlmutter,
+        "plan --log tests": perlmutter,
         "doctor": "",
         "plan": "--cluster perlmutter",
         "plan --json": f"--cluster perlmutter --plot {picture}",
@@ -132,8 +132,8 @@ def test_healthy_job(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
 def test_what_deserves_a_warning(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     status, findings, _ = said["doctor", _DOUBTFUL]
     assert status == 0
-    assert "WARNING: not Megatron's: --pier-groop 2" in findings
-    assert "Did you mean --pier-groups?" in findings
+    assert "WARNING: not Megatron's: --seq-lenght 2" in findings
+    assert "Did you mean --seq-length?" in findings
     assert "each node would wait for itself" in findings
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in findings
     assert "not contiguous over nodes (ranks 0-1, 8-9)" in findings
@@ -222,8 +222,8 @@ def test_stock_optimizers_with_flags_inside_a_group(said: dict[tuple[str, str], 
         assert not re.search(r"preset|outer state|progress", findings)
     times = {name.strip(): float(ms) for name, ms in re.findall(r"^(synchronous.*?) +([\d,]+) +[\d.]+ ", plan, re.MULTILINE)}
     assert times.keys() == {"synchronous", "synchronous, overlap flags"}
-    for flag, given in (("--plot", "x.png draws what groups win"), ("--log", "x says what groups lose")):
-        status, _, error = said[f"plan {flag} x{'.png' if flag == '--plot' else ''}", _STOCK_COMPRESSED]
+    for flag, given in (("--plot", "x.png draws what groups win"), ("--log", "tests says what groups lose")):
+        status, _, error = said[f"plan {flag} {given.split()[0]}", _STOCK_COMPRESSED]
         assert status == 2
         assert f"{flag} {given}: it needs a job with --optimizer pier" in error
 

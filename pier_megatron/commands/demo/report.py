@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
-from pier_megatron.integration.arguments import config_from_args
-from pier_megatron.outer.report import SCALAR_PREFIX
 
 _LOSS, _VALIDATION = "lm loss", "lm loss validation"
 _NAMES = {
@@ -125,6 +123,9 @@ def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"], baselin
 
 def _bytes(log: TensorBoardLog) -> list[str]:
     """What has crossed the groups, and what synchronous training sends: as many bytes for a gradient as for an outer step."""
+    from pier_megatron.integration.arguments import config_from_args
+    from pier_megatron.outer.report import SCALAR_PREFIX
+
     args = argparse.Namespace(**{name: _value(text) for name, text in log.arguments.items()})
     config = config_from_args(args)
     sent = [nbytes * args.world_size / 1e6 for _, nbytes in log.mean(f"{SCALAR_PREFIX}bytes-sent")]

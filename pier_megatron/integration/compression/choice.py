@@ -8,6 +8,7 @@ import torch
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, Codec
+from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.policy import DIMENSIONS, parse_policy
 from pier_megatron.integration.arguments import uses_pier
 from pier_megatron.integration.compression import traffic
@@ -37,7 +38,7 @@ def compile_codecs(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **
     for dimension in DIMENSIONS:
         codec = traffic.codec_in_force(dimension)
         if codec is not None:
-            codec.compile_for(2, torch.device(torch.cuda.current_device()))
+            compile_for(codec, 2, torch.device(torch.cuda.current_device()))
     return optimizer
 
 

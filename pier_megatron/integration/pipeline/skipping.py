@@ -47,7 +47,6 @@ def _is_used(args: argparse.Namespace) -> bool:
 def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Checks the flags of skipping."""
     result = validate_args(args, *rest, **kwargs)
-    check_fraction(args)
     if _is_used(args):
         check_model(args)
         check_stages(args)
@@ -169,31 +168,9 @@ def share_of_whole_step(args: argparse.Namespace, table: Paths, link: float = 0.
 
 
 def omitted_in_evaluation(args: argparse.Namespace) -> frozenset[int]:
-    """Stages that evaluation leaves out.
-
-    Raises:
-        PierConfigError: If the flag does not list numbers.
-    """
+    """Stages that evaluation leaves out."""
     given = getattr(args, "pier_eval_skip", None)
-    if given is None:
-        return frozenset()
-    try:
-        return frozenset(int(stage) for stage in given.split(","))
-    except ValueError:
-        raise PierConfigError(
-            f"--pier-eval-skip {given} is no list of stages: write their numbers with commas between them, as in 1,2,5."
-        ) from None
-
-
-def check_fraction(args: argparse.Namespace) -> None:
-    """Refuses what is no share.
-
-    Raises:
-        PierConfigError: With the value and what it may be.
-    """
-    fraction = getattr(args, "pier_skip_fraction", None) or 0.0
-    if not 0 <= fraction < 1:
-        raise PierConfigError(f"--pier-skip-fraction {fraction} must be in [0, 1): a share of the work, such as 0.25.")
+    return frozenset() if given is None else frozenset(map(int, given.split(",")))
 
 
 def check_model(args: argparse.Namespace) -> None:
