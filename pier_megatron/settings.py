@@ -250,3 +250,6 @@ class GroupSettings:
         metavar="STAGES",
         accepts=numbers,
     )
+    try_any_megatron: bool = _setting(
+        False, "Run on a release of Megatron on which the plugin has not been tested. Default: refuse."
+    )
