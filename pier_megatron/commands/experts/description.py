@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from pier_megatron.commands.plan.model import CLUSTERS
+from pier_megatron.commands.plan.cluster import CLUSTERS
 from pier_megatron.commands.suggestion import suggestion
 from pier_megatron.errors import PierConfigError, division
 
