@@ -243,7 +243,7 @@ def summary() -> list[str]:
     """The table of errors: median and worst, nothing left out."""
     every, speed_ups = points(), gains()
     unseen = [point for point in every if not point.is_fitted]
-    agreeing = [gain for gain in speed_ups if (gain.published > _NOISE) == (gain.plain > _NOISE)]
+    wrong = [gain.run for gain in speed_ups if (gain.published > _NOISE) != (gain.plain > _NOISE)]
     outside_plain = outside(speed_ups, lambda gain: gain.spread)
     outside_measured = outside(speed_ups, lambda gain: gain.measured_spread)
     return [
@@ -255,8 +255,10 @@ def summary() -> list[str]:
         _summary("speed-up, as a user gets it", speed_ups, lambda gain: gain.error),
         _summary("speed-up, TFLOP/s measured", speed_ups, lambda gain: gain.measured_error),
         "",
-        f"Direction of the speed-up right as a user gets it: {len(agreeing)} of {len(speed_ups)}.",
+        f"Direction of the speed-up wrong, as a user gets it: {len(wrong)} of {len(speed_ups)} ({'; '.join(wrong)}).",
+        "",
         _outside("as a user gets it", outside_plain, lambda gain: gain.spread, len(speed_ups)),
+        "",
         _outside("TFLOP/s measured", outside_measured, lambda gain: gain.measured_spread, len(speed_ups)),
     ]
 

@@ -9,7 +9,7 @@ from pier_megatron.commands.suggestion import suggestion
 from pier_megatron.values import Number, existing_file, positive, whole
 
 TCP_EFFICIENCY = 0.91
-"""Share of a shaped link's rate that a blocking FP32 exchange over TCP achieves, median of docs/interconnect.json."""
+"""Share of a shaped link's rate that a blocking FP32 exchange over TCP achieves, median of docs/performance.md."""
 
 FLOPS_SPREAD = (0.33, 1.64)
 """Lowest and highest TFLOP/s of published runs, as multiples of their cluster's figure: benchmarks/planner_accuracy.py."""

@@ -38,7 +38,7 @@ def draw(plan: dict[str, Any], path: Path) -> None:
     _panel(panels[0], by_interval, days, "sync interval H, iterations", interval, f"this job: H = {interval}")
     _panel(panels[1], by_rate, days, f"GB/s that a {what} sends (H = {interval})", rate, f"this job: {rate:g} GB/s")
     _panel(panels[2], by_gpus, days, f"GPUs, global batch unchanged (H = {interval})", gpus, f"this job: {gpus} GPUs")
-    panels[0].set(yscale="linear", ylim=(0, None))
+    panels[0].set(yscale="linear", ylim=(0, 1.12 * panels[0].get_ylim()[1]))
     for panel in panels[:2]:
         hours = panel.secondary_yaxis("right", functions=_scaled(24 * gpus))
         hours.set_ylabel(f"GPU-hours of {gpus} GPUs")
@@ -61,7 +61,7 @@ def _panel(axes: Any, sweep: dict[float, dict[str, float]], days: float, label: 
     if paying:
         axes.axvspan(min(paying), max(paying), color="#2f6f9f", alpha=0.08, label="Pier, blocking, beats synchronous")
     axes.axvline(own, color="black", linewidth=1)
-    axes.text(own, 0.985, f" {note}", transform=axes.get_xaxis_transform(), va="top", fontsize=9)
+    axes.text(own, 0.985, f" {note}", transform=axes.get_xaxis_transform(), va="top", fontsize=9, backgroundcolor="#ffffffcc")
     axes.set(xscale="log", yscale="log", xlabel=label)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")

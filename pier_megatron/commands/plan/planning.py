@@ -11,7 +11,6 @@ from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, predict
 from pier_megatron.commands.plan.skipping import predict_skipping
 from pier_megatron.commands.plan.verdict import gain_of, verdict
-from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 
@@ -50,55 +49,44 @@ def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = Fals
     """
     found = command.planned_job()
     args, config, job = found.args, found.config, sizes.sizes_of(found.args)
-    speed, board = _GIVEN if is_measured else _ASSUMED, loss.read(log) if log is not None and log.is_dir() else None
-    if log is not None:
-        cluster, speed = _as_logged(log, board, args, job, cluster, speed)
+    board = loss.read(log) if log is not None and log.is_dir() else None
+    run = None if log is None else measured.read(log, board)
+    has_noise = board is not None and loss.has_noise(board)
+    if run is not None and not run.iterations and not has_noise:
+        raise PierConfigError(
+            f"--log {log}: neither times of iterations nor noise of pseudo-gradients in it. Give the output of a run, or the "
+            "folder of one with --log-timers-to-tensorboard."
+        )
+    speed = _GIVEN if is_measured else _ASSUMED
+    if log is not None and run is not None and run.iterations and not is_measured:
+        cluster = dataclasses.replace(cluster, flops=measured.operations_per_second(run, log, args, job, cluster))
+        speed = Speed(f"measured in {log}", is_measured=True)
     memory = fit.memory_of(args, config, job.owned)
     needed = fit.needed(memory, args)
-    common = {
+    remedy = fit.remedy(args, config, job.owned, cluster.memory) if needed > cluster.memory else None
+    plan = {
         "gpus": job.gpus,
         "parameters per rank": job.shard,
         "calibrated": cluster.is_calibrated,
         "memory": memory,
         "memory needed": needed,
         "memory of a GPU": cluster.memory,
+        "fits": needed <= cluster.memory,
         "tflops": {"per GPU": cluster.flops / 1e12, "source": speed.source, "measured": speed.is_measured},
         "iterations": args.train_iters,
     }
-    remedy = fit.remedy(args, config, job.owned, cluster.memory) if needed > cluster.memory else None
     if config is None:
         line = stock.verdict(needed, cluster, remedy, speed.source)
-        return common | {"verdict": line} | stock.make_plan(args, job, cluster)
+        return {"verdict": line} | plan | stock.make_plan(args, job, cluster)
     line = verdict(job, cluster, config, source=speed.source, is_measured=speed.is_measured, memory=needed, remedy=remedy)
-    return (
-        common
-        | {"verdict": line, "fits": needed <= cluster.memory}
-        | _of_groups(args, config, job, cluster, speed)
-        | {"loss": loss.expected_shares(_noisy(board), config, args.global_batch_size)}
-    )
-
-
-def _as_logged(
-    log: Path, board: TensorBoardLog | None, args: argparse.Namespace, job: Job, cluster: Cluster, speed: Speed
-) -> tuple[Cluster, Speed]:
-    """The cluster with the TFLOP/s of the log, unless --tflops has said them or the log does not."""
-    run = measured.read(log, board)
-    if speed.is_measured:
-        return cluster, speed
-    if not run.iterations:
-        if _noisy(board) is None:
-            raise PierConfigError(
-                f"--log {log}: neither times of iterations nor noise of pseudo-gradients in it. Give the output of a run, or "
-                "the folder of one with --log-timers-to-tensorboard."
-            )
-        return cluster, speed
-    flops = measured.operations_per_second(run, log, args, job, cluster)
-    return dataclasses.replace(cluster, flops=flops), Speed(f"measured in {log}", is_measured=True)
-
-
-def _noisy(board: TensorBoardLog | None) -> TensorBoardLog | None:
-    """The log, if it is of a run that has measured the noise of pseudo-gradients."""
-    return board if board is not None and loss.has_noise(board) else None
+    try:
+        expected = loss.expected_shares(board if has_noise else None, config, args.global_batch_size)
+    except PierConfigError as error:
+        if run is None or not run.iterations:
+            raise
+        # The log has said how fast the job is, and that is what it was given for.
+        expected = {"why": str(error)}
+    return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed)
 
 
 def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def verdict(needed: float, cluster: Cluster, remedy: tuple[str, float] | None, s
     """
     return does_not_fit(needed, cluster, remedy) + (
         "A stock optimizer: every iteration is synchronous, and there is no outer loop to predict, with "
-        f"{cluster.flops / 1e12:.0f} TFLOP/s per GPU {source}. What one would win: the same command with --optimizer pier."
+        f"{cluster.flops / 1e12:.3g} TFLOP/s per GPU {source}. What one would win: the same command with --optimizer pier."
     )
 
 

@@ -94,7 +94,7 @@ def verdict(
     return (
         f"{problem}{answer}: {gain.expected:.2f} x as fast as synchronous training over the whole run ({gain.low:.2f} to "
         f"{gain.high:.2f} x by the spread of published runs), {gain.days:.2f} days in place of {gain.synchronous_days:.2f}; "
-        f"{gain.without_flags:.2f} x if neither overlaps gradients. {cluster.flops / 1e12:.0f} TFLOP/s per GPU {source}."
+        f"{gain.without_flags:.2f} x if neither overlaps gradients. {cluster.flops / 1e12:.3g} TFLOP/s per GPU {source}."
     )
 
 
