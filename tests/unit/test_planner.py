@@ -50,6 +50,7 @@ def test_spreads_hold_every_published_run_and_no_more() -> None:
         (LINK_SPREAD, planner_accuracy.link_spread()),
     ):
         assert spread == (math.floor(low * 100) / 100, math.ceil(high * 100) / 100)
+        assert f"{spread[0]} to {spread[1]} x" in (_REPOSITORY / "docs" / "planner.md").read_text()
 
 
 def test_arithmetic() -> None:

@@ -122,17 +122,31 @@ class Figure:
 
 _MOST = 1e6
 FIGURES = (
-    Figure("gpus-per-node", "gpus_per_node", 1, whole(1, _MOST), "N", "GPUs of a node"),
+    Figure("gpus-per-node", "gpus_per_node", 1, whole(1, _MOST), "N", "number of GPUs of a node"),
     Figure("memory", "memory", 1e9, positive(_MOST), "GB", "memory of a GPU"),
-    Figure("tflops", "flops", 1e12, positive(_MOST), "TFLOP/S", "what a GPU achieves on this model, measured on one group"),
-    Figure("gpu-bandwidth", "gpu_bandwidth", 1e9, positive(_MOST), "GB/S", "what a GPU sends in an all-reduce inside a node"),
     Figure(
-        "node-bandwidth", "node_bandwidth", 1e9, positive(_MOST), "GB/S", "what a node sends in an all-reduce between nodes"
+        "tflops", "flops", 1e12, positive(_MOST), "TFLOP/S", "rate that a GPU achieves on this model, measured on one group"
     ),
-    Figure("latency", "latency", 1e-3, Number(float, 0.0, _MOST), "MS", "of a message between nodes"),
-    Figure("nodes-per-site", "nodes_per_site", 1, whole(1, _MOST), "N", "nodes of a site, where a job spans sites"),
-    Figure("site-bandwidth", "site_bandwidth", 1e9, positive(_MOST), "GB/S", "what a site sends to others"),
-    Figure("site-latency", "site_latency", 1e-3, Number(float, 0.0, _MOST), "MS", "of a message between sites"),
+    Figure(
+        "gpu-bandwidth",
+        "gpu_bandwidth",
+        1e9,
+        positive(_MOST),
+        "GB/S",
+        "rate at which a GPU sends in an all-reduce inside a node",
+    ),
+    Figure(
+        "node-bandwidth",
+        "node_bandwidth",
+        1e9,
+        positive(_MOST),
+        "GB/S",
+        "rate at which a node sends in an all-reduce between nodes",
+    ),
+    Figure("latency", "latency", 1e-3, Number(float, 0.0, _MOST), "MS", "latency of a message between nodes"),
+    Figure("nodes-per-site", "nodes_per_site", 1, whole(1, _MOST), "N", "number of nodes of a site, where a job spans sites"),
+    Figure("site-bandwidth", "site_bandwidth", 1e9, positive(_MOST), "GB/S", "rate at which a site sends to others"),
+    Figure("site-latency", "site_latency", 1e-3, Number(float, 0.0, _MOST), "MS", "latency of a message between sites"),
     Figure(
         "efficiency",
         "efficiency",
@@ -142,7 +156,7 @@ FIGURES = (
         f"share of node and site bandwidth that an exchange achieves: 1 for measured rates, {TCP_EFFICIENCY} for TCP at a "
         "link's rate, which a file's default is",
     ),
-    Figure("memory-bandwidth", "memory_bandwidth", 1e9, positive(_MOST), "GB/S", "of a GPU's memory"),
+    Figure("memory-bandwidth", "memory_bandwidth", 1e9, positive(_MOST), "GB/S", "bandwidth of a GPU's memory"),
 )
 
 _NEEDED = ("gpus-per-node", "memory", "tflops", "gpu-bandwidth", "node-bandwidth")
