@@ -1,20 +1,15 @@
 """``pier-megatron doctor``: looks at a job before it is queued, and on demand at how it runs."""
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import subprocess
 from pathlib import Path
 
-import psutil
-
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
-from pier_megatron.commands.suggestion import suggestion
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.config import PierConfig
-from pier_megatron.integration.datasets import compiled_for_another_python
-from pier_megatron.integration.examination import VARIABLE
+from pier_megatron.errors import suggestion
 
 # What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {
@@ -48,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(examine(LaunchCommand.parse(options.command))), flush=True)
     if not options.start:
         return 0
+    from pier_megatron.integration.examination import VARIABLE
+
     return subprocess.run(options.command, env=os.environ | {VARIABLE: "1"}).returncode
 
 
@@ -114,6 +111,8 @@ def _outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCom
 
 def _start_troubles(args: argparse.Namespace, config: PierConfig | None, command: LaunchCommand) -> list[str]:
     """What keeps a job from starting, or from starting as it is meant, that the arguments alone do not show."""
+    from pier_megatron.integration.datasets import compiled_for_another_python
+
     found = []
     if command.nodes > 1 and command.rendezvous is None:
         found.append(
@@ -156,6 +155,8 @@ def _count(number: int, noun: str) -> str:
 
 def _outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, parameters: int | None) -> str:
     """What the outer state takes, and whether this machine's host memory would hold it."""
+    import psutil
+
     from pier_megatron.integration.inner.requirements import are_shared_out
     from pier_megatron.outer.memory import bytes_per_parameter, host_bytes
 
@@ -177,6 +178,8 @@ def _outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCo
 
 
 def _versions() -> str:
+    import importlib.metadata
+
     found = []
     for package in _PACKAGES:
         try:

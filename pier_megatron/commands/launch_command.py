@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier_megatron.cpu import emulation
+from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
+from pier_megatron.flags import check_words
+from pier_megatron.values import whole
 
 if TYPE_CHECKING:
     from pier_megatron.integration.planned_job import PlannedJob
@@ -50,16 +52,17 @@ class LaunchCommand:
             words: Of the command, as a shell splits them.
 
         Raises:
-            PierConfigError: If it is no such command.
+            PierConfigError: If it is no such command, or one of its ``--pier-*`` flags cannot be.
         """
-        from torch.distributed.run import get_args_parser
-
         own = next((place + 1 for place, word in enumerate(words) if _is_launcher(word)), None)
         if own is None:
             raise PierConfigError(
                 f"{' '.join(words) or '(nothing)'}: no torchrun in this command. Give the launch command of the job, such as "
                 "torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... --optimizer pier."
             )
+        check_words(words[own:])
+        from torch.distributed.run import get_args_parser
+
         options = get_args_parser().parse_args(list(words[own:]))
         script, arguments = options.training_script, list(options.training_script_args)
         if options.module and script == "pier_megatron":
@@ -69,15 +72,13 @@ class LaunchCommand:
                 raise PierConfigError("-m pier_megatron: no training script behind it.")
             script, *arguments = words
             if device == ["cpu"]:
-                arguments += emulation.missing_cpu_flags(arguments)
-        if not options.nproc_per_node.isdigit():
-            raise PierConfigError(
-                f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."
-            )
-        nodes = int(options.nnodes.split(":")[-1])
+                arguments += missing_cpu_flags(arguments)
+        nodes = _count("--nnodes", options.nnodes, options.nnodes.rpartition(":")[2], "the number of nodes, N or MIN:MAX")
+        ranks = "the number of GPUs per node, which cannot be seen from here"
+        ranks_per_node = _count("--nproc-per-node", options.nproc_per_node, options.nproc_per_node, ranks)
         has_address = options.rdzv_endpoint or options.master_addr != _NO_ADDRESS
         rendezvous = options.rdzv_backend if has_address else None
-        return cls(nodes, int(options.nproc_per_node), script, tuple(arguments), int(options.max_restarts), rendezvous)
+        return cls(nodes, ranks_per_node, script, tuple(arguments), int(options.max_restarts), rendezvous)
 
     def planned_job(self) -> "PlannedJob":
         """The job as Megatron will see it; needs no GPU.
@@ -101,6 +102,8 @@ class LaunchCommand:
 def _stand_in_for_a_gpu() -> None:
     import torch
 
+    from pier_megatron.cpu import emulation
+
     if not torch.cuda.is_available():
         emulation.install()
 
@@ -110,6 +113,13 @@ def add_command_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
     )
+
+
+def _count(flag: str, given: str, number: str, what: str) -> int:
+    try:
+        return int(whole(1)(number))
+    except argparse.ArgumentTypeError as error:
+        raise PierConfigError(f"{flag} {given}: give {what}. {error}.") from None
 
 
 def _is_launcher(word: str) -> bool:

@@ -41,7 +41,7 @@ print("SAID", json.dumps(said))
 
 _DOUBTFUL = (
     _JOB.replace("torchrun ", "torchrun --max-restarts 3 ").replace("--master-addr first", "")
-    + "--pipeline-model-parallel-size 2 --pier-groop 2 --pier-offload --async-save"
+    + "--pipeline-model-parallel-size 2 --seq-lenght 2 --pier-offload --async-save"
 )
 _ALONE = _JOB.replace("--nnodes 4 --nproc-per-node 4 --master-addr first", "--nproc-per-node 1") + (
     "--tensor-model-parallel-size 1"
@@ -131,8 +131,8 @@ def test_healthy_job(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
 def test_what_deserves_a_warning(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     status, findings, _ = said["doctor", _DOUBTFUL]
     assert status == 0
-    assert "WARNING: not Megatron's: --pier-groop 2" in findings
-    assert "Did you mean --pier-groups?" in findings
+    assert "WARNING: not Megatron's: --seq-lenght 2" in findings
+    assert "Did you mean --seq-length?" in findings
     assert "each node would wait for itself" in findings
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in findings
     assert "not contiguous over nodes (ranks 0-1, 8-9)" in findings

@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.commands.suggestion import suggestion
+from pier_megatron.errors import suggestion
 from pier_megatron.values import Number, existing_file, positive, whole
 
 TCP_EFFICIENCY = 0.91

@@ -8,7 +8,7 @@ from pathlib import Path
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
 from pier_megatron.errors import PierConfigError
-from pier_megatron.values import existing_file, existing_folder
+from pier_megatron.values import existing_file, existing_folder, file_to_write
 
 # What imports torch is imported once the flags are right.
 
@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the folder of a run with Pier also for what groups cost in loss",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="draw the time to finish over H, link rate and GPUs (--optimizer pier)"
+        "--plot",
+        type=file_to_write,
+        metavar="PNG",
+        help="draw the time to finish over H, link rate and GPUs (--optimizer pier)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_command_argument(parser)

@@ -6,13 +6,7 @@ from typing import Any
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.expectation import (
-    FORESEEABLE,
-    LEAST_NOISE,
-    fewer,
-    is_foreseeable,
-    shares,
-)
+from pier_megatron.outer.expectation import FORESEEABLE, LEAST_NOISE, fewer, is_foreseeable, shares
 from pier_megatron.outer.noise import UNSETTLED, settled
 from pier_megatron.outer.report import SCALAR_PREFIX
 
