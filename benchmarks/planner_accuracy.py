@@ -1,19 +1,23 @@
 """The planner against every published iteration time of Pier and its synchronous baseline: ``python planner_accuracy.py``.
 
-Fitted, and marked so: what a GPU achieves, on the smallest published run of each model and layout. The bandwidths and the
-overheads, constants of ``CLUSTERS``, follow from GPT-2 XL on the A100 machine, from its largest run on the GH200 one,
-and from the one-node runs. The published outer step is the authors' own implementation, one collective per tensor through host
-memory, so its cost is a fit of its own, on the same runs: seconds per gigabyte of a node's shards and doubling of the groups.
-Everything else is predicted.
+Each point is predicted twice. "as a user gets it": with the cluster's one TFLOP/s figure and the planner's own outer step, as
+`plan --cluster` does. "TFLOP/s measured": with what a GPU achieved on the smallest published run of the same model and layout,
+as `plan --tflops` or `--log` does, and with the authors' outer step. That is one collective per tensor through host memory; its
+cost is a fit of its own: seconds per gigabyte of a node's shards and doubling of the groups.
+
+"fitted" marks what constants were chosen on: the first run of each layout for its TFLOP/s; GPT-2 XL on the A100 machine, its
+largest run on the GH200 one and the one-node runs for bandwidths and overheads.
 """
 
 import csv
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, predict
+from pier_megatron.commands.plan.cluster import CLUSTERS, Cluster
+from pier_megatron.commands.plan.model import Job, Way, achieved, predict
 
 _DATA = Path(__file__).with_name("published_timings.csv")
 
@@ -27,64 +31,147 @@ _SHAPES = {
 }
 _BATCH, _SEQUENCE, _VOCABULARY = 512, 1024, 50304
 
+# Share of a run that is synchronous.
+_LAZY = 0.1
+
+# Runs on one node differ by less than this.
+_NOISE = 1.02
+
 # Of the authors' outer step, in seconds per gigabyte of FP32 on a node and doubling of the groups.
 _PUBLISHED_OUTER_STEP = {"perlmutter": 0.35, "vista": 0.16}
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One published time and what the planner says.
+    """One published time, and what the planner says.
 
     Attributes:
-        run: Which.
+        run: Name of the run.
         what: Synchronous or local iteration.
-        published: In seconds.
-        predicted: In seconds.
-        is_fitted: Whether the planner has seen it.
+        published: Seconds.
+        plain: Seconds as a user gets them.
+        measured: Seconds with TFLOP/s measured.
+        is_fitted: Whether constants were chosen on it.
     """
 
     run: str
     what: str
     published: float
-    predicted: float
+    plain: float
+    measured: float
     is_fitted: bool
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was published."""
-        return self.predicted / self.published - 1
+        """Error of the prediction as a user gets it, as a share of what was published."""
+        return self.plain / self.published - 1
+
+    @property
+    def measured_error(self) -> float:
+        """The same with TFLOP/s measured."""
+        return self.measured / self.published - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """Speed-up of one published run over synchronous training, lazy start included and nothing overlapped.
+
+    Attributes:
+        run: Name of the run.
+        published: Speed-up from published times.
+        plain: Speed-up as a user gets it.
+        spread: Lowest and highest speed-up that the verdict then names.
+        measured: Speed-up with TFLOP/s measured.
+        measured_spread: The same spread with them.
+    """
+
+    run: str
+    published: float
+    plain: float
+    spread: tuple[float, float]
+    measured: float
+    measured_spread: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        """Error of the speed-up as a user gets it."""
+        return self.plain / self.published - 1
+
+    @property
+    def measured_error(self) -> float:
+        """The same with TFLOP/s measured."""
+        return self.measured / self.published - 1
 
 
 def points() -> list[Point]:
     """Compares the planner with the published times."""
-    rows = _rows()
-    achieved = {_layout(row): _achieved(row) for row in reversed(rows)}
-    first = {_layout(row): row for row in reversed(rows)}
+    return [point for row in _rows() for point in _points(row)]
+
+
+def _points(row: dict[str, str]) -> list[Point]:
+    job, cluster, at_measured = _job(row), CLUSTERS[row["machine"]], _at_measured(row)
+    plain, measured = predict(job, cluster), predict(job, at_measured)
+    is_first, is_source = _first(row) == row, _is_source_of_constants(row)
     found = []
-    for row in rows:
-        job, cluster = _job(row), CLUSTERS[row["machine"]]
-        prediction = predict(job, cluster, achieved[_layout(row)])
-        run = f"{row['model']}, {row['machine']}, {row['gpus']} GPUs, TP {row['tp']} PP {row['pp']}, {row['groups']} groups"
-        is_first, is_source = first[_layout(row)] is row, _is_source_of_constants(row)
-        if row["ddp_ms"]:
-            fitted = is_source or (is_first and not row["local_ms"])
-            found.append(Point(run, "synchronous", float(row["ddp_ms"]) / 1e3, prediction.synchronous, fitted))
-        if row["local_ms"]:
-            local = prediction.local + _outer_step(row, cluster) / int(row["H"])
-            found.append(Point(run, f"local, H = {row['H']}", float(row["local_ms"]) / 1e3, local, is_first or is_source))
+    if row["ddp_ms"]:
+        fitted = is_source or (is_first and not row["local_ms"])
+        times = (float(row["ddp_ms"]) / 1e3, plain.synchronous, measured.synchronous)
+        found.append(Point(_name(row), "synchronous", *times, fitted))
+    if row["local_ms"]:
+        interval = int(row["H"])
+        local = measured.local + _outer_step(row, cluster) / interval
+        times = (float(row["local_ms"]) / 1e3, plain.mean_iteration(Way(interval)), local)
+        found.append(Point(_name(row), f"local, H = {interval}", *times, is_first or is_source))
     return found
 
 
-def directions() -> list[tuple[str, float, float]]:
+def gains() -> list[Gain]:
     """Published and predicted speed-up of each run that has both times."""
-    by_run: dict[str, dict[str, Point]] = {}
-    for point in points():
-        by_run.setdefault(point.run, {})[point.what.split(",")[0]] = point
-    return [
-        (run, pair["synchronous"].published / pair["local"].published, pair["synchronous"].predicted / pair["local"].predicted)
-        for run, pair in by_run.items()
-        if len(pair) == 2
-    ]
+    found = []
+    for row in _rows():
+        if row["ddp_ms"] and row["local_ms"]:
+            job, interval = _job(row), int(row["H"])
+            cluster, at_measured = CLUSTERS[row["machine"]], _at_measured(row)
+            synchronous, local = _points(row)
+            published, measured = (
+                _of_run(*times) for times in ((synchronous.published, local.published), (synchronous.measured, local.measured))
+            )
+            low, high = (_gain(job, each, interval) for each in cluster.spread(is_measured=False))
+            measured_low, measured_high = (_gain(job, each, interval) for each in at_measured.spread(is_measured=True))
+            plain = _gain(job, cluster, interval)
+            found.append(Gain(_name(row), published, plain, (low, high), measured, (measured_low, measured_high)))
+    return found
+
+
+def _gain(job: Job, cluster: Cluster, interval: int) -> float:
+    prediction = predict(job, cluster)
+    return _of_run(prediction.synchronous, prediction.mean_iteration(Way(interval), hidden=False))
+
+
+def _of_run(synchronous: float, local: float) -> float:
+    return synchronous / (_LAZY * synchronous + (1 - _LAZY) * local)
+
+
+def flops_spread() -> tuple[float, float]:
+    """Lowest and highest TFLOP/s of a published run, as multiples of its cluster's figure."""
+    found = [_achieved(row) / CLUSTERS[row["machine"]].flops for row in _rows() if row["local_ms"]]
+    return min(found), max(found)
+
+
+def link_spread() -> tuple[float, float]:
+    """Lowest and highest rate at which a run on several nodes reduced its gradients, as multiples of the predicted one."""
+    found = []
+    for row in _rows():
+        if row["ddp_ms"] and int(row["gpus"]) > CLUSTERS[row["machine"]].gpus_per_node:
+            prediction = predict(_job(row), _at_measured(row))
+            published = float(row["ddp_ms"]) / 1e3 - prediction.compute
+            found.append((prediction.synchronous - prediction.compute) / published)
+    return min(found), max(found)
+
+
+def outside(gains: Sequence[Gain], spread_of: Callable[[Gain], tuple[float, float]]) -> list[Gain]:
+    """Runs whose published speed-up is not in the spread, by more than the noise of 2 % of runs on one node."""
+    return [gain for gain in gains if not spread_of(gain)[0] / _NOISE <= gain.published <= spread_of(gain)[1] * _NOISE]
 
 
 def _rows() -> list[dict[str, str]]:
@@ -92,8 +179,18 @@ def _rows() -> list[dict[str, str]]:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
-def _layout(row: dict[str, str]) -> tuple[str, ...]:
-    return tuple(row[name] for name in ("model", "machine", "tp", "pp"))
+def _name(row: dict[str, str]) -> str:
+    return f"{row['model']}, {row['machine']}, {row['gpus']} GPUs, TP {row['tp']} PP {row['pp']}, {row['groups']} groups"
+
+
+def _first(row: dict[str, str]) -> dict[str, str]:
+    """The first run of the row's model and layout."""
+    names = ("model", "machine", "tp", "pp")
+    return next(other for other in _rows() if all(other[name] == row[name] for name in names))
+
+
+def _at_measured(row: dict[str, str]) -> Cluster:
+    return dataclasses.replace(CLUSTERS[row["machine"]], flops=_achieved(_first(row)))
 
 
 def _is_source_of_constants(row: dict[str, str]) -> bool:
@@ -114,13 +211,12 @@ def _job(row: dict[str, str]) -> Job:
 
 
 def _achieved(row: dict[str, str]) -> float:
-    """What a GPU achieves, from the first run of a layout."""
-    job, cluster = _job(row), CLUSTERS[row["machine"]]
+    """Operations per second of a GPU in a run."""
+    cluster = CLUSTERS[row["machine"]]
     seconds = float(row["local_ms"] or row["ddp_ms"]) / 1e3
     if row["local_ms"]:
         seconds -= _outer_step(row, cluster) / int(row["H"])
-    seconds -= cluster.overhead + cluster.overhead_per_parameter * job.owned
-    return job.flops / job.gpus / seconds
+    return achieved(_job(row), cluster, seconds)
 
 
 def _outer_step(row: dict[str, str], cluster: Cluster) -> float:
@@ -129,20 +225,60 @@ def _outer_step(row: dict[str, str], cluster: Cluster) -> float:
     return _PUBLISHED_OUTER_STEP[row["machine"]] * shards * 4 / 1e9 * math.log2(int(row["groups"]))
 
 
+def _summary(what: str, points: Sequence[Point | Gain], error_of: Callable[[Point | Gain], float]) -> str:
+    worst = max(points, key=lambda point: abs(error_of(point)))
+    median = statistics.median(abs(error_of(point)) for point in points)
+    name = worst.run + (f", {worst.what}" if isinstance(worst, Point) else "")
+    return f"| {what} | {len(points)} | {median:.1%} | {error_of(worst):+.1%}: {name} |"
+
+
+def _outside(what: str, gains: Sequence[Gain], spread_of: Callable[[Gain], tuple[float, float]], number: int) -> str:
+    names = "; ".join(
+        f"{gain.run}: {gain.published:.2f} x, spread {spread_of(gain)[0]:.2f} to {spread_of(gain)[1]:.2f} x" for gain in gains
+    )
+    return f"Published speed-up outside the verdict's spread, {what}: {len(gains)} of {number} ({names})."
+
+
+def summary() -> list[str]:
+    """The table of errors: median and worst, nothing left out."""
+    every, speed_ups = points(), gains()
+    unseen = [point for point in every if not point.is_fitted]
+    wrong = [gain.run for gain in speed_ups if (gain.published > _NOISE) != (gain.plain > _NOISE)]
+    outside_plain = outside(speed_ups, lambda gain: gain.spread)
+    outside_measured = outside(speed_ups, lambda gain: gain.measured_spread)
+    return [
+        "| what | points | median error | worst |",
+        "|---|---|---|---|",
+        _summary("iteration, as a user gets it", every, lambda point: point.error),
+        _summary("iteration, TFLOP/s measured", every, lambda point: point.measured_error),
+        _summary("the same, points not fitted", unseen, lambda point: point.measured_error),
+        _summary("speed-up, as a user gets it", speed_ups, lambda gain: gain.error),
+        _summary("speed-up, TFLOP/s measured", speed_ups, lambda gain: gain.measured_error),
+        "",
+        f"Direction of the speed-up wrong, as a user gets it: {len(wrong)} of {len(speed_ups)} ({'; '.join(wrong)}).",
+        "",
+        _outside("as a user gets it", outside_plain, lambda gain: gain.spread, len(speed_ups)),
+        "",
+        _outside("TFLOP/s measured", outside_measured, lambda gain: gain.measured_spread, len(speed_ups)),
+    ]
+
+
+def table() -> list[str]:
+    """Every published time beside both predictions."""
+    return [
+        "| run | | published, ms | as a user gets it, ms | error | TFLOP/s measured, ms | error | |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| {point.run} | {point.what} | {point.published * 1e3:,.0f} | {point.plain * 1e3:,.0f} | {point.error:+.1%} "
+            f"| {point.measured * 1e3:,.0f} | {point.measured_error:+.1%} | {'fitted' if point.is_fitted else ''} |"
+            for point in points()
+        ),
+    ]
+
+
 def main() -> None:
-    """Prints the table."""
-    print("| run | | published, ms | predicted, ms | error | |\n|---|---|---|---|---|---|")
-    for point in points():
-        print(
-            f"| {point.run} | {point.what} | {point.published * 1e3:,.0f} | {point.predicted * 1e3:,.0f} | {point.error:+.1%} "
-            f"| {'fitted' if point.is_fitted else ''} |"
-        )
-    unseen = [abs(point.error) for point in points() if not point.is_fitted]
-    median = statistics.median(unseen)
-    print(f"\nMedian error of {len(unseen)} points that were not fitted: {median:.1%}; worst: {max(unseen):.1%}")
-    # Runs on one node differ by less than their noise: within 2 % nobody is faster.
-    agreeing = [run for run, published, predicted in directions() if (published > 1.02) == (predicted > 1.02)]
-    print(f"Direction of the speed-up right on {len(agreeing)} of {len(directions())} runs")
+    """Prints both tables."""
+    print("\n".join([*summary(), "", *table()]))
 
 
 if __name__ == "__main__":

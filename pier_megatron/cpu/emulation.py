@@ -119,13 +119,20 @@ class _Stream:
         return 0.0
 
 
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """Stands in for ``torch.compile``, as a function or as a decorator with options."""
+    return function if function is not None else lambda decorated: decorated
+
+
 def install() -> None:
     """Makes ``torch.cuda`` denote the CPU in this process. Call it before Megatron is imported.
 
     The change is global and permanent for the process, hence for programs that own theirs (the launcher, the tests).
     """
-    # Dynamo would trace through the patches below and compile for a device that is not there.
+    # Dynamo would trace through the patches below and compile for a device that is not there; Megatron's decorators would
+    # import it for that.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    torch.compile = _as_it_is  # type: ignore[assignment]
 
     stream = _Stream()
     properties = types.SimpleNamespace(

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from pier_megatron.commands.plan.model import CLUSTERS
+from pier_megatron.commands.plan.cluster import CLUSTERS
 from pier_megatron.errors import PierConfigError, division, suggestion
 
 # Variants as HDEE (arXiv 2502.19385) names them. MHo and MHe: homogeneous and heterogeneous models, of one size or of the

@@ -13,8 +13,10 @@ from pier_megatron.commands.experts.description import DENSE, Ensemble, Machines
 from pier_megatron.commands.experts.planned import PLAN, Expert, Model, Plan
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan.command import outer_memory, sizes_of
-from pier_megatron.commands.plan.model import CLUSTERS, predict
+from pier_megatron.commands.plan import ways
+from pier_megatron.commands.plan.cluster import CLUSTERS
+from pier_megatron.commands.plan.model import predict
+from pier_megatron.commands.plan.sizes import outer_memory, sizes_of
 from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 
@@ -137,7 +139,7 @@ def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, fl
     if cluster is None:
         return sum(memory.values()), None
     prediction = predict(job, CLUSTERS[cluster])
-    iteration = prediction.mean_iteration(config.sync_interval) if config else prediction.synchronous
+    iteration = prediction.mean_iteration(ways.of_job(config)) if config else prediction.synchronous
     return sum(memory.values()), iteration * args.train_iters / 3600
 
 

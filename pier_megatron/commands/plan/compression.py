@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from pier_megatron.commands.plan.model import HIDING, Cluster, Job, bandwidth_between_stages, seconds_between_replicas
+from pier_megatron.commands.plan.cluster import Cluster
+from pier_megatron.commands.plan.model import HIDING, Job, bandwidth_between_stages, seconds_between_replicas
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 # Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values

@@ -6,9 +6,17 @@ from typing import Any
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.outer.expectation import FORESEEABLE, LEAST_NOISE, fewer, is_foreseeable, shares
+from pier_megatron.outer.noise import UNSETTLED, settled
+from pier_megatron.outer.report import SCALAR_PREFIX
+
+_NOISE = SCALAR_PREFIX + "noise-to-signal"
+
+PUBLISHED = "+0.2 % with 8 groups, -0.2 % with 64, +1.2 % with 32 and +4.1 % with 128 of a smaller model"
+"""Final validation loss of the authors' runs against AdamW: small, XL, medium, medium."""
 
 
-def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch: int) -> dict[str, Any] | None:
+def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch: int) -> dict[str, Any]:
     """What to expect of a planned job.
 
     Args:
@@ -18,17 +26,15 @@ def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch
 
     Returns:
         For the job's number of groups and others the share of its iterations after which synchronous training would have the
-        same loss, with the noise and the groups of the run that the log is of; None where nothing is known.
+        same loss, with the noise and the groups of the run that the log is of; ``why`` where nothing is known.
 
     Raises:
         PierConfigError: If there is a log, but its noise is not known or says nothing of the job.
     """
-    from pier_megatron.outer.expectation import FORESEEABLE, LEAST_NOISE, fewer, is_foreseeable, shares
-
     alternatives = (config.groups * 2, config.groups, *fewer(config.groups))
     share_of = shares(config)
     if log is None:
-        return None if share_of is None else {"shares": {groups: share_of(groups) for groups in alternatives}}
+        return _unknown(config) if share_of is None else {"shares": {groups: share_of(groups) for groups in alternatives}}
     if not is_foreseeable(config):
         raise PierConfigError(
             f"--log: the loss is foreseen with {FORESEEABLE}; the job has {config.inner_optimizer}, {config.preset}, "
@@ -55,10 +61,7 @@ def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch
 
 def _noise(log: TensorBoardLog, global_batch: int) -> tuple[float, int]:
     """The settled noise of a run, and its number of groups."""
-    from pier_megatron.outer.noise import UNSETTLED, settled
-    from pier_megatron.outer.report import SCALAR_PREFIX
-
-    noise = settled([noise for _, noise in log.mean(SCALAR_PREFIX + "noise-to-signal")])
+    noise = settled([noise for _, noise in log.mean(_NOISE)])
     if noise is None:
         raise PierConfigError(
             f"--log: no noise of pseudo-gradients in it, which takes two groups or more and at least {UNSETTLED + 1} outer "
@@ -85,13 +88,38 @@ def read(folder: Path) -> TensorBoardLog:
         raise PierConfigError(f"--log {error}") from None
 
 
-def text(loss: dict[str, Any], groups: int) -> list[str]:
-    """The plan's lines of it."""
+def has_noise(log: TensorBoardLog) -> bool:
+    """Whether the run has measured the noise of pseudo-gradients."""
+    return _NOISE in log.scalars
+
+
+def text(loss: dict[str, Any], groups: int) -> str:
+    """The plan's line of it."""
+    if "shares" not in loss:
+        return f"Loss: not known. {loss['why']}"
     others = ", ".join(f"{share:.1%} with {number}" for number, share in loss["shares"].items() if number != groups)
     known_from = "the settings, at best"
     if "noise to signal" in loss:
         known_from = f"noise to signal {loss['noise to signal']:.2f} with {loss['groups of the run']} groups"
-    return [
-        f"loss: as synchronous training of {loss['shares'][groups]:.1%} of the iterations with {groups} groups; {others} "
+    return (
+        f"Loss: as synchronous training of {loss['shares'][groups]:.1%} of the iterations with {groups} groups; {others} "
         f"(from {known_from}, docs/study.md#what-to-expect)"
-    ]
+    )
+
+
+def _unknown(config: PierConfig) -> dict[str, Any]:
+    """Why nothing is known of a job's loss, and what others have seen."""
+    if config.groups == 1:
+        return {"why": "There is one group, which is not Pier."}
+    if is_foreseeable(config):
+        return {"why": "It follows the noise of a run's pseudo-gradients: give --log of a run with ten outer steps."}
+    steps = f"This job takes {int(config.local_intervals)}"
+    if config.preset != "pier":
+        return {
+            "why": f"It was not studied for {config.preset}, {config.inner_optimizer} and these settings; {steps} outer steps. "
+            "docs/study.md has what was."
+        }
+    return {
+        "why": f"Published for --pier-preset pier at 1,800 outer steps: {PUBLISHED} (validation loss against AdamW, arXiv "
+        f"2511.17849). With 27 outer steps it lost 0.37 nats per byte and more (docs/study.md). {steps}."
+    }

@@ -10,6 +10,7 @@ other: on the authors' A100 machine an all-reduce moved 5 GB/s per node whether 
 import dataclasses
 import math
 
+from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
@@ -20,45 +21,6 @@ _PASSES = 32
 
 # Bytes on the wire of an FP32 gradient and of a bf16 parameter.
 _GRADIENT, _PARAMETER = 4, 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Where a job runs.
-
-    Attributes:
-        gpus_per_node: Number of GPUs of a node.
-        memory: Of a GPU, in bytes.
-        flops: What a GPU achieves in training, in operations per second; a job's own figure is better.
-        node_bandwidth: What a node sends in an all-reduce over the network, in bytes per second.
-        gpu_bandwidth: What a GPU sends in an all-reduce inside a node, in bytes per second.
-        memory_bandwidth: Of a GPU, in bytes per second.
-        overhead: Of every iteration, in seconds.
-        overhead_per_parameter: The same per parameter whose optimizer state a GPU holds, in seconds.
-        latency: Of a message between nodes, in seconds.
-        is_calibrated: Whether the figures fit published measurements; else they follow from data sheets.
-    """
-
-    gpus_per_node: int
-    memory: float
-    flops: float
-    node_bandwidth: float
-    gpu_bandwidth: float
-    memory_bandwidth: float
-    overhead: float = 0.015
-    overhead_per_parameter: float = 0.0
-    latency: float = 10e-6
-    is_calibrated: bool = False
-
-
-# Bandwidths of the first two are fitted, see benchmarks/planner_accuracy.py; nodes of the others send 80 % of what an adapter
-# of 400 Gbit/s per GPU could.
-CLUSTERS = {
-    "perlmutter": Cluster(4, 40e9, 90e12, 5.0e9, 30e9, 1.5e12, 0.015, 0.12e-9, is_calibrated=True),
-    "vista": Cluster(1, 96e9, 430e12, 41.4e9, 360e9, 3.6e12, 0.015, 0.03e-9, is_calibrated=True),
-    "dgx-h100": Cluster(8, 80e9, 400e12, 320e9, 360e9, 3.3e12, 0.015, 0.03e-9),
-    "dgx-h200": Cluster(8, 141e9, 400e12, 320e9, 360e9, 4.8e12, 0.015, 0.03e-9),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +48,11 @@ class Job:
     is_shared_out: bool = True
 
     @property
+    def model_parallel(self) -> int:
+        """Number of GPUs that share one replica."""
+        return self.gpus // self.replicas
+
+    @property
     def replicas_in_group(self) -> int:
         """Ranks of a group that hold the same shard."""
         return self.replicas // self.groups
@@ -94,6 +61,25 @@ class Job:
     def owned(self) -> float:
         """Parameters whose optimizer and outer state a rank holds."""
         return self.shard / (self.replicas_in_group if self.is_shared_out else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Outer steps of a run.
+
+    Attributes:
+        interval: Iterations between them.
+        overlap: Iterations behind which an exchange is hidden.
+        fragments: Parts that are exchanged in turn, each hidden for itself.
+        dtype: Type on the wire.
+        in_pairs: Whether two groups exchange weights in FP32 in place of all groups' pseudo-gradients.
+    """
+
+    interval: int
+    overlap: int = 0
+    fragments: int = 1
+    dtype: str = "fp32"
+    in_pairs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,21 +114,22 @@ class Prediction:
         """Seconds of a blocking outer step."""
         return self.exchange[dtype] + self.passes
 
-    def mean_iteration(self, interval: int, dtype: str = "fp32", overlap: int = 0, fragments: int = 1) -> float:
-        """Mean iteration of the local phase, outer steps included.
+    def mean_iteration(self, way: Way, hidden: bool = True) -> float:
+        """Mean iteration of the local phase in seconds, outer steps included.
 
         Args:
-            interval: Iterations between outer steps.
-            dtype: On the wire.
-            overlap: Iterations behind which the exchange is hidden.
-            fragments: Parts that are exchanged in turn, each hidden for itself.
+            way: Outer steps.
+            hidden: Whether the group's own communication is behind compute (Megatron's overlap flags).
         """
-        waited = max(self.exchange[dtype] - fragments * overlap * self.local, 0.0) + self.passes
-        return self.local + waited / interval
+        local = self.local if hidden else self.compute + self.inner
+        wire = self.pairs if way.in_pairs else self.exchange[way.dtype]
+        waited = max(wire - way.fragments * way.overlap * local, 0.0) + self.passes
+        return local + waited / way.interval
 
-    def mean_iteration_in_pairs(self, interval: int) -> float:
-        """Mean iteration of the local phase if two groups meet at a time, blocking."""
-        return self.local + (self.pairs + self.passes) / interval
+    def mean_of_run(self, way: Way, lazy: float, hidden: bool = True) -> float:
+        """Mean iteration of a whole run in seconds, of which the share ``lazy`` is synchronous."""
+        synchronous = self.synchronous_hidden if hidden else self.synchronous
+        return lazy * synchronous + (1 - lazy) * self.mean_iteration(way, hidden)
 
     def break_even_interval(self, hidden: bool = True) -> float:
         """Interval from which on blocking Pier is faster than synchronous training; infinite if none is."""
@@ -150,36 +137,40 @@ class Prediction:
         return self.outer_step() / gained if gained > 0 else math.inf
 
 
-def predict(job: Job, cluster: Cluster, flops: float | None = None) -> Prediction:
-    """Predicts a job's times.
-
-    Args:
-        job: The job.
-        cluster: Where it runs.
-        flops: What a GPU achieves on this model in operations per second, measured on one group; None for the cluster's.
-    """
-    per_gpu = flops or cluster.flops
-    compute = job.flops / job.gpus / per_gpu + cluster.overhead + cluster.overhead_per_parameter * job.owned
+def predict(job: Job, cluster: Cluster) -> Prediction:
+    """Predicts a job's times."""
+    compute = job.flops / job.gpus / cluster.flops + _overhead(job, cluster)
     inner = seconds_between_replicas(job, cluster, job.replicas_in_group, _GRADIENT + _PARAMETER)
     across = seconds_between_replicas(job, cluster, job.replicas, _GRADIENT * 2)
-    hidden = max(across - HIDING * compute, 0.0)
     exchange = {name: _exchange(job, cluster, codec.nbytes(BLOCK) / BLOCK) for name, codec in CODECS.items()}
     return Prediction(
         compute=compute,
         inner=inner,
         synchronous=compute + across,
-        synchronous_hidden=compute + hidden,
+        synchronous_hidden=compute + max(across - HIDING * compute, 0.0),
         local=compute + max(inner - HIDING * compute, 0.0),
         exchange=exchange,
         pairs=_pairs(job, cluster),
-        ring_latency=2 * (job.groups - 1) * cluster.latency,
-        pair_latency=cluster.latency if job.groups > 1 else 0.0,
+        ring_latency=_ring_latency(job, cluster),
+        pair_latency=_message(job, cluster) if job.groups > 1 else 0.0,
         passes=_PASSES * job.owned / cluster.memory_bandwidth,
     )
 
 
+def achieved(job: Job, cluster: Cluster, seconds: float) -> float:
+    """Operations per second of a GPU in an iteration of so many seconds, communication aside; the inverse of :func:`predict`.
+
+    Not above 0 where the iteration is shorter than the cluster's overhead.
+    """
+    return job.flops / job.gpus / (seconds - _overhead(job, cluster))
+
+
+def _overhead(job: Job, cluster: Cluster) -> float:
+    return cluster.overhead + cluster.overhead_per_parameter * job.owned
+
+
 def _shards_on_node(job: Job, cluster: Cluster) -> int:
-    """Different shards that live on one node."""
+    """Number of different shards on one node."""
     return min(job.tensor_parallel, cluster.gpus_per_node)
 
 
@@ -190,7 +181,11 @@ def seconds_between_replicas(job: Job, cluster: Cluster, ranks: int, nbytes: flo
     traffic = (ranks - 1) / ranks * job.shard * nbytes
     if ranks * job.tensor_parallel <= cluster.gpus_per_node:
         return traffic / cluster.gpu_bandwidth
-    return traffic * _shards_on_node(job, cluster) / cluster.node_bandwidth
+    between_nodes = traffic * _shards_on_node(job, cluster) / cluster.node_rate
+    if cluster.sites(ranks * job.model_parallel) == 1:
+        return between_nodes
+    # The rings of all shards cross the boundary of a site once.
+    return max(between_nodes, traffic * job.model_parallel / cluster.site_rate)
 
 
 def bandwidth_between_stages(gpus: int, cluster: Cluster) -> float:
@@ -198,7 +193,7 @@ def bandwidth_between_stages(gpus: int, cluster: Cluster) -> float:
 
     All GPUs of a node send at once.
     """
-    return cluster.gpu_bandwidth if gpus <= cluster.gpus_per_node else cluster.node_bandwidth / cluster.gpus_per_node
+    return cluster.gpu_bandwidth if gpus <= cluster.gpus_per_node else cluster.node_rate / cluster.gpus_per_node
 
 
 def _exchange(job: Job, cluster: Cluster, nbytes: float) -> float:
@@ -207,10 +202,25 @@ def _exchange(job: Job, cluster: Cluster, nbytes: float) -> float:
         return 0.0
     # Groups that share a node reduce there first; of a group that spans nodes, each node sends what its ranks own.
     on_node = min(_shards_on_node(job, cluster) * job.shard, cluster.gpus_per_node * job.owned)
-    traffic = 2 * (job.groups - 1) / job.groups * on_node * nbytes
+    share = 2 * (job.groups - 1) / job.groups * nbytes
     within_a_node = job.gpus <= cluster.gpus_per_node
-    seconds = traffic / (cluster.gpu_bandwidth if within_a_node else cluster.node_bandwidth)
-    return seconds + 2 * (job.groups - 1) * cluster.latency
+    seconds = share * on_node / (cluster.gpu_bandwidth if within_a_node else cluster.node_rate)
+    if cluster.sites(job.gpus) > 1:
+        seconds = max(seconds, share * job.shard * job.model_parallel / cluster.site_rate)
+    return seconds + _ring_latency(job, cluster)
+
+
+def _ring_latency(job: Job, cluster: Cluster) -> float:
+    """Seconds of the messages of an exchange of all groups, one behind the other, twice around the ring less one hop."""
+    hops = job.groups - 1
+    sites = cluster.sites(job.gpus)
+    far = min(sites, hops) if sites > 1 else 0
+    return 2 * (far * cluster.site_latency + (hops - far) * cluster.latency)
+
+
+def _message(job: Job, cluster: Cluster) -> float:
+    """Seconds of the slowest message between two groups."""
+    return cluster.site_latency if cluster.sites(job.gpus) > 1 else cluster.latency
 
 
 def _pairs(job: Job, cluster: Cluster) -> float:
@@ -219,4 +229,10 @@ def _pairs(job: Job, cluster: Cluster) -> float:
         return 0.0
     if job.gpus <= cluster.gpus_per_node:
         return job.owned * 4 / cluster.gpu_bandwidth + cluster.latency
-    return cluster.gpus_per_node * job.owned * 4 / cluster.node_bandwidth + cluster.latency
+    seconds = cluster.gpus_per_node * job.owned * 4 / cluster.node_rate
+    sites = cluster.sites(job.gpus)
+    if sites > 1:
+        # Pairs are drawn at random: of the groups of a site so many meet one elsewhere.
+        leaving = job.groups / sites * (1 - 1 / sites)
+        seconds = max(seconds, leaving * job.shard * job.model_parallel * 4 / cluster.site_rate)
+    return seconds + _message(job, cluster)

@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 
-from pier_megatron.commands.plan.model import Cluster, Job, bandwidth_between_stages, predict
+from pier_megatron.commands.plan.cluster import Cluster
+from pier_megatron.commands.plan.model import Job, bandwidth_between_stages, predict
 from pier_megatron.pipeline.paths import most, wanted
 
 FRACTIONS = (0.0, 0.25, 0.33, 0.5)
@@ -12,9 +13,7 @@ FRACTIONS = (0.0, 0.25, 0.33, 0.5)
 _ACTIVATION = 2
 
 
-def predict_skipping(
-    args: argparse.Namespace, job: Job, cluster: Cluster, flops: float | None = None
-) -> dict[float, dict[str, float]]:
+def predict_skipping(args: argparse.Namespace, job: Job, cluster: Cluster) -> dict[float, dict[str, float]]:
     """Predicts iterations of the local phase by share that is skipped; nothing for a job without inner stages.
 
     The bubble of the whole step is in what a GPU achieves, as everywhere in the planner. What is skipped makes the operations
@@ -24,7 +23,6 @@ def predict_skipping(
         args: Megatron's, validated.
         job: Their sizes.
         cluster: Where it runs.
-        flops: As of :func:`predict`.
 
     Returns:
         ``share``, the simulated time of a step as a multiple of a whole one, and ``local``, an iteration in seconds.
@@ -34,7 +32,7 @@ def predict_skipping(
 
     stages, micro_batches = seam.number_of_stages(args), max(batches.training_phases(args).values())
     layer_passes = 3 * micro_batches * args.num_layers / args.pipeline_model_parallel_size
-    forward = predict(job, cluster, flops).compute / layer_passes
+    forward = predict(job, cluster).compute / layer_passes
     found = {}
     fractions = sorted({*FRACTIONS, getattr(args, "pier_skip_fraction", None) or 0.0})
     for fraction in fractions if most(stages, micro_batches) else ():
@@ -42,7 +40,7 @@ def predict_skipping(
             continue
         skipped = argparse.Namespace(**vars(args) | {"pier_skip_fraction": fraction})
         share = seam.share_of_whole_step(args, seam.paths(skipped, micro_batches), _message(args, cluster) / forward)
-        local = predict(dataclasses.replace(job, flops=job.flops * share), cluster, flops).local
+        local = predict(dataclasses.replace(job, flops=job.flops * share), cluster).local
         found[fraction] = {"share": share, "local": local}
     return found
 

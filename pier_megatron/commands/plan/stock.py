@@ -5,46 +5,45 @@ import dataclasses
 from typing import Any
 
 from pier_megatron.commands.plan import compression
-from pier_megatron.commands.plan.model import HIDING, Cluster, Job, predict
+from pier_megatron.commands.plan.cluster import Cluster
+from pier_megatron.commands.plan.fit import does_not_fit
+from pier_megatron.commands.plan.model import HIDING, Job, predict
 from pier_megatron.commands.plan.skipping import describe_skipping, predict_skipping
 
-VERDICT = (
-    "A stock optimizer: every iteration is synchronous, and there is no outer loop to predict. What one would win: the same "
-    "command with --optimizer pier."
-)
+
+def verdict(needed: float, cluster: Cluster, remedy: tuple[str, float] | None, source: str) -> str:
+    """The answer in one line.
+
+    Args:
+        needed: Bytes that a GPU must have.
+        cluster: Where the job runs.
+        remedy: Flags that make it fit, and the bytes that it needs then.
+        source: Where the TFLOP/s come from.
+    """
+    return does_not_fit(needed, cluster, remedy) + (
+        "A stock optimizer: every iteration is synchronous, and there is no outer loop to predict, with "
+        f"{cluster.flops / 1e12:.3g} TFLOP/s per GPU {source}. What one would win: the same command with --optimizer pier."
+    )
 
 
-def make_plan(args: argparse.Namespace, job: Job, cluster: Cluster, flops: float | None) -> dict[str, Any]:
-    """Plans a job without an outer loop.
+def make_plan(args: argparse.Namespace, job: Job, cluster: Cluster) -> dict[str, Any]:
+    """What a job without an outer loop makes of its flags: plain values, by the names of a plan with Pier.
 
     Args:
         args: Megatron's, validated.
         job: Their sizes.
         cluster: Where it runs.
-        flops: What a GPU achieves on this model in operations per second; None for the cluster's.
-
-    Returns:
-        Plain values, with the names of a plan with Pier as far as they have a meaning.
     """
-    from pier_megatron.integration import planned_job
-
-    prediction = predict(job, cluster, flops)
+    prediction = predict(job, cluster)
     # Shards of one optimizer are reduced and gathered once; whole gradients are reduced everywhere.
     wire = prediction.inner if job.is_shared_out else prediction.synchronous - prediction.compute
-    skipping = predict_skipping(args, job, cluster, flops)
+    skipping = predict_skipping(args, job, cluster)
     return {
-        "gpus": job.gpus,
-        "parameters per rank": job.shard,
-        "calibrated": cluster.is_calibrated,
-        "memory": planned_job.memory(args),
-        "memory of a GPU": cluster.memory,
         "compute": prediction.compute,
         "wire": wire,
         "compression": [dataclasses.asdict(saving) for saving in compression.savings(job, cluster, prediction.compute)],
         "modes": _modes(args, job, cluster, prediction.compute, wire, skipping),
         "skipping": skipping,
-        "iterations": args.train_iters,
-        "verdict": VERDICT,
     }
 
 

@@ -1,0 +1,91 @@
+"""What a GPU achieves, from the log of a short run of the job: its text output, or its TensorBoard folder."""
+
+import argparse
+import dataclasses
+import re
+import statistics
+from pathlib import Path
+
+from pier_megatron.commands.plan.cluster import Cluster
+from pier_megatron.commands.plan.model import Job, achieved
+from pier_megatron.commands.tensorboard_log import TensorBoardLog
+from pier_megatron.errors import PierConfigError
+
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+)")
+_ARGUMENT = re.compile(r"^(?:\[\w+\d*\]:)? *(\w+) \.{2,} (.+?)$", re.MULTILINE)
+
+# The run must have these in common with the job, or its operations per second say nothing of it.
+_ALIKE = ("num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a log says of speed.
+
+    Attributes:
+        arguments: Megatron's, as text, by name.
+        iterations: Seconds of logged iterations, by iteration.
+    """
+
+    arguments: dict[str, str]
+    iterations: dict[int, float]
+
+
+def read(path: Path, log: TensorBoardLog | None) -> Run:
+    """Reads the times of iterations.
+
+    Args:
+        path: Text output of the run, of which a TensorBoard folder has been read already.
+        log: That folder; None if ``path`` is a text file.
+    """
+    if log is not None:
+        return Run(log.arguments, dict(log.mean("iteration-time")))
+    text = path.read_text(errors="replace")
+    return Run(
+        {name: value.strip() for name, value in _ARGUMENT.findall(text)},
+        {int(iteration): float(ms) / 1e3 for iteration, ms in _ITERATION.findall(text)},
+    )
+
+
+def operations_per_second(run: Run, path: Path, args: argparse.Namespace, job: Job, cluster: Cluster) -> float:
+    """Operations per second of a GPU in that run, by the job's own count of operations.
+
+    Raises:
+        PierConfigError: If the run is of another model or layout, or its iterations contain communication between nodes.
+    """
+    from pier_megatron.integration import planned_job
+
+    there = run.arguments
+    for name in _ALIKE:
+        if there.get(name) != str(getattr(args, name)):
+            raise PierConfigError(
+                f"--log {path}: --{name.replace('_', '-')} is {there.get(name, 'not logged')} there and {getattr(args, name)} "
+                "in the job: the log must be of a run with the job's model and layout, fewer GPUs if need be."
+            )
+    gpus, batch = int(there["world_size"]), int(there["global_batch_size"])
+    in_group = gpus // job.model_parallel // _number(there.get("pier_groups"), 1)
+    if in_group * job.tensor_parallel > cluster.gpus_per_node and in_group > job.replicas_in_group:
+        raise PierConfigError(
+            f"--log {path}: that run synchronised {in_group} replicas over nodes of {cluster.gpus_per_node} GPUs in each "
+            "iteration, which hides what a GPU achieves. Log a run of one group, or with --optimizer pier."
+        )
+    seconds = statistics.median(_steady(run, _number(there.get("pier_lazy_start_iters"), 0)))
+    flops = planned_job.operations(argparse.Namespace(**vars(args) | {"global_batch_size": batch, "train_samples": None}))
+    assert flops is not None  # sizes_of has refused a job whose operations are unknown.
+    found = achieved(dataclasses.replace(job, flops=flops, gpus=gpus), cluster, seconds)
+    if found <= 0:
+        raise PierConfigError(
+            f"--log {path}: iterations of {seconds * 1e3:,.1f} ms are shorter than the {cluster.overhead * 1e3:,.0f} ms that "
+            "each takes besides compute: log a run of the job's own model on GPUs, or give --tflops."
+        )
+    return found
+
+
+def _steady(run: Run, lazy_start: int) -> list[float]:
+    """Seconds of the last half of the iterations, none of the lazy start: the first ones compile and warm up."""
+    local = [seconds for iteration, seconds in sorted(run.iterations.items()) if iteration > lazy_start]
+    return local[len(local) // 2 :] or list(run.iterations.values())
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isdigit() else default

@@ -1,0 +1,116 @@
+"""Makes a plan: from a launch command and a cluster to plain values."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.plan import compression, fit, loss, measured, sizes, stock, ways
+from pier_megatron.commands.plan.cluster import Cluster
+from pier_megatron.commands.plan.model import Job, predict
+from pier_megatron.commands.plan.skipping import predict_skipping
+from pier_megatron.commands.plan.verdict import gain_of, verdict
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """TFLOP/s of a plan.
+
+    Attributes:
+        source: Where they come from, and how to have better ones.
+        is_measured: Whether they are of this job.
+    """
+
+    source: str
+    is_measured: bool
+
+
+_ASSUMED = Speed("assumed: measure them with --tflops, or --log of a short run", is_measured=False)
+_GIVEN = Speed("from --tflops", is_measured=True)
+
+
+def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = False, log: Path | None = None) -> dict[str, Any]:
+    """Plans a job with ``--optimizer pier``, or with a flag inside a group; needs no GPU.
+
+    Args:
+        command: Launch command of the job.
+        cluster: Where it runs.
+        is_measured: Whether the cluster's TFLOP/s are of this job.
+        log: Output or TensorBoard folder of a run of the job that has begun, on fewer GPUs or iterations if need be.
+
+    Returns:
+        Plain values: the job, memory in bytes, times in seconds, a verdict.
+
+    Raises:
+        PierConfigError: If the job would not start, its size cannot be seen, or the log says nothing of it.
+    """
+    found = command.planned_job()
+    args, config, job = found.args, found.config, sizes.sizes_of(found.args)
+    board = loss.read(log) if log is not None and log.is_dir() else None
+    run = None if log is None else measured.read(log, board)
+    has_noise = board is not None and loss.has_noise(board)
+    if run is not None and not run.iterations and not has_noise:
+        raise PierConfigError(
+            f"--log {log}: neither times of iterations nor noise of pseudo-gradients in it. Give the output of a run, or the "
+            "folder of one with --log-timers-to-tensorboard."
+        )
+    speed = _GIVEN if is_measured else _ASSUMED
+    if log is not None and run is not None and run.iterations and not is_measured:
+        cluster = dataclasses.replace(cluster, flops=measured.operations_per_second(run, log, args, job, cluster))
+        speed = Speed(f"measured in {log}", is_measured=True)
+    memory = fit.memory_of(args, config, job.owned)
+    needed = fit.needed(memory, args)
+    remedy = fit.remedy(args, config, job.owned, cluster.memory) if needed > cluster.memory else None
+    plan = {
+        "gpus": job.gpus,
+        "parameters per rank": job.shard,
+        "calibrated": cluster.is_calibrated,
+        "memory": memory,
+        "memory needed": needed,
+        "memory of a GPU": cluster.memory,
+        "fits": needed <= cluster.memory,
+        "tflops": {"per GPU": cluster.flops / 1e12, "source": speed.source, "measured": speed.is_measured},
+        "iterations": args.train_iters,
+    }
+    if config is None:
+        line = stock.verdict(needed, cluster, remedy, speed.source)
+        return {"verdict": line} | plan | stock.make_plan(args, job, cluster)
+    line = verdict(job, cluster, config, source=speed.source, is_measured=speed.is_measured, memory=needed, remedy=remedy)
+    try:
+        expected = loss.expected_shares(board if has_noise else None, config, args.global_batch_size)
+    except PierConfigError as error:
+        if run is None or not run.iterations:
+            raise
+        # The log has said how fast the job is, and that is what it was given for.
+        expected = {"why": str(error)}
+    return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed)
+
+
+def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> dict[str, Any]:
+    """What an outer loop makes of the job."""
+    prediction = predict(job, cluster)
+    modes, own = ways.modes(prediction, config)
+    modes |= ways.sites(job, cluster, config)
+    return {
+        "groups": config.groups,
+        "interval": config.sync_interval,
+        "gain": dataclasses.asdict(gain_of(ways.of_job(config), job, cluster, config, speed.is_measured)),
+        "prediction": dataclasses.asdict(prediction),
+        "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
+        "bytes in pairs per outer step and rank": 4 * job.owned if config.groups > 1 else 0.0,
+        "break-even interval": prediction.break_even_interval(),
+        "compression": [dataclasses.asdict(saving) for saving in compression.savings(job, cluster, prediction.compute)],
+        "modes": modes,
+        "mode of the job": own,
+        "sites": cluster.sites(job.gpus),
+        "sweeps": {
+            "interval": ways.over_intervals(prediction, config),
+            "link": ways.over_rates(job, cluster, config),
+            "gpus": ways.over_gpus(job, args.global_batch_size, cluster, config),
+        },
+        "link": cluster.site_bandwidth if cluster.sites(job.gpus) > 1 else cluster.node_bandwidth,
+        "skipping": predict_skipping(args, job, cluster),
+    }

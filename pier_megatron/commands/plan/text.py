@@ -1,0 +1,77 @@
+"""A plan as text: the verdict first, then the loss, the ways to train, and what they are made of."""
+
+from typing import Any
+
+from pier_megatron.commands.plan import compression, loss, stock, ways
+from pier_megatron.commands.plan.skipping import describe_skipping
+
+
+def lines(plan: dict[str, Any]) -> list[str]:
+    """The lines of a plan."""
+    has_groups = "groups" in plan
+    return [
+        plan["verdict"],
+        *([loss.text(plan["loss"], plan["groups"])] if has_groups else ()),
+        "",
+        *_table(plan),
+        *(
+            ["Not calibrated: the links' figures follow from data sheets. Give --node-bandwidth as measured."]
+            if not plan["calibrated"]
+            else ()
+        ),
+        "",
+        *(_of_groups(plan) if has_groups else stock.describe(plan)),
+        *_memory(plan),
+    ]
+
+
+def _table(plan: dict[str, Any]) -> list[str]:
+    modes = plan["modes"]
+    reference, own = modes[ways.HIDDEN], plan.get("mode of the job")
+    width = max(58, *map(len, modes))
+    found = [f"{'mean iteration of the run':{width}} {'ms':>9} {'x as fast':>10} {'days':>8} {'GPU-hours':>11}"]
+    for name, seconds in modes.items():
+        total = seconds * plan["iterations"]
+        found.append(
+            f"{name:{width}} {seconds * 1e3:9,.0f} {reference / seconds:10.2f} {total / 86400:8.2f} "
+            f"{total / 3600 * plan['gpus']:11,.0f}{'  <- this job' if name == own else ''}"
+        )
+    return found
+
+
+def _memory(plan: dict[str, Any]) -> list[str]:
+    needed, there = plan["memory needed"], plan["memory of a GPU"]
+    uncounted = "" if needed == sum(plan["memory"].values()) else ", without activations, which the job recomputes"
+    return [
+        *(f"memory per rank: {name}: {size / 1e9:.2f} GB" for name, size in plan["memory"].items()),
+        f"memory per rank: {needed / 1e9:.2f} GB together{uncounted}, of {there / 1e9:.0f} GB"
+        + ("" if needed <= there else ": does not fit"),
+    ]
+
+
+def _of_groups(plan: dict[str, Any]) -> list[str]:
+    prediction = plan["prediction"]
+    between = f", over {plan['sites']} sites" if plan["sites"] > 1 else ""
+    return [
+        f"{plan['groups']} groups on {plan['gpus']} GPUs{between}, "
+        f"{plan['parameters per rank'] / 1e9:.2f} G parameters per rank",
+        f"an iteration: {prediction['compute'] * 1e3:,.0f} ms of compute, {prediction['inner'] * 1e3:,.0f} ms inside a group",
+        f"an outer step: {prediction['exchange']['fp32'] * 1e3:,.0f} ms on the wire in FP32, "
+        f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "
+        f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
+        *(_in_pairs(plan) if plan["groups"] > 1 else ()),
+        *compression.table([compression.Saving(**saving) for saving in plan["compression"]]),
+        *describe_skipping(plan["skipping"], " of the local phase"),
+        f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
+    ]
+
+
+def _in_pairs(plan: dict[str, Any]) -> list[str]:
+    prediction, groups = plan["prediction"], plan["groups"]
+    return [
+        f"an outer step in pairs (--pier-preset noloco): {prediction['pairs'] * 1e3:,.0f} ms on the wire in FP32; "
+        f"{plan['bytes in pairs per outer step and rank'] / 1e6:,.0f} MB per rank, so that pairs at H / "
+        f"{2 * (groups - 1) / groups:.2f} send as much as all groups at H",
+        f"latency of an outer step: {prediction['ring_latency'] * 1e3:,.2f} ms around a ring of all groups, "
+        f"{prediction['pair_latency'] * 1e3:,.2f} ms in pairs",
+    ]
