@@ -1,11 +1,15 @@
 """Reads launch commands: what a job will be, from what its user types."""
 
 import argparse
+import contextlib
 import dataclasses
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from pier_megatron.commands.srun import Surroundings, expanded, surroundings
 from pier_megatron.cpu import emulation
 from pier_megatron.errors import PierConfigError
 
@@ -14,11 +18,12 @@ if TYPE_CHECKING:
 
 # Where torchrun meets if it is told nothing.
 _NO_ADDRESS = "127.0.0.1"
+_PYTHON = re.compile(r"python[\d.]*")
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchCommand:
-    """A job as torchrun will start it.
+    """A job as torchrun will start it, or srun without it.
 
     Attributes:
         nodes: Number of nodes.
@@ -28,6 +33,10 @@ class LaunchCommand:
         restarts: How often torchrun starts it again after a failure.
         rendezvous: How its nodes find each other: ``static`` if ``--node-rank`` numbers them, otherwise torchrun's backend that
             does; None without an address to meet at.
+        launcher: Program that starts the processes: torchrun, or none but Python itself, which srun may start many times.
+        has_plugin: Whether ``-m pier_megatron`` starts the script.
+        is_module: Whether the script is the name of a module.
+        surroundings: What stands before the launcher.
     """
 
     nodes: int
@@ -36,6 +45,10 @@ class LaunchCommand:
     arguments: tuple[str, ...]
     restarts: int = 0
     rendezvous: str | None = None
+    launcher: Literal["torchrun", "python"] = "torchrun"
+    has_plugin: bool = False
+    is_module: bool = False
+    surroundings: Surroundings = Surroundings()
 
     @property
     def ranks(self) -> int:
@@ -52,32 +65,71 @@ class LaunchCommand:
         Raises:
             PierConfigError: If it is no such command.
         """
-        from torch.distributed.run import get_args_parser
-
-        own = next((place + 1 for place, word in enumerate(words) if _is_launcher(word)), None)
+        flat = expanded(words)
+        own = next((place + 1 for place, word in enumerate(flat) if _is_launcher(word)), None)
+        if own is not None:
+            return cls._by_torchrun(flat[own:], surroundings(words, flat[: own - 1]))
+        own = next((place + 1 for place, word in enumerate(flat) if _PYTHON.fullmatch(Path(word).name)), None)
         if own is None:
             raise PierConfigError(
-                f"{' '.join(words) or '(nothing)'}: no torchrun in this command. Give the launch command of the job, such as "
-                "torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... --optimizer pier."
+                f"{' '.join(words) or '(nothing)'}: no torchrun in this command, and no python that srun starts. Give the launch "
+                "command of the job, such as torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... "
+                "--optimizer pier."
             )
-        options = get_args_parser().parse_args(list(words[own:]))
-        script, arguments = options.training_script, list(options.training_script_args)
-        if options.module and script == "pier_megatron":
-            words = [part for word in arguments[:1] for part in word.split("=")] + arguments[1:]
-            device, words = (words[1:2], words[2:]) if words[:1] == ["--device"] else ([], words)
-            if not words:
-                raise PierConfigError("-m pier_megatron: no training script behind it.")
-            script, *arguments = words
-            if device == ["cpu"]:
-                arguments += emulation.missing_cpu_flags(arguments)
-        if not options.nproc_per_node.isdigit():
+        return cls._by_python(flat[own:], surroundings(words, flat[: own - 1]))
+
+    @classmethod
+    def _by_torchrun(cls, words: Sequence[str], around: Surroundings) -> "LaunchCommand":
+        from torch.distributed.run import get_args_parser
+
+        refusal = io.StringIO()
+        with contextlib.redirect_stderr(refusal):
+            try:
+                options = get_args_parser().parse_args(list(words))
+            except SystemExit:
+                raise PierConfigError(refusal.getvalue().strip().splitlines()[-1]) from None
+        script, arguments, has_plugin = _started(options.module, options.training_script, options.training_script_args)
+        if not re.fullmatch(r"[1-9]\d*", options.nproc_per_node):
             raise PierConfigError(
                 f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."
             )
+        if not re.fullmatch(r"(\d+:)?[1-9]\d*", options.nnodes):
+            raise PierConfigError(f"--nnodes {options.nnodes}: give a number of nodes, or MIN:MAX.")
         nodes = int(options.nnodes.split(":")[-1])
         has_address = options.rdzv_endpoint or options.master_addr != _NO_ADDRESS
-        rendezvous = options.rdzv_backend if has_address else None
-        return cls(nodes, int(options.nproc_per_node), script, tuple(arguments), int(options.max_restarts), rendezvous)
+        return cls(
+            nodes,
+            int(options.nproc_per_node),
+            script,
+            tuple(arguments),
+            int(options.max_restarts),
+            options.rdzv_backend if has_address else None,
+            has_plugin=has_plugin,
+            is_module=options.module and not has_plugin,
+            surroundings=around,
+        )
+
+    @classmethod
+    def _by_python(cls, words: Sequence[str], around: Surroundings) -> "LaunchCommand":
+        rest = list(words)
+        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+            rest = rest[2:] if rest[0] in ("-X", "-W") else rest[1:]
+        as_module = rest[:1] == ["-m"]
+        rest = rest[1:] if as_module else rest
+        if not rest or rest[0] == "-c":
+            raise PierConfigError(f"python {' '.join(words)}: no training script behind python.")
+        script, arguments, has_plugin = _started(as_module, rest[0], rest[1:])
+        step = around.step
+        if step is not None and (step.nodes is None or step.tasks_per_node is None):
+            raise PierConfigError(
+                "srun: the number of nodes or tasks cannot be seen from here. Add --nodes and --ntasks-per-node, or call "
+                "pier-megatron inside the allocation."
+            )
+        nodes, ranks = (1, 1) if step is None else (step.nodes or 1, step.tasks_per_node or 1)
+        is_module = as_module and not has_plugin
+        return cls(
+            nodes, ranks, script, tuple(arguments), 0, "static", "python", has_plugin, is_module, surroundings=around
+        )
 
     def planned_job(self) -> "PlannedJob":
         """The job as Megatron will see it; needs no GPU.
@@ -97,6 +149,13 @@ class LaunchCommand:
 
         return planned_job.validated_arguments(self.ranks, self.ranks_per_node, [self.script, *self.arguments])[0]
 
+    def parsed_arguments(self) -> tuple[argparse.Namespace, list[str]]:
+        """Megatron's arguments before their validation, and words that it does not know."""
+        _stand_in_for_a_gpu()
+        from pier_megatron.integration import planned_job
+
+        return planned_job.parsed_arguments(self.ranks, self.ranks_per_node, [self.script, *self.arguments])
+
 
 def _stand_in_for_a_gpu() -> None:
     import torch
@@ -110,6 +169,26 @@ def add_command_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
     )
+
+
+def _started(as_module: bool, name: str, words: Sequence[str]) -> tuple[str, list[str], bool]:
+    """The training script, its arguments, and whether the plugin's launcher starts it.
+
+    Args:
+        as_module: Whether ``name`` follows ``-m``.
+        name: A script or a module.
+        words: What follows it.
+    """
+    if not (as_module and name == "pier_megatron"):
+        return name, list(words), False
+    rest = [part for word in words[:1] for part in word.split("=")] + list(words[1:])
+    device, rest = (rest[1:2], rest[2:]) if rest[:1] == ["--device"] else ([], rest)
+    if not rest:
+        raise PierConfigError("-m pier_megatron: no training script behind it.")
+    script, *arguments = rest
+    if device == ["cpu"]:
+        arguments += emulation.missing_cpu_flags(arguments)
+    return script, arguments, True
 
 
 def _is_launcher(word: str) -> bool:
