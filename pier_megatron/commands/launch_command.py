@@ -26,7 +26,7 @@ class LaunchCommand:
     """A job as torchrun will start it, or srun without it.
 
     Attributes:
-        nodes: Number of nodes.
+        nodes: Number of nodes; of a range, the most.
         ranks_per_node: Processes on each.
         script: The training script.
         arguments: The script's own.
@@ -37,6 +37,7 @@ class LaunchCommand:
         has_plugin: Whether ``-m pier_megatron`` starts the script.
         is_module: Whether the script is the name of a module.
         surroundings: What stands before the launcher.
+        fewest_nodes: Number of nodes with which it starts, if that may be less than ``nodes``.
     """
 
     nodes: int
@@ -48,7 +49,8 @@ class LaunchCommand:
     launcher: Literal["torchrun", "python"] = "torchrun"
     has_plugin: bool = False
     is_module: bool = False
-    surroundings: Surroundings = Surroundings()
+    surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
+    fewest_nodes: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -72,8 +74,8 @@ class LaunchCommand:
         own = next((place + 1 for place, word in enumerate(flat) if _PYTHON.fullmatch(Path(word).name)), None)
         if own is None:
             raise PierConfigError(
-                f"{' '.join(words) or '(nothing)'}: no torchrun in this command, and no python that srun starts. Give the launch "
-                "command of the job, such as torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... "
+                f"{' '.join(words) or '(nothing)'}: no torchrun in this command, and no python. Give the launch command of "
+                "the job, such as torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... "
                 "--optimizer pier."
             )
         return cls._by_python(flat[own:], surroundings(words, flat[: own - 1]))
@@ -82,10 +84,11 @@ class LaunchCommand:
     def _by_torchrun(cls, words: Sequence[str], around: Surroundings) -> "LaunchCommand":
         from torch.distributed.run import get_args_parser
 
-        refusal = io.StringIO()
+        parser, refusal = get_args_parser(), io.StringIO()
+        parser.prog = "torchrun"
         with contextlib.redirect_stderr(refusal):
             try:
-                options = get_args_parser().parse_args(list(words))
+                options = parser.parse_args(list(words))
             except SystemExit:
                 raise PierConfigError(refusal.getvalue().strip().splitlines()[-1]) from None
         script, arguments, has_plugin = _started(options.module, options.training_script, options.training_script_args)
@@ -95,7 +98,7 @@ class LaunchCommand:
             )
         if not re.fullmatch(r"(\d+:)?[1-9]\d*", options.nnodes):
             raise PierConfigError(f"--nnodes {options.nnodes}: give a number of nodes, or MIN:MAX.")
-        nodes = int(options.nnodes.split(":")[-1])
+        *fewest, nodes = map(int, options.nnodes.split(":"))
         has_address = options.rdzv_endpoint or options.master_addr != _NO_ADDRESS
         return cls(
             nodes,
@@ -107,6 +110,7 @@ class LaunchCommand:
             has_plugin=has_plugin,
             is_module=options.module and not has_plugin,
             surroundings=around,
+            fewest_nodes=fewest[0] if fewest else None,
         )
 
     @classmethod
@@ -127,9 +131,7 @@ class LaunchCommand:
             )
         nodes, ranks = (1, 1) if step is None else (step.nodes or 1, step.tasks_per_node or 1)
         is_module = as_module and not has_plugin
-        return cls(
-            nodes, ranks, script, tuple(arguments), 0, "static", "python", has_plugin, is_module, surroundings=around
-        )
+        return cls(nodes, ranks, script, tuple(arguments), 0, "static", "python", has_plugin, is_module, surroundings=around)
 
     def planned_job(self) -> "PlannedJob":
         """The job as Megatron will see it; needs no GPU.
@@ -160,6 +162,8 @@ class LaunchCommand:
 def _stand_in_for_a_gpu() -> None:
     import torch
 
+    # Megatron decorates functions with it, none of which run here; the compiler behind it takes as long to import as Megatron.
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     if not torch.cuda.is_available():
         emulation.install()
 

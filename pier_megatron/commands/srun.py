@@ -18,7 +18,7 @@ _SWITCHES = frozenset(
     "--label --multi-prog --no-allocate --no-kill --overcommit --overlap --oversubscribe --preserve-env --propagate --pty "
     "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole".split()
 )
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SHELLS = ("bash", "sh", "zsh", "dash")
 # What stands before a command without changing the environment that it finds, or only by assignments in sight.
 _TRANSPARENT = re.compile(r"(ba|z|da)?sh|env|exec|export|python[\d.]*")
@@ -65,15 +65,21 @@ class Surroundings:
 
 def expanded(words: Sequence[str]) -> list[str]:
     """Words of a command with those of ``bash -c TEXT`` in the place of TEXT, as the first process of a step sees them."""
-    for place in range(len(words) - 2):
-        if Path(words[place]).name in _SHELLS and words[place + 1] == "-c":
-            first = {name: "0" for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")}
-            text = string.Template(words[place + 2]).safe_substitute(first | dict(os.environ))
-            try:
-                return [*words[:place], *shlex.split(text.replace(";", " ; "))]
-            except ValueError as error:
-                raise PierConfigError(f"{words[place]} -c {words[place + 2]}: {error}.") from None
-    return list(words)
+    place = _place_of_text(words)
+    if place is None:
+        return list(words)
+    first = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+    text = string.Template(words[place]).safe_substitute(first | dict(os.environ))
+    try:
+        return [*words[: place - 2], *shlex.split(text.replace(";", " ; "))]
+    except ValueError as error:
+        raise PierConfigError(f"{' '.join(words[place - 2 : place + 1])}: {error}.") from None
+
+
+def _place_of_text(words: Sequence[str]) -> int | None:
+    """Which word is the TEXT of ``bash -c TEXT``."""
+    shells = (place for place, word in enumerate(words) if Path(word).name in _SHELLS)
+    return next((place + 2 for place in shells if re.fullmatch(r"-\w*c", "".join(words[place + 1 : place + 2]))), None)
 
 
 def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
@@ -87,21 +93,23 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
         PierConfigError: If srun would start different numbers of processes on its nodes.
     """
     start = next((place + 1 for place, word in enumerate(before) if Path(word).name == "srun"), None)
-    options, rest = _options(before[start:]) if start is not None else ({}, list(before))
-    assigned = {found[1] for word in [*before[: start or 0], *rest] if (found := _ASSIGNMENT.fullmatch(word))}
+    options, rest = ({}, list(before)) if start is None else _options(before[start:])
     # What sbatch and srun hand on, which is everything unless --export says otherwise.
     exported = options.get("--export", "ALL").split(",")
-    assigned |= {name.partition("=")[0] for name in exported}
-    inherited = set(os.environ) if "ALL" in exported else set()
-    wrapper = next((word for place, word in enumerate(words) if place and words[place - 1] == "-c"), "")
-    unread = None
-    for word in rest if start is not None else ():
-        found = shutil.which(word)
-        if found and not _TRANSPARENT.fullmatch(Path(word).name):
-            text = Path(found).read_bytes()
-            wrapper, unread = (wrapper, word) if b"\0" in text else (wrapper + text.decode(errors="replace"), unread)
-    step = _step(options, os.environ) if start is not None else None
-    return Surroundings(step, frozenset(assigned | inherited), wrapper, unread)
+    variables = {name.partition("=")[0] for name in exported} | (set(os.environ) if "ALL" in exported else set())
+    variables |= {word.partition("=")[0] for word in before if _ASSIGNMENT.match(word)}
+    if start is None:
+        return Surroundings(None, frozenset(variables))
+    place, unread = _place_of_text(words), None
+    wrapper = "" if place is None else words[place]
+    for word in rest:
+        program = None if _TRANSPARENT.fullmatch(Path(word).name) else shutil.which(word)
+        text = Path(program).read_bytes() if program else b""
+        if b"\0" in text:
+            unread = word
+        else:
+            wrapper += text.decode(errors="replace")
+    return Surroundings(_step(options, os.environ), frozenset(variables), wrapper, unread)
 
 
 def _options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

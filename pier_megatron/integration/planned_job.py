@@ -109,7 +109,7 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
 
 @contextlib.contextmanager
 def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
-    """Inside, the environment is that of a job's rank 0; refusals of Megatron's become errors, and what it prints is kept back."""
+    """Inside, the environment is that of a job's rank 0, refusals become errors, and what Megatron prints is kept back."""
     environment = {
         "RANK": "0",
         "WORLD_SIZE": str(ranks),
@@ -139,10 +139,14 @@ def _failed_check(error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     lines = (linecache.getline(last.filename, number) for number in range(last.lineno or 1, (last.end_lineno or 1) + 1))
     check = " ".join("".join(lines).split())
-    names = dict.fromkeys(re.findall(r"\bargs\.(\w+)", check))
     args = frame.f_locals.get("args")
-    values = ", ".join(f"{flag(name)} is {getattr(args, name, None)}" for name in names)
-    return f"{check!r} fails ({Path(last.filename).name}, line {last.lineno}); {values or 'it looks at no flag'}. Change that."
+    values = {flag(name): getattr(args, name, None) for name in re.findall(r"\bargs\.(\w+)", check)}
+    found = f"its check {check!r} ({Path(last.filename).name}, line {last.lineno}) fails"
+    if not values:
+        return f"{found}."
+    missing = [name for name, value in values.items() if value is None]
+    said = ", ".join(f"{name} is {value}" for name, value in values.items())
+    return f"{found}: {said}. {f'Give {missing[0]}' if missing else f'Change {next(iter(values))}'}."
 
 
 def _settle_iterations(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import subprocess
 from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.trust import TRUSTED_ONLY
+from pier_megatron.errors import PierConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints what is found of a job and the verdict, having started the job on demand; returns the exit status."""
+    if not options.command:
+        raise PierConfigError("no launch command is given. Give it behind doctor, such as torchrun ... SCRIPT ...")
     findings = examine(options.command)
     print("\n".join(findings.lines()), flush=True)
     if options.start and not findings.errors:

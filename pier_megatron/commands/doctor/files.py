@@ -42,13 +42,18 @@ def look(given: argparse.Namespace, findings: Findings) -> None:
         findings: Where to add what is found.
     """
     if not given.mock_data and given.dataloader_type != "external":
-        for flag, prefix in _prefixes(given, findings):
+        named = list(_prefixes(given, findings))
+        if not named and all(_value(given, flag) is None for flag in _LISTS):
+            findings.warnings.append(
+                "no data is given, so that Megatron trains on made-up tokens. Give --data-path, or --mock-data if that is meant"
+            )
+        for flag, prefix in named:
             _look_at_data(flag, prefix, given.sft, findings)
     for flag in _TOKENIZER:
         path = _value(given, flag)
         if path is not None and _LOOKS_LIKE_A_FILE.match(path) and not Path(path).exists():
             findings.errors.append(f"{flag} {path}: no such file or folder. {_NEXT_WHERE}")
-    if given.save is not None:
+    if given.save is not None and not is_in_object_store(given.save):
         _look_at_save_folder(Path(given.save), findings)
     _look_at_load_folders(given, findings)
 
@@ -91,7 +96,7 @@ def _is_number(word: str) -> bool:
 
 
 def _look_at_data(flag: str, prefix: str, is_text: bool, findings: Findings) -> None:
-    if re.match(r"\w+://", prefix):  # in an object store
+    if is_in_object_store(prefix):
         return
     needed = [prefix] if is_text else [f"{prefix}.bin", f"{prefix}.idx"]
     missing = [path for path in needed if not Path(path).exists()]
@@ -100,16 +105,22 @@ def _look_at_data(flag: str, prefix: str, is_text: bool, findings: Findings) -> 
         if unreadable:
             findings.errors.append(f"{flag} {prefix}: {unreadable[0]} may not be read by you.")
     elif not is_text and Path(prefix).exists():
-        hint = " Give the prefix without the suffix." if prefix.endswith((".bin", ".idx")) else ""
-        if hint:
-            findings.errors.append(f"{flag} {prefix}: Megatron opens {' and '.join(needed)}.{hint}")
+        if prefix.endswith((".bin", ".idx")):
+            findings.errors.append(
+                f"{flag} {prefix}: Megatron opens {' and '.join(needed)}. Give the prefix without the suffix."
+            )
         else:
             findings.warnings.append(
-                f"{flag} {prefix}: there is no {' and no '.join(missing)}, which Megatron's data sets open; the job starts only "
-                "if the script reads its data in another way"
+                f"{flag} {prefix}: there is no {' and no '.join(missing)}, which Megatron's data sets open: the job starts "
+                "only if the script reads its data in another way"
             )
     else:
         findings.errors.append(f"{flag} {prefix}: there is no {' and no '.join(missing)}. {_NEXT_WHERE}")
+
+
+def is_in_object_store(path: str) -> bool:
+    """Whether a path is not one of a file system."""
+    return re.match(r"\w+://", path) is not None
 
 
 def _look_at_save_folder(folder: Path, findings: Findings) -> None:
@@ -128,7 +139,7 @@ def nearest(path: Path) -> Path:
 
 def _look_at_load_folders(given: argparse.Namespace, findings: Findings) -> None:
     def is_empty(folder: str) -> bool:
-        return not tracker_of(Path(folder)).exists()
+        return not is_in_object_store(folder) and not tracker_of(Path(folder)).exists()
 
     load, pretrained = given.load, given.pretrained_checkpoint
     if load is not None and Path(load).exists() and not os.access(load, os.R_OK | os.X_OK):
@@ -139,11 +150,11 @@ def _look_at_load_folders(given: argparse.Namespace, findings: Findings) -> None
     elif load is not None and is_empty(load):
         if given.exit_on_missing_checkpoint:
             findings.errors.append(
-                f"--load {load}: there is no checkpoint in it, and --exit-on-missing-checkpoint is given. Drop that for a first "
-                "start, or correct the path."
+                f"--load {load}: there is no checkpoint in it, and --exit-on-missing-checkpoint is given. Drop that for a "
+                "first start, or correct the path."
             )
         elif load != given.save:
             findings.warnings.append(
-                f"--load {load}: there is no checkpoint in it, so that the run begins from random weights. Correct the path, or "
-                "drop --load"
+                f"--load {load}: there is no checkpoint in it, so that the run begins from random weights. Correct the path, "
+                "or drop --load"
             )

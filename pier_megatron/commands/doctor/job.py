@@ -67,7 +67,9 @@ def _validate(args: argparse.Namespace, command: LaunchCommand, findings: Findin
     missing = planned_job.missing_flags(args)
     if missing:
         # Megatron would name one of them at each start.
-        findings.errors.append(f"{', '.join(missing)}: not given, and there is no default. Give {'them' if missing[1:] else 'it'}.")
+        findings.errors.append(
+            f"{', '.join(missing)}: not given, and there is no default. Give {'them' if missing[1:] else 'it'}."
+        )
         return False
     checks = Findings()
     with checks.collecting():
@@ -127,9 +129,7 @@ def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: 
     findings.warnings += [*config.warnings(), *topology.warnings(), *disappointments(args, config)]
 
 
-def _look_at_machine(
-    args: argparse.Namespace, config: PierConfig | None, command: LaunchCommand, findings: Findings
-) -> None:
+def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, command: LaunchCommand, findings: Findings) -> None:
     """What the arguments alone do not show."""
     if config is not None and command.nodes > config.groups and command.rendezvous not in (None, "static"):
         findings.warnings.append(
@@ -152,7 +152,7 @@ def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings:
     from pier_megatron.integration.planned_job import parameters_of_model
 
     parameters = parameters_of_model(args)
-    if args.save is None or parameters is None:
+    if args.save is None or files.is_in_object_store(args.save) or parameters is None:
         return
     parts = bytes_per_parameter(args, config)
     each, free = sum(parts.values()), shutil.disk_usage(files.nearest(Path(args.save))).free
@@ -194,7 +194,7 @@ def _look_at_outer_state(args: argparse.Namespace, config: PierConfig, command: 
     size, parameters = bytes_per_parameter(config), parameters_of_largest_shard(args)
     if parameters is None:
         findings.notes.append(
-            f"outer state: {size} bytes per owned parameter; how many depends on the tokenizer (give --vocab-size to see it here)"
+            f"outer state: {size} bytes per owned parameter; how many depends on the tokenizer (--vocab-size shows it here)"
         )
         return
     owners = args.data_parallel_size * args.context_parallel_size // config.groups if are_shared_out(args) else 1

@@ -26,28 +26,26 @@ def look(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
 
 
 def _look_at_script(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
+    script, needing = command.script, None if command.has_plugin else _needing_plugin(command.arguments)
     if sources.script is None:
         what = "no such module" if command.is_module else "no such file"
-        findings.errors.append(f"SCRIPT {command.script}: {what}, seen from {os.getcwd()}. Give its path.")
+        findings.errors.append(f"SCRIPT {script}: {what}, seen from {os.getcwd()}. Give its path.")
+    if needing is None:
         return
-    if command.has_plugin or not _needs_plugin(command.arguments):
-        return
-    registering = sources.files_with("pier_megatron", "register")
+    registering = sources.files_with("pier_megatron", "register(")
+    without = f"{needing}: {script} is started without -m pier_megatron"
     if registering:
-        findings.notes.append(f"--optimizer pier is made known by {registering[0]}")
+        findings.notes.append(f"{needing} is made known by {registering[0]}")
+    elif sources.script is None:
+        findings.warnings.append(f"{without}, which is right only if it calls pier_megatron.register() by itself")
     else:
         findings.errors.append(
-            f"{_given(command.arguments)}: {command.script} is started without -m pier_megatron and neither it nor what it "
-            "imports calls pier_megatron.register(), so that Megatron would refuse the flag. Put -m pier_megatron before "
-            f"{command.script}."
+            f"{without}, and neither it nor what it imports calls pier_megatron.register(), so that Megatron would refuse the "
+            f"flag. Put -m pier_megatron before {script}."
         )
 
 
-def _needs_plugin(arguments: tuple[str, ...]) -> bool:
-    return _given(arguments) is not None
-
-
-def _given(arguments: tuple[str, ...]) -> str | None:
+def _needing_plugin(arguments: tuple[str, ...]) -> str | None:
     """The first flag that only the plugin knows, with the optimizer's value."""
     for place, word in enumerate(arguments):
         if word == "--optimizer=pier" or arguments[place : place + 2] == ("--optimizer", "pier"):
@@ -60,14 +58,14 @@ def _look_at_variables(command: LaunchCommand, sources: Sources, findings: Findi
     around = command.surroundings
     # A script may read Slurm's variables by itself.
     translates = sources.script is not None and "SLURM_PROCID" in sources.texts[sources.script]
-    needed = _VARIABLES if around.step is not None else {name: False for name in ("MASTER_ADDR", "MASTER_PORT")}
+    needed = _VARIABLES if around.step is not None else dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), False)
     missing = [name for name, differs in needed.items() if not around.provides(name, differs)]
     if missing and not translates:
         names = ", ".join(missing)
         if around.step is None:
             findings.errors.append(
-                f"python without torchrun: {names} not set, without which no process group forms. Start one rank with "
-                f"torchrun --nproc-per-node 1 in the place of python."
+                f"python without torchrun: {names} not set, without which no process group forms. Write torchrun "
+                "--nproc-per-node 1 in the place of python."
             )
         elif around.unread is None:
             findings.errors.append(
@@ -76,8 +74,8 @@ def _look_at_variables(command: LaunchCommand, sources: Sources, findings: Findi
             )
         else:
             findings.warnings.append(
-                f"srun without torchrun: Megatron reads {names}, which srun does not set. Make sure that {around.unread}, which "
-                "cannot be read from here, sets them"
+                f"srun without torchrun: Megatron reads {names}, which srun does not set. Make sure that {around.unread}, "
+                "which cannot be read from here, sets them"
             )
     elif around.step is not None and not around.provides("LOCAL_WORLD_SIZE", differs=False):
         findings.warnings.append(
@@ -102,12 +100,12 @@ def _look_at_torchrun(command: LaunchCommand, findings: Findings) -> None:
         return
     if (step.tasks_per_node or 1) > 1:
         findings.errors.append(
-            f"srun starts torchrun {step.tasks_per_node} times on each node, and each starts {command.ranks_per_node} ranks there "
-            f"by --nproc-per-node. Use srun --ntasks-per-node 1."
+            f"srun starts torchrun {step.tasks_per_node} times on each node, and each of them {command.ranks_per_node} ranks "
+            "there (--nproc-per-node). Use srun --ntasks-per-node 1."
         )
-    if step.nodes is not None and step.nodes != command.nodes:
+    if step.nodes is not None and step.nodes not in range(command.fewest_nodes or command.nodes, command.nodes + 1):
         findings.errors.append(
-            f"{where}, but srun starts torchrun on {step.nodes}: torchrun would wait for the others or refuse those that are too "
+            f"{where}, but srun starts torchrun on {step.nodes}: it would wait for the others, or refuse those that are too "
             f"many. Use --nnodes {step.nodes}, or srun --nodes {command.nodes}."
         )
     if command.nodes > 1 and command.rendezvous == "static" and "SLURM_NODEID" not in command.surroundings.wrapper:
@@ -140,6 +138,6 @@ def look_at_unknown(unknown: list[str], known: list[str], sources: Sources, find
             findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{meant or '. Drop it.'}")
         else:
             findings.warnings.append(
-                f"not Megatron's: {flag}, nor is it in the text of {sources.script or 'the script'} or of what that imports: the job "
-                "starts only if the script adds it in another way"
+                f"{flag}: Megatron does not know it, and it is not in the text of {sources.script or 'the script'} or of what "
+                "that imports: the job starts only if the script adds it in another way"
             )

@@ -34,6 +34,8 @@ class Sources:
         roots = [script.resolve().parent, *map(Path, sys.path)]
         for module in _imported(texts[script]):
             parts = module.split(".")
+            if parts[0] == "pier_megatron":
+                continue
             # The packages around it are imported, too.
             for length in range(1, len(parts) + 1):
                 file = _file(parts[:length], roots)
