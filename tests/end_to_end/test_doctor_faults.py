@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY
+from launch import REPOSITORY, execute, torchrun
 
 pytestmark = pytest.mark.processes
 
@@ -292,3 +292,23 @@ def test_fault_line_verdict_and_status(said: dict[str, tuple[int, str]], name: s
     for trouble, beginning in zip(troubles, case.lines, strict=True):
         assert trouble.startswith(beginning) or re.match(beginning, trouble), text
     assert case.note in text
+
+
+def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    train, validation = corpus
+    training = (
+        "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 2 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
+        f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
+        "--eval-interval 100 --eval-iters 1 --train-iters 6 --optimizer pier --pier-groups 2 --pier-sync-interval 4 "
+        f"--pier-lazy-start-iters 4 --save {tmp_path} --save-interval 2"
+    )
+    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
+    job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
+    said = subprocess.run([sys.executable, "-m", "pier_megatron.commands.cli", "doctor", *job], capture_output=True, text=True)
+    found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said.stdout)
+    assert found, said.stdout
+    execute(job, tmp_path / "log.txt")
+    # Between two outer steps.
+    written = sum(path.stat().st_size for path in (tmp_path / "iter_0000006").iterdir())
+    assert written == pytest.approx(46 * int(found[1].replace(",", "")), rel=0.1)
