@@ -300,7 +300,7 @@ def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path,
         "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 2 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
         f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
-        "--eval-interval 100 --eval-iters 1 --train-iters 6 --optimizer pier --pier-groups 2 --pier-sync-interval 4 "
+        "--eval-interval 100 --eval-iters 1 --train-iters 8 --optimizer pier --pier-groups 2 --pier-sync-interval 4 "
         f"--pier-lazy-start-iters 4 --save {tmp_path} --save-interval 2"
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
@@ -309,6 +309,8 @@ def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path,
     found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said.stdout)
     assert found, said.stdout
     execute(job, tmp_path / "log.txt")
-    # Between two outer steps.
-    written = sum(path.stat().st_size for path in (tmp_path / "iter_0000006").iterdir())
-    assert written == pytest.approx(46 * int(found[1].replace(",", "")), rel=0.1)
+    parameters = int(found[1].replace(",", ""))
+    # Between two outer steps, where all groups differ, and after one, where group 0 has what the checkpoint's model has.
+    for iteration, each in ((6, 46), (8, 34)):
+        written = sum(path.stat().st_size for path in (tmp_path / f"iter_{iteration:07d}").iterdir())
+        assert written == pytest.approx(each * parameters, rel=0.1)

@@ -30,8 +30,8 @@ def paths(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         return parser.parse_known_args(arguments)[0]
     except argparse.ArgumentError:
-        # A flag without its value, which Megatron's own parser names.
-        return parser.parse_args([])
+        # A flag without its value, which Megatron's own parser names. Nothing is left to look at.
+        return parser.parse_args(["--mock-data"])
 
 
 def look(given: argparse.Namespace, findings: Findings) -> None:
