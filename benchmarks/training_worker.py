@@ -14,6 +14,7 @@ from typing import Any
 
 from pier_megatron.cpu import emulation
 from pier_megatron.cpu.nodes import sent_bytes
+from pier_megatron.cpu.preparations import missing_cpu_flags
 
 emulation.install()
 
@@ -23,7 +24,7 @@ from megatron.training import training as megatron_training  # noqa: E402
 
 from pier_megatron import register  # noqa: E402
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import current, datasets  # noqa: E402
+from pier_megatron.integration import current, seams  # noqa: E402
 
 marks: list[tuple[int, float, int]] = []
 reports: list[dict[str, float]] = []
@@ -54,7 +55,7 @@ def main() -> None:
     ones. Forking keeps the start short: everything is imported once.
     """
     specification, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    datasets.install()
+    seams.install(seams.WITHOUT_PIER)
     register()
     mark_iterations()
     results = {}
@@ -88,7 +89,7 @@ def touch_memory() -> None:
 def train(argv: list[str], output: Path) -> None:
     """Runs one training; rank 0 writes what was measured."""
     touch_memory()
-    sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
+    sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
     pretrain_bytes.main()
     optimizer = current.pier_optimizer()
     # Where groups do not wait for each other, none speaks for all.

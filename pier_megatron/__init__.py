@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.registration import register
+from pier_megatron.integration.seams import register
 from pier_megatron.version import __version__
 
 if TYPE_CHECKING:

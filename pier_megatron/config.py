@@ -12,6 +12,7 @@ from pier_megatron.errors import PierConfigError, division, no_multiple
 from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.schedules import PRESETS, Preset, value_at
 from pier_megatron.settings import Settings, flag_of
+from pier_megatron.values import Choice, Number
 
 # What a few kernels and a message take time for, against which their overhead is small.
 _CHUNK_MIB = {"cpu": 16, "cuda": 64}
@@ -32,49 +33,34 @@ class PierConfig(Settings):
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):
-            choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
-            if choices and value not in choices:
-                raise PierConfigError(f"{flag_of(setting.name)} {value}: not one of {', '.join(choices)}.")
-        for name in ("groups", "sync_interval", "fragments", "chunk_mib", "ranks_per_domain", "island_timeout", "island_wait"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PierConfigError(f"{flag_of(name)} {value}: must be at least 1.")
+            accepts, value = setting.metadata.get("accepts"), getattr(self, setting.name)
+            if isinstance(accepts, Number | Choice) and value is not None and (problem := accepts.problem(value)):
+                raise PierConfigError(f"{flag_of(setting.name)} {value}: {problem}.")
         self._check_elastic()
         if self.fragments > self.sync_interval:
             raise PierConfigError(
                 f"--pier-fragments {self.fragments} exceeds --pier-sync-interval {self.sync_interval}: fragments take their "
                 "outer steps in different iterations of an interval, one in each at most."
             )
-        if not 0 <= self.overlap < self.sync_interval:
+        if self.overlap >= self.sync_interval:
             raise PierConfigError(
                 f"--pier-overlap {self.overlap}: must be from 0 to {self.sync_interval - 1}, below --pier-sync-interval "
                 f"{self.sync_interval}, because an exchange has to be applied before the next one of its fragment begins."
             )
-        if self.outer_lr is not None and not self.outer_lr > 0:
-            raise PierConfigError(f"--pier-outer-lr {self.outer_lr}: must be above 0, or no outer step moves anything.")
-        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
-            raise PierConfigError(
-                f"--pier-outer-momentum {self.outer_momentum}: must be in [0, 1); the momentum sums about 1 / (1 - mu) "
-                "pseudo-gradients, which has no limit at 1."
-            )
-        if self.outlier_zscore is not None and not self.outlier_zscore > 0:
-            raise PierConfigError(f"--pier-outlier-zscore {self.outlier_zscore}: must be above 0; 3 is customary.")
         if self.save_inner_state == "first" and (self.overlap or self.fragments > 1):
             raise PierConfigError(
                 f"--pier-save-inner-state first cannot be used with --pier-overlap {self.overlap} and --pier-fragments "
                 f"{self.fragments}: groups then never hold the same parameters, and what all but the first have learned since "
                 "their last outer step would be lost. Save all."
             )
-        if self.sync_seconds is not None and (self.lighthouse is None or not self.sync_seconds > 0):
+        if self.sync_seconds is not None and self.lighthouse is None:
             raise PierConfigError(
-                f"--pier-sync-seconds {self.sync_seconds}: must be above 0, and is for islands that are jobs of their own "
-                "(--pier-lighthouse). Groups of one launch take outer steps by --pier-sync-interval alone."
+                f"--pier-sync-seconds {self.sync_seconds} is for islands that are jobs of their own (--pier-lighthouse). "
+                "Groups of one launch take outer steps by --pier-sync-interval alone."
             )
         if self.inner_optimizer != "adam" and not self.islands:
             raise PierConfigError(f"--pier-inner-optimizer {self.inner_optimizer} needs --pier-islands.")
         self._check_subgroups()
-        if not 0 <= self.lazy_start_fraction < 1:
-            raise PierConfigError(f"--pier-lazy-start-fraction {self.lazy_start_fraction}: must be in [0, 1).")
         self._check_lazy_start()
 
     def _check_elastic(self) -> None:
@@ -87,7 +73,7 @@ class PierConfig(Settings):
             )
 
     def _check_subgroups(self) -> None:
-        if self.subgroup_size is not None and not 2 <= self.subgroup_size <= self.groups:
+        if self.subgroup_size is not None and self.subgroup_size > self.groups:
             raise PierConfigError(
                 f"--pier-subgroup-size {self.subgroup_size}: must be from 2 to --pier-groups {self.groups}, or left out for "
                 "outer steps of all groups together."
@@ -100,10 +86,6 @@ class PierConfig(Settings):
                         "outer step: drop it, or add --pier-preset noloco or --pier-subgroup-size."
                     )
             return
-        if self.subgroup_gamma is not None and not self.subgroup_gamma >= 0:
-            raise PierConfigError(
-                f"--pier-subgroup-gamma {self.subgroup_gamma}: must not be negative, which drives groups apart."
-            )
         if self.save_inner_state == "first":
             raise PierConfigError(
                 "--pier-save-inner-state first cannot be used where groups never agree (--pier-preset noloco or "
@@ -114,8 +96,6 @@ class PierConfig(Settings):
         steps, interval = self.train_iters, self.sync_interval
         if self.lazy_start_iters is not None:
             given = f"--pier-lazy-start-iters {self.lazy_start_iters}"
-            if self.lazy_start_iters < 0:
-                raise PierConfigError(f"{given}: must not be negative.")
             if self.lazy_start_iters % interval:
                 raise no_multiple(given, self.lazy_start_iters, interval, "the momentum warmup ends on a sync iteration")
         else:

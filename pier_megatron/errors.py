@@ -1,5 +1,7 @@
 """What a person is told before anything goes wrong."""
 
+from collections.abc import Iterable
+
 
 class PierConfigError(ValueError):
     """A setting with which Pier cannot work as the user would expect.
@@ -20,3 +22,15 @@ def no_multiple(given: str, value: int, interval: int, why: str, remedy: str = "
         f"{given} is no multiple of --pier-sync-interval {interval} ({division(value, interval)}): {why}. "
         f"Use {f'{lower} or ' if lower else ''}{lower + interval}{remedy}."
     )
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The question whether a known word was meant, or nothing if none is like the unknown one.
+
+    argparse asks by itself from Python 3.14 on.
+    """
+    # Here, because a command that is well typed does not need it.
+    import difflib
+
+    found = difflib.get_close_matches(word.partition("=")[0], list(known), n=1)
+    return f". Did you mean {found[0]}?" if found else ""

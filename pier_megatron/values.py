@@ -1,9 +1,26 @@
-"""The numbers and paths that flags accept: declared beside the flag, checked when it is parsed, before anything is imported."""
+"""What flags accept: numbers, paths and addresses, declared beside the flag and checked when it is parsed.
+
+Nothing heavy is imported, so that a refusal comes at once.
+"""
 
 import argparse
 import dataclasses
+import ipaddress
 import math
+import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
+
+from pier_megatron.errors import suggestion
+
+LARGEST = 2**31 - 1
+"""Largest count, which Megatron, NumPy and gloo keep in 32 bits."""
+
+LAST_PORT = 65535
+
+LONGEST = 366 * 24 * 3600
+"""Longest time-out in seconds, a year; far beyond it, clocks overflow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +54,15 @@ class Number:
         except ValueError:
             value = math.nan
         if problem := self.problem(value):
-            raise argparse.ArgumentTypeError(f"{text or '(empty)'}: {problem}")
+            raise argparse.ArgumentTypeError(f"{_shown(text)}: {problem}")
         return value
 
     def problem(self, value: float) -> str | None:
         """What is wrong with ``value`` and why, or None if it is accepted."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
-        if above and below and math.isfinite(value):
+        fits = self.kind is float or value == value // 1
+        if above and below and fits and -math.inf < value < math.inf:
             return None
         return f"must be {self}" + (f", {self.why}" if self.why else "")
 
@@ -52,13 +70,46 @@ class Number:
         noun = "a whole number" if self.kind is int else "a number"
         if math.isinf(self.low) and math.isinf(self.high):
             return noun
-        if math.isinf(self.high):
-            return f"{noun} above {self.low:g}" if self.open_low else f"{noun} of at least {self.low:g}"
+        if self.high >= LARGEST:
+            least = f"above {self.low:g}" if self.open_low else f"of at least {self.low:g}"
+            return f"{noun} {least}" + ("" if math.isinf(self.high) else f" and at most {self.high}")
         low, high = "(" if self.open_low else "[", ")" if self.open_high else "]"
         return f"{noun} in {low}{self.low:.15g}, {self.high:.15g}{high}"
 
 
-def whole(low: int = 1, high: float = math.inf, why: str = "") -> Number:
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of several names, as the ``type`` of an argparse argument.
+
+    Attributes:
+        names: Names that are accepted.
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        """Parses ``text``.
+
+        Raises:
+            argparse.ArgumentTypeError: If it is none of the names; argparse adds the flag.
+        """
+        if problem := self.problem(text):
+            raise _refusal(text, problem)
+        return text
+
+    def problem(self, value: str) -> str | None:
+        """What is wrong with ``value``, or None if it is accepted."""
+        if value in self.names:
+            return None
+        return f"not one of {', '.join(self.names)}{suggestion(str(value), self.names)}"
+
+
+def one_of(names: Iterable[str]) -> Choice:
+    """One of several names."""
+    return Choice(tuple(names))
+
+
+def whole(low: int = 1, high: float = LARGEST, why: str = "") -> Number:
     """Whole numbers from ``low`` to ``high``, both included."""
     return Number(int, low, high, why=why)
 
@@ -68,23 +119,94 @@ def positive(high: float = math.inf, why: str = "") -> Number:
     return Number(float, 0.0, high, open_low=True, why=why)
 
 
+def share(why: str = "") -> Number:
+    """Numbers from 0 on and below 1."""
+    return Number(float, 0.0, 1.0, open_high=True, why=why)
+
+
 def existing_file(text: str) -> Path:
     """Path of a file that can be read, as the ``type`` of an argparse argument.
 
     Raises:
-        argparse.ArgumentTypeError: If there is none, or it is no file.
+        argparse.ArgumentTypeError: If there is none, it is no file, or it cannot be read.
     """
-    path = Path(text)
-    if not path.is_file():
-        what = "a folder, not a file" if path.is_dir() else "no such file"
-        raise argparse.ArgumentTypeError(f"{text or '(empty)'}: {what}")
-    return path
+    if not os.path.isfile(text):
+        raise _refusal(text, "a folder, not a file" if os.path.isdir(text) else "no such file")
+    if not os.access(text, os.R_OK, effective_ids=True):
+        raise _refusal(text, "cannot be read by this user")
+    return Path(text)
 
 
 def existing_folder(text: str) -> Path:
-    """Path of a folder, as :func:`existing_file`."""
-    path = Path(text)
-    if not text or not path.is_dir():
-        what = "a file, not a folder" if path.is_file() else "no such folder"
-        raise argparse.ArgumentTypeError(f"{text or '(empty)'}: {what}")
-    return path
+    """Path of a folder that can be read, as :func:`existing_file`."""
+    if not os.path.isdir(text):
+        raise _refusal(text, "a file, not a folder" if os.path.isfile(text) else "no such folder")
+    if not os.access(text, os.R_OK | os.X_OK, effective_ids=True):
+        raise _refusal(text, "cannot be read by this user")
+    return Path(text)
+
+
+def folder_to_write(text: str) -> Path:
+    """Path of a folder that is there or can be made, as :func:`existing_file`."""
+    if not text:
+        raise _refusal(text, "name a folder")
+    _check_can_be_made(text, Path(text))
+    return Path(text)
+
+
+def file_to_write(text: str) -> Path:
+    """Path of a file that is there or can be made, as :func:`existing_file`."""
+    if not text or os.path.isdir(text):
+        raise _refusal(text, "a folder, not a file" if text else "name a file")
+    _check_can_be_made(text, Path(text).parent)
+    if os.path.exists(text) and not os.access(text, os.W_OK, effective_ids=True):
+        raise _refusal(text, "this user cannot write to it")
+    return Path(text)
+
+
+def _check_can_be_made(text: str, folder: Path) -> None:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        raise _refusal(text, f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        raise _refusal(text, f"this user cannot write to {there}")
+
+
+def address(text: str) -> str:
+    """IP address or name of a node, as the ``type`` of an argparse argument.
+
+    Raises:
+        argparse.ArgumentTypeError: If it can be neither.
+    """
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        labels = text.rstrip(".").split(".")
+        # A name that ends in digits would be taken for an address.
+        if labels[-1].isdigit() or not all(re.fullmatch(r"[A-Za-z0-9]([\w-]{0,61}\w)?", label) for label in labels):
+            raise _refusal(text, "must be an IP address or a host name, such as 10.0.0.1") from None
+    return text
+
+
+def url(text: str) -> str:
+    """Address and port as ``http://HOST:PORT``, as :func:`address`."""
+    found = re.fullmatch(r"https?://(?:\[(.+)\]|([^:/\[\]]+)):(\d{1,5})/?", text)
+    if found is None or int(found[3]) > LAST_PORT:
+        raise _refusal(text, "must be http://ADDRESS:PORT, such as http://10.0.0.1:29510")
+    address(found[1] or found[2])
+    return text
+
+
+def numbers(text: str) -> str:
+    """Whole numbers with commas between them, as :func:`address`."""
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+        raise _refusal(text, "must be numbers with commas between them, as in 1,2,5")
+    return text
+
+
+def _refusal(text: str, what: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{_shown(text)}: {what}")
+
+
+def _shown(text: str) -> str:
+    return text or "(empty)"

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, CODECS
+from pier_megatron.exchange.coding import decode, encode
 
 _WARMUP, _LOWEST_RATE = 0.1, 0.1
 _BETA1, _BETA2, _WEIGHT_DECAY, _CLIP = 0.9, 0.99, 0.1, 1.0
@@ -195,7 +196,7 @@ class _Outer:
             return own
         own = own + self._rounded_away.get(name, 0)
         rows = functional.pad(own.flatten(1), (0, -own[0].numel() % BLOCK))
-        arrived = codec.decode(codec.encode(rows))[:, : own[0].numel()].view_as(own)
+        arrived = decode(codec, encode(codec, rows))[:, : own[0].numel()].view_as(own)
         self._rounded_away[name] = own - arrived
         return arrived
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.cpu import emulation
+from pier_megatron.cpu.preparations import missing_cpu_flags
 
 emulation.install()
 
@@ -25,7 +26,7 @@ from rows import ABLATIONS  # noqa: E402
 
 from pier_megatron import register  # noqa: E402
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import datasets  # noqa: E402
+from pier_megatron.integration import seams  # noqa: E402
 from pier_megatron.schedules import PRESETS  # noqa: E402
 
 # What Megatron imports when it trains, which takes each process seconds; here all share it.
@@ -43,7 +44,7 @@ def main() -> None:
     PRESETS.update(ABLATIONS)
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
-    datasets.install()
+    seams.install(seams.WITHOUT_PIER)
     register()
     for row in specification:
         begin = time.perf_counter()
@@ -86,7 +87,7 @@ def _train(argv: list[str], log: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
-    sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
+    sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
     pretrain_bytes.build_datasets = _with_equal_validations(pretrain_bytes.build_datasets)
     pretrain_bytes.build_model = _with_equal_weights(pretrain_bytes.build_model)
     pretrain_bytes.main()

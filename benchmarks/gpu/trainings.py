@@ -62,7 +62,7 @@ def resumed() -> Rows:
 
 def _local_flags() -> list[str]:
     """The path through plain PyTorch, which needs no library that may be missing."""
-    from pier_megatron.cpu.emulation import missing_cpu_flags
+    from pier_megatron.cpu.preparations import missing_cpu_flags
 
     backend = ["--distributed-backend", one_gpu.backend()]
     return [*backend, *missing_cpu_flags([*_FLAGS, *backend])]

@@ -5,8 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from pier_megatron.commands.suggestion import suggestion
-from pier_megatron.errors import PierConfigError
+from pier_megatron.errors import PierConfigError, suggestion
 from pier_megatron.version import __version__
 
 COMMANDS = {

@@ -3,14 +3,16 @@
 import argparse
 import dataclasses
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.commands.export import add_tokenizer_argument, export, require_packages
+from pier_megatron.commands.export import add_tokenizer_argument, export, name_or_folder, require_packages
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
+from pier_megatron.values import existing_folder, file_to_write, whole
 
 PAPER = {
     "boolq": 0.628,
@@ -53,18 +55,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = TRUSTED_ONLY
     parser.add_argument(
         "--model",
+        type=name_or_folder,
         required=True,
         metavar="DIR_OR_NAME",
         help="a Hugging Face model, such as what pier-megatron export wrote, or a checkpoint that export would take",
     )
     add_tokenizer_argument(parser)
     parser.add_argument("--tasks", nargs="+", default=list(PAPER), metavar="TASK", help="the harness's (the paper's thirteen)")
-    parser.add_argument("--include-path", type=Path, metavar="DIR", help="folder with further tasks, as the harness's YAML")
-    parser.add_argument("--batch-size", default="8", help="sequences at a time, or auto for what fits a GPU (%(default)s)")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu (a GPU if there is one)")
     parser.add_argument(
-        "--output", type=Path, default=Path("evaluation.json"), metavar="FILE", help="for all results (%(default)s)"
+        "--include-path", type=existing_folder, metavar="DIR", help="folder with further tasks, as the harness's YAML"
     )
+    parser.add_argument(
+        "--batch-size", type=_batch_size, default="8", help="sequences at a time, or auto for what fits a GPU (%(default)s)"
+    )
+    parser.add_argument("--device", type=_device, help="cuda, cuda:1, cpu (a GPU if there is one)")
+    parser.add_argument(
+        "--output", type=file_to_write, default=Path("evaluation.json"), metavar="FILE", help="for all results (%(default)s)"
+    )
+
+
+def _batch_size(text: str) -> str:
+    return text if text == "auto" else str(whole(1, why="or auto")(text))
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", text):
+        raise argparse.ArgumentTypeError(f"{text or '(empty)'}: must be cpu, cuda, or cuda:N with the number of a GPU")
+    return text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,11 +112,12 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         What the harness returns.
 
     Raises:
-        PierConfigError: If a task is not known, or the model is a checkpoint that cannot be exported.
+        PierConfigError: If a task is not known, the model cannot be loaded, or it is a checkpoint that cannot be exported.
         PierConfigError: See :func:`pier_megatron.commands.export.export`.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
+    from transformers import AutoConfig
 
     manager = TaskManager(include_path=options.include_path)
     unknown = sorted(set(options.tasks) - set(manager.all_subtasks))
@@ -117,6 +135,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             raise PierConfigError(
                 f"--model {options.model} has no tokenizer with it: name the one it was trained with by --tokenizer."
             )
+        try:
+            AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise PierConfigError(f"--model {options.model} cannot be loaded: {error}") from error
         arguments = {"pretrained": model} | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
         results: dict[str, Any] = simple_evaluate(
             "hf",

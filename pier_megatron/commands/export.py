@@ -2,16 +2,20 @@
 
 import argparse
 import importlib.util
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier_megatron.commands import gpt2
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.description import Description
+from pier_megatron.values import existing_folder, folder_to_write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from pier_megatron.outer.description import Description
 
 # Whose weights a checkpoint holds, as the exported configuration names them.
 _MEANING = {
@@ -27,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = TRUSTED_ONLY
     parser.add_argument(
         "--checkpoint",
-        type=Path,
+        type=existing_folder,
         required=True,
         metavar="DIR",
         help="--save folder of a run, for its last checkpoint, or an iter_ folder in it; of Pier or of stock Megatron-LM",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the model")
+    parser.add_argument("--output", type=folder_to_write, required=True, metavar="DIR", help="folder for the model")
     add_tokenizer_argument(parser)
 
 
@@ -40,10 +44,21 @@ def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
     """Adds ``--tokenizer``."""
     parser.add_argument(
         "--tokenizer",
+        type=name_or_folder,
         metavar="NAME_OR_DIR",
         help="Hugging Face tokenizer of the model, such as gpt2 for Megatron's GPT2BPETokenizer (default: what the run had as "
         "--tokenizer-model of a HuggingFaceTokenizer, otherwise none)",
     )
+
+
+def name_or_folder(text: str) -> str:
+    """Folder, or name on the Hugging Face Hub, as the ``type`` of an argparse argument.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is no folder and can be no name.
+    """
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", text) and not os.path.lexists(text)
+    return text if is_name else str(existing_folder(text))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -111,7 +126,7 @@ def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list
     ]
 
 
-def _weights(description: Description | None) -> str:
+def _weights(description: "Description | None") -> str:
     if description is None:
         return "stock"
     if description.is_synchronised:

@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from pier_megatron.errors import PierConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import GPT2Config, GPT2LMHeadModel
 
 
@@ -124,7 +123,7 @@ def configuration(arguments: argparse.Namespace) -> "GPT2Config":
     )
 
 
-def build(config: "GPT2Config", weights: Mapping[str, Tensor]) -> "GPT2LMHeadModel":
+def build(config: "GPT2Config", weights: Mapping[str, "Tensor"]) -> "GPT2LMHeadModel":
     """Builds a model around Megatron's weights, in their type and, where the layouts allow it, in their memory.
 
     Args:
@@ -152,7 +151,7 @@ def build(config: "GPT2Config", weights: Mapping[str, Tensor]) -> "GPT2LMHeadMod
     return model
 
 
-def _renamed(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+def _renamed(weights: Mapping[str, "Tensor"], heads: int) -> dict[str, "Tensor"]:
     state, unknown = {}, []
     for key, tensor in weights.items():
         in_layer = _LAYER.fullmatch(key)
@@ -172,14 +171,14 @@ def _renamed(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
     return state
 
 
-def _laid_out(name: str, tensor: Tensor, heads: int) -> Tensor:
+def _laid_out(name: str, tensor: "Tensor", heads: int) -> "Tensor":
     if name.startswith("attn.c_attn"):
         tensor = _with_heads_inside(tensor, heads)
     # GPT-2's linear layers multiply from the other side.
     return tensor.T.contiguous() if tensor.dim() == 2 else tensor
 
 
-def _with_heads_inside(qkv: Tensor, heads: int) -> Tensor:
+def _with_heads_inside(qkv: "Tensor", heads: int) -> "Tensor":
     """Turns rows of ``[head, (query, key, value), channel]`` into rows of ``[(query, key, value), head, channel]``."""
     interleaved: Tensor = qkv.unflatten(0, (heads, 3, -1))
     return interleaved.transpose(0, 1).flatten(0, 2)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pier_megatron.commands.srun import Surroundings, expanded, surroundings
-from pier_megatron.cpu import emulation
+from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
+from pier_megatron.flags import check_words
+from pier_megatron.values import whole
 
 if TYPE_CHECKING:
     from pier_megatron.integration.planned_job import PlannedJob
@@ -65,11 +67,12 @@ class LaunchCommand:
             words: Of the command, as a shell splits them.
 
         Raises:
-            PierConfigError: If it is no such command.
+            PierConfigError: If it is no such command, or one of its ``--pier-*`` flags cannot be.
         """
         flat = expanded(words)
         own = next((place + 1 for place, word in enumerate(flat) if _is_launcher(word)), None)
         if own is not None:
+            check_words(flat[own:])
             return cls._by_torchrun(flat[own:], surroundings(words, flat[: own - 1]))
         own = next((place + 1 for place, word in enumerate(flat) if _PYTHON.fullmatch(Path(word).name)), None)
         if own is None:
@@ -78,6 +81,7 @@ class LaunchCommand:
                 "the job, such as torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... "
                 "--optimizer pier."
             )
+        check_words(flat[own:])
         return cls._by_python(flat[own:], surroundings(words, flat[: own - 1]))
 
     @classmethod
@@ -92,17 +96,14 @@ class LaunchCommand:
             except SystemExit:
                 raise PierConfigError(refusal.getvalue().strip().splitlines()[-1]) from None
         script, arguments, has_plugin = _started(options.module, options.training_script, options.training_script_args)
-        if not re.fullmatch(r"[1-9]\d*", options.nproc_per_node):
-            raise PierConfigError(
-                f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs per node, which cannot be seen from here."
-            )
-        if not re.fullmatch(r"(\d+:)?[1-9]\d*", options.nnodes):
-            raise PierConfigError(f"--nnodes {options.nnodes}: give a number of nodes, or MIN:MAX.")
-        *fewest, nodes = map(int, options.nnodes.split(":"))
+        fewest, _, most = options.nnodes.rpartition(":")
+        nodes = _count("--nnodes", options.nnodes, most, "the number of nodes, N or MIN:MAX")
+        ranks = "the number of GPUs per node, which cannot be seen from here"
+        ranks_per_node = _count("--nproc-per-node", options.nproc_per_node, options.nproc_per_node, ranks)
         has_address = options.rdzv_endpoint or options.master_addr != _NO_ADDRESS
         return cls(
             nodes,
-            int(options.nproc_per_node),
+            ranks_per_node,
             script,
             tuple(arguments),
             int(options.max_restarts),
@@ -110,7 +111,7 @@ class LaunchCommand:
             has_plugin=has_plugin,
             is_module=options.module and not has_plugin,
             surroundings=around,
-            fewest_nodes=fewest[0] if fewest else None,
+            fewest_nodes=int(fewest) if fewest.isdigit() else None,
         )
 
     @classmethod
@@ -164,6 +165,8 @@ def _stand_in_for_a_gpu() -> None:
 
     # Megatron decorates functions with it, none of which run here; the compiler behind it takes as long to import as Megatron.
     torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
+    from pier_megatron.cpu import emulation
+
     if not torch.cuda.is_available():
         emulation.install()
 
@@ -191,8 +194,15 @@ def _started(as_module: bool, name: str, words: Sequence[str]) -> tuple[str, lis
         raise PierConfigError("-m pier_megatron: no training script behind it.")
     script, *arguments = rest
     if device == ["cpu"]:
-        arguments += emulation.missing_cpu_flags(arguments)
+        arguments += missing_cpu_flags(arguments)
     return script, arguments, True
+
+
+def _count(flag: str, given: str, number: str, what: str) -> int:
+    try:
+        return int(whole(1)(number))
+    except argparse.ArgumentTypeError as error:
+        raise PierConfigError(f"{flag} {given}: give {what}. {error}.") from None
 
 
 def _is_launcher(word: str) -> bool:

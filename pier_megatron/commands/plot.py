@@ -1,12 +1,13 @@
 """``pier-megatron plot``: overlays runs from their TensorBoard logs."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
-from pier_megatron.outer.report import SCALAR_PREFIX
+from pier_megatron.values import existing_folder, folder_to_write
 
 # What is drawn of the outer loop, with its axis.
 _OUTER = {
@@ -22,18 +23,25 @@ _OUTER = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="--tensorboard-dir of a run; NAME=RUN gives it a name"
+        "runs", nargs="+", type=named_run, metavar="RUN", help="--tensorboard-dir of a run; NAME=RUN gives it a name"
     )
-    parser.add_argument("--output", type=Path, default=Path("."), help="folder for the PNGs (%(default)s)")
+    parser.add_argument("--output", type=folder_to_write, default=Path("."), help="folder for the PNGs (%(default)s)")
+
+
+def named_run(text: str) -> tuple[str, Path]:
+    """Name and folder of a run."""
+    # A folder's own name may have the sign in it.
+    name, separator, folder = ("", "", text) if os.path.isdir(text) else text.partition("=")
+    path = existing_folder(folder if separator else text)
+    return name or path.name, path
 
 
 def run(options: argparse.Namespace) -> int:
     """Plots; returns the exit status."""
     logs = {}
-    for given in map(str, options.runs):
-        name, separator, folder = given.partition("=")
+    for name, folder in options.runs:
         try:
-            logs[name if separator else Path(given).name] = TensorBoardLog(Path(folder if separator else given))
+            logs[name] = TensorBoardLog(folder)
         except FileNotFoundError as error:
             print(f"pier-megatron plot: {error}", file=sys.stderr)
             return 2
@@ -57,6 +65,8 @@ def draw(logs: dict[str, TensorBoardLog], folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    from pier_megatron.outer.report import SCALAR_PREFIX
 
     written = []
     for name, label, place in (

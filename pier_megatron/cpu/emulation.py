@@ -19,8 +19,7 @@ import gc
 import logging
 import os
 import types
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from pier_megatron.cpu import products
+from pier_megatron.cpu.preparations import silence_missing_extensions
 
 _CPU = torch.device("cpu")
 
@@ -37,35 +37,6 @@ _CONSTRUCTORS = frozenset(
     "new_empty_strided new_full new_ones new_tensor new_zeros ones ones_like rand rand_like randint randint_like randn "
     "randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros zeros_like".split()
 )
-
-# What the local (non-Transformer-Engine) path on gloo needs, each with the values it takes. A flag that the command line
-# already names is left as the user wrote it.
-_CPU_FLAGS: tuple[tuple[str, ...], ...] = (
-    ("--distributed-backend", "gloo"),
-    ("--transformer-impl", "local"),
-    ("--attention-backend", "unfused"),
-    ("--num-workers", "0"),
-    ("--no-masked-softmax-fusion",),
-    ("--no-bias-gelu-fusion",),
-    ("--no-bias-swiglu-fusion",),
-    ("--no-bias-dropout-fusion",),
-    ("--no-rope-fusion",),
-    ("--no-persist-layer-norm",),
-    ("--no-gradient-accumulation-fusion",),
-)
-
-
-def missing_cpu_flags(argv: Sequence[str]) -> list[str]:
-    """Flags that Megatron needs on the CPU and that ``argv`` does not name yet.
-
-    Args:
-        argv: The training script's arguments.
-
-    Returns:
-        Arguments to append, values included.
-    """
-    given = {argument.split("=", 1)[0] for argument in argv}
-    return [word for flag in _CPU_FLAGS if flag[0] not in given for word in flag]
 
 
 def _send_tensors_to_cpu() -> None:
@@ -216,12 +187,6 @@ def install() -> None:
     _send_tensors_to_cpu()
     _copy_to_other_processes()
     products.install()
-
-
-def silence_missing_extensions() -> None:
-    """Keeps every module of every rank from warning that GPU extensions are missing: on a CPU they always are."""
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.msg)
 
 
 def _keeping_random_state(function: Callable[..., None]) -> Callable[..., None]:

@@ -13,6 +13,9 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from pier_megatron.errors import PierConfigError
+from pier_megatron.flags import check_words
+
 # Carry what helper processes cannot see: importing this module as their main one overwrites their sys.argv[0].
 _DEVICE_VARIABLE = "PIER_MEGATRON_DEVICE"
 _SCRIPT_VARIABLE = "PIER_MEGATRON_SCRIPT"
@@ -36,7 +39,11 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     script = Path(options.script)
     if not script.is_file():
-        parser.error(f"SCRIPT {options.script}: no such file")
+        parser.error(f"SCRIPT {options.script}: {'a folder, not a file' if script.is_dir() else 'no such file'}")
+    try:
+        check_words(options.arguments)
+    except PierConfigError as error:
+        parser.error(str(error))
 
     import torch
 
@@ -49,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
     sys.argv = [options.script, *options.arguments]
     if options.device == "cpu":
-        from pier_megatron.cpu.emulation import missing_cpu_flags
+        from pier_megatron.cpu.preparations import missing_cpu_flags
 
         added = missing_cpu_flags(options.arguments)
         if added and os.environ.get("RANK", "0") == "0":
@@ -69,11 +76,10 @@ def _prepare(script: Path) -> None:
         from pier_megatron.cpu import emulation
 
         emulation.install()
-    from pier_megatron.integration import datasets
-    from pier_megatron.integration.registration import register
+    from pier_megatron.integration import seams
 
-    datasets.install()
-    register()
+    seams.install(seams.WITHOUT_PIER)
+    seams.register()
 
 
 def _run_as_main(script: Path) -> None:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from pier_megatron.cpu import namespace
 
 INTERFACE = "eth0"
@@ -145,6 +143,8 @@ def running(
         environment: Beside this process's own.
         before: Called in its process before it begins.
     """
+    import psutil
+
     process = subprocess.Popen(
         command,
         env=os.environ | environment,

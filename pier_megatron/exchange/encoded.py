@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, Codec
+from pier_megatron.exchange.coding import decode, encode
 
 
 def padded(numel: int) -> int:
@@ -19,7 +20,7 @@ def saves_bytes(codec: Codec, tensor: Tensor, parts: int = 1) -> bool:
 
 def pack(tensor: Tensor, codec: Codec, parts: int = 1) -> Tensor:
     """Encodes a tensor of any shape and floating-point type in equal parts; uint8 of shape ``[parts, bytes]``."""
-    return codec.encode(as_rows(tensor, parts))
+    return encode(codec, as_rows(tensor, parts))
 
 
 def as_rows(tensor: Tensor, parts: int) -> Tensor:
@@ -38,7 +39,7 @@ def unpack(payloads: Tensor, codec: Codec, into: Tensor) -> None:
     """Decodes what :func:`pack` has made of a tensor of that shape, in place."""
     parts = len(payloads)
     with torch.no_grad():
-        into.copy_(codec.decode(payloads)[:, : into.numel() // parts].reshape(into.shape))
+        into.copy_(decode(codec, payloads)[:, : into.numel() // parts].reshape(into.shape))
 
 
 def encode_with_feedback(rows: Tensor, codec: Codec, dropped: Tensor | None) -> Tensor:
@@ -56,11 +57,11 @@ def encode_with_feedback(rows: Tensor, codec: Codec, dropped: Tensor | None) -> 
         Payloads, uint8 of shape ``[m, codec.nbytes(n)]``.
     """
     if dropped is None:
-        return codec.encode(rows)
+        return encode(codec, rows)
     exact = rows.view(-1)[: len(dropped)]
     exact += dropped
-    payloads = codec.encode(rows)
-    torch.sub(exact, codec.decode(payloads).view(-1)[: len(dropped)], out=dropped)
+    payloads = encode(codec, rows)
+    torch.sub(exact, decode(codec, payloads).view(-1)[: len(dropped)], out=dropped)
     return payloads
 
 
@@ -86,7 +87,7 @@ class ReduceScatter:
         """Waits for the sum of this rank's part; float32 of shape ``[1, n]``."""
         self._work.wait()
         total: Tensor
-        total, *others = self._codec.decode(self._received).split(1)
+        total, *others = decode(self._codec, self._received).split(1)
         # In rank order for each element, wherever in the vector it is: ranks that hold copies of it come to the same bits.
         for other in others:
             total += other
@@ -113,4 +114,4 @@ class AllGather:
     def result(self) -> Tensor:
         """Waits for all parts; float32 of shape ``[ranks, n]``."""
         self._work.wait()
-        return self._codec.decode(self._received)
+        return decode(self._codec, self._received)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pier_megatron.exchange.coding import decode
 from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.encoded import encode_with_feedback, padded
 
@@ -124,4 +125,4 @@ class _DirectSum(Sum):
             self._vector.copy_(total)
 
     def _decoded(self, payload: Tensor) -> Tensor:
-        return payload if self._exactly else self._subgroup.codec.decode(payload)[0, : len(self._vector)]
+        return payload if self._exactly else decode(self._subgroup.codec, payload)[0, : len(self._vector)]

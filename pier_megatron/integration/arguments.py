@@ -8,23 +8,17 @@ optimizer with one instance per group, which is what Pier is to Megatron; with i
 import argparse
 import dataclasses
 import os
-import typing
 from collections.abc import Callable
 from typing import Any
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, division
+from pier_megatron.flags import add_pier_arguments
 from pier_megatron.integration import refusals, versions
 from pier_megatron.integration.inner import requirements
-from pier_megatron.settings import GroupSettings, flag_of
+from pier_megatron.settings import GroupSettings
 
 _PREFIX = "pier_"
-
-
-def install() -> None:
-    """Adds the flags to Megatron's parser and the checks to its validation."""
-    versions.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
-    versions.wrap_validation(_validate)
 
 
 def uses_pier(args: argparse.Namespace) -> bool:
@@ -49,30 +43,8 @@ def config_from_args(args: argparse.Namespace) -> PierConfig:
     return PierConfig(train_iters=args.train_iters, **given)
 
 
-def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
-    group = parser.add_argument_group(
-        "pier",
-        "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which by itself trains with AdamW inside.",
-    )
-    lazy_start = group.add_mutually_exclusive_group()
-    for setting in dataclasses.fields(PierConfig):
-        if setting.metadata:
-            _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
-    inside = parser.add_argument_group("pier inside a group", "With every --optimizer.")
-    for setting in dataclasses.fields(GroupSettings):
-        _add_argument(inside, setting)
-
-
-def _add_argument(where: Any, setting: Any) -> None:
-    # Of "int | None" the first.
-    kind = next(iter(typing.get_args(setting.type)), setting.type)
-    switch = {"action": "store_true", "help": setting.metadata["help"]}
-    options = switch if kind is bool else {"type": kind, **setting.metadata}
-    where.add_argument(flag_of(setting.name), default=None, **options)
-
-
-def _add_arguments(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_flags(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the ``--pier-*`` flags and the optimizer ``pier`` to Megatron's parser."""
     parser = add_megatron_arguments(parser)
     add_pier_arguments(parser)
     optimizer = next(action for action in parser._actions if action.dest == "optimizer")
@@ -145,11 +117,10 @@ def _number_of_domains(ranks: int | None) -> int | None:
     if ranks is None:
         return None
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks < 1 or world % ranks:
-        arithmetic = f": {division(world, ranks)}" if ranks > 0 else ""
+    if world % ranks:
         raise PierConfigError(
-            f"--pier-ranks-per-domain {ranks} does not divide the world size {world}{arithmetic}. Every fast network needs the "
-            f"same number of ranks: use one of {_divisors(world)}."
+            f"--pier-ranks-per-domain {ranks} does not divide the world size {world}: {division(world, ranks)}. Every fast "
+            f"network needs the same number of ranks: use one of {_divisors(world)}."
         )
     return world // ranks
 
@@ -159,7 +130,7 @@ def _divisors(number: int) -> str:
 
 
 def _check_job(args: argparse.Namespace) -> None:
-    if args.pier_groups is None or args.pier_island is None or not 0 <= args.pier_island < args.pier_groups:
+    if args.pier_groups is None or args.pier_island is None or args.pier_island >= args.pier_groups:
         raise PierConfigError(
             f"--pier-lighthouse {args.pier_lighthouse}: also say with --pier-groups how many islands there may be at most, and "
             f"with --pier-island which of them this job is, from 0; given are --pier-groups {args.pier_groups} and "
@@ -174,11 +145,10 @@ def _check_islands(islands: int, instances: int, are_jobs: bool) -> None:
             f"--num-distributed-optimizer-instances {instances} cannot be used with --pier-islands: an island is one instance. "
             "Drop the former."
         )
-    if islands < 1 or (world % islands and not are_jobs):
-        arithmetic = f": {division(world, islands)}" if islands > 0 else ""
+    if world % islands and not are_jobs:
         raise PierConfigError(
-            f"--pier-groups {islands} does not divide the world size {world}{arithmetic}. Every island needs the same "
-            f"number of ranks: use one of {_divisors(world)}."
+            f"--pier-groups {islands} does not divide the world size {world}: {division(world, islands)}. Every island needs "
+            f"the same number of ranks: use one of {_divisors(world)}."
         )
 
 
@@ -194,7 +164,8 @@ def _number_of_nodes() -> int:
     )
 
 
-def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Checks Pier's settings before and after Megatron checks its own."""
     if uses_pier(args):
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
         refusals.refuse_what_cannot_work(args)

@@ -23,14 +23,6 @@ _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WI
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
 
 
-def install() -> None:
-    """Confines Megatron's own collectives."""
-    versions.wrap("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", _vote_of_those_who_average)
-    versions.wrap(_TRAINING, "checkpoint_and_decide_exit", _ask_to_exit_when_together)
-    versions.wrap(_TRAINING, "maybe_finalize_async_save", _ask_for_saves_when_together)
-    versions.wrap(_TRAINING, "calc_params_l2_norm", _in_the_group)
-
-
 def ranks_of_group(optimizer: Any) -> dist.ProcessGroup:
     """All ranks of this rank's group; ``optimizer`` is Megatron's."""
     island = islands.own()
@@ -87,13 +79,14 @@ def _process_group_collection(module: Any) -> Any:
 
 
 @current.in_the_local_phase
-def _in_the_group(function: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def in_the_group(function: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Sums over the own group what differs between groups in the local phase."""
     with confined_to_group(optimizer.model_chunks[0]):
         return function(*args, **kwargs)
 
 
 @current.in_pier_runs
-def _vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, machine: Any, value: bool | list[bool]) -> Any:
+def vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, machine: Any, value: bool | list[bool]) -> Any:
     """Asks whether an iteration has to be run again: all groups, or only the own where the others train on other parameters."""
     if not optimizer.loop.is_local:
         with islands.in_the_launch():
@@ -104,7 +97,7 @@ def _vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, m
 
 
 @current.in_pier_runs
-def _ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
     asked: dict[str, Any] = {}
     if optimizer.loop.is_deserted:
@@ -131,7 +124,7 @@ def _limit_for_all(island: islands.Island, minutes: float | None) -> float | Non
 
 
 @current.in_the_local_phase
-def _ask_for_saves_when_together(
+def ask_for_saves_when_together(
     finalize: Callable[..., Any], optimizer: Any, /, blocking: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
     """Asks whether a save in the background has finished only where the groups meet: all ranks must agree on the answer."""

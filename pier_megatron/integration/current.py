@@ -1,5 +1,6 @@
 """The optimizer of the training under way, for seams that Megatron gives no optimizer to."""
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
     """For what is put around a function of Megatron: calls it in runs with Pier, and the function alone in all others.
 
     Args:
-        around: Called with the function, the optimizer, and the function's arguments; see :func:`versions.wrap`.
+        around: Called with the function, the optimizer, and the function's arguments.
     """
 
+    @functools.wraps(around)
     def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if _optimizer is None else around(function, _optimizer, *args, **kwargs)
 
@@ -36,6 +38,7 @@ def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
 def in_the_local_phase(around: Callable[..., Any]) -> Callable[..., Any]:
     """As :func:`in_pier_runs`, but only in iterations of the local phase."""
 
+    @functools.wraps(around)
     def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_local = _optimizer is not None and _optimizer.loop.is_local
         return around(function, _optimizer, *args, **kwargs) if is_local else function(*args, **kwargs)

@@ -11,22 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import versions
 
 _UTILS = "megatron.core.datasets.utils"
 _HELPER = "helpers_cpp"
 
 
-def install() -> None:
-    """Skips compiling the helper where it is already compiled and cannot be compiled, and refuses to compile it in vain.
+def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
+    """Skips compiling the helper where it is compiled and cannot be compiled, and refuses to compile it without effect.
 
     Megatron compiles it at every start with the Makefile of a source checkout. Its wheel holds the compiled helper but no
     Makefile, so that a run from the wheel would exit there.
     """
-    versions.wrap(_UTILS, "compile_helpers", _compile_unless_shipped)
-
-
-def _compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
     helper = importlib.util.find_spec(f"megatron.core.datasets.{_HELPER}")
     utils = importlib.util.find_spec(_UTILS)
     folder = Path(str(utils.origin)).parent if utils else Path()

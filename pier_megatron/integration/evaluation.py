@@ -14,14 +14,8 @@ from pier_megatron.outer.report import SCALAR_PREFIX
 _TRAINING = "megatron.training.training"
 
 
-def install() -> None:
-    """Hooks Pier into evaluation."""
-    versions.wrap(_TRAINING, "evaluate_and_print_results", _look_at_what_groups_agree_on)
-    versions.wrap(_TRAINING, "evaluate", _evaluate_each)
-
-
 @current.in_pier_runs
-def _look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Shows the anchor to evaluation where the groups hold different parameters by design."""
     loop = optimizer.loop
     with contextlib.nullcontext() if loop.is_synchronised else loop.anchor_in_model(as_mean=loop.config.evaluate_mean):
@@ -29,7 +23,7 @@ def _look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, 
 
 
 @current.in_pier_runs
-def _evaluate_each(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def evaluate_each(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Where each group evaluates weights of its own, on its share of the samples, says how far apart they are."""
     loop = optimizer.loop
     if not loop.is_local or loop.config.subgroup is None or loop.config.evaluate_mean or loop.is_synchronised:

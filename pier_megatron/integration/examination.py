@@ -42,15 +42,8 @@ _CONFINED: Mapping[str, Any] = {
 }
 
 
-def install() -> None:
-    """Confines the training of this process, and ends it when one iteration has been looked at; to be installed last."""
-    versions.wrap_validation(_confine)
-    # It parses the command line once more for itself, and writes into the folder of --save.
-    versions.wrap("megatron.training.ft_integration", "setup", lambda setup: None)
-    versions.wrap("megatron.training.training", "train_step", _look_on)
-
-
-def _confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Takes from the arguments what would reach beyond the iterations that are looked at."""
     if getattr(args, "pier_lighthouse", None) is not None:
         raise PierConfigError(
             f"--pier-lighthouse {args.pier_lighthouse}: the job would join those that are there. Look at it with doctor "
@@ -66,7 +59,11 @@ _census, _looking, _sent = CollectiveCensus(), contextlib.ExitStack(), traffic.B
 _begun = itertools.count(1)
 
 
-def _look_on(train_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def leave_out(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Does nothing in place of a function that parses the command line for itself and writes into the folder of ``--save``."""
+
+
+def look_on(train_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Counts what crosses the groups in one iteration, then ends the job on all ranks."""
     global _sent
     optimizer = current.pier_optimizer()

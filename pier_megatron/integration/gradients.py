@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pier_megatron.integration import versions
 from pier_megatron.integration.islands import Island
 
 
@@ -46,7 +47,8 @@ class GradientAveraging:
             if island is not None and island.between is not None:
                 stream = torch.cuda.Stream()
                 for group in dense + expert:
-                    # Another instance to Megatron, which it uses while its configuration has several.
+                    # Other instances to Megatron, which it uses while its configuration has several. A bucket group that was
+                    # built with one has neither attribute: had they other names, Megatron would fail to find its own.
                     group.inter_distributed_optimizer_instance_group = island.between
                     group.communication_stream = stream
         elif island is not None and island.between is not None:
@@ -63,8 +65,8 @@ class GradientAveraging:
 
     def _set(self, instances: int, scale: float) -> None:
         for config in self._configs:
-            config.num_distributed_optimizer_instances = instances
+            versions.assign(config, "num_distributed_optimizer_instances", instances)
         for group, own, everyone in self._all_reduced:
-            group.data_parallel_group = everyone if instances > 1 else own
+            versions.assign(group, "data_parallel_group", everyone if instances > 1 else own)
         for bucket, factor in self._scaling:
-            bucket.gradient_scaling_factor = factor * scale
+            versions.assign(bucket, "gradient_scaling_factor", factor * scale)

@@ -6,10 +6,10 @@ stock and knows of no other island. What is left to do is told here: which sampl
 or decide together, and who speaks.
 """
 
-import builtins
 import contextlib
 import dataclasses
 import datetime
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -102,25 +102,14 @@ def in_islands(around: Callable[..., Any]) -> Callable[..., Any]:
     """For what is put around a function of Megatron: calls it where groups are islands, and the function alone elsewhere.
 
     Args:
-        around: Called with the function, the island, and the function's arguments; see :func:`versions.wrap`.
+        around: Called with the function, the island, and the function's arguments.
     """
 
+    @functools.wraps(around)
     def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if _island is None else around(function, _island, *args, **kwargs)
 
     return choose
-
-
-def install() -> None:
-    """Hooks islands into where Megatron forms process groups, gives out samples, makes files for all and speaks."""
-    versions.wrap(_PARALLEL_STATE, "initialize_model_parallel", _form_islands)
-    versions.wrap(_PARALLEL_STATE, "destroy_model_parallel", _return_to_the_launch)
-    versions.wrap(_PARALLEL_STATE, "get_data_parallel_world_size", _count_all_islands)
-    versions.wrap(_TRAINING, "build_train_valid_test_data_iterators", _read_own_samples)
-    versions.wrap("megatron.training.initialize", "_compile_dependencies", _in_turn)
-    versions.wrap("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", _hear_all_islands)
-    # All functions that print for the whole job are in one module.
-    versions.require("megatron.training.utils", "print_rank_0").__globals__["print"] = _print_once
 
 
 @contextlib.contextmanager
@@ -133,7 +122,8 @@ def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
         dist.group.WORLD = before
 
 
-def _form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Forms Megatron's process groups inside each island."""
     global _island
     settings = versions.require("megatron.training.global_vars", "_GLOBAL_ARGS")
     if not getattr(settings, "pier_islands", None):
@@ -155,7 +145,7 @@ def _form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **k
     between, _ = dist.new_subgroups_by_enumeration(
         [list(alike) for alike in zip(*blocks, strict=True)], group_desc=f"{DESCRIPTION}BETWEEN_ISLANDS"
     )
-    setattr(parallel_state, _BETWEEN, between)
+    versions.assign(parallel_state, _BETWEEN, between)
     inside = (
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_group(),
@@ -193,7 +183,8 @@ def _over_all_islands(ranks: Sequence[int]) -> dist.ProcessGroup:
     return own
 
 
-def _return_to_the_launch(destroy_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def return_to_the_launch(destroy_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Makes the launch PyTorch's default group again."""
     global _island
     if _island is not None:
         dist.group.WORLD = _island.launch
@@ -202,13 +193,14 @@ def _return_to_the_launch(destroy_model_parallel: Callable[..., Any], *args: Any
 
 
 @in_islands
-def _count_all_islands(size: Callable[..., int], island: Island, /, *args: Any, **kwargs: Any) -> int:
+def count_all_islands(size: Callable[..., int], island: Island, /, *args: Any, **kwargs: Any) -> int:
     """Answers with the data-parallel size of the job who asks without qualification, to count samples."""
     return size(*args, **kwargs) * (1 if args or kwargs else island.count)
 
 
 @in_islands
-def _read_own_samples(build_data_iterators: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+def read_own_samples(build_data_iterators: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    """Gives each island its share of the samples, one island after the other."""
     parallel_state = versions.require("megatron.core", "parallel_state")
     size = parallel_state.get_data_parallel_world_size() // island.count
     rank = island.index * size + parallel_state.get_data_parallel_rank()
@@ -217,17 +209,20 @@ def _read_own_samples(build_data_iterators: Callable[..., Any], island: Island, 
 
 
 @in_islands
-def _in_turn(function: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+def one_after_the_other(function: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    """Lets islands write files that all share one after the other."""
     with island.in_turn():
         return function(*args, **kwargs)
 
 
 @in_islands
-def _hear_all_islands(signals_received: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+def hear_all_islands(signals_received: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    """Looks for signals to any rank of the launch."""
     with in_the_launch():
         return signals_received(*args, **kwargs)
 
 
-def _print_once(*args: Any, **kwargs: Any) -> None:
+def print_once(say: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Prints what Megatron prints for the whole job on one island only."""
     if _island is None or _island.index == 0 or _island.is_job:
-        builtins.print(*args, **kwargs)
+        say(*args, **kwargs)

@@ -20,11 +20,6 @@ _TRAINING = "megatron.training.training"
 _ADVANCED, _NAN = "advanced iterations", "nan iterations"
 
 
-def install() -> None:
-    """Averages what is logged."""
-    versions.wrap(_TRAINING, "training_log", _average_over_groups)
-
-
 @dataclasses.dataclass(frozen=True)
 class GroupLog:
     """What one group has to log.
@@ -87,7 +82,8 @@ def _by_name(mappings: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 @current.in_pier_runs
-def _average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Averages what Megatron logs over the groups."""
     if not optimizer.loop.is_local:
         with over_all_groups(optimizer.model_chunks[0]):
             return training_log(*args, **kwargs)

@@ -25,7 +25,7 @@ from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
 from pier_megatron.integration.compression import choice
 from pier_megatron.integration.pipeline import layered
 from pier_megatron.integration.refusals import flag
-from pier_megatron.integration.registration import register
+from pier_megatron.integration.seams import register
 from pier_megatron.outer.description import ENTRY, Description
 from pier_megatron.settings import GroupSettings, flag_of
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.integration import versions
-from pier_megatron.integration.samples import samples_of
+from pier_megatron.integration.samples import samples_of_iteration
 from pier_megatron.outer import OuterLoop
 
 
@@ -73,4 +73,4 @@ class Clock:
         settings = versions.megatron_args()
         self._rests.remove(iteration)
         settings.iterations_to_skip.remove(iteration)
-        self._scheduler.step(increment=samples_of(1, settings.consumed_train_samples))
+        self._scheduler.step(increment=samples_of_iteration())

@@ -57,15 +57,10 @@ def pass_samples(data_iterator: Any) -> None:
                 next(iterator)
 
 
-def samples_of(iterations: int, consumed: int) -> int:
-    """Samples of all groups in the next ``iterations`` of the run under way, after ``consumed``: a ramp-up makes them grow."""
-    update = versions.require(_BATCHES, "update_num_microbatches")
-    batch_size = versions.require(_BATCHES, "get_current_running_global_batch_size")
-    samples = consumed
-    for _ in range(iterations):
-        update(samples, consistency_check=False)
-        samples += batch_size()
-    return samples - consumed
+def samples_of_iteration() -> int:
+    """Samples that all groups take in an iteration, where the batch size does not grow."""
+    size: int = versions.require(_BATCHES, "get_current_running_global_batch_size")()
+    return size
 
 
 def _iterators(data_iterator: Any) -> list[Any]:

@@ -19,23 +19,17 @@ VARIABLE = "PIER_MEGATRON_SCORES"
 LOSSES, LABELS = "losses", "labels"
 """Arrays of a file, ``[sequences, tokens]``: negative log-likelihoods in nats, float32, and the tokens that they are of."""
 
-_TRAINING = "megatron.training.training"
-
 # Of a layer in --pipeline-model-parallel-layout.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
-def install() -> None:
-    """Hooks into evaluation."""
-    paths = iter(map(Path, os.environ[VARIABLE].split(os.pathsep)))
-
-    def scored(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        path = next(paths, None)
-        if path is None:
-            return evaluate(*args, **kwargs)
-        return _write_scores(path, evaluate, *args, **kwargs)
-
-    versions.wrap(_TRAINING, "evaluate", scored)
+def write_scores(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Writes the losses of an evaluation to the next path of :data:`VARIABLE`."""
+    path, _, others = os.environ[VARIABLE].partition(os.pathsep)
+    if not path:
+        return evaluate(*args, **kwargs)
+    os.environ[VARIABLE] = others
+    return _write_scores(Path(path), evaluate, *args, **kwargs)
 
 
 def layout_of_whole_stages(layout: str, ranks: int) -> str:

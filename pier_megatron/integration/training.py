@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import is_loopback
+from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, islands, refusals, run_identity, startup, versions
@@ -23,7 +24,7 @@ from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
-from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of
+from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of_iteration
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
 from pier_megatron.outer.gathering import Islands
 
@@ -37,19 +38,8 @@ class _DesertedWhileSkippingError(Exception):
     """Too few islands for the outer step of an iteration after which Megatron neither saves nor decides to end."""
 
 
-def install() -> None:
-    """Hooks Pier into the loop."""
-    versions.wrap(_TRAINING, "get_megatron_optimizer", _build_optimizer)
-    if versions.megatron_version().startswith("0.17"):
-        versions.wrap(_TRAINING, "get_megatron_muon_optimizer", _build_optimizer)
-    versions.wrap(_TRAINING, "setup_model_and_optimizer", _join)
-    versions.wrap(_TRAINING, "train_step", _train_step)
-    versions.wrap(_TRAINING, "dummy_train_step", _skip_iteration)
-    versions.wrap(_TRAINING, "train", _train)
-    versions.require(_TRAINING, "update_train_iters")
-
-
-def _build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Puts Pier around the optimizer that Megatron has built."""
     optimizer = get_megatron_optimizer(*args, **kwargs)
     pier = None
     if uses_pier(versions.megatron_args()):
@@ -72,7 +62,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
-    config.codec.compile_for(config.groups if config.subgroup is None else 1, device)
+    compile_for(config.codec, config.groups if config.subgroup is None else 1, device)
     # All ranks meet here, so that none takes its host memory before the others have looked.
     island = islands.own()
     if island is not None:
@@ -173,7 +163,7 @@ def _report(report: Any) -> None:
         print_rank_last(expected)
 
 
-def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lets an island begin where those that are there have come to."""
     model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
     pier, island = current.pier_optimizer(), islands.own()
@@ -183,23 +173,27 @@ def _join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: A
     before, stepped = loop.iteration, loop.last_common_step
     loop.join()
     refusals.check_lazy_start(loop.config, loop.iteration)
-    if settings.save and loop.last_common_step == before == loop.config.train_iters and before > stepped:
-        # The outer step of the last iteration, for which there were too few islands: nothing follows that would save it.
-        save = versions.require(_TRAINING, "save_checkpoint")
-        save(before, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
     if loop.iteration != before:
-        samples = samples_of(loop.iteration - before, settings.consumed_train_samples)
         settings.iteration = loop.iteration
-        settings.consumed_train_samples += samples
+        passed, size = range(before + 1, loop.iteration + 1), samples_of_iteration()
+        skipped = sum(iteration in settings.iterations_to_skip for iteration in passed)
+        settings.consumed_train_samples += len(passed) * size
+        settings.skipped_train_samples += skipped * size
         if scheduler is not None:
-            scheduler.step(samples)
+            # As those did who were there: Megatron steps it in iterations that are trained.
+            scheduler.step((len(passed) - skipped) * size)
         if islands.rank_in_launch() == 0:
             print(f" Pier: island {island.index} joins the others at iteration {loop.iteration}", flush=True)
+    if settings.save and loop.iteration == loop.config.train_iters and loop.last_common_step > stepped:
+        # The outer step of the last iteration, taken here: nothing follows that would save it.
+        save = versions.require(_TRAINING, "save_checkpoint")
+        save(loop.iteration, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
     return model, optimizer, scheduler
 
 
 @current.in_pier_runs
-def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Tells the outer loop of the iteration, and averages over all groups or the own one."""
     given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
     if not optimizer.has_seen_samples and not islands.is_job():
@@ -227,7 +221,7 @@ def _train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, *
 
 
 @current.in_pier_runs
-def _skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
+def skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
     pass_samples(data_iterator)
@@ -239,14 +233,14 @@ def _skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
 
 
 @current.in_pier_runs
-def _train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Lets the job of a deserted island fail, once its state is saved: its run is not at its end."""
     loop, given = optimizer.loop, versions.given(train, args, kwargs)
     try:
         return train(*args, **kwargs)
     except _DesertedWhileSkippingError:
         settings = versions.megatron_args()
-        samples = samples_of(1, settings.consumed_train_samples)
+        samples = samples_of_iteration()
         settings.consumed_train_samples += samples
         settings.skipped_train_samples += samples
         # It saves, since the island is deserted.

@@ -1,7 +1,6 @@
 """Which Megatron releases are supported, and how a seam takes hold of a symbol."""
 
 import contextlib
-import functools
 import importlib
 import inspect
 import operator
@@ -21,6 +20,11 @@ def megatron_version() -> str:
     return str(importlib.import_module("megatron.core.package_info").__version__)
 
 
+def release() -> str:
+    """Returns the release of the megatron-core that this process imports, such as ``0.19``."""
+    return ".".join(megatron_version().split(".")[:2])
+
+
 def require(module: str, name: str) -> Any:
     """Returns ``module.name``; the name may be that of a method, such as ``RerunStateMachine._reduce_any``.
 
@@ -30,46 +34,30 @@ def require(module: str, name: str) -> Any:
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise UnsupportedMegatronError(
-            f"pier_megatron needs {module}.{name}, which Megatron {_version_or_unknown()} does not have ({error}). "
-            f"Supported releases: {', '.join(SUPPORTED)}. Install one of them, for example "
-            f"pip install 'megatron-core=={SUPPORTED[-1]}.*', or check that the Megatron-LM checkout on PYTHONPATH is one."
-        ) from error
+        raise missing(f"{module}.{name}", error) from error
 
 
-def wrap(module: str, name: str, around: Callable[..., Any]) -> None:
-    """Puts a function around one of Megatron's, or around a method, where Megatron looks it up by name.
-
-    Args:
-        module: Full name of a Megatron module.
-        name: As for :func:`require`.
-        around: Called in its place, with the original and then its arguments, whose names must not be those of what comes
-            before them: let that be positional only.
+def assign(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute of one of Megatron's objects or modules.
 
     Raises:
-        UnsupportedMegatronError: If this Megatron has no such function.
+        UnsupportedMegatronError: If it has no such attribute, so that nothing would read the value.
     """
-    original = require(module, name)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    *path, attribute = name.split(".")
-    setattr(functools.reduce(getattr, path, importlib.import_module(module)), attribute, wrapper)
-
-
-def wrap_validation(around: Callable[..., Any]) -> None:
-    """Puts a function around Megatron's check of its arguments, see :func:`wrap`."""
-    wrap("megatron.training.arguments", "validate_args", around)
-    if hasattr(importlib.import_module("megatron.training.initialize"), "validate_args"):
-        # megatron-core 0.17 validates there, and imported the function by name.
-        wrap("megatron.training.initialize", "validate_args", around)
+    if not hasattr(owner, name):
+        raise missing(f"{getattr(owner, '__name__', type(owner).__qualname__)}.{name}")
+    setattr(owner, name, value)
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a module or an object has other attributes; those of its class are only hidden."""
+    """Inside, a module or an object has other values of attributes; those of its class are only hidden.
+
+    Raises:
+        UnsupportedMegatronError: If it has no such attribute.
+    """
+    for name in values:
+        if not hasattr(owner, name):
+            raise missing(f"{getattr(owner, '__name__', type(owner).__qualname__)}.{name}")
     hidden = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
@@ -89,6 +77,16 @@ def given(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any
 def megatron_args() -> Any:
     """Megatron's arguments of the training under way."""
     return require("megatron.training.global_vars", "get_args")()
+
+
+def missing(symbol: str, error: Exception | None = None) -> UnsupportedMegatronError:
+    """Makes the error for a symbol that this Megatron does not have."""
+    reason = "" if error is None else f" ({error})"
+    return UnsupportedMegatronError(
+        f"pier_megatron needs {symbol}, which Megatron {_version_or_unknown()} does not have{reason}. "
+        f"Supported releases: {', '.join(SUPPORTED)}. Install one of them, for example "
+        f"pip install 'megatron-core=={SUPPORTED[-1]}.*', or check that the Megatron-LM checkout on PYTHONPATH is one."
+    )
 
 
 def _version_or_unknown() -> str:

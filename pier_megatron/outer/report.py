@@ -45,7 +45,8 @@ class OuterStepReport:
         outliers: Groups that were left out because their pseudo-gradients were too long.
         spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
             parameters: of the weights that they met with, or of their slow weights if those crossed ahead. None for one group,
-            and where slow weights did not cross ahead in this process: in the first outer step after a resume.
+            where slow weights did not cross ahead in this process (in the first outer step after a resume), and where it is
+            measured by the own group alone and that does not count: it is left out, or an island that has just joined.
         spread_grows: Whether that has become much more, where the rule is to keep it bounded.
         restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
     """
@@ -155,7 +156,10 @@ class OuterStepReports:
             _check_anchors(round_.begun, sums[:, CHECKSUM].tolist())
         contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
         pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
-        found = spread(sums[contributes], len(groups))
+        # Slow weights that crossed ahead are those of all that met; pseudo-gradients, of those that count.
+        is_ahead = bool(sums[:, DISTANCE].any())
+        is_known = is_common or is_ahead or counted[round_.meeting.rank]
+        found = spread(sums[contributes], len(groups) if is_ahead else sum(counted)) if is_known else None
         left_out = [index for index, counts in enumerate(counted) if not counts]
         return OuterStepReport(
             iteration=round_.begun,

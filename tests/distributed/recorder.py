@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from pier_megatron.cpu import emulation
+from pier_megatron.cpu.preparations import missing_cpu_flags
 
 emulation.install()
 
@@ -40,7 +41,7 @@ from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import current, datasets, islands  # noqa: E402
+from pier_megatron.integration import current, islands, seams  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
 
@@ -343,7 +344,7 @@ def print_to(log: Path) -> None:
 def main() -> None:
     global recorder
     specification, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    datasets.install()
+    seams.install(seams.WITHOUT_PIER)
     spare_what_is_the_same_in_every_run()
     look_on()
     from pier_megatron import register
@@ -355,17 +356,16 @@ def main() -> None:
         rank = os.environ["RANK"]
         print_to(directory / f"{name}-rank{rank}.txt")
         recorder = Recorder(run["probes"], directory / name)
-        sys.argv = [pretrain_bytes.__file__, *argv, *emulation.missing_cpu_flags(argv)]
+        sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
         record = directory / f"{name}-rank{rank}.pt"
         try:
             decide = megatron_training.checkpoint_and_decide_exit
             with planted(run["sabotage"], directory), saves(decide, run["saves"]), traced(recorder):
-                pretrain_bytes.main()
+                # Also after --exit-interval, and after converting a checkpoint.
+                with contextlib.suppress(SystemExit):
+                    pretrain_bytes.main()
                 if recorder.model:
                     compare_copies(recorder.model, owners(recorder.optimizer), current.pier_optimizer())
-        except SystemExit:
-            # After converting a checkpoint.
-            recorder.finish(record)
         except Exception as error:
             if not run["fails"]:
                 raise

@@ -58,6 +58,11 @@ _COPIED = {
 # Where blocks that ignore parameters bring copies apart within these iterations.
 _DRIFTING = ["hybrid", "aggressive", "whole"]
 _CENSUS = ["census"]
+# One all-reduce, over all groups in the lazy start and over the own one after it, of gradients that are scaled alike.
+_SWITCHING = (
+    _LONGER + "--optimizer pier --pier-groups 2 --pier-islands --pier-sync-interval 2 --pier-lazy-start-iters 2 "
+    "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --bf16 --calculate-per-token-loss --pier-compress dp=int4 "
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +98,8 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
             Run(f"copied, {name}, resumed", f"{argv} --load {{directory}}/copied/{name} --ckpt-step 3", ["main"])
             for name, argv in _COPIED.items()
         ),
+        Run("switching", _SWITCHING, ["main"]),
+        Run("switching, saved", _SWITCHING + "--save {directory}/switching --save-interval 100", ["main"], saves=[2]),
         Run("halves", f"{_STEPS}--overlap-grad-reduce --ddp-bucket-size 2000 --pier-compress dp=int8", _CENSUS),
         # Planted bugs.
         Run("unequal", f"{overlapped} --pier-compress naive", [], ["own part as it is"], fails=True),
@@ -167,6 +174,14 @@ def test_both_halves_of_an_all_reduce_are_hidden(runs: dict[str, Recorded]) -> N
     halves = "".join({"alltoall_base_": "1", "_allgather_base_": "2"}.get(name, "") for name in names)
     # Of one bucket the second half begins when the first half of the next one has begun.
     assert re.fullmatch("1(12){3,}2", halves)
+
+
+def test_what_was_dropped_in_the_lazy_start_stays_there(runs: dict[str, Recorded]) -> None:
+    # As it does where a run saves.
+    switching, saved = runs["switching"], runs["switching, saved"]
+    assert switching.losses == saved.losses
+    for rank, expected in zip(switching.ranks, saved.ranks, strict=True):
+        assert torch.equal(rank["main"][6], expected["main"][6])
 
 
 @pytest.mark.parametrize("name", _COPIED)

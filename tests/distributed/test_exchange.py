@@ -10,6 +10,7 @@ from exchange_worker import DEVICE, NUMEL, vector
 from launch import execute
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS
+from pier_megatron.exchange.coding import decode, encode
 
 pytestmark = pytest.mark.processes
 
@@ -108,10 +109,10 @@ def test_parts_are_summed_and_gathered_as_in_one_process(records: list[dict[str,
         arrived = []
         for rank in range(_GROUPS):
             rows = torch.nn.functional.pad(vector(rank, step).cpu().view(_GROUPS, size), padding) + dropped[rank]
-            arrived.append(coded.decode(coded.encode(rows)))
+            arrived.append(decode(coded, encode(coded, rows)))
             dropped[rank] = rows - arrived[-1]
         sums = torch.stack(arrived).sum(0)
-        expected = coded.decode(coded.encode(sums))
+        expected = decode(coded, encode(coded, sums))
         for rank, record in enumerate(records):
             found = record["in parts"][codec]
             torch.testing.assert_close(found["scattered"][step], sums[rank : rank + 1], rtol=1e-6, atol=1e-6)
@@ -125,13 +126,13 @@ def summed(vectors: list[torch.Tensor], codec: str, sent: list[torch.Tensor], re
     arrived = []
     for given, residual in zip(vectors, sent, strict=True):
         padded = torch.nn.functional.pad(given + residual, (0, groups * segment - len(given)))
-        decoded = torch.cat([coded.decode(coded.encode(part[None]))[0] for part in padded.split(segment)])
+        decoded = torch.cat([decode(coded, encode(coded, part[None]))[0] for part in padded.split(segment)])
         residual.copy_((padded - decoded)[: len(given)])
         arrived.append(decoded)
     result = []
     for place in range(groups):
         total = torch.stack([decoded.split(segment)[place] for decoded in arrived]).sum(0) + reduced[place]
-        decoded = coded.decode(coded.encode(total[None]))[0]
+        decoded = decode(coded, encode(coded, total[None]))[0]
         reduced[place].copy_(total - decoded)
         result.append(decoded)
     return torch.cat(result)[: len(vectors[0])]
@@ -220,7 +221,7 @@ def test_groups_that_meet_sum_as_one_process_would(records: list[dict[str, dict]
                 arrived.append(given)
                 continue
             padded = torch.nn.functional.pad(given + residual, (0, -NUMEL % BLOCK))
-            decoded = coded.decode(coded.encode(padded[None]))[0]
+            decoded = decode(coded, encode(coded, padded[None]))[0]
             residual.copy_((padded - decoded)[:NUMEL])
             arrived.append(decoded[:NUMEL])
         expected = arrived[0] + arrived[1] + arrived[2]

@@ -133,7 +133,6 @@ def test_what_islands_have_in_common_is_stored_once(directory: Path, runs: dict[
 
 def test_lazy_start_that_is_none_is_seen(runs: dict[str, Recorded]) -> None:
     assert "AnchorsDifferError: After the outer step" in runs["apart"].error
-    assert runs["apart"].losses[1] == runs["EP 2, instances"].losses[2] or runs["apart"].losses[1] > 0
 
 
 def test_islands_that_read_the_same_are_refused(runs: dict[str, Recorded]) -> None:

@@ -10,17 +10,22 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+
 import torch
+from copies import compare_copies
 from megatron.core.dist_checkpointing import serialization
 from megatron.training import training
 
 from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.integration import current
+from pier_megatron.integration.inner.choice import owners
 from pier_megatron.outer.rounds import OuterRound
 
 _RANK = int(os.environ["RANK"])
@@ -179,4 +184,13 @@ if __name__ == "__main__":
             _FAULTS[planned["fault"]](planned["iteration"])
     _note_losses(Path(os.environ["PIER_TEST_LOSSES"]))
     torch.set_num_threads(1)
-    pretrain_bytes.main()
+    ended: SystemExit | None = None
+    try:
+        pretrain_bytes.main()
+    except SystemExit as status:
+        ended = status
+    optimizer = current.pier_optimizer()
+    if optimizer is not None:
+        compare_copies(optimizer.model_chunks, owners(optimizer), optimizer)
+    if ended is not None:
+        raise ended

@@ -42,14 +42,14 @@ _REFUSED = {
     f"{_JOB} --pier-fragments 2": ["--pier-fragments 2 cannot be used with --pier-lighthouse", "joins"],
     f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "nothing in common"],
     f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],
-    f"{_JOB} --pier-sync-seconds 0": ["--pier-sync-seconds 0.0", "above 0"],
+    f"{_JOB} --pier-sync-seconds 0": ["--pier-sync-seconds: 0: must be a number in (0, 31622400]"],
     f"{_PIER} --pier-sync-seconds 60": ["--pier-sync-seconds 60.0", "--pier-lighthouse", "--pier-sync-interval alone"],
     f"{_JOB} --pier-outlier-zscore 3": ["--pier-outlier-zscore", "count twice"],
     f"{_JOB} --global-batch-size 32 --rampup-batch-size 16 16 1000": ["--rampup-batch-size", "constant --global-batch-size"],
     "--optimizer pier --pier-ranks-per-domain 3": ["--pier-ranks-per-domain 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
-    f"{_PIER} --pier-ranks-per-domain 0": ["--pier-ranks-per-domain 0 does not divide", "use one of 1, 2, 4, 8"],
-    f"{_PIER} --pier-sync-interval 0": ["--pier-sync-interval 0", "at least 1"],
-    f"{_PIER} --pier-preset nesterov": ["--pier-preset", "nesterov", "local-sgd"],
+    f"{_PIER} --pier-ranks-per-domain 0": ["--pier-ranks-per-domain: 0: must be a whole number of at least 1"],
+    f"{_PIER} --pier-sync-interval 0": ["--pier-sync-interval: 0: must be a whole number of at least 1"],
+    f"{_PIER} --pier-preset nesterov": ["--pier-preset: nesterov: not one of pier,", "local-sgd"],
     f"{_PIER} --pier-lazy-start-iters 120": ["120 = 2 x 50 + 20", "Use 100 or 150"],
     f"{_PIER} --pier-lazy-start-iters 50 --pier-lazy-start-fraction 0.2": ["not allowed with"],
     f"{_PIER} --pier-lazy-start-iters 1000": ["the run has 1000", "--optimizer adam"],
@@ -65,7 +65,7 @@ _REFUSED = {
         "Use 100 or 150",
     ],
     f"{_PIER} --pier-save-inner-state first --pier-overlap 10": ["--pier-overlap 10", "Save all"],
-    f"{_PIER} --pier-outlier-zscore 0": ["--pier-outlier-zscore 0", "above 0"],
+    f"{_PIER} --pier-outlier-zscore 0": ["--pier-outlier-zscore: 0: must be a number in (0,", "3 is customary"],
     f"{_PIER} --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type local", "Use global"],
     f"{_PIER} --ckpt-assume-constant-structure": ["--ckpt-assume-constant-structure", "depends on the phase"],
     f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": [
@@ -144,8 +144,8 @@ _REFUSED = {
         "dp=off",
     ],
     f"{_PIER} --pier-compress outer=int4 --pier-exchange-dtype int8": ["contradicts --pier-compress outer=int4", "Drop one"],
-    f"{_SKIP} {_SKIP_8} 1.0": ["--pier-skip-fraction 1.0 must be in [0, 1)"],
-    f"{_SKIP} {_SKIP_8} -0.1": ["--pier-skip-fraction -0.1 must be in [0, 1)"],
+    f"{_SKIP} {_SKIP_8} 1.0": ["argument --pier-skip-fraction: 1.0: must be a number in [0, 1)"],
+    f"{_SKIP} {_SKIP_8} -0.1": ["argument --pier-skip-fraction: -0.1: must be a number in [0, 1)"],
     "--global-batch-size 32 --pier-skip-fraction 0.25": [
         "--pier-skip-fraction 0.25: 1 pipeline ranks x 1 virtual stages = 1",
         "--pipeline-model-parallel-size 3 or more, or 2 with --num-virtual-stages-per-pipeline-rank",
@@ -177,7 +177,7 @@ _REFUSED = {
     f"{_SKIP} {_SKIP_8} 0.25 --mtp-num-layers 1 --position-embedding-type rope": [
         "--mtp-num-layers cannot be used with --pier-skip-fraction 0.25"
     ],
-    f"{_SKIP} {_SKIP_8} 0.25 --pier-eval-skip 1;2": ["--pier-eval-skip 1;2 is no list of stages", "as in 1,2,5"],
+    f"{_SKIP} {_SKIP_8} 0.25 --pier-eval-skip 1;2": ["--pier-eval-skip: 1;2: must be numbers", "as in 1,2,5"],
     f"{_SKIP} --global-batch-size 16 --pier-eval-skip 0,1,4": [
         "--pier-eval-skip 0,1,4: 0, 4 cannot be left out",
         "4 pipeline ranks x 1 virtual stages = 4 stages, from 0 to 3",

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from launch import REPOSITORY, execute, torchrun
 
-from pier_megatron.cpu.emulation import missing_cpu_flags
+from pier_megatron.cpu.preparations import missing_cpu_flags
 
 _CHECKOUTS = [Path(path) for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 

@@ -140,7 +140,7 @@ _CASES = {
         f"{_JOB} --micro-batchsize 8", ("ERROR: --micro-batchsize: Megatron does not know it, and no script ad",), _BAD
     ),
     "misspelt, of Pier": Case(
-        f"{_JOB} --pier-groop 2", ("ERROR: --pier-groop: Megatron does",), _BAD, "Did you mean --pier-groups?"
+        f"{_JOB} --pier-groop 2", ("ERROR: --pier-groop: no such flag",), _BAD, "Did you mean --pier-groups?"
     ),
     "script's own": Case(f"{_JOB} --house-flag 2", note="--house-flag: not Megatron's; FOLDER/pretrain.py adds it"),
     "nobody's": Case(f"{_JOB} --elsewhere 2", ("WARNING: --elsewhere: Megatron does",), "1 warning"),

@@ -269,6 +269,8 @@ def test_bad_input_of_evaluate_is_refused(
     evaluate = ["evaluate", "--model", str(tmp_path), "--include-path", str(tmp_path), "--tasks"]
     assert re.search("--tasks misspelt: not among the 1 .*--include-path", refused(capsys, *evaluate, "next_bytes", "misspelt"))
     assert "has no tokenizer with it: name" in refused(capsys, *evaluate, "next_bytes")
+    (tmp_path / "tokenizer_config.json").touch()
+    assert f"--model {tmp_path} cannot be loaded: " in refused(capsys, *evaluate, "next_bytes")
 
 
 def test_missing_packages_are_named() -> None:

@@ -66,7 +66,7 @@ def lighthouse(least: int) -> Iterator[str]:
         yield f"--pier-lighthouse {found[0]}"
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 @contextlib.contextmanager
@@ -163,13 +163,13 @@ def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -
 
 
 def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    """With Muon inside, and a secret; the second island joins the first, and rests in two intervals."""
+    """With Muon inside, and a secret; the second island joins the first, and rests in two intervals. All skip iterations."""
     new_secret(tmp_path / "secret")
     flags = (
         f"--pier-secret-file {tmp_path}/secret "
         "--pier-groups 2 --global-batch-size 8 --pier-lazy-start-iters 0 --pier-island-timeout 60 --pier-sync-seconds 1800 "
         "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --lr-decay-style cosine --lr-decay-iters 40 "
-        f"--save-interval {_SAVE} "
+        f"--save-interval {_SAVE} --iterations-to-skip 3 14 "
     )
     first, second = [Island(tmp_path, corpus, flags, index) for index in range(2)]
     waits = [{"fault": "waits", "rank": 0, "iteration": 6}]
@@ -181,7 +181,7 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
             (tmp_path / "go on with 6").touch()
             assert [attempt.wait() for attempt in (alone, joins)] == [0, 0]
     assert "island 1 joins the others at iteration 8" in joins.log
-    assert "rests for 2 iterations, until the outer step after iteration 16" in joins.log
+    assert "rests for 1 iterations, until the outer step after iteration 16" in joins.log
     assert "rests for 1 iterations, until the outer step after iteration 20" in joins.log
     assert "it rests for" not in alone.log
     assert list(joins.losses()) == [9, 10, 11, 12, 13, 16, 17, 18, 20, 21, 22, 23, 24]
@@ -251,3 +251,22 @@ def test_elastic_islands_and_other_runs_load_each_other(tmp_path: Path, corpus: 
     found = "\n".join(["| saved by 2 groups | loaded by 2 groups | outcome |", "|---|---|---|", *relay.rows])
     print(found)
     assert found in (REPOSITORY / "docs" / "reliability.md").read_text()
+    check_that_a_third_island_starts_from_the_first(tmp_path / "three", corpus, launch[1])
+
+
+def check_that_a_third_island_starts_from_the_first(folder: Path, corpus: tuple[Path, Path], saved: Job) -> None:
+    """Two islands have saved; three load, and save before their next outer step."""
+    flags = (
+        "--pier-groups 3 --global-batch-size 12 --pier-lazy-start-iters 0 --pier-override-checkpoint --pier-island-timeout 60 "
+        f"--override-opt_param-scheduler --load {saved.folder}/checkpoints --ckpt-step 14 --save {folder}/checkpoints "
+    )
+    islands = [Island(folder, corpus, f"{flags} --exit-interval 15", index) for index in range(3)]
+    with lighthouse(least=3) as place, started(islands, flags=place) as attempts:
+        assert [attempt.wait() for attempt in attempts] == [0, 0, 0]
+    for attempt, source in zip(attempts, (0, 1, 0), strict=True):
+        assert "goes on exactly" not in attempt.log
+        assert "with changes: --pier-groups 2 is now 3" in attempt.log
+        assert f"the first group with the inner state of saved group {source}\n" in attempt.log
+        assert ("of island 2, which takes the inner state of island 0" in attempt.log) == (attempt is attempts[2])
+    # No outer step in between: those of the run that has saved.
+    assert outer_checksums(Job(folder, corpus), 15) == outer_checksums(saved, 14)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from jobs import ITERATIONS, Job, differing, outer_checksums
 
@@ -22,6 +23,8 @@ from pier_megatron.commands.demo import corpus as demo_corpus
 _FLAGS = "--save-interval 6 --no-check-for-nan-in-loss-and-grad --rerun-mode disabled"
 # Part of the run that is compared: strikes at every attempt that trains this iteration.
 _NAN = [{"fault": "parameter is nan", "rank": 1, "iteration": 11, "always": True}]
+# Not part of it: an attempt that is to be killed does not end before, however long that takes to happen.
+_WAITS = [{"fault": "waits", "rank": 0, "iteration": ITERATIONS - 1}]
 
 
 @dataclasses.dataclass
@@ -58,9 +61,8 @@ def torture(folder: Path, corpus: tuple[Path, Path], ranks: int, kills: int, see
     losses = reference.run(faults=_NAN).losses()
     seen: dict[int, str] = {}
     for _ in range(kills):
-        with job.started(faults=_NAN) as attempt:
+        with job.started(faults=_NAN + _WAITS) as attempt:
             begin = job.last_saved() if job.has_saved() else 0
-            # The last iterations are left for the attempt that ends.
             attempt.wait_for_iteration(chance.randint(begin + 1, max(begin + 1, ITERATIONS - 2)))
             victims = range(ranks) if chance.random() < 0.3 else (chance.randrange(ranks),)
             if chance.random() < 0.5:

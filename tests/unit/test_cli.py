@@ -23,8 +23,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["doctr"], "doctr: no such command. Did you mean doctor?"),
         (["weigh"], "weigh: no such command\n"),
-        (["plot", "run", "--ouput", "x.png"], "--ouput: plot does not know it. Did you mean --output?"),
-        (["export", "--checkpoint", "a", "--output", "b", "--tokeniser=gpt2"], "Did you mean --tokenizer?"),
+        (["plot", ".", "--ouput", "x.png"], "--ouput: plot does not know it. Did you mean --output?"),
+        (["export", "--checkpoint", ".", "--output", "b", "--tokeniser=gpt2"], "Did you mean --tokenizer?"),
     ],
 )
 def test_unknown_words_suggest_the_nearest(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from pier_megatron.exchange import layout
 from pier_megatron.exchange.codecs import BLOCK, CODECS
+from pier_megatron.exchange.coding import decode, encode
 from pier_megatron.exchange.layout import pieces
 
 
@@ -17,7 +18,7 @@ def through(codec: str, buffer: torch.Tensor, parts: int, parameters: list[tuple
         rows = piece.read(buffer.view(parts, -1))
         assert rows.shape == (parts, piece.numel)
         assert piece.numel % BLOCK == 0
-        piece.write(CODECS[codec].decode(CODECS[codec].encode(rows)), arrived.view(parts, -1))
+        piece.write(decode(CODECS[codec], encode(CODECS[codec], rows)), arrived.view(parts, -1))
     return arrived
 
 

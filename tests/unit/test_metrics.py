@@ -7,10 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from pier_megatron.outer.report import OuterStepReport, _squares, norms_and_cosines, spread
+from pier_megatron import PierConfig
+from pier_megatron.outer.report import OuterStepReport, OuterStepReports, _squares, norms_and_cosines, spread
 from pier_megatron.outer.rounds import DISTANCE, ELEMENTS
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.spread import SpreadWatch
+from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 
 def test_norms_and_cosines_of_two_groups() -> None:
@@ -135,3 +137,22 @@ def test_noise_is_not_told_from_one_pseudo_gradient() -> None:
     # An elastic island knows its own only.
     assert _squares(round_, sums[:1], [True, True]) is None
     assert _squares(round_, sums[:1], [True, False]) is None
+
+
+def test_elastic_island_logs_the_spread_of_those_that_count() -> None:
+    def spread_of(own: int, *others: int) -> float | None:
+        """Its pseudo-gradient is (3, 0), and the mean (1.5, 2); nothing if it has just joined."""
+        verdicts = (own, *others)
+        round_ = mock.Mock(rule=Nesterov(0.9, 0.7), begun=4, bytes_sent=0)
+        round_.verdicts.all.return_value, round_.verdicts.counted.return_value = verdicts, [said == GOOD for said in verdicts]
+        round_.meeting.groups, round_.meeting.rank, round_.stopwatch.seconds.return_value = range(len(verdicts)), 0, 0.0
+        sums = torch.zeros(1, ELEMENTS + 1)
+        sums[0, :4] = torch.tensor([9.0, 4.5, 6.25, 4.0] if own == GOOD else [0.0, 0.0, 6.25, 4.0])
+        sums[0, ELEMENTS] = 2
+        config = PierConfig(20, groups=3, sync_interval=4, lazy_start_iters=0, preset="diloco")
+        return OuterStepReports(config, print)._report(round_, sums, []).spread
+
+    # As of the two groups above; a third one that has just joined does not matter.
+    assert spread_of(GOOD, GOOD) == spread_of(GOOD, GOOD, ABSENT) == pytest.approx(math.sqrt(6.25 / 2 * 2))
+    assert spread_of(ABSENT, GOOD, GOOD) is None
+    assert spread_of(GOOD, ABSENT) is None

@@ -1,16 +1,14 @@
 """Looking at what the groups read leaves Megatron's data iterators as they were."""
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core import num_microbatches_calculator as batches
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.samples import check_groups_read_different_samples, samples_of
+from pier_megatron.integration.samples import check_groups_read_different_samples
 
 
 class Loader:
@@ -78,18 +76,3 @@ def test_groups_that_read_the_same_are_refused() -> None:
 def test_ranks_that_read_nothing_have_no_opinion() -> None:
     look_at(None, other_group=-1)
     look_at([None, RerunDataIterator(Loader())])
-
-
-def test_samples_of_iterations_in_which_the_batch_size_grows() -> None:
-    # Four samples an iteration, and eight after the first eight samples; releases differ in how that is asked for.
-    signature = inspect.signature(batches.init_num_microbatches_calculator)
-    growth: dict[str, Any] = {"rampup_batch_size": [4, 4, 8]}
-    if "step_batch_size_schedule" in signature.parameters:
-        growth = {"rampup_batch_size": None, "step_batch_size_schedule": "0:4 8:8"}
-    batches.init_num_microbatches_calculator(rank=0, global_batch_size=8, micro_batch_size=2, data_parallel_size=2, **growth)
-    try:
-        assert samples_of(4, 0) == 4 + 4 + 8 + 8
-        assert samples_of(2, 4) == 4 + 8
-        assert samples_of(2, 16) == 8 + 8
-    finally:
-        batches.destroy_num_microbatches_calculator()

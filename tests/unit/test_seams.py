@@ -1,14 +1,18 @@
-"""What is put around Megatron's functions, on functions that are not Megatron's."""
+"""What is put around Megatron's functions: on functions that are not Megatron's, and the table on Megatron's own."""
 
+import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import megatron_symbols
 import pytest
+from launch import REPOSITORY
 
-from pier_megatron.integration import current, versions
+from pier_megatron.integration import current, seams, versions
+from pier_megatron.integration.seams import Seam
 
 
 class Machine:
@@ -21,11 +25,13 @@ def train_step(iteration: int, optimizer: str = "theirs", function: str = "their
 
 
 @pytest.fixture
-def module() -> Iterator[str]:
+def module(monkeypatch: pytest.MonkeyPatch) -> str:
     found = types.ModuleType("not_megatron")
     found.train_step, found.Machine = train_step, type("Machine", (), {"vote": Machine.vote})  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {"not_megatron": found}), mock.patch.object(current, "_optimizer", None):
-        yield "not_megatron"
+    found.Heir = type("Heir", (found.Machine,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "not_megatron", found)
+    monkeypatch.setattr(current, "_optimizer", None)
+    return "not_megatron"
 
 
 @current.in_pier_runs
@@ -38,16 +44,20 @@ def in_the_local_phase(function: Any, optimizer: Any, /, *args: Any, **kwargs: A
     return "in the local phase", function(*args, **kwargs)
 
 
+def doubled(vote: Callable[..., int], machine: Any, value: int) -> int:
+    return 2 * vote(machine, value)
+
+
 @pytest.mark.parametrize("around", [in_pier_runs, in_the_local_phase])
 def test_a_run_without_pier_passes_through(module: str, around: Any) -> None:
-    versions.wrap(module, "train_step", around)
+    seams.install([Seam(module, "train_step", around)])
     assert versions.require(module, "train_step")(1, optimizer="own", function="own") == (1, "own", "own")
 
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_arguments_may_be_passed_by_any_name(module: str, is_local: bool) -> None:
-    versions.wrap(module, "train_step", in_the_local_phase)
-    versions.wrap(module, "train_step", in_pier_runs)
+    inner = Seam(module, "train_step", in_the_local_phase)
+    seams.install([inner, Seam(module, "train_step", in_pier_runs, over=in_the_local_phase)])
     with mock.patch.object(current, "_optimizer", mock.Mock(**{"loop.is_local": is_local})):
         kind, result = versions.require(module, "train_step")(iteration=1, optimizer="own", function="own")
     assert kind == "in a run with Pier"
@@ -59,13 +69,94 @@ def test_arguments_may_be_passed_by_any_name(module: str, is_local: bool) -> Non
 
 
 def test_a_method_is_wrapped_where_it_is_defined(module: str) -> None:
-    versions.wrap(module, "Machine.vote", lambda vote, machine, value: 2 * vote(machine, value))
+    seams.install([Seam(module, "Machine.vote", doubled)])
     assert versions.require(module, "Machine")().vote(3) == 6
 
 
-def test_what_is_missing_is_named(module: str) -> None:
-    for name in ("training_log", "Machine.elect"):
-        with pytest.raises(
-            versions.UnsupportedMegatronError, match=rf"needs not_megatron\.{name}, .* Supported releases: 0\.17"
-        ):
-            versions.wrap(module, name, in_pier_runs)
+def test_a_builtin_is_replaced_in_one_module_only(module: str) -> None:
+    seams.install([Seam(module, "len", lambda size, value: size(value) + 1, is_builtin=True)])
+    assert (versions.require(module, "len")("ab"), len("ab")) == (3, 2)
+
+
+def test_what_is_missing_is_named_and_nothing_is_touched(module: str) -> None:
+    for name in ("training_log", "Machine.elect", "Heir.vote"):
+        with pytest.raises(versions.UnsupportedMegatronError, match=rf"needs not_megatron\.{name}.* Supported releases: 0\.17"):
+            seams.install([Seam(module, "train_step", in_pier_runs), Seam(module, name, in_pier_runs)])
+    assert versions.require(module, "train_step") is train_step
+
+
+def test_wrong_order_is_refused_and_nothing_is_touched(module: str) -> None:
+    inner, outer = Seam(module, "train_step", in_the_local_phase), Seam(module, "train_step", in_pier_runs, in_the_local_phase)
+    for rows, found in (([outer, inner], "nothing"), ([inner, Seam(module, "train_step", in_pier_runs)], ".*the_local_phase")):
+        with pytest.raises(seams.SeamOrderError, match=rf"in_pier_runs around not_megatron.train_step finds {found} there"):
+            seams.install(rows)
+    assert versions.require(module, "train_step") is train_step
+
+
+def test_each_seam_of_a_function_names_the_one_beneath() -> None:
+    rows = (*seams.TABLE, *seams.EXAMINATION, *seams.SCORING)
+    twice = [row for row in rows if row.over is not None]
+    for row in twice:
+        without = [other for other in rows if (other.module, other.name) == (row.module, row.name) and other.around != row.over]
+        with mock.patch.object(Seam, "original", return_value=print), pytest.raises(seams.SeamOrderError):
+            seams.install(without)
+
+
+def test_attributes_that_are_not_there_are_not_made() -> None:
+    bucket = types.SimpleNamespace(gradient_scaling_factor=1.0)
+    versions.assign(bucket, "gradient_scaling_factor", 2.0)
+    assert bucket.gradient_scaling_factor == 2.0
+    with pytest.raises(versions.UnsupportedMegatronError, match=r"needs SimpleNamespace\.scale, "):
+        versions.assign(bucket, "scale", 2.0)
+    with pytest.raises(versions.UnsupportedMegatronError, match=r"needs SimpleNamespace\.scale, "):
+        versions.replaced(bucket, {"scale": 2.0}).__enter__()
+    assert vars(bucket) == {"gradient_scaling_factor": 2.0}
+
+
+def test_every_symbol_that_is_looked_up_is_checked_at_the_start() -> None:
+    checked = {f"{needed.module}.{name}" for needed in seams.NEEDED for name in needed.names.split()}
+    replaced = {f"{row.module}.{row.name}" for row in seams.TABLE}
+    # A module or a class that holds a name is there when the name is.
+    parts = {name.rsplit(".", depth)[0] for name in checked | replaced for depth in range(3)}
+    unchecked = {name: where for name, where in megatron_symbols.looked_up().items() if name not in parts}
+    assert unchecked == {}
+
+
+_EACH_IN_TURN = """
+import functools, importlib, os
+from pier_megatron.cpu import emulation
+emulation.install()
+from pier_megatron.integration import examination, scoring, seams, versions
+os.environ[examination.VARIABLE] = os.environ[scoring.VARIABLE] = "x"
+rows = (*seams.TABLE, *seams.EXAMINATION, *seams.SCORING)
+symbols = {(row.module, row.name) for row in rows if row.exists and not row.is_builtin}
+for needed in seams.NEEDED:
+    if not needed.releases or versions.release() in needed.releases:
+        symbols |= {(needed.module, name) for name in needed.names.split()}
+before = {symbol: versions.require(*symbol) for symbol in symbols}
+for module, name in sorted(symbols):
+    *path, attribute = name.split(".")
+    owner = functools.reduce(getattr, path, importlib.import_module(module))
+    there = vars(owner)[attribute] if attribute in vars(owner) else getattr(owner, attribute)
+    try:
+        delattr(owner, attribute)
+    except AttributeError:
+        raise SystemExit(f"{module}.{name} is inherited: name the class that has it")
+    try:
+        seams.register()
+        raise SystemExit(f"without {module}.{name} nothing was refused")
+    except versions.UnsupportedMegatronError as error:
+        assert f"{module}.{name}" in str(error), error
+    finally:
+        setattr(owner, attribute, there)
+assert all(versions.require(*symbol) is found for symbol, found in before.items()), "something was replaced"
+seams.register()
+print(len(symbols), "symbols")
+"""
+
+
+@pytest.mark.processes
+def test_each_symbol_that_a_release_may_lack_is_named_at_the_start() -> None:
+    ran = subprocess.run([sys.executable, "-c", _EACH_IN_TURN], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert int(ran.stdout.split()[-2]) > 80

@@ -14,8 +14,11 @@ from unittest import mock
 import pytest
 
 from pier_megatron.commands import cli
+from pier_megatron.commands.export import name_or_folder
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.integration.arguments import add_pier_arguments
+from pier_megatron.commands.plot import named_run
+from pier_megatron.flags import add_pier_arguments
+from pier_megatron.values import existing_file, existing_folder
 
 _REPOSITORY = Path(__file__).parents[2]
 _PAGES = sorted(
@@ -90,12 +93,23 @@ def understand_own(words: list[str]) -> None:
     if len(words) < 2:  # named, not shown
         assert not words or words[0] in cli.COMMANDS
         return
-    options, unknown = cli.parser().parse_known_args(words)
+    parser = cli.parser()
+    need_no_paths(parser)
+    options, unknown = parser.parse_known_args(words)
     assert not unknown
     started = getattr(options, "command", [])
     if "torchrun" in started:
         understand_launch(started)
     understand_flags(getattr(options, "arguments", []))
+
+
+def need_no_paths(parser: argparse.ArgumentParser) -> None:
+    """Lets a parser accept what is not there: the pages speak of the reader's files."""
+    for action in parser._actions:
+        if action.type in (existing_file, existing_folder, name_or_folder, named_run):
+            action.type = str
+        for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            need_no_paths(inner)
 
 
 def understand_launch(words: list[str]) -> None:

@@ -5,8 +5,6 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 END_OF_DOCUMENT = 256
 """Token after each file; tokens 0 to 255 are its bytes."""
 
@@ -42,6 +40,7 @@ def write_documents(prefix: Path, paths: Sequence[Path]) -> Path:
     Returns:
         The prefix.
     """
+    import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
     index = get_idx_path(str(prefix))

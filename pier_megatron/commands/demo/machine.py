@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pier_megatron.commands.megatron_log import PROGRESS
-from pier_megatron.cpu.emulation import missing_cpu_flags
 from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError, running
+from pier_megatron.cpu.preparations import missing_cpu_flags
 
 _NODES = 2
 _PORT = 29611

@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
-from pier_megatron.integration.arguments import config_from_args
-from pier_megatron.outer.report import SCALAR_PREFIX
 
 _LOSS, _VALIDATION = "lm loss", "lm loss validation"
-_NAMES = {"synchronous": "synchronous AdamW", "pier": "Pier", "pier-muon": "Pier, Muon inside"}
-_COLORS = {"synchronous": "tab:gray", "pier": "tab:blue", "pier-muon": "tab:green"}
+_NAMES = {
+    "synchronous": "synchronous AdamW",
+    "pier": "Pier",
+    "synchronous-muon": "synchronous Muon",
+    "pier-muon": "Pier, Muon inside",
+}
+# A baseline is as dark as the run that is compared with it.
+_STYLES = {
+    "synchronous": {"color": "tab:blue", "linestyle": "--"},
+    "pier": {"color": "tab:blue"},
+    "synchronous-muon": {"color": "tab:green", "linestyle": "--"},
+    "pier-muon": {"color": "tab:green"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +75,20 @@ def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
     """
     logs = {name: TensorBoardLog(output / name) for name in runs}
     validation = {name: curve(log, _VALIDATION) for name, log in logs.items()}
-    said = [*verdict(validation["synchronous"], validation["pier"]), *_bytes(logs["pier"])]
+    titles = {name: _title(name, log) for name, log in logs.items()}
+
+    def compared(name: str, baseline: str) -> list[str]:
+        return verdict(validation[baseline], validation[name], titles[name], titles[baseline])
+
+    said = [*compared("pier", "synchronous"), *_bytes(logs["pier"])]
     if "pier-muon" in validation:
-        said += verdict(validation["synchronous"], validation["pier-muon"], _NAMES["pier-muon"])
+        said += compared("pier-muon", "synchronous-muon")
+        said.append(compared("pier-muon", "synchronous")[0])
     else:
-        said.append("Not trained, Muon inside: pip install 'pier-megatron[muon]'")
-    _draw(output / "loss.png", logs, validation, said[0], megabits)
+        said.append("Muon was not trained: pip install 'pier-megatron[muon]'")
+    seed = logs["pier"].arguments["seed"]
+    labels = {name: f"{title}, seed {seed}: {validation[name].losses[-1]:.3f}" for name, title in titles.items()}
+    _draw(output / "loss.png", logs, validation, labels, said[0], megabits)
     return "\n".join(
         [
             "",
@@ -83,8 +100,14 @@ def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
     )
 
 
-def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"]) -> list[str]:
-    """How much sooner, and at what price: of the lowest validation loss that both have reached."""
+def _title(name: str, log: TensorBoardLog) -> str:
+    """Name of a training for people, with its preset."""
+    preset = log.arguments["pier_preset"] if name.startswith("pier") else None
+    return f"{_NAMES[name]} ({preset})" if preset else _NAMES[name]
+
+
+def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"], baseline: str = _NAMES["synchronous"]) -> list[str]:
+    """How much sooner, and at what price, ``pier`` reached the lowest validation loss that both reached."""
     loss = max(min(synchronous.losses), min(pier.losses))
     slow, fast = synchronous.seconds_to(loss), pier.seconds_to(loss)
     assert slow is not None
@@ -92,7 +115,7 @@ def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"]) -> list
     gap = pier.losses[-1] - synchronous.losses[-1]
     ratio = f"{slow / fast:.1f} x sooner" if slow >= fast > 0 else "no sooner"
     return [
-        f"{name} reached a validation loss of {loss:.3f} {ratio}: after {fast:.0f} s, synchronous AdamW after {slow:.0f} s",
+        f"{name} reached a validation loss of {loss:.3f} {ratio}: after {fast:.0f} s, {baseline} after {slow:.0f} s",
         f"After the same tokens: {pier.losses[-1]:.3f} and {synchronous.losses[-1]:.3f} nats per byte, {name} {gap:+.3f}, "
         f"in {pier.seconds[-1]:.0f} s and {synchronous.seconds[-1]:.0f} s",
     ]
@@ -100,6 +123,9 @@ def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"]) -> list
 
 def _bytes(log: TensorBoardLog) -> list[str]:
     """What has crossed the groups, and what synchronous training sends: as many bytes for a gradient as for an outer step."""
+    from pier_megatron.integration.arguments import config_from_args
+    from pier_megatron.outer.report import SCALAR_PREFIX
+
     args = argparse.Namespace(**{name: _value(text) for name, text in log.arguments.items()})
     config = config_from_args(args)
     sent = [nbytes * args.world_size / 1e6 for _, nbytes in log.mean(f"{SCALAR_PREFIX}bytes-sent")]
@@ -121,7 +147,12 @@ def _value(text: str) -> Any:
 
 
 def _draw(
-    path: Path, logs: dict[str, TensorBoardLog], validation: dict[str, Curve], title: str, megabits: float | None
+    path: Path,
+    logs: dict[str, TensorBoardLog],
+    validation: dict[str, Curve],
+    labels: dict[str, str],
+    title: str,
+    megabits: float | None,
 ) -> None:
     import matplotlib
 
@@ -132,8 +163,8 @@ def _draw(
     for name, log in logs.items():
         per_iteration = float(log.arguments["global_batch_size"]) * float(log.arguments["seq_length"]) / 1e6
         found = validation[name]
-        over_time.plot(found.seconds, found.losses, color=_COLORS[name], marker="o", label=_NAMES[name])
-        over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, color=_COLORS[name], marker="o")
+        over_time.plot(found.seconds, found.losses, marker="o", label=labels[name], **_STYLES[name])
+        over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, marker="o", **_STYLES[name])
     link = "" if megabits is None else f", {megabits:g} Mbit/s between two nodes"
     over_time.set(xlabel=f"seconds of training{link}", ylabel="validation loss, nats per byte", xlim=(0, None))
     over_tokens.set(xlabel="tokens, in millions", xlim=(0, None))

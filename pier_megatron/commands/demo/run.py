@@ -9,8 +9,11 @@ from pathlib import Path
 
 from pier_megatron.commands.demo import corpus, report
 from pier_megatron.commands.demo.machine import this_machine
-from pier_megatron.cpu.emulation import silence_missing_extensions
+from pier_megatron.cpu.preparations import silence_missing_extensions
 from pier_megatron.errors import PierConfigError
+from pier_megatron.flags import check_words
+from pier_megatron.schedules import PRESETS
+from pier_megatron.values import folder_to_write, one_of, positive, whole
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
 _MODEL = (
@@ -23,15 +26,15 @@ _TRAINING = (
     "--log-interval 10 --tensorboard-log-interval 10"
 ).split()
 
-# Of the configurations of stock Megatron the fastest on such links: docs/performance.md.
-_SYNCHRONOUS = "--optimizer adam --use-distributed-optimizer --num-distributed-optimizer-instances 2".split()
-
 # Steps of a matrix ten times those of AdamW: the rate of https://kellerjordan.github.io/posts/muon/. A CPU without bf16 units
 # would take minutes for an iteration in Megatron's default precision.
 _MUON = (
-    "--pier-islands --pier-inner-optimizer muon --pier-preset pier-muon --muon-momentum 0.95 --muon-scale-mode shape_scaling "
-    "--muon-extra-scale-factor 10 --muon-fp32-matmul-prec high"
+    "--muon-momentum 0.95 --muon-scale-mode shape_scaling --muon-extra-scale-factor 10 --muon-fp32-matmul-prec high"
 ).split()
+
+# Baselines. With AdamW the fastest configuration of stock Megatron on such links: docs/performance.md.
+_SYNCHRONOUS = "--optimizer adam --use-distributed-optimizer --num-distributed-optimizer-instances 2".split()
+_SYNCHRONOUS_MUON = ["--optimizer", "muon", *_MUON]
 
 _EVALUATIONS = 8
 
@@ -41,12 +44,22 @@ _MARKER = ".pier-megatron-demo"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's own flags."""
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for what it writes (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=300, help="length of each training (%(default)s)")
-    parser.add_argument("--sync-interval", type=int, default=20, help="iterations between outer steps (%(default)s)")
-    parser.add_argument("--preset", default="pier-rising", help="outer schedule, as --pier-preset (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1234, help="of weights and data order (%(default)s)")
-    parser.add_argument("--rate", type=float, default=100, metavar="MBIT", help="of the emulated link, Mbit/s (%(default)s)")
+    parser.add_argument(
+        "--output", type=folder_to_write, default=Path("runs/demo"), help="folder for what it writes (%(default)s)"
+    )
+    parser.add_argument("--iterations", type=whole(2), default=300, help="length of each training (%(default)s)")
+    parser.add_argument("--sync-interval", type=whole(1), default=20, help="iterations between outer steps (%(default)s)")
+    parser.add_argument(
+        "--preset",
+        type=one_of(PRESETS),
+        choices=PRESETS,
+        default="pier-rising",
+        help="outer schedule, as --pier-preset (%(default)s)",
+    )
+    parser.add_argument("--seed", type=whole(1), default=1234, help="of weights and data order (%(default)s)")
+    parser.add_argument(
+        "--rate", type=positive(1e6), default=100, metavar="MBIT", help="of the emulated link, Mbit/s (%(default)s)"
+    )
     parser.add_argument(
         "arguments", nargs="*", metavar="-- ARGUMENTS", help="further arguments for Megatron, such as -- --lr 1e-3"
     )
@@ -59,7 +72,9 @@ def run(options: argparse.Namespace) -> int:
     saving = ["--save-interval", str(options.iterations), "--save", str(output / "pier" / "checkpoint")]
     runs = {"synchronous": _SYNCHRONOUS, "pier": [*pier, "--pier-preset", options.preset, *saving]}
     if importlib.util.find_spec("emerging_optimizers"):
-        runs["pier-muon"] = [*pier, *_MUON]
+        inside = ["--pier-islands", "--pier-inner-optimizer", "muon", "--pier-preset", "pier-muon"]
+        runs |= {"synchronous-muon": _SYNCHRONOUS_MUON, "pier-muon": [*pier, *inside, *_MUON]}
+    _check_settings([*pier, "--pier-preset", options.preset, *options.arguments], options.iterations)
     for name in runs:
         _check_own(output / name)
     # Asked to end in either way, and also in the background of a shell, which ignores the first: clean up.
@@ -75,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
                 print(f"\n{name}: {' '.join(optimizer)}", flush=True)
                 folder = output / name
                 _make_empty(folder)
-                given = _without_pier(options.arguments) if name == "synchronous" else options.arguments
+                given = options.arguments if name.startswith("pier") else _without_pier(options.arguments)
                 status = machine.train([*_arguments(options, data, folder), *optimizer, *given], folder)
                 if status:
                     return status
@@ -84,6 +99,13 @@ def run(options: argparse.Namespace) -> int:
         print("\nInterrupted: all processes and emulated links are gone.")
         return 130
     return 0
+
+
+def _check_settings(words: Sequence[str], iterations: int) -> None:
+    """Refuses before anything is trained what Pier would refuse when its turn comes."""
+    from pier_megatron.integration.arguments import config_from_args
+
+    config_from_args(argparse.Namespace(**vars(check_words(words)), train_iters=iterations))
 
 
 def _check_own(folder: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.doctor.sources import Sources
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.suggestion import suggestion
+from pier_megatron.errors import suggestion
 
 # What Megatron and torch.distributed read, and whether each process needs another value.
 _VARIABLES = {"RANK": True, "LOCAL_RANK": True, "WORLD_SIZE": False, "MASTER_ADDR": False, "MASTER_PORT": False}

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 import yaml
 
 from pier_megatron.commands.plan.model import CLUSTERS
-from pier_megatron.commands.suggestion import suggestion
-from pier_megatron.errors import PierConfigError, division
+from pier_megatron.errors import PierConfigError, division, suggestion
 
 # Variants as HDEE (arXiv 2502.19385) names them. MHo and MHe: homogeneous and heterogeneous models, of one size or of the
 # domain's. IHo and IHe: the same iterations for all experts, or shares by the domain's difficulty.

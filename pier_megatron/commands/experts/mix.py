@@ -12,17 +12,11 @@ from pier_megatron.commands.experts import average, mixture
 from pier_megatron.commands.experts.description import DENSE
 from pier_megatron.commands.experts.planned import Plan
 from pier_megatron.commands.experts.score import read_scores, scored_models
-from pier_megatron.commands.experts.train import add_folder_argument
 from pier_megatron.errors import PierConfigError
 
 UNIFORM, CACHED, SIMPLE, WEIGHTS = "uniform prior", "cached prior", "simple average", "averaged weights"
 
 _JSON, _PICTURE = "mixture.json", "mixture.png"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own flags."""
-    add_folder_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,17 +15,11 @@ from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.command import outer_memory, sizes_of
 from pier_megatron.commands.plan.model import CLUSTERS, predict
-from pier_megatron.cpu.emulation import missing_cpu_flags
+from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 
 # Saved so often, unless the description says how often, that a failure costs a tenth of a training.
 _SAVES = 10
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own flags."""
-    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="description of the ensemble: docs/experts.md")
-    parser.add_argument("--output", type=Path, default=Path("runs/experts"), help="folder for all of it (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,9 +13,8 @@ from pier_megatron.commands.experts import average
 from pier_megatron.commands.experts.jobs import Job, gpu_environment, run_all
 from pier_megatron.commands.experts.planned import Plan, torchrun
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
-from pier_megatron.commands.experts.train import add_folder_argument, untrained
+from pier_megatron.commands.experts.train import untrained
 from pier_megatron.commands.megatron_log import VALIDATION
-from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.tracker import tracker_of
 
@@ -36,12 +35,6 @@ class Scored:
     name: str
     checkpoints: Path
     size: str
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own flags."""
-    parser.epilog = TRUSTED_ONLY
-    add_folder_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

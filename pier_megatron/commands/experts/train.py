@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pier_megatron.commands.experts.jobs import Job, gpu_environment, run_all
 from pier_megatron.commands.experts.planned import Expert, Plan
@@ -15,17 +14,6 @@ from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 # How often it says how far an expert is.
 _TENTHS = 10
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own flags."""
-    add_folder_argument(parser)
-    parser.add_argument("--submit", action="store_true", help="hand the jobs to Slurm (sbatch) instead of running them here")
-
-
-def add_folder_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the folder of a plan."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="--output of pier-megatron experts plan")
 
 
 def run(options: argparse.Namespace) -> int:

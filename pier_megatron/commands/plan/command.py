@@ -13,6 +13,7 @@ from pier_megatron.commands.plan.model import CLUSTERS, Cluster, Job, Prediction
 from pier_megatron.commands.plan.skipping import describe_skipping, predict_skipping
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.values import Number, existing_folder, file_to_write, positive
 
 _INTERVALS = (10, 50, 200, 500)
 
@@ -23,12 +24,21 @@ _WORTH = 1.05
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     parser.add_argument("--cluster", choices=list(CLUSTERS), required=True, help="where the job runs")
-    parser.add_argument("--node-bandwidth", type=float, metavar="GB/S", help="what a node sends in an all-reduce, if measured")
-    parser.add_argument("--latency", type=float, metavar="MS", help="of a message between groups, if they are far apart")
-    parser.add_argument("--tflops", type=float, help="what a GPU achieves on this model, if measured on one group")
-    parser.add_argument("--log", type=Path, metavar="DIR", help="TensorBoard folder of such a run with Pier: what groups cost")
     parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="draw the mean iteration over the number of GPUs, too (--optimizer pier)"
+        "--node-bandwidth", type=positive(1e6), metavar="GB/S", help="what a node sends in an all-reduce, if measured"
+    )
+    parser.add_argument(
+        "--latency", type=Number(float, 0, 1e6), metavar="MS", help="of a message between groups, if they are far apart"
+    )
+    parser.add_argument("--tflops", type=positive(1e6), help="what a GPU achieves on this model, if measured on one group")
+    parser.add_argument(
+        "--log", type=existing_folder, metavar="DIR", help="TensorBoard folder of such a run with Pier: what groups cost"
+    )
+    parser.add_argument(
+        "--plot",
+        type=file_to_write,
+        metavar="PNG",
+        help="draw the mean iteration over the number of GPUs, too (--optimizer pier)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_command_argument(parser)

@@ -6,15 +6,6 @@ from typing import Any
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.expectation import (
-    FORESEEABLE,
-    LEAST_NOISE,
-    fewer,
-    is_foreseeable,
-    shares,
-)
-from pier_megatron.outer.noise import UNSETTLED, settled
-from pier_megatron.outer.report import SCALAR_PREFIX
 
 
 def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch: int) -> dict[str, Any] | None:
@@ -32,6 +23,8 @@ def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch
     Raises:
         PierConfigError: If there is a log, but its noise is not known or says nothing of the job.
     """
+    from pier_megatron.outer.expectation import FORESEEABLE, LEAST_NOISE, fewer, is_foreseeable, shares
+
     alternatives = (config.groups * 2, config.groups, *fewer(config.groups))
     share_of = shares(config)
     if log is None:
@@ -62,6 +55,9 @@ def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch
 
 def _noise(log: TensorBoardLog, global_batch: int) -> tuple[float, int]:
     """The settled noise of a run, and its number of groups."""
+    from pier_megatron.outer.noise import UNSETTLED, settled
+    from pier_megatron.outer.report import SCALAR_PREFIX
+
     noise = settled([noise for _, noise in log.mean(SCALAR_PREFIX + "noise-to-signal")])
     if noise is None:
         raise PierConfigError(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import current, versions
+from pier_megatron.integration import current
 from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 # Below the --save folder of a job: a folder for each island but the first.
@@ -19,13 +19,8 @@ class DamagedCheckpointError(RuntimeError):
     """A checkpoint is not what was written."""
 
 
-def install() -> None:
-    """Looks at files before Megatron loads them."""
-    versions.wrap("megatron.core.dist_checkpointing", "load", _load_whole_files)
-
-
 @current.in_pier_runs
-def _load_whole_files(
+def load_whole_files(
     load: Callable[..., Any], _: Any, /, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Looks at a checkpoint's files first: a rank that misses one stops, and the others would wait for it."""

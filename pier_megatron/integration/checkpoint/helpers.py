@@ -26,15 +26,7 @@ _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _is_starting = False
 
 
-def install() -> None:
-    """Lets helpers live as long as they are needed."""
-    versions.wrap("megatron.training.initialize", "init_persistent_async_worker", _start)
-    versions.wrap(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", _start)
-    versions.wrap(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", _end_with_the_rank)
-    os.register_at_fork(after_in_child=lambda: end_with_parent() if _is_starting else None)
-
-
-def _end_with_the_rank(async_loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def end_with_the_rank(async_loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The worker's main function; between it and the rank there may be a server that forks."""
     rank = multiprocessing.parent_process()
     if rank is not None:
@@ -53,7 +45,13 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _start(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def end_forks_with_parent() -> None:
+    """Lets helper processes end with the rank that forks them from now on."""
+    os.register_at_fork(after_in_child=lambda: end_with_parent() if _is_starting else None)
+
+
+def start(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Marks helper processes that start meanwhile."""
     global _is_starting
     settings = versions.megatron_args()
     if not uses_pier(settings):

@@ -21,13 +21,6 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 _TRAINING = "megatron.training.training"
 
 
-def install() -> None:
-    """Hooks the plugin into saving and loading."""
-    versions.wrap(_CHECKPOINTING, "_build_sharded_state_dict_metadata", _describe_the_run)
-    versions.wrap(_TRAINING, "save_checkpoint", _save)
-    versions.wrap(_TRAINING, "load_checkpoint", _load)
-
-
 def _place(optimizer: "PierOptimizer", group: int) -> Place:
     loop, island = optimizer.loop, islands.own()
     return Place(
@@ -44,7 +37,8 @@ def _place(optimizer: "PierOptimizer", group: int) -> Place:
 
 
 @current.in_pier_runs
-def _describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+def describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+    """Adds the run's description to a checkpoint's metadata."""
     metadata = build_metadata(*args, **kwargs)
     if isinstance(pier.saving, Saving):
         metadata[ENTRY] = pier.saving.description.to_metadata()
@@ -52,7 +46,8 @@ def _describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer",
 
 
 @current.in_pier_runs
-def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+def save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+    """Saves what the groups agree on as the model, and each group's own state beside it."""
     scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
     loop = pier.loop
     snapshot, checksums = loop.snapshot(), loop.checksums()
@@ -69,7 +64,8 @@ def _save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: 
 
 
 @current.in_pier_runs
-def _load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+def load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+    """Loads the groups' own state and the outer state beside the model."""
     loop = pier.loop
     settings, island = versions.megatron_args(), islands.own()
     index = loop.exchange.rank if island is None else island.index

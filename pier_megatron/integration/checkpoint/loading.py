@@ -214,9 +214,10 @@ class Loading:
             for index, outer in enumerate(place.outer_states(request.snapshot)):
                 outer.load(entry[f"outer{index}.{holder}"], request.metadata)
             outer_mean.add()
-        for name, tensor in place.exact_tensors(request.snapshot).items() if "tensors" in entry else ():
-            if tensor.numel():
-                tensor.copy_(entry["tensors"][name])
+        if request.is_exact and stored.key_of(request.inner_sources[0]) == key:
+            for name, tensor in place.exact_tensors(request.snapshot).items():
+                if tensor.numel():
+                    tensor.copy_(entry["tensors"][name])
 
     def _read(self, request: _Request, key: int) -> dict[Any, Any]:
         """Reads from a folder that Megatron does not load from; called by all ranks that load together."""

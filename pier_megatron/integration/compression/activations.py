@@ -7,19 +7,13 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import pack, payload_like, saves_bytes, unpack
-from pier_megatron.integration import versions
 from pier_megatron.integration.compression.traffic import codec_in_force, count
 
 _TRANSFERS = "megatron.core.pipeline_parallel.p2p_communication"
 
 
-def install() -> None:
-    """Takes over the transfers behind all of Megatron's schedules; shapes that vary have been exchanged before."""
-    for name in ("_p2p_ops", "_batched_p2p_ops"):
-        versions.wrap(_TRANSFERS, name, _transfer)
-
-
-def _transfer(start: Callable[..., Any], /, **given: Any) -> Any:
+def transfer(start: Callable[..., Any], /, **given: Any) -> Any:
+    """Sends activations between stages in a codec's bytes."""
     codec = codec_in_force("pp")
     if codec is None:
         return start(**given)

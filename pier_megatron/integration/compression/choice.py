@@ -8,21 +8,16 @@ import torch
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, Codec
+from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.policy import DIMENSIONS, parse_policy
-from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import uses_pier
 from pier_megatron.integration.compression import traffic
 from pier_megatron.integration.compression.gradients import forget_what_was_dropped, has_feedback
 from pier_megatron.integration.refusals import captures_full_iterations
 
 
-def install() -> None:
-    """Adds the checks to Megatron's validation; to be installed behind that of Pier's own flags, one of which it sets."""
-    versions.wrap_validation(_validate)
-    versions.wrap("megatron.training.training", "get_megatron_optimizer", _compile)
-
-
-def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Resolves ``--pier-compress`` and puts its codecs in force."""
     traffic.put_in_force({})
     forget_what_was_dropped()
     if getattr(args, "pier_compress", None) is None:
@@ -37,12 +32,13 @@ def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest
     return result
 
 
-def _compile(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def compile_codecs(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Compiles the codecs before the first iteration."""
     optimizer = get_megatron_optimizer(*args, **kwargs)
     for dimension in DIMENSIONS:
         codec = traffic.codec_in_force(dimension)
         if codec is not None:
-            codec.compile_for(2, torch.device(torch.cuda.current_device()))
+            compile_for(codec, 2, torch.device(torch.cuda.current_device()))
     return optimizer
 
 

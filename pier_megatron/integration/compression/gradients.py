@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,17 +25,11 @@ from pier_megatron.integration.compression.traffic import codec_in_force, count
 
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
-# What the codec has dropped, by group of buckets: with the scale of its gradients, and by place in the order of
-# reductions and of their pieces.
-_dropped: weakref.WeakKeyDictionary[Any, tuple[float, dict[tuple[int, int], Residual]]] = weakref.WeakKeyDictionary()
+# Scale of gradients, and over how many ranks each reduction goes.
+_Domain = tuple[float, list[int]]
 
-
-def install() -> None:
-    """Takes over Megatron's reductions of gradients."""
-    versions.require(_BUFFERS, "dist_reduce_scatter_func")
-    versions.require(_BUFFERS, "_ParamAndGradBucketGroup.finish_grad_sync")
-    versions.wrap(_BUFFERS, "_ParamAndGradBucketGroup.start_grad_sync", _start)
-    versions.wrap("megatron.training.training", "save_checkpoint", _save)
+# What the codec has dropped, by group of buckets: in one domain, and by place in the order of reductions and of their pieces.
+_dropped: weakref.WeakKeyDictionary[Any, tuple[_Domain, dict[tuple[int, int], Residual]]] = weakref.WeakKeyDictionary()
 
 
 def has_feedback(codec: Codec) -> bool:
@@ -49,20 +43,21 @@ def forget_what_was_dropped() -> None:
     _Handle.newest = None
 
 
-def _save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # As large as all gradients of all ranks, it is not stored. A run that resumes here goes on as this one does.
+def save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Forgets what the codec has dropped: as large as all gradients, it is not stored, and a resumed run has none of it."""
     forget_what_was_dropped()
     return save_checkpoint(*args, **kwargs)
 
 
-def _start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+def start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Reduces gradients in a codec's bytes."""
     codec = codec_in_force("dp")
     if codec is None:
         start_grad_sync(bucket_group, *args, **kwargs)
         return
     with _listed(bucket_group) as reductions:
         start_grad_sync(bucket_group, *args, **kwargs)
-    residuals = _residuals_of(bucket_group) if has_feedback(codec) else None
+    residuals = _residuals_of(bucket_group, reductions) if has_feedback(codec) else None
     if bucket_group.grad_reduce_handle is None:
         with _stream_of(bucket_group):
             # One behind the other: between instances goes what has been summed inside.
@@ -133,11 +128,11 @@ def _stream_of(bucket_group: Any) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.stream(bucket_group.communication_stream) if is_hidden else contextlib.nullcontext()
 
 
-def _residuals_of(bucket_group: Any) -> dict[tuple[int, int], Residual]:
-    """What the codec has dropped of these gradients, as long as they are scaled alike: not when Pier's lazy start ends."""
-    scale = bucket_group.buckets[0].gradient_scaling_factor
-    if bucket_group not in _dropped or _dropped[bucket_group][0] != scale:
-        _dropped[bucket_group] = (scale, {})
+def _residuals_of(bucket_group: Any, reductions: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], Residual]:
+    """What the codec has dropped of these gradients, as long as their domain is the same: until Pier's lazy start ends."""
+    domain = bucket_group.buckets[0].gradient_scaling_factor, [reduction["group"].size() for reduction in reductions]
+    if bucket_group not in _dropped or _dropped[bucket_group][0] != domain:
+        _dropped[bucket_group] = (domain, {})
     return _dropped[bucket_group][1]
 
 

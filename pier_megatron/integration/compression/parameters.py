@@ -20,13 +20,8 @@ from pier_megatron.integration.compression.traffic import codec_in_force, count
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
 
-def install() -> None:
-    """Takes over Megatron's gathers of parameters."""
-    versions.require(_BUFFERS, "dist_all_gather_func")
-    versions.wrap(_BUFFERS, "_ParamAndGradBucketGroup.start_param_sync", _start)
-
-
-def _start(start_param_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+def start(start_param_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Gathers parameters in a codec's bytes."""
     codec = codec_in_force("gather")
     group = bucket_group.intra_distributed_optimizer_instance_group
     if codec is None or group.size() == 1:

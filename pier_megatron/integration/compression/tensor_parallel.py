@@ -15,20 +15,16 @@ from pier_megatron.integration import versions
 from pier_megatron.integration.compression.traffic import codec_in_force, count_sum
 
 
-def install() -> None:
-    """Takes over Megatron's sums."""
-    versions.wrap("megatron.core.tensor_parallel.mappings", "_reduce", _sum)
-    versions.wrap("megatron.core.tensor_parallel.layers", "ColumnParallelLinear.__init__", _build)
-
-
-def _build(init: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> None:
+def build(init: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Leaves the sum of a layer's input gradient to :func:`sum_encoded`."""
     init(layer, *args, **kwargs)
     if codec_in_force("tp") is not None:
         # Else the gradient of its input would be summed inside its own backward pass.
-        layer.allreduce_dgrad = False
+        versions.assign(layer, "allreduce_dgrad", False)
 
 
-def _sum(reduce: Callable[..., Any], /, tensor: Tensor, group: dist.ProcessGroup) -> Any:
+def sum_encoded(reduce: Callable[..., Any], /, tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    """Sums over tensor-parallel ranks in a codec's bytes."""
     codec = codec_in_force("tp")
     if codec is None or group.size() == 1 or not saves_bytes(codec, tensor, group.size()):
         return reduce(tensor, group)

@@ -34,11 +34,6 @@ _bytes = Bytes()
 _logged: tuple[int | None, Bytes] = (None, Bytes())
 
 
-def install() -> None:
-    """Adds the bytes to what Megatron logs."""
-    versions.wrap(_TRAINING, "training_log", _log)
-
-
 def put_in_force(codecs: Mapping[str, Codec]) -> None:
     """Begins a training with these codecs, by dimension; the others are not compressed."""
     global _bytes, _logged
@@ -78,7 +73,8 @@ def table(since: Bytes, iterations: int = 1) -> list[str]:
     ]
 
 
-def _log(training_log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def log(training_log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Adds the bytes that this rank has sent to Megatron's log."""
     global _logged
     result = training_log(*args, **kwargs)
     if not _codecs:

@@ -10,22 +10,13 @@ from typing import Any
 
 import torch
 
-from pier_megatron.integration import versions
-
-
-def install() -> None:
-    """Completes what Megatron leaves out. Optimizers of Transformer Engine and Apex pass through unchanged."""
-    module = "megatron.core.optimizer.distrib_optimizer"
-    versions.wrap(module, "DistributedOptimizer.sharded_state_dict", _with_state)
-    versions.wrap(module, "DistributedOptimizer.load_state_dict", _with_counters)
-    versions.wrap(module, "DistributedOptimizer._set_main_param_and_optimizer_states", _with_counter)
-
 
 def _is_torch_adam(optimizer: Any) -> bool:
     return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _with_state(sharded_state_dict: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def with_state(sharded_state_dict: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Makes the state of an optimizer that has not stepped, which Megatron asks for."""
     if _is_torch_adam(optimizer):
         inner = optimizer.optimizer
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
@@ -38,7 +29,8 @@ def _with_state(sharded_state_dict: Callable[..., Any], optimizer: Any, /, *args
     return sharded_state_dict(optimizer, *args, **kwargs)
 
 
-def _with_counters(load_state_dict: Callable[..., Any], optimizer: Any, state: Any) -> Any:
+def with_counters(load_state_dict: Callable[..., Any], optimizer: Any, state: Any) -> Any:
+    """Restores the step counters, which Megatron leaves out."""
     result = load_state_dict(optimizer, state)
     if _is_torch_adam(optimizer):
         for group in optimizer.optimizer.param_groups:
@@ -47,7 +39,8 @@ def _with_counters(load_state_dict: Callable[..., Any], optimizer: Any, state: A
     return result
 
 
-def _with_counter(set_states: Callable[..., Any], optimizer: Any, model_parameter: Any, tensors: Any) -> Any:
+def with_counter(set_states: Callable[..., Any], optimizer: Any, model_parameter: Any, tensors: Any) -> Any:
+    """Restores the step counter of one parameter."""
     if _is_torch_adam(optimizer):
         group, order = optimizer.model_param_group_index_map[model_parameter]
         main = optimizer.optimizer.param_groups[group]["params"][order]

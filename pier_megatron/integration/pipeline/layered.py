@@ -19,18 +19,13 @@ from pier_megatron.integration.arguments import uses_pier
 _GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 
 
-def install() -> None:
-    """Adds the checks to Megatron's validation and the order to its schedule."""
-    versions.wrap_validation(_validate)
-    versions.wrap("megatron.training.training", "get_forward_backward_func", _get_schedule)
-
-
 def is_layered(args: argparse.Namespace) -> bool:
     """Whether this run was started with ``--pier-layered``."""
     return bool(getattr(args, "pier_layered", False))
 
 
-def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Checks ``--pier-layered`` and sets the order of the virtual stages."""
     if not is_layered(args):
         return validate_args(args, *rest, **kwargs)
     check_pipeline(args)
@@ -44,7 +39,8 @@ def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest
     return result
 
 
-def _get_schedule(get_forward_backward_func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def get_schedule(get_forward_backward_func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Takes all micro-batches of a step in one group."""
     schedule = get_forward_backward_func(*args, **kwargs)
     return functools.partial(breadth_first, schedule) if is_layered(versions.megatron_args()) else schedule
 

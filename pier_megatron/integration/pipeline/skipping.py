@@ -35,12 +35,6 @@ _WORTH = 0.95
 _SHOWN = 96
 
 
-def install() -> None:
-    """Adds the checks to Megatron's validation and the way past a stage to the model."""
-    versions.wrap_validation(_validate)
-    versions.wrap("megatron.training.training", "setup_model_and_optimizer", _set_up)
-
-
 def is_skipping(args: argparse.Namespace) -> bool:
     """Whether micro-batches skip stages in training."""
     return bool(getattr(args, "pier_skip_fraction", None))
@@ -50,9 +44,9 @@ def _is_used(args: argparse.Namespace) -> bool:
     return is_skipping(args) or getattr(args, "pier_eval_skip", None) is not None
 
 
-def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Checks the flags of skipping."""
     result = validate_args(args, *rest, **kwargs)
-    check_fraction(args)
     if _is_used(args):
         check_model(args)
         check_stages(args)
@@ -63,7 +57,8 @@ def _validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest
     return result
 
 
-def _set_up(setup_model_and_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def set_up(setup_model_and_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Lets micro-batches pass the stages that they skip."""
     result = setup_model_and_optimizer(*args, **kwargs)
     settings = versions.megatron_args()
     if _is_used(settings):
@@ -173,31 +168,9 @@ def share_of_whole_step(args: argparse.Namespace, table: Paths, link: float = 0.
 
 
 def omitted_in_evaluation(args: argparse.Namespace) -> frozenset[int]:
-    """Stages that evaluation leaves out.
-
-    Raises:
-        PierConfigError: If the flag does not list numbers.
-    """
+    """Stages that evaluation leaves out."""
     given = getattr(args, "pier_eval_skip", None)
-    if given is None:
-        return frozenset()
-    try:
-        return frozenset(int(stage) for stage in given.split(","))
-    except ValueError:
-        raise PierConfigError(
-            f"--pier-eval-skip {given} is no list of stages: write their numbers with commas between them, as in 1,2,5."
-        ) from None
-
-
-def check_fraction(args: argparse.Namespace) -> None:
-    """Refuses what is no share.
-
-    Raises:
-        PierConfigError: With the value and what it may be.
-    """
-    fraction = getattr(args, "pier_skip_fraction", None) or 0.0
-    if not 0 <= fraction < 1:
-        raise PierConfigError(f"--pier-skip-fraction {fraction} must be in [0, 1): a share of the work, such as 0.25.")
+    return frozenset() if given is None else frozenset(map(int, given.split(",")))
 
 
 def check_model(args: argparse.Namespace) -> None:

@@ -1,0 +1,40 @@
+"""What a machine without a GPU needs that can be said before PyTorch is imported: flags of Megatron's, and silence."""
+
+import logging
+import warnings
+from collections.abc import Sequence
+
+# What the local (non-Transformer-Engine) path on gloo needs, each with the values it takes. A flag that the command line
+# already names is left as the user wrote it.
+_CPU_FLAGS: tuple[tuple[str, ...], ...] = (
+    ("--distributed-backend", "gloo"),
+    ("--transformer-impl", "local"),
+    ("--attention-backend", "unfused"),
+    ("--num-workers", "0"),
+    ("--no-masked-softmax-fusion",),
+    ("--no-bias-gelu-fusion",),
+    ("--no-bias-swiglu-fusion",),
+    ("--no-bias-dropout-fusion",),
+    ("--no-rope-fusion",),
+    ("--no-persist-layer-norm",),
+    ("--no-gradient-accumulation-fusion",),
+)
+
+
+def missing_cpu_flags(argv: Sequence[str]) -> list[str]:
+    """Flags that Megatron needs on the CPU and that ``argv`` does not name yet.
+
+    Args:
+        argv: The training script's arguments.
+
+    Returns:
+        Arguments to append, values included.
+    """
+    given = {argument.split("=", 1)[0] for argument in argv}
+    return [word for flag in _CPU_FLAGS if flag[0] not in given for word in flag]
+
+
+def silence_missing_extensions() -> None:
+    """Keeps every module of every rank from warning that GPU extensions are missing: on a CPU they always are."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.msg)

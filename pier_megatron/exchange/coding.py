@@ -1,0 +1,68 @@
+"""Turns vectors of FP32 into a codec's bytes and back: many at once, in as many kernels as one.
+
+Block scaling as in 8-bit optimizers (Dettmers et al., arXiv 2110.02861, section 2.1): the largest magnitude of each block maps
+to the largest integer, so one outlier costs precision in its own block only.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pier_megatron.exchange.codecs import BLOCK, SCALE_BYTES, Codec
+
+
+def encode(codec: Codec, rows: Tensor) -> Tensor:
+    """Encodes each row; float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`, to uint8 of ``[m, nbytes(n)]``."""
+    if not codec.scaled:
+        return rows.to(torch.bfloat16 if codec.bits == 16 else torch.float32).contiguous().view(torch.uint8)
+    payloads = torch.empty(len(rows), codec.nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
+    for part, encoded in zip(_parts(codec, payloads), _fused_on_gpu(_quantise, rows.is_cuda)(rows, codec.bits), strict=True):
+        part.copy_(encoded)
+    return payloads
+
+
+def decode(codec: Codec, payloads: Tensor) -> Tensor:
+    """Decodes each row; uint8 of shape ``[m, nbytes(n)]``, contiguous, to float32 of shape ``[m, n]``."""
+    if not codec.scaled:
+        return payloads.view(torch.bfloat16 if codec.bits == 16 else torch.float32).float()
+    integers, scales = _parts(codec, payloads)
+    decoded: Tensor = _fused_on_gpu(_dequantise, payloads.is_cuda)(integers, scales, codec.bits)
+    return decoded
+
+
+def compile_for(codec: Codec, groups: int, device: torch.device) -> None:
+    """Compiles, on a GPU, what sums over ``groups`` need: before training, so that it does not end where that fails."""
+    for rows in (groups, 1) if codec.scaled and device.type == "cuda" else ():
+        decode(codec, encode(codec, torch.zeros(rows, 2 * BLOCK, device=device)))
+
+
+def _parts(codec: Codec, payloads: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers in payloads, uint8, and the scales behind them, float32, as views."""
+    blocks = payloads.shape[1] // (BLOCK * codec.bits // 8 + SCALE_BYTES)
+    integers, scales = payloads.split([blocks * BLOCK * codec.bits // 8, blocks * SCALE_BYTES], dim=1)
+    return integers, scales.view(torch.float32)
+
+
+def _quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    blocks = rows.view(len(rows), -1, BLOCK)
+    scales = blocks.abs().amax(2) / (2 ** (bits - 1) - 1)
+    # A block of zeros has no scale; what it is divided by does not matter.
+    integers = torch.div(blocks, scales.masked_fill(scales == 0, 1.0)[:, :, None]).round_().to(torch.int8)
+    if bits == 4:
+        low, high = (integers + 8).view(torch.uint8).view(len(rows), -1, 2).unbind(2)
+        return low | (high << 4), scales
+    return integers.view(torch.uint8).view(len(rows), -1), scales
+
+
+def _dequantise(integers: Tensor, scales: Tensor, bits: int) -> Tensor:
+    signed = torch.stack([integers & 15, integers >> 4], 2).view(torch.int8) - 8 if bits == 4 else integers.view(torch.int8)
+    return (signed.reshape(len(integers), -1, BLOCK) * scales[:, :, None]).view(len(integers), -1)
+
+
+@functools.cache
+def _fused_on_gpu(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:
+    """A dozen kernels of a pass over memory each become one or two; what the function says is the reference for them."""
+    return torch.compile(function, dynamic=True) if on_gpu else function

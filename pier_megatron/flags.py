@@ -1,0 +1,73 @@
+"""The ``--pier-*`` flags, made of the settings: for Megatron's parser, and for a look at a job before anything is imported."""
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from pier_megatron.errors import PierConfigError, suggestion
+from pier_megatron.exchange.policy import parse_policy
+from pier_megatron.settings import GroupSettings, Settings, flag_of
+from pier_megatron.values import Choice
+
+
+def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
+    group = parser.add_argument_group(
+        "pier",
+        "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which by itself trains with AdamW inside.",
+    )
+    lazy_start = group.add_mutually_exclusive_group()
+    for setting in dataclasses.fields(Settings):
+        if setting.metadata:
+            _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
+    inside = parser.add_argument_group("pier inside a group", "With every --optimizer.")
+    for setting in dataclasses.fields(GroupSettings):
+        _add_argument(inside, setting)
+
+
+def _add_argument(where: Any, setting: Any) -> None:
+    told, metavar, accepts = (setting.metadata[name] for name in ("help", "metavar", "accepts"))
+    # Of "int | None" the first.
+    kind = next(iter(typing.get_args(setting.type)), setting.type)
+    options = {"type": accepts or kind, "metavar": metavar}
+    if isinstance(accepts, Choice):
+        options["choices"] = accepts.names
+    if kind is bool:
+        options = {"action": "store_true"}
+    where.add_argument(flag_of(setting.name), default=None, help=told, **options)
+
+
+def check_words(words: Sequence[str]) -> argparse.Namespace:
+    """Checks the ``--pier-*`` flags among the words of a job, each alone; Megatron's parser reads all words together later.
+
+    Returns:
+        Values of the flags, None for those that are not given.
+
+    Raises:
+        PierConfigError: If there is no such flag, or its value cannot be.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_pier_arguments(parser)
+    # What stands behind it are no flags.
+    flags = list(words[: words.index("--")] if "--" in words else words)
+    given, others = parser.parse_known_args(flags)
+    for word in others:
+        name = word.partition("=")[0]
+        if name.startswith("--pier-") and " " not in name:
+            raise PierConfigError(f"{word}: no such flag{suggestion(name, parser.flags)}")
+    if given.pier_compress is not None:
+        parse_policy(given.pier_compress)
+    return given
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises what is wrong."""
+
+    @property
+    def flags(self) -> list[str]:
+        return list(self._option_string_actions)
+
+    def error(self, message: str) -> NoReturn:
+        raise PierConfigError(message.removeprefix("argument "))
