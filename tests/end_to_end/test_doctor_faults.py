@@ -87,7 +87,7 @@ _CASES = {
     "torchrun's own": Case(
         _JOB.replace("--nnodes", "--nnods"), ("ERROR: torchrun: error: unrecognized arguments: --nno",), _BAD
     ),
-    "number of nodes": Case(_JOB.replace("--nnodes 4", "--nnodes many"), ("ERROR: --nnodes many: give a number",), _BAD),
+    "number of nodes": Case(_JOB.replace("--nnodes 4", "--nnodes many"), ("ERROR: --nnodes many: give the number",), _BAD),
     "python alone": Case(
         f"python {_UNDER_SRUN}",
         (
