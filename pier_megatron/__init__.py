@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.seams import register
 from pier_megatron.version import __version__
 
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
 __all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "register"]
+
+
+def register() -> None:
+    """Adds Pier to Megatron's training loop: :func:`pier_megatron.integration.seams.register`."""
+    # It imports PyTorch, which takes a command line that only asks for help seconds.
+    from pier_megatron.integration import seams
+
+    seams.register()
 
 
 def __getattr__(name: str) -> Any:

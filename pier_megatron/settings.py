@@ -10,7 +10,7 @@ from pier_megatron.values import (
     LONGEST,
     Number,
     address,
-    existing_file,
+    any_path,
     numbers,
     one_of,
     positive,
@@ -101,7 +101,8 @@ class Settings:
         "With --pier-lighthouse, a file with a secret that all islands share and others must not read: an island that does not "
         "prove to have it is refused. pier-megatron lighthouse --new-secret makes one. Default: none, whoever comes is let in.",
         metavar="FILE",
-        accepts=existing_file,
+        # An island's first rank reads it; its other nodes need no copy.
+        accepts=any_path,
     )
     island_timeout: int = _setting(
         120,
@@ -248,4 +249,7 @@ class GroupSettings:
         "the first or the last. Default: none.",
         metavar="STAGES",
         accepts=numbers,
+    )
+    try_any_megatron: bool = _setting(
+        False, "Run on a release of Megatron on which the plugin has not been tested. Default: refuse."
     )

@@ -137,6 +137,13 @@ def existing_file(text: str) -> Path:
     return Path(text)
 
 
+def any_path(text: str) -> str:
+    """Path that need not exist where it is parsed, as :func:`existing_file`."""
+    if not text:
+        raise _refusal(text, "no path")
+    return text
+
+
 def existing_folder(text: str) -> Path:
     """Path of a folder that can be read, as :func:`existing_file`."""
     if not os.path.isdir(text):

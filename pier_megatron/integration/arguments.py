@@ -74,9 +74,22 @@ def _make_help_printable(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
+def _check_release(args: argparse.Namespace) -> None:
+    """Refuses a release of Megatron on which nothing has been tested, in runs that use anything of the plugin's."""
+    if not (uses_pier(args) or uses_group_settings(args)) or args.pier_try_any_megatron:
+        return
+    if versions.release() not in versions.SUPPORTED:
+        raise PierConfigError(
+            f"Megatron {versions.megatron_version()} is not one of the supported releases {', '.join(versions.SUPPORTED)}. "
+            f"Install one of them, such as pip install 'megatron-core=={versions.SUPPORTED[-1]}.*'. To try this one, add "
+            "--pier-try-any-megatron: everything that Pier looks up by name is there, what it computes has not been tested."
+        )
+
+
 def _translate(args: argparse.Namespace) -> None:
     """Turns ``--optimizer pier`` into what Megatron knows, in place."""
     args.pier = args.optimizer == "pier"
+    _check_release(args)
     if not args.pier:
         with_any = {_PREFIX + setting.name for setting in dataclasses.fields(GroupSettings)}
         names = [name for name in vars(args) if name.startswith(_PREFIX) and name not in with_any]

@@ -180,7 +180,7 @@ def test_two_codecs_for_the_outer_step() -> None:
 def test_without_the_flag_nothing_is_in_force() -> None:
     traffic.put_in_force(parse_policy("naive")[0])
     off = args(pier_compress=None)
-    assert choice._validate(lambda given, defaults: (given, defaults), off, {"seed": 1}) == (off, {"seed": 1})
+    assert choice.validate(lambda given, defaults: (given, defaults), off, {"seed": 1}) == (off, {"seed": 1})
     assert all(traffic.codec_in_force(dimension) is None for dimension in DIMENSIONS)
     assert choice.describe(off) == []
     assert choice.bytes_per_gradient(off) == (0, 0)
@@ -206,7 +206,7 @@ def test_bytes_are_means_over_the_iterations_since_the_last_log() -> None:
     ):
         for iteration in (3, 4, 5, 6):
             traffic.count("dp", iteration * 1e6, 4e6 * iteration)
-            traffic._log(training_log, {}, iteration)
+            traffic.log(training_log, {}, iteration)
     assert [line.split(": ")[1] for line in lines] == [
         "3.500 MB in int8, 14.000 MB without",
         "5.500 MB in int8, 22.000 MB without",

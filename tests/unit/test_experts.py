@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from pier_megatron.commands import cli
 from pier_megatron.commands.experts import jobs, mix, mixture, score, train
 from pier_megatron.commands.experts.budget import apportioned, shares
 from pier_megatron.commands.experts.description import VARIANTS, Ensemble
@@ -429,3 +430,13 @@ def test_simple_average_is_a_geometric_mean(logits: torch.Tensor, labels: torch.
     assert (whole.exp().sum(-1) < 1).all()
     expected = whole.gather(-1, labels[..., None])[..., 0].numpy()
     np.testing.assert_allclose(mixture.averaged(scores_of(logits, labels)), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"models": 1}', '{"models": {}, "experts": [{}]}', "\x00"])
+def test_damaged_plan_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    for command in ("train", "score", "mix"):
+        assert cli.main(["experts", command, str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert f"{tmp_path}/plan.json: no plan that this release wrote (" in said
+        assert f"pier-megatron experts plan FILE --output {tmp_path}" in said

@@ -61,10 +61,10 @@ def test_where_nothing_is_gained(changes: dict[str, Any], micro_batches: int, wo
 def test_without_the_flag_the_schedule_is_megatrons() -> None:
     schedule, off = mock.Mock(), args(pier_layered=None)
     with mock.patch.object(versions, "megatron_args", return_value=off):
-        assert layered._get_schedule(lambda: schedule) is schedule
+        assert layered.get_schedule(lambda: schedule) is schedule
     assert layered.describe(off) == layered.disappointments(off) == []
     assert layered.share_of_depth_first(off) == 1
-    validated = layered._validate(lambda given, defaults: (given, defaults), off, {"seed": 1})
+    validated = layered.validate(lambda given, defaults: (given, defaults), off, {"seed": 1})
     assert validated == (off, {"seed": 1})
 
 

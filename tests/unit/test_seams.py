@@ -1,5 +1,6 @@
 """What is put around Megatron's functions: on functions that are not Megatron's, and the table on Megatron's own."""
 
+import argparse
 import subprocess
 import sys
 import types
@@ -11,7 +12,8 @@ import megatron_symbols
 import pytest
 from launch import REPOSITORY
 
-from pier_megatron.integration import current, seams, versions
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import arguments, current, seams, versions
 from pier_megatron.integration.seams import Seam
 
 
@@ -120,6 +122,18 @@ def test_every_symbol_that_is_looked_up_is_checked_at_the_start() -> None:
     parts = {name.rsplit(".", depth)[0] for name in checked | replaced for depth in range(3)}
     unchecked = {name: where for name, where in megatron_symbols.looked_up().items() if name not in parts}
     assert unchecked == {}
+
+
+@pytest.mark.parametrize("given", [{"optimizer": "pier"}, {"optimizer": "adam", "pier_layered": True}])
+def test_a_release_that_was_not_tested_is_refused(given: dict[str, Any]) -> None:
+    args = argparse.Namespace(pier=given["optimizer"] == "pier", pier_try_any_megatron=None, **given)
+    with mock.patch.object(versions, "megatron_version", return_value="0.20.1"):
+        with pytest.raises(PierConfigError, match=r"Megatron 0\.20\.1 is not one of .* 0\.19\. .* --pier-try-any-megatron"):
+            arguments._check_release(args)
+        arguments._check_release(argparse.Namespace(**vars(args) | {"pier_try_any_megatron": True}))
+        arguments._check_release(argparse.Namespace(pier=False, optimizer="adam", pier_try_any_megatron=None))
+    with mock.patch.object(versions, "megatron_version", return_value="0.19.7"):
+        arguments._check_release(args)
 
 
 _EACH_IN_TURN = """

@@ -73,7 +73,7 @@ def test_without_the_flags_nothing_is_touched() -> None:
     assert skipping.describe(off) == skipping.disappointments(off) == []
     chunk = mock.Mock()
     with mock.patch.object(versions, "megatron_args", return_value=off):
-        assert skipping._set_up(lambda: ([chunk], "optimizer", "scheduler")) == ([chunk], "optimizer", "scheduler")
+        assert skipping.set_up(lambda: ([chunk], "optimizer", "scheduler")) == ([chunk], "optimizer", "scheduler")
     assert not chunk.mock_calls
 
 

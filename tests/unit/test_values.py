@@ -20,7 +20,7 @@ from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.commands import cli
 from pier_megatron.cpu import launcher
 from pier_megatron.settings import GroupSettings, Settings, flag_of
-from pier_megatron.values import Number, existing_file, existing_folder, file_to_write, folder_to_write
+from pier_megatron.values import Number, any_path, existing_file, existing_folder, file_to_write, folder_to_write
 
 _REPOSITORY = Path(__file__).parents[2]
 _LIMIT = 5.0
@@ -97,6 +97,7 @@ def impossible(accepts: Any, place: Path) -> list[str]:
         return [text for text in _NUMBERS if text not in ("-5", "0") or accepts.problem(int(text))]
     file, folder = str(place / "file"), str(place)
     kinds: dict[Any, Sequence[str]] = {
+        any_path: ("",),
         existing_file: ("", f"{place}/missing", folder, f"{file}/below", "x" * 300),
         existing_folder: ("", f"{place}/missing", file, f"{file}/below", "x" * 300),
         folder_to_write: ("", file, f"{file}/below"),

@@ -92,15 +92,19 @@ class Plan:
         """Reads a plan.
 
         Raises:
-            PierConfigError: If there is none.
+            PierConfigError: If there is none, or it is damaged.
         """
         file = folder / PLAN
+        remedy = f"Write one: pier-megatron experts plan FILE --output {folder}"
         if not file.is_file():
-            raise PierConfigError(f"{folder}: no {PLAN} in it. Write one: pier-megatron experts plan FILE --output {folder}")
-        stored = json.loads(file.read_text())
-        stored["models"] = {name: Model(**_tuples(model)) for name, model in stored["models"].items()}
-        stored["experts"] = tuple(Expert(**_tuples(expert)) for expert in stored["experts"])
-        return cls(folder=folder.resolve(), **_tuples(stored))
+            raise PierConfigError(f"{folder}: no {PLAN} in it. {remedy}")
+        try:
+            stored = json.loads(file.read_text())
+            stored["models"] = {name: Model(**_tuples(model)) for name, model in stored["models"].items()}
+            stored["experts"] = tuple(Expert(**_tuples(expert)) for expert in stored["experts"])
+            return cls(folder=folder.resolve(), **_tuples(stored))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PierConfigError(f"{file}: no plan that this release wrote ({error}). {remedy}") from error
 
     def write(self) -> None:
         """Writes the plan."""
