@@ -305,7 +305,8 @@ def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path,
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
-    said = subprocess.run([sys.executable, "-m", "pier_megatron.commands.cli", "doctor", *job], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor", *job]
+    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said.stdout)
     assert found, said.stdout
     execute(job, tmp_path / "log.txt")
