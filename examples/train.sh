@@ -72,6 +72,7 @@ printf '\n\n'
 [[ $optimizer == pier ]] || exit 0
 # The checkout's own parser, which may know other flags than an installed megatron-core.
 export PYTHONPATH=$MEGATRON_LM_PATH${PYTHONPATH:+:$PYTHONPATH}
-pier-megatron doctor "${command[@]}"
+# Before the data is there doctor says that the job will not start, and why; the plan does without.
+pier-megatron doctor "${command[@]}" || true
 echo
 exec pier-megatron plan --cluster "${CLUSTER:-perlmutter}" "${command[@]}"

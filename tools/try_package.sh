@@ -18,6 +18,7 @@ import importlib.resources, pier_megatron, sys
 assert pier_megatron.__file__.startswith(sys.prefix), pier_megatron.__file__
 assert (importlib.resources.files(pier_megatron) / 'py.typed').is_file(), 'no type information'
 "
+touch pretrain_gpt.py
 bin/pier-megatron doctor torchrun --nproc-per-node 2 -m pier_megatron --device cpu pretrain_gpt.py \
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 \
     --micro-batch-size 2 --train-iters 1000 --lr 1e-3 --mock-data --optimizer pier --pier-groups 2

@@ -1,11 +1,15 @@
 """Reads launch commands: what a job will be, from what its user types."""
 
 import argparse
+import contextlib
 import dataclasses
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from pier_megatron.commands.srun import Surroundings, expanded, surroundings
 from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
@@ -16,20 +20,26 @@ if TYPE_CHECKING:
 
 # Where torchrun meets if it is told nothing.
 _NO_ADDRESS = "127.0.0.1"
+_PYTHON = re.compile(r"python[\d.]*")
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchCommand:
-    """A job as torchrun will start it.
+    """A job as torchrun will start it, or srun without it.
 
     Attributes:
-        nodes: Number of nodes.
+        nodes: Number of nodes; of a range, the most.
         ranks_per_node: Processes on each.
         script: The training script.
         arguments: The script's own.
         restarts: How often torchrun starts it again after a failure.
         rendezvous: How its nodes find each other: ``static`` if ``--node-rank`` numbers them, otherwise torchrun's backend that
             does; None without an address to meet at.
+        launcher: Program that starts the processes: torchrun, or none but Python itself, which srun may start many times.
+        has_plugin: Whether ``-m pier_megatron`` starts the script.
+        is_module: Whether the script is the name of a module.
+        surroundings: What stands before the launcher.
+        fewest_nodes: Number of nodes with which it starts, if that may be less than ``nodes``.
     """
 
     nodes: int
@@ -38,6 +48,11 @@ class LaunchCommand:
     arguments: tuple[str, ...]
     restarts: int = 0
     rendezvous: str | None = None
+    launcher: Literal["torchrun", "python"] = "torchrun"
+    has_plugin: bool = False
+    is_module: bool = False
+    surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
+    fewest_nodes: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -54,31 +69,70 @@ class LaunchCommand:
         Raises:
             PierConfigError: If it is no such command, or one of its ``--pier-*`` flags cannot be.
         """
-        own = next((place + 1 for place, word in enumerate(words) if _is_launcher(word)), None)
+        flat = expanded(words)
+        own = next((place + 1 for place, word in enumerate(flat) if _is_launcher(word)), None)
+        if own is not None:
+            check_words(flat[own:])
+            return cls._by_torchrun(flat[own:], surroundings(words, flat[: own - 1]))
+        own = next((place + 1 for place, word in enumerate(flat) if _PYTHON.fullmatch(Path(word).name)), None)
         if own is None:
             raise PierConfigError(
-                f"{' '.join(words) or '(nothing)'}: no torchrun in this command. Give the launch command of the job, such as "
-                "torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... --optimizer pier."
+                f"{' '.join(words) or '(nothing)'}: no torchrun in this command, and no python. Give the launch command of "
+                "the job, such as torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... "
+                "--optimizer pier."
             )
-        check_words(words[own:])
+        check_words(flat[own:])
+        return cls._by_python(flat[own:], surroundings(words, flat[: own - 1]))
+
+    @classmethod
+    def _by_torchrun(cls, words: Sequence[str], around: Surroundings) -> "LaunchCommand":
         from torch.distributed.run import get_args_parser
 
-        options = get_args_parser().parse_args(list(words[own:]))
-        script, arguments = options.training_script, list(options.training_script_args)
-        if options.module and script == "pier_megatron":
-            words = [part for word in arguments[:1] for part in word.split("=")] + arguments[1:]
-            device, words = (words[1:2], words[2:]) if words[:1] == ["--device"] else ([], words)
-            if not words:
-                raise PierConfigError("-m pier_megatron: no training script behind it.")
-            script, *arguments = words
-            if device == ["cpu"]:
-                arguments += missing_cpu_flags(arguments)
-        nodes = _count("--nnodes", options.nnodes, options.nnodes.rpartition(":")[2], "the number of nodes, N or MIN:MAX")
+        parser, refusal = get_args_parser(), io.StringIO()
+        parser.prog = "torchrun"
+        with contextlib.redirect_stderr(refusal):
+            try:
+                options = parser.parse_args(list(words))
+            except SystemExit:
+                raise PierConfigError(refusal.getvalue().strip().splitlines()[-1]) from None
+        script, arguments, has_plugin = _started(options.module, options.training_script, options.training_script_args)
+        fewest, _, most = options.nnodes.rpartition(":")
+        nodes = _count("--nnodes", options.nnodes, most, "the number of nodes, N or MIN:MAX")
         ranks = "the number of GPUs per node, which cannot be seen from here"
         ranks_per_node = _count("--nproc-per-node", options.nproc_per_node, options.nproc_per_node, ranks)
         has_address = options.rdzv_endpoint or options.master_addr != _NO_ADDRESS
-        rendezvous = options.rdzv_backend if has_address else None
-        return cls(nodes, ranks_per_node, script, tuple(arguments), int(options.max_restarts), rendezvous)
+        return cls(
+            nodes,
+            ranks_per_node,
+            script,
+            tuple(arguments),
+            int(options.max_restarts),
+            options.rdzv_backend if has_address else None,
+            has_plugin=has_plugin,
+            is_module=options.module and not has_plugin,
+            surroundings=around,
+            fewest_nodes=int(fewest) if fewest.isdigit() else None,
+        )
+
+    @classmethod
+    def _by_python(cls, words: Sequence[str], around: Surroundings) -> "LaunchCommand":
+        rest = list(words)
+        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+            rest = rest[2:] if rest[0] in ("-X", "-W") else rest[1:]
+        as_module = rest[:1] == ["-m"]
+        rest = rest[1:] if as_module else rest
+        if not rest or rest[0] == "-c":
+            raise PierConfigError(f"python {' '.join(words)}: no training script behind python.")
+        script, arguments, has_plugin = _started(as_module, rest[0], rest[1:])
+        step = around.step
+        if step is not None and (step.nodes is None or step.tasks_per_node is None):
+            raise PierConfigError(
+                "srun: the number of nodes or tasks cannot be seen from here. Add --nodes and --ntasks-per-node, or call "
+                "pier-megatron inside the allocation."
+            )
+        nodes, ranks = (1, 1) if step is None else (step.nodes or 1, step.tasks_per_node or 1)
+        is_module = as_module and not has_plugin
+        return cls(nodes, ranks, script, tuple(arguments), 0, "static", "python", has_plugin, is_module, surroundings=around)
 
     def planned_job(self) -> "PlannedJob":
         """The job as Megatron will see it; needs no GPU.
@@ -98,10 +152,19 @@ class LaunchCommand:
 
         return planned_job.validated_arguments(self.ranks, self.ranks_per_node, [self.script, *self.arguments])[0]
 
+    def parsed_arguments(self) -> tuple[argparse.Namespace, list[str]]:
+        """Megatron's arguments before their validation, and words that it does not know."""
+        _stand_in_for_a_gpu()
+        from pier_megatron.integration import planned_job
+
+        return planned_job.parsed_arguments(self.ranks, self.ranks_per_node, [self.script, *self.arguments])
+
 
 def _stand_in_for_a_gpu() -> None:
     import torch
 
+    # Megatron decorates functions with it, none of which run here; the compiler behind it takes as long to import as Megatron.
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     from pier_megatron.cpu import emulation
 
     if not torch.cuda.is_available():
@@ -113,6 +176,26 @@ def add_command_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
     )
+
+
+def _started(as_module: bool, name: str, words: Sequence[str]) -> tuple[str, list[str], bool]:
+    """The training script, its arguments, and whether the plugin's launcher starts it.
+
+    Args:
+        as_module: Whether ``name`` follows ``-m``.
+        name: A script or a module.
+        words: What follows it.
+    """
+    if not (as_module and name == "pier_megatron"):
+        return name, list(words), False
+    rest = [part for word in words[:1] for part in word.split("=")] + list(words[1:])
+    device, rest = (rest[1:2], rest[2:]) if rest[:1] == ["--device"] else ([], rest)
+    if not rest:
+        raise PierConfigError("-m pier_megatron: no training script behind it.")
+    script, *arguments = rest
+    if device == ["cpu"]:
+        arguments += missing_cpu_flags(arguments)
+    return script, arguments, True
 
 
 def _count(flag: str, given: str, number: str, what: str) -> int:

@@ -4,9 +4,12 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import linecache
 import os
+import re
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,12 +24,16 @@ from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
 from pier_megatron.integration.compression import choice
 from pier_megatron.integration.pipeline import layered
+from pier_megatron.integration.refusals import flag
 from pier_megatron.integration.seams import register
 from pier_megatron.outer.description import ENTRY, Description
 from pier_megatron.settings import GroupSettings, flag_of
 
 _ARGUMENTS = "megatron.training.arguments"
 _MEMORY = "megatron.training.theoretical_memory_usage"
+
+# What Megatron has no default for, and refuses with one error after the other.
+_NEEDED = ("micro_batch_size", "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "lr")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +71,14 @@ def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> Planned
 
 def validated_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """As :func:`planned_job`, of a job with any optimizer: Megatron's arguments, and words that it does not know."""
+    args, unknown = parsed_arguments(ranks, ranks_per_node, argv)
+    validate(args, ranks_per_node)
+    return args, unknown
+
+
+def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """As :func:`validated_arguments`, before Megatron fills in and checks what depends on several flags."""
     register()
-    environment = {
-        "RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": str(ranks_per_node),
-        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
-    }
-    output = io.StringIO()
     unknown: list[str] = []
     parse_known_args = argparse.ArgumentParser.parse_known_args
 
@@ -82,23 +88,65 @@ def validated_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) ->
         return namespace, unknown
 
     with (
-        mock.patch.dict(os.environ, environment),
+        _as_rank_0(ranks, ranks_per_node),
         mock.patch.object(sys, "argv", list(argv)),
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", listening),
+    ):
+        args = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
+    return args, unknown
+
+
+def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
+    """Has Megatron and the plugin fill in and check parsed arguments, in place.
+
+    Raises:
+        PierConfigError: If one of them refuses the arguments.
+    """
+    with _as_rank_0(args.world_size, ranks_per_node):
+        versions.require(_ARGUMENTS, "validate_args")(args)
+        _settle_iterations(args)
+
+
+@contextlib.contextmanager
+def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
+    """Inside, the environment is that of a job's rank 0, refusals become errors, and what Megatron prints is kept back."""
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+    }
+    output = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
     ):
         try:
-            args = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
-            versions.require(_ARGUMENTS, "validate_args")(args)
-            _settle_iterations(args)
+            yield
         except PierConfigError:
             raise
         except SystemExit:
             raise PierConfigError(output.getvalue().strip().splitlines()[-1]) from None
-        except (AssertionError, ValueError, RuntimeError) as error:
-            raise PierConfigError(f"Megatron refuses the arguments: {error}") from error
-    return args, unknown
+        except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, OSError) as error:
+            raise PierConfigError(f"Megatron refuses the arguments: {str(error).strip() or _failed_check(error)}") from error
+
+
+def _failed_check(error: Exception) -> str:
+    """The check behind an error without a text, and the flags that it looks at."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    lines = (linecache.getline(last.filename, number) for number in range(last.lineno or 1, (last.end_lineno or 1) + 1))
+    check = " ".join("".join(lines).split())
+    args = frame.f_locals.get("args")
+    values = {flag(name): getattr(args, name, None) for name in re.findall(r"\bargs\.(\w+)", check)}
+    found = f"its check {check!r} ({Path(last.filename).name}, line {last.lineno}) fails"
+    if not values:
+        return f"{found}."
+    missing = [name for name, value in values.items() if value is None]
+    said = ", ".join(f"{name} is {value}" for name, value in values.items())
+    return f"{found}: {said}. {f'Give {missing[0]}' if missing else f'Change {next(iter(values))}'}."
 
 
 def _settle_iterations(args: argparse.Namespace) -> None:
@@ -125,8 +173,22 @@ def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
     return parameters
 
 
+def parameters_of_model(args: argparse.Namespace) -> int | None:
+    """Parameters of a validated job's whole model, as above."""
+    return parameters_of_largest_shard(_with(args, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
+
+
 def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | changes)
+
+
+def missing_flags(args: argparse.Namespace) -> list[str]:
+    """Flags that parsed arguments lack and that have no default, unless a file of the job may give them."""
+    if args.use_checkpoint_args or args.yaml_cfg is not None or args.heterogeneous_layers_config_path is not None:
+        return []
+    needed = [*_NEEDED, *(["seq_length"] if args.encoder_seq_length is None else [])]
+    needed += [] if args.train_samples is not None else ["train_iters"]
+    return [flag(name) for name in needed if getattr(args, name) is None]
 
 
 def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:

@@ -28,7 +28,7 @@ def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
         return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
     chunk = min(numel, config.chunk_numel_on("cuda" if is_pinned else "cpu"))
-    in_flight = math.ceil(numel / config.fragments / chunk) * _rounds_at_once(config) if chunk else 0
+    in_flight = math.ceil(numel / config.fragments / chunk) * rounds_at_once(config) if chunk else 0
     return len(state_names(config.has_error_feedback)) * taken(numel) + len(WORK) * in_flight * taken(chunk)
 
 
@@ -43,7 +43,7 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
     wire = wire_of(config)
     # Beside those on their way in a blocking step: one in hand, one staged ahead.
     at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
-    under_way = sorted(in_fragments, reverse=True)[: _rounds_at_once(config)]
+    under_way = sorted(in_fragments, reverse=True)[: rounds_at_once(config)]
     on_the_wire = sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
     # Where the state is in place, chunks that wait keep their buffers.
     lent = max(at_once, on_the_wire if config.offload else sum(under_way))
@@ -57,7 +57,7 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
     return max(lent + beside, sum(pulled)) * of_chunk + max(received + beside * ahead, sum(pulled) * ahead)
 
 
-def _rounds_at_once(config: PierConfig) -> int:
+def rounds_at_once(config: PierConfig) -> int:
     """Rounds that span iterations and are under way at a time."""
     if not config.overlap:
         return 0

@@ -1,5 +1,6 @@
 """Launch commands as people type them."""
 
+import os
 import shlex
 
 import pytest
@@ -19,9 +20,51 @@ from pier_megatron.errors import PierConfigError
     ],
 )
 def test_command_is_read(command: str) -> None:
-    expected = LaunchCommand(4, 8, "pretrain_gpt.py", ("--lr", "1e-3", "--optimizer", "pier"))
-    assert LaunchCommand.parse(shlex.split(command)) == expected
-    assert expected.ranks == 32
+    found = LaunchCommand.parse(shlex.split(command))
+    assert (found.nodes, found.ranks_per_node, found.ranks) == (4, 8, 32)
+    assert (found.script, found.arguments) == ("pretrain_gpt.py", ("--lr", "1e-3", "--optimizer", "pier"))
+    assert found.has_plugin == ("-m pier_megatron" in command)
+    assert found.fewest_nodes == (2 if "2:4" in command else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "allocation", "step"),
+    [
+        ("-N 4 -n 16", {}, (4, 4)),
+        ("-N4 -n16 -l --mpi=none", {}, (4, 4)),
+        ("--nodes=2-4 --ntasks-per-node 8 --label --partition gpu", {}, (4, 8)),
+        ("--ntasks 16 --ntasks-per-node 8", {}, (2, 8)),
+        ("-N 4", {}, (4, 1)),
+        ("", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (4, 4)),
+        ("", {"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}, (4, 8)),
+        # What srun is told wins over the allocation.
+        ("-N 2 --ntasks-per-node 4", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (2, 4)),
+        ("-n 4", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (4, 1)),
+    ],
+)
+def test_processes_that_srun_starts(
+    options: str, allocation: dict[str, str], step: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name, value in allocation.items():
+        monkeypatch.setenv(name, value)
+    command = LaunchCommand.parse(shlex.split(f"srun {options} python -u -X dev -m pier_megatron pretrain_gpt.py --lr 1e-3"))
+    assert (command.nodes, command.ranks_per_node) == step
+    assert (command.launcher, command.has_plugin, command.script) == ("python", True, "pretrain_gpt.py")
+    assert command.arguments == ("--lr", "1e-3")
+
+
+def test_what_stands_around_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "1")
+    around = LaunchCommand.parse(shlex.split("A=1 srun -N 1 --export=ALL,B=2 env C=3 python train.py")).surroundings
+    assert all(around.provides(name, differs=False) for name in ("A", "B", "C", "HERE"))
+    assert not any(around.provides(name, differs=True) for name in ("A", "B", "C", "HERE"))
+    around = LaunchCommand.parse(
+        ["srun", "-N", "1", "--export=NONE", "bash", "-c", "D=$SLURM_PROCID python train.py"]
+    ).surroundings
+    assert around.provides("D", differs=True)
+    assert not around.provides("HERE", differs=False)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +92,10 @@ def test_command_on_the_cpu_gets_what_the_launcher_adds() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("python pretrain_gpt.py", "no torchrun"),
+        ("mpirun pretrain_gpt.py", "no torchrun"),
+        ("srun python pretrain_gpt.py", "number of nodes or tasks cannot be seen"),
+        ("srun -N 4 bash -c 'python \"train.py'", "No closing quotation"),
+        ("python -c pass", "no training script"),
         ("", "no torchrun"),
         ("torchrun --nproc-per-node gpu pretrain_gpt.py", "number of GPUs per node"),
         ("torchrun --nproc-per-node 8 -m pier_megatron", "no training script"),

@@ -1,0 +1,1 @@
+"""``pier-megatron doctor``: what a job will be, and what keeps it from starting."""

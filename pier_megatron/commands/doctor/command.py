@@ -1,0 +1,66 @@
+"""``pier-megatron doctor``: looks at a job before it is queued, and on demand at how it runs."""
+
+import argparse
+import gc
+import os
+import subprocess
+
+from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
+from pier_megatron.commands.trust import TRUSTED_ONLY
+from pier_megatron.errors import PierConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the doctor's own flags."""
+    parser.epilog = (
+        "The last line is the verdict: OK, the number of warnings, or that the job will not start, which alone makes the exit "
+        f"status 1. {TRUSTED_ONLY}"
+    )
+    parser.add_argument(
+        "--start",
+        action="store_true",
+        help="also begin the job anew where you are, without its lazy start and without loading or saving anything, until its "
+        "first iteration between outer steps is over, and list the collectives of that iteration",
+    )
+    add_command_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what is found of a job and the verdict, having started the job on demand; returns the exit status."""
+    if not options.command:
+        raise PierConfigError("no launch command is given. Give it behind doctor, such as torchrun ... SCRIPT ...")
+    findings = examine(options.command)
+    print("\n".join(findings.lines()), flush=True)
+    if options.start and not findings.errors:
+        _start(options.command, findings)
+    print(findings.verdict, flush=True)
+    return findings.status
+
+
+def examine(words: list[str]) -> Findings:
+    """Looks at a job without starting it; needs no GPU.
+
+    Args:
+        words: Launch command of the job.
+    """
+    findings = Findings()
+    # Importing PyTorch and Megatron makes millions of objects and leaves no garbage; looking for it takes a fifth of the time.
+    gc.disable()
+    with findings.collecting():
+        command = LaunchCommand.parse(words)
+        from pier_megatron.commands.doctor import job
+
+        job.examine(command, findings)
+    gc.freeze()
+    gc.enable()
+    return findings
+
+
+def _start(words: list[str], findings: Findings) -> None:
+    from pier_megatron.integration.examination import VARIABLE
+
+    status = subprocess.run(words, env=os.environ | {VARIABLE: "1"}).returncode
+    if status:
+        findings.errors.append(f"--start: the job has ended with exit status {status}; its own log is above.")
+        print(f"ERROR: {findings.errors[-1]}", flush=True)

@@ -1,0 +1,160 @@
+"""Looks at the files and folders that a job names: data, tokenizer, checkpoints."""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.integration.checkpoint.tracker import tracker_of
+
+_SPLITS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+_LISTS = ("--data-args-path", "--per-split-data-args-path")
+_TOKENIZER = ("--tokenizer-model", "--vocab-file", "--merge-file")
+# Files by their names; what looks like none of them, such as openai-community/gpt2, may be the name of a hub's.
+_LOOKS_LIKE_A_FILE = re.compile(r"[/~]|\.{1,2}/|.*\.(model|json|txt|bpe|vocab|tiktoken)$")
+_NEXT_WHERE = "Look at it from a node of the job, or correct the path."
+
+
+def paths(arguments: Sequence[str]) -> argparse.Namespace:
+    """The paths among a script's arguments, also of arguments that Megatron would refuse."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for flag in ("--data-path", *_SPLITS):
+        parser.add_argument(flag, nargs="*", default=[])
+    for flag in (*_LISTS, *_TOKENIZER, "--save", "--load", "--pretrained-checkpoint", "--dataloader-type"):
+        parser.add_argument(flag)
+    for flag in ("--mock-data", "--sft", "--exit-on-missing-checkpoint"):
+        parser.add_argument(flag, action="store_true")
+    try:
+        return parser.parse_known_args(arguments)[0]
+    except argparse.ArgumentError:
+        # A flag without its value, which Megatron's own parser names. Nothing is left to look at.
+        return parser.parse_args(["--mock-data"])
+
+
+def look(given: argparse.Namespace, findings: Findings) -> None:
+    """Looks at what a job reads, and where it saves.
+
+    Args:
+        given: Its paths, see :func:`paths`.
+        findings: Where to add what is found.
+    """
+    if not given.mock_data and given.dataloader_type != "external":
+        named = list(_prefixes(given, findings))
+        if not named and all(_value(given, flag) is None for flag in _LISTS):
+            findings.warnings.append(
+                "no data is given, so that Megatron trains on made-up tokens. Give --data-path, or --mock-data if that is meant"
+            )
+        for flag, prefix in named:
+            _look_at_data(flag, prefix, given.sft, findings)
+    for flag in _TOKENIZER:
+        path = _value(given, flag)
+        if path is not None and _LOOKS_LIKE_A_FILE.match(path) and not Path(path).exists():
+            findings.errors.append(f"{flag} {path}: no such file or folder. {_NEXT_WHERE}")
+    if given.save is not None and not is_in_object_store(given.save):
+        _look_at_save_folder(Path(given.save), findings)
+    _look_at_load_folders(given, findings)
+
+
+def _value(given: argparse.Namespace, flag: str) -> str | None:
+    value: str | None = getattr(given, flag.removeprefix("--").replace("-", "_"))
+    return value
+
+
+def _prefixes(given: argparse.Namespace, findings: Findings) -> Iterator[tuple[str, str]]:
+    """Prefixes of data, each with the flag that names it."""
+    named = {flag: getattr(given, flag.removeprefix("--").replace("-", "_")) for flag in ("--data-path", *_SPLITS)}
+    for flag in _LISTS:
+        path = _value(given, flag)
+        if path is None:
+            continue
+        try:
+            text = Path(path).read_text()
+            lists = json.loads(text) if flag == _LISTS[1] else {"": text}
+        except (OSError, ValueError) as error:
+            findings.errors.append(f"{flag} {path}: cannot be read ({error}). {_NEXT_WHERE}")
+            continue
+        named |= {
+            f"{flag} {path}{f', {split}' if split else ''}:": words.split() if isinstance(words, str) else words
+            for split, words in lists.items()
+            if words
+        }
+    for flag, words in named.items():
+        # As Megatron's get_blend_from_list: of an even number every other word may be a weight.
+        are_weighted = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+        yield from ((flag, prefix) for prefix in (words[1::2] if are_weighted else words))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _look_at_data(flag: str, prefix: str, is_text: bool, findings: Findings) -> None:
+    if is_in_object_store(prefix):
+        return
+    needed = [prefix] if is_text else [f"{prefix}.bin", f"{prefix}.idx"]
+    missing = [path for path in needed if not Path(path).exists()]
+    if not missing:
+        unreadable = [path for path in needed if not os.access(path, os.R_OK)]
+        if unreadable:
+            findings.errors.append(f"{flag} {prefix}: {unreadable[0]} may not be read by you.")
+    elif not is_text and Path(prefix).exists():
+        if prefix.endswith((".bin", ".idx")):
+            findings.errors.append(
+                f"{flag} {prefix}: Megatron opens {' and '.join(needed)}. Give the prefix without the suffix."
+            )
+        else:
+            findings.warnings.append(
+                f"{flag} {prefix}: there is no {' and no '.join(missing)}, which Megatron's data sets open: the job starts "
+                "only if the script reads its data in another way"
+            )
+    else:
+        findings.errors.append(f"{flag} {prefix}: there is no {' and no '.join(missing)}. {_NEXT_WHERE}")
+
+
+def is_in_object_store(path: str) -> bool:
+    """Whether a path is not one of a file system."""
+    return re.match(r"\w+://", path) is not None
+
+
+def _look_at_save_folder(folder: Path, findings: Findings) -> None:
+    parent = nearest(folder)
+    if not parent.is_dir():
+        findings.errors.append(f"--save {folder}: {parent} is a file, not a folder. Give another folder.")
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        action = "written to" if parent == folder else f"made: {parent} is not writable for you"
+        findings.errors.append(f"--save {folder}: cannot be {action}. Give another folder.")
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or of those above it the nearest that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def _look_at_load_folders(given: argparse.Namespace, findings: Findings) -> None:
+    def is_empty(folder: str) -> bool:
+        return not is_in_object_store(folder) and not tracker_of(Path(folder)).exists()
+
+    load, pretrained = given.load, given.pretrained_checkpoint
+    if load is not None and Path(load).exists() and not os.access(load, os.R_OK | os.X_OK):
+        findings.errors.append(f"--load {load}: may not be read by you.")
+    elif pretrained is not None:
+        if is_empty(pretrained) and (load is None or is_empty(load)):
+            findings.errors.append(f"--pretrained-checkpoint {pretrained}: there is no checkpoint in it. {_NEXT_WHERE}")
+    elif load is not None and is_empty(load):
+        if given.exit_on_missing_checkpoint:
+            findings.errors.append(
+                f"--load {load}: there is no checkpoint in it, and --exit-on-missing-checkpoint is given. Drop that for a "
+                "first start, or correct the path."
+            )
+        elif load != given.save:
+            findings.warnings.append(
+                f"--load {load}: there is no checkpoint in it, so that the run begins from random weights. Correct the path, "
+                "or drop --load"
+            )

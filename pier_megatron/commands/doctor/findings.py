@@ -1,0 +1,48 @@
+"""What the doctor finds, and the verdict that follows from it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from pier_megatron.errors import PierConfigError
+
+
+@dataclasses.dataclass
+class Findings:
+    """What is known of a job.
+
+    Attributes:
+        notes: What it will be, line by line.
+        warnings: What its user may not want.
+        errors: What keeps it from starting.
+    """
+
+    notes: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Takes a refusal as an error of the job, so that the next check still runs."""
+        try:
+            yield
+        except PierConfigError as error:
+            self.errors.append(str(error))
+
+    def lines(self) -> list[str]:
+        """All of it, what matters most last."""
+        warnings = [f"WARNING: {warning}" for warning in self.warnings]
+        return [*self.notes, *warnings, *(f"ERROR: {error}" for error in self.errors)]
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        if self.errors:
+            return "will not start"
+        number = len(self.warnings)
+        return f"{number} {'warning' if number == 1 else 'warnings'}" if number else "OK"
+
+    @property
+    def status(self) -> int:
+        """Exit status."""
+        return 1 if self.errors else 0

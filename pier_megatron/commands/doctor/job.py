@@ -1,0 +1,226 @@
+"""What a job will be, line by line, and everything that the doctor looks at on the way."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import psutil
+
+from pier_megatron.commands.doctor import files, launch
+from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.commands.doctor.sources import Sources
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.config import PierConfig
+from pier_megatron.integration.datasets import compiled_for_another_python
+
+# What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
+_NETWORK = {
+    "NCCL_SOCKET_IFNAME": "unset: NCCL picks a network interface by itself, on some nodes another one than on others",
+    "GLOO_SOCKET_IFNAME": "unset: gloo takes the interface of the host's name, which may be one that other nodes cannot reach",
+    "NCCL_IB_HCA": "unset: NCCL uses all InfiniBand adapters that it finds, those for storage among them",
+}
+# What decides how fast NCCL is over sockets.
+_SOCKETS = {
+    "NCCL_SOCKET_NTHREADS": "unset: one thread sends for each connection; NCCL advises 4 for 100 Gbit/s",
+    "NCCL_NSOCKS_PERTHREAD": "unset: one socket per thread; 4 or more where one TCP stream does not fill the link, as over a "
+    "long distance. Threads x sockets may be 64",
+}
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "pier-megatron")
+
+
+def examine(command: LaunchCommand, findings: Findings) -> None:
+    """Looks at a job without starting it.
+
+    Args:
+        command: Its launch command.
+        findings: Where to add what is found.
+    """
+    where = f"{_count(command.nodes, 'node')} of {_count(command.ranks_per_node, 'rank')}"
+    findings.notes.append(f"{where}, Python {platform.python_version()}, {_versions()}")
+    sources, given = Sources.of(command), files.paths(command.arguments)
+    launch.look(command, sources, findings)
+    files.look(given, findings)
+    with findings.collecting():
+        args = _parse(command, sources, findings)
+        if _validate(args, command, findings):
+            _describe(args, command, findings)
+    if command.nodes > 1:
+        _look_at_network(findings)
+
+
+def _parse(command: LaunchCommand, sources: Sources, findings: Findings) -> argparse.Namespace:
+    """Megatron's arguments, as typed."""
+    args, unknown = command.parsed_arguments()
+    from pier_megatron.integration.refusals import flag
+
+    launch.look_at_unknown(unknown, [flag(name) for name in vars(args)], sources, findings)
+    return args
+
+
+def _validate(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
+    """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
+    from pier_megatron.integration import planned_job
+
+    missing = planned_job.missing_flags(args)
+    if missing:
+        # Megatron would name one of them at each start.
+        findings.errors.append(
+            f"{', '.join(missing)}: not given, and there is no default. Give {'them' if missing[1:] else 'it'}."
+        )
+        return False
+    checks = Findings()
+    with checks.collecting():
+        planned_job.validate(args, command.ranks_per_node)
+    if args.use_checkpoint_args:
+        findings.warnings += [
+            f"{error} If the checkpoint in --load gives what is missing, the job starts: doctor does not read "
+            "--use-checkpoint-args"
+            for error in checks.errors
+        ]
+    else:
+        findings.errors += checks.errors
+    return not checks.errors
+
+
+def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:
+    """What a job with validated arguments will be."""
+    from pier_megatron.integration.arguments import config_from_args, uses_group_settings, uses_pier
+    from pier_megatron.integration.compression import choice
+    from pier_megatron.integration.pipeline import layered, skipping
+
+    config = config_from_args(args) if uses_pier(args) else None
+    if config is not None:
+        _describe_outer_loop(args, config, command, findings)
+    else:
+        replicas = _count(args.data_parallel_size * args.context_parallel_size, "model replica")
+        findings.notes.append(
+            f"--optimizer {args.optimizer}, {replicas}: every iteration is synchronous, without groups and outer steps"
+        )
+        if not uses_group_settings(args):
+            findings.warnings.append(f"--optimizer {args.optimizer}: the job does not use Pier. Give --optimizer pier")
+    findings.notes += [*layered.describe(args), *choice.describe(args)]
+    findings.notes += [line.removeprefix("  ") for line in skipping.describe(args)]
+    findings.warnings += [*layered.disappointments(args), *skipping.disappointments(args)]
+    _look_at_room(args, config, findings)
+    _look_at_machine(args, config, command, findings)
+
+
+def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
+    from pier_megatron.integration import planned_job
+    from pier_megatron.integration.refusals import disappointments
+    from pier_megatron.integration.startup import schedule
+
+    topology = planned_job.planned_topology(args, command.ranks_per_node)
+    with findings.collecting():
+        topology.check()
+    ranks = len(topology.members(0))
+    findings.notes += [
+        f"{_count(config.groups, 'group')} of {_count(ranks, 'rank')}, preset {config.preset}",
+        *topology.describe(),
+        *(line.removeprefix("  ") for line in schedule(config)),
+    ]
+    _look_at_outer_state(args, config, command, findings)
+    with findings.collecting():
+        checkpoint = planned_job.check_checkpoint(args, config, ranks)
+        findings.notes += [f"--load {checkpoint}"] if checkpoint else []
+    findings.warnings += [*config.warnings(), *topology.warnings(), *disappointments(args, config)]
+
+
+def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, command: LaunchCommand, findings: Findings) -> None:
+    """What the arguments alone do not show."""
+    if config is not None and command.nodes > config.groups and command.rendezvous not in (None, "static"):
+        findings.warnings.append(
+            f"--rdzv-backend {command.rendezvous} numbers the nodes as they arrive, so that the nodes of a group need not be "
+            "neighbours. Where groups are sites or racks, use --node-rank with --master-addr instead"
+        )
+    needs_order = args.distributed_backend == "nccl" and args.tensor_model_parallel_size * args.context_parallel_size > 1
+    if needs_order and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        findings.warnings.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS is not 1, without which Megatron refuses tensor and context parallelism on GPUs "
+            "before Blackwell"
+        )
+    in_vain = compiled_for_another_python(Path(command.script).resolve().parent / "megatron" / "core" / "datasets")
+    findings.warnings += [in_vain] if in_vain else []
+
+
+def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings: Findings) -> None:
+    """Compares a checkpoint with the room for it."""
+    from pier_megatron.integration.checkpoint.size import bytes_per_parameter
+    from pier_megatron.integration.planned_job import parameters_of_model
+
+    parameters = parameters_of_model(args)
+    if args.save is None or files.is_in_object_store(args.save) or parameters is None:
+        return
+    parts = bytes_per_parameter(args, config)
+    each, free = sum(parts.values()), shutil.disk_usage(files.nearest(Path(args.save))).free
+    needed = each * parameters
+    arithmetic = " + ".join(f"{size:g} ({name})" for name, size in parts.items())
+    findings.notes.append(
+        f"--save {args.save}: a checkpoint takes about {parameters:,} parameters x {each:g} bytes = {needed / 1e9:,.2f} GB: "
+        f"{arithmetic}; {free / 1e9:,.2f} GB are free there"
+    )
+    if needed > free:
+        first = ", or --pier-save-inner-state first" if config is not None and config.save_inner_state == "all" else ""
+        findings.warnings.append(
+            f"--save {args.save}: a checkpoint of about {needed / 1e9:,.2f} GB does not fit into the {free / 1e9:,.2f} GB that "
+            f"are free there. Make room{first}"
+        )
+
+
+def _look_at_network(findings: Findings) -> None:
+    """What the environment says of the network between nodes."""
+    over_sockets = os.environ.get("NCCL_IB_DISABLE") == "1"
+    shown = _NETWORK | (_SOCKETS if over_sockets else {})
+    findings.notes += [
+        f"{name}={os.environ[name]}" if name in os.environ else f"{name} {default}" for name, default in shown.items()
+    ]
+    if over_sockets:
+        findings.warnings.append("NCCL_IB_DISABLE=1 keeps NCCL off InfiniBand: everything between nodes goes over sockets")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _look_at_outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
+    """What the outer state takes, and whether this machine's host memory would hold it."""
+    from pier_megatron.integration.inner.requirements import are_shared_out
+    from pier_megatron.integration.planned_job import parameters_of_largest_shard
+    from pier_megatron.outer.memory import bytes_per_parameter, host_bytes
+
+    size, parameters = bytes_per_parameter(config), parameters_of_largest_shard(args)
+    if parameters is None:
+        findings.notes.append(
+            f"outer state: {size} bytes per owned parameter; how many depends on the tokenizer (--vocab-size shows it here)"
+        )
+        return
+    owners = args.data_parallel_size * args.context_parallel_size // config.groups if are_shared_out(args) else 1
+    per_rank = size * parameters / owners
+    sizes = f"{size} bytes x {parameters:,} parameters / {owners} ranks = {per_rank / 1e9:,.2f} GB per rank"
+    if not config.offload:
+        findings.notes.append(f"outer state: about {sizes} of device memory")
+        return
+    needed = command.ranks_per_node * host_bytes(config, parameters // owners, is_pinned=True)
+    free = psutil.virtual_memory().available
+    findings.notes.append(
+        f"outer state: about {sizes}, {needed / 1e9:,.2f} GB of host memory per node, as PyTorch pins it; {free / 1e9:,.2f} GB "
+        "are free here"
+    )
+    if needed >= free:
+        findings.warnings.append(
+            f"--pier-offload needs {needed / 1e9:,.2f} GB of host memory per node, and {free / 1e9:,.2f} GB are free here: not "
+            "enough, if the nodes are like this one"
+        )
+
+
+def _versions() -> str:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{package} absent")
+    return ", ".join(found)

@@ -1,0 +1,143 @@
+"""Looks at the launch line: the script, the plugin, and what scheduler and torchrun give the processes."""
+
+import os
+import re
+
+from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.commands.doctor.sources import Sources
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.errors import suggestion
+
+# What Megatron and torch.distributed read, and whether each process needs another value.
+_VARIABLES = {"RANK": True, "LOCAL_RANK": True, "WORLD_SIZE": False, "MASTER_ADDR": False, "MASTER_PORT": False}
+_WRAPPER = (
+    "bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={ranks} "
+    "MASTER_ADDR=FIRST_NODE MASTER_PORT=29500; exec python ...'"
+)
+
+
+def look(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
+    """Looks at everything but the script's own arguments."""
+    _look_at_script(command, sources, findings)
+    if command.launcher == "python":
+        _look_at_variables(command, sources, findings)
+    else:
+        _look_at_torchrun(command, findings)
+
+
+def _look_at_script(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
+    script, needing = command.script, None if command.has_plugin else _needing_plugin(command.arguments)
+    if sources.script is None:
+        what = "no such module" if command.is_module else "no such file"
+        findings.errors.append(f"SCRIPT {script}: {what}, seen from {os.getcwd()}. Give its path.")
+    if needing is None:
+        return
+    registering = sources.files_with("pier_megatron", "register(")
+    without = f"{needing}: {script} is started without -m pier_megatron"
+    if registering:
+        findings.notes.append(f"{needing} is made known by {registering[0]}")
+    elif sources.script is None:
+        findings.warnings.append(f"{without}, which is right only if it calls pier_megatron.register() by itself")
+    else:
+        findings.errors.append(
+            f"{without}, and neither it nor what it imports calls pier_megatron.register(), so that Megatron would refuse the "
+            f"flag. Put -m pier_megatron before {script}."
+        )
+
+
+def _needing_plugin(arguments: tuple[str, ...]) -> str | None:
+    """The first flag that only the plugin knows, with the optimizer's value."""
+    for place, word in enumerate(arguments):
+        if word == "--optimizer=pier" or arguments[place : place + 2] == ("--optimizer", "pier"):
+            return "--optimizer pier"
+    return next((word for word in arguments if word.startswith("--pier-")), None)
+
+
+def _look_at_variables(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
+    """What the processes find in their environment where no torchrun sets it."""
+    around = command.surroundings
+    # A script may read Slurm's variables by itself.
+    translates = sources.script is not None and "SLURM_PROCID" in sources.texts[sources.script]
+    needed = _VARIABLES if around.step is not None else dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), False)
+    missing = [name for name, differs in needed.items() if not around.provides(name, differs)]
+    if missing and not translates:
+        names = ", ".join(missing)
+        if around.step is None:
+            findings.errors.append(
+                f"python without torchrun: {names} not set, without which no process group forms. Write torchrun "
+                "--nproc-per-node 1 in the place of python."
+            )
+        elif around.unread is None:
+            findings.errors.append(
+                f"srun without torchrun: Megatron reads {names}, which srun does not set. Start one torchrun on each node, or "
+                f"let srun start {_WRAPPER.format(ranks=command.ranks_per_node)}"
+            )
+        else:
+            findings.warnings.append(
+                f"srun without torchrun: Megatron reads {names}, which srun does not set. Make sure that {around.unread}, "
+                "which cannot be read from here, sets them"
+            )
+    elif around.step is not None and not around.provides("LOCAL_WORLD_SIZE", differs=False):
+        findings.warnings.append(
+            "srun without torchrun: LOCAL_WORLD_SIZE is not set, without which Pier counts one rank per node in its figures of "
+            f"host memory. Set it to {command.ranks_per_node}"
+        )
+
+
+def _look_at_torchrun(command: LaunchCommand, findings: Findings) -> None:
+    step, where = command.surroundings.step, f"--nnodes {command.nodes}"
+    if command.nodes > 1 and command.rendezvous is None:
+        findings.warnings.append(
+            f"{where} without --master-addr or --rdzv-endpoint: each node would wait for itself. Give all nodes the address of "
+            "the first one"
+        )
+    if command.restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        findings.warnings.append(
+            f"--max-restarts {command.restarts}: a restarted job may meet at the addresses of the one that has died. Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
+    if step is None:
+        return
+    if (step.tasks_per_node or 1) > 1:
+        findings.errors.append(
+            f"srun starts torchrun {step.tasks_per_node} times on each node, and each of them {command.ranks_per_node} ranks "
+            "there (--nproc-per-node). Use srun --ntasks-per-node 1."
+        )
+    if step.nodes is not None and step.nodes not in range(command.fewest_nodes or command.nodes, command.nodes + 1):
+        findings.errors.append(
+            f"{where}, but srun starts torchrun on {step.nodes}: it would wait for the others, or refuse those that are too "
+            f"many. Use --nnodes {step.nodes}, or srun --nodes {command.nodes}."
+        )
+    if command.nodes > 1 and command.rendezvous == "static" and "SLURM_NODEID" not in command.surroundings.wrapper:
+        findings.errors.append(
+            f"srun gives torchrun the same --node-rank on all {command.nodes} nodes. Use --rdzv-backend c10d --rdzv-endpoint "
+            "FIRST_NODE:29500 in the place of --master-addr, or srun ... bash -c 'torchrun --node-rank $SLURM_NODEID ...'."
+        )
+
+
+def look_at_unknown(unknown: list[str], known: list[str], sources: Sources, findings: Findings) -> None:
+    """Looks at words that Megatron's parser does not know: flags of the script's own, or misspelt ones.
+
+    Args:
+        unknown: The words.
+        known: Megatron's and the plugin's flags.
+        sources: What the script says.
+        findings: Where to add what is found.
+    """
+    # Values of unknown flags follow them; one in front belongs to no flag.
+    flags = [word.partition("=")[0] for word in unknown if re.match(r"--?[A-Za-z]", word)]
+    stray = [] if flags and unknown[0].startswith("-") else unknown[:1]
+    for word in stray:
+        findings.errors.append(f"{word}: belongs to no flag, and Megatron would refuse it. Drop it, or name its flag.")
+    for flag in flags:
+        quoted = [files[0] for quote in "\"'" if (files := sources.files_with(f"{quote}{flag}{quote}"))]
+        meant = suggestion(flag, known)
+        if quoted:
+            findings.notes.append(f"{flag}: not Megatron's; {quoted[0]} adds it")
+        elif meant or flag.startswith("--pier-"):
+            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{meant or '. Drop it.'}")
+        else:
+            findings.warnings.append(
+                f"{flag}: Megatron does not know it, and it is not in the text of {sources.script or 'the script'} or of what "
+                "that imports: the job starts only if the script adds it in another way"
+            )

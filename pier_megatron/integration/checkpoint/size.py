@@ -1,0 +1,52 @@
+"""What a checkpoint takes on disk, before one is written."""
+
+import argparse
+
+from pier_megatron.config import PierConfig
+from pier_megatron.outer.memory import rounds_at_once
+from pier_megatron.outer.state import COMMON
+
+_FP32 = 4
+# Main parameter and AdamW's two moments.
+_INNER = 3 * _FP32
+
+
+def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> dict[str, float]:
+    """Bytes that each parameter of the model takes in a checkpoint of the local phase, by what they are.
+
+    Args:
+        args: Megatron's, validated.
+        config: Configuration of the run; None with a stock optimizer.
+    """
+    is_half = args.bf16 or args.fp16
+    weights = 2 if is_half else _FP32
+    if args.no_save_optim:
+        return {"weights": weights}
+    # Of FP32 weights only the distributed optimizer keeps main parameters beside them.
+    optimizer = _INNER if is_half or args.use_distributed_optimizer else _INNER - _FP32
+    sizes: dict[str, float] = {"weights": weights, "optimizer": optimizer}
+    if config is None:
+        return sizes
+    groups = 1 if config.lighthouse is not None else config.groups
+    if config.islands:
+        # Each in a folder of its own.
+        sizes = {name: groups * size for name, size in sizes.items()}
+    sizes["outer state"] = _FP32 * len(COMMON) * (config.groups if config.subgroup is not None else 1)
+    own = _groups_apart(args, config, groups)
+    if own:
+        sizes[f"inner state of {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
+    under_way = 2 * _FP32 * rounds_at_once(config) / config.fragments + (_FP32 if config.has_error_feedback else 0)
+    if under_way:
+        sizes["exchanges under way and what codecs dropped"] = under_way * groups
+    return sizes
+
+
+def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int) -> int:
+    """How many groups have their main parameters and moments stored beside what Megatron stores."""
+    if config.save_inner_state == "first":
+        return 0
+    interval = args.save_interval or config.sync_interval
+    after_outer_steps = interval % config.sync_interval == 0 and not config.overlap and config.fragments == 1
+    if not after_outer_steps or config.subgroup is not None:
+        return groups
+    return 0 if config.islands else groups - 1

@@ -1,0 +1,317 @@
+"""What keeps a job from starting, as ``pier-megatron doctor`` sees it before the job is queued: fault, line, verdict."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, execute, torchrun
+
+pytestmark = pytest.mark.processes
+
+# Looks at many jobs in one process: a start of Megatron takes longer than a look.
+_LOOKS = """
+import contextlib, io, json, shlex, sys
+from pier_megatron.commands import cli
+
+said = []
+for command in json.load(sys.stdin):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = cli.main(["doctor", *shlex.split(command)])
+    said.append([status, out.getvalue()])
+print("SAID", json.dumps(said))
+"""
+
+_MODEL = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 4 --global-batch-size 512 --train-iters 100000 --lr 6e-4 --bf16 --vocab-size 50257 --optimizer pier"
+)
+_TORCHRUN = "torchrun --nnodes 4 --nproc-per-node 4 --master-addr first"
+# FOLDER is where the files of the test are.
+_PLUGIN = f"{_TORCHRUN} -m pier_megatron FOLDER/pretrain.py {_MODEL}"
+_JOB = f"{_PLUGIN} --mock-data"
+_UNDER_SRUN = f"-m pier_megatron FOLDER/pretrain.py {_MODEL} --mock-data"
+_EXPORTS = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=4"
+_STOCK = f"{_TORCHRUN} FOLDER/pretrain.py {_MODEL} --mock-data".replace("--optimizer pier", "--optimizer adam")
+
+_BAD = "will not start"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A job, and what doctor says of it.
+
+    Attributes:
+        job: Launch command.
+        lines: Beginnings of the lines with warnings and errors, in order.
+        verdict: The last line.
+        note: Part of what is said beside.
+    """
+
+    job: str
+    lines: tuple[str, ...] = ()
+    verdict: str = "OK"
+    note: str = ""
+
+
+_CASES = {
+    "healthy": Case(_JOB),
+    # The launch line.
+    "no plugin": Case(
+        _JOB.replace(" -m pier_megatron", ""), ("ERROR: --optimizer pier: FOLDER/pretrain.py is started wi",), _BAD
+    ),
+    "no plugin, flag in a group": Case(
+        f"{_STOCK} --pier-compress dp=int8 --use-distributed-optimizer",
+        ("ERROR: --pier-compress: FOLDER/pretrain.py is st",),
+        _BAD,
+    ),
+    "script registers": Case(
+        _JOB.replace("-m pier_megatron FOLDER/pretrain.py", "FOLDER/own.py"), note="known by FOLDER/own.py"
+    ),
+    "module registers": Case(
+        _JOB.replace("-m pier_megatron FOLDER/pretrain.py", "FOLDER/indirect.py"), note="known by FOLDER/own.py"
+    ),
+    "patched checkout": Case(
+        _JOB.replace("-m pier_megatron FOLDER/pretrain.py", "FOLDER/checkout/pretrain_gpt.py"),
+        note="known by FOLDER/checkout/megatron/training/__init__.py",
+    ),
+    "no script": Case(_JOB.replace("pretrain.py", "none.py"), ("ERROR: SCRIPT FOLDER/none.py: no such file",), _BAD),
+    "no module": Case(
+        _JOB.replace("-m pier_megatron FOLDER/pretrain.py", "-m no.such"), ("WARNING", "ERROR: SCRIPT no.such: no"), _BAD
+    ),
+    "torchrun's own": Case(
+        _JOB.replace("--nnodes", "--nnods"), ("ERROR: torchrun: error: unrecognized arguments: --nno",), _BAD
+    ),
+    "number of nodes": Case(_JOB.replace("--nnodes 4", "--nnodes many"), ("ERROR: --nnodes many: give the number",), _BAD),
+    "python alone": Case(
+        f"python {_UNDER_SRUN}",
+        (
+            "WARNING: one model replica",
+            "ERROR: python without torchrun: MASTER_ADDR, MASTER_PORT",
+        ),
+        _BAD,
+    ),
+    "no address": Case(_JOB.replace("--master-addr first", ""), ("WARNING: --nnodes 4 without --master-addr",), "1 warning"),
+    # What the scheduler gives.
+    "srun": Case(
+        f"srun -N 4 --ntasks-per-node=4 python {_UNDER_SRUN}", ("ERROR: srun without torchrun: Megatron reads RANK",), _BAD
+    ),
+    "srun, addresses": Case(
+        f"srun -N4 -n16 --export=ALL,MASTER_ADDR=a,MASTER_PORT=1,RANK=0 python {_UNDER_SRUN}",
+        ("ERROR: srun without torchrun: Megatron reads RANK, LOCAL_RANK, WORLD_SIZE, which srun",),
+        _BAD,
+    ),
+    "srun, wrapped": Case(
+        f"srun -N 4 -n 16 bash -c '{_EXPORTS} MASTER_ADDR=a MASTER_PORT=1; exec python {_UNDER_SRUN}'",
+        note="4 nodes of 4 ranks",
+    ),
+    "srun, a wrapper": Case(
+        f"srun -N 4 -n 16 FOLDER/wrapper.sh python {_UNDER_SRUN}", ("WARNING: srun without torchrun: LOCAL_W",), "1 warning"
+    ),
+    "srun, a program": Case(
+        f"srun -N 4 -n 16 nice python {_UNDER_SRUN}",
+        ("WARNING: srun without torchrun: Megatron",),
+        "1 warning",
+        "sure that nice",
+    ),
+    "srun, uneven": Case(f"srun -N 4 -n 6 python {_UNDER_SRUN}", ("ERROR: srun --ntasks 6 on --nodes 4: 6 = 1 x 4 + 2",), _BAD),
+    "srun, of unknown size": Case(
+        f"srun python {_UNDER_SRUN}", ("ERROR: srun: the number of nodes or tasks cannot be seen",), _BAD
+    ),
+    "srun and torchrun": Case(
+        f"srun -N 4 {_JOB.replace('--master-addr first', '--rdzv-backend c10d --rdzv-endpoint first:29500')}"
+    ),
+    "torchrun everywhere rank 0": Case(
+        f"srun -N 4 {_JOB}", ("ERROR: srun gives torchrun the same --node-rank on all 4",), _BAD
+    ),
+    "torchrun numbered": Case(f"srun -N 4 bash -c '{_JOB.replace('--nnodes', '--node-rank $SLURM_NODEID --nnodes')}'"),
+    "too many torchruns": Case(
+        f"srun -N 2 --ntasks-per-node 4 {_JOB}",
+        ("ERROR: srun starts torchrun 4 times", "ERROR: --nnodes 4, but srun starts torchrun on 2", "ERROR: srun gives"),
+        _BAD,
+    ),
+    # Flags.
+    "misspelt": Case(
+        f"{_JOB} --micro-batchsize 8", ("ERROR: --micro-batchsize: Megatron does not know it, and no script ad",), _BAD
+    ),
+    "misspelt, of Pier": Case(
+        f"{_JOB} --pier-groop 2", ("ERROR: --pier-groop: no such flag",), _BAD, "Did you mean --pier-groups?"
+    ),
+    "script's own": Case(f"{_JOB} --house-flag 2", note="--house-flag: not Megatron's; FOLDER/pretrain.py adds it"),
+    "nobody's": Case(f"{_JOB} --elsewhere 2", ("WARNING: --elsewhere: Megatron does",), "1 warning"),
+    "stray": Case(f"{_JOB} --lr 6e-4 7e-4", ("ERROR: 7e-4: belongs to no flag",), _BAD),
+    "bare": Case(
+        "torchrun --nnodes 2 FOLDER/pretrain.py --optimizer pier",
+        (
+            "WARNING: --nnodes 2 without",
+            "WARNING: no data is given",
+            "ERROR: --optimizer pier",
+            "ERROR: --micro-batch-size, --num-layers, --hidden-size, --num-attention-heads, --max-position-emb",
+        ),
+        _BAD,
+    ),
+    "an assertion without a text": Case(
+        f"{_JOB} --save FOLDER/new",
+        ("ERROR: Megatron refuses the arguments: its check 'assert args.save_interval is not None' (arguments.py, line",),
+        _BAD,
+        "fails: --save-interval is None. Give --save-interval.",
+    ),
+    "not Pier": Case(_STOCK, ("WARNING: --optimizer adam: the job does not use Pier",), "1 warning"),
+    # Data.
+    "no data": Case(_PLUGIN, ("WARNING: no data is given",), "1 warning"),
+    "data": Case(f"{_PLUGIN} --data-path FOLDER/text"),
+    "data, one file": Case(
+        f"{_PLUGIN} --data-path FOLDER/half", ("ERROR: --data-path FOLDER/half: there is no FOLDER/half.idx.",), _BAD
+    ),
+    "data, nowhere": Case(
+        f"{_PLUGIN} --data-path /none", ("ERROR: --data-path /none: there is no /none.bin and no /none.idx",), _BAD
+    ),
+    "data, weighted": Case(
+        f"{_PLUGIN} --data-path 0.3 FOLDER/text 0.7 FOLDER/x", ("ERROR: --data-path FOLDER/x: there",), _BAD
+    ),
+    "data, two": Case(f"{_PLUGIN} --data-path FOLDER/x FOLDER/text", ("ERROR: --data-path FOLDER/x: there",), _BAD),
+    "data, with the suffix": Case(
+        f"{_PLUGIN} --data-path FOLDER/text.bin",
+        ("ERROR: --data-path FOLDER/text.bin: Megatron opens",),
+        _BAD,
+        "without the suffix",
+    ),
+    "data, in another form": Case(f"{_PLUGIN} --data-path FOLDER", ("WARNING: --data-path FOLDER: there is no",), "1 warning"),
+    "data, by split": Case(
+        f"{_PLUGIN} --train-data-path FOLDER/text --valid-data-path FOLDER/y --test-data-path FOLDER/z",
+        ("ERROR: --valid-data-path FOLDER/y: there", "ERROR: --test-data-path FOLDER/z: there"),
+        _BAD,
+    ),
+    "data, listed": Case(
+        f"{_PLUGIN} --data-args-path FOLDER/list", ("ERROR: --data-args-path FOLDER/list: FOLDER/w: there",), _BAD
+    ),
+    "data, no list": Case(f"{_PLUGIN} --data-args-path FOLDER/x", ("ERROR: --data-args-path FOLDER/x: cannot be read",), _BAD),
+    "data, listed by split": Case(
+        f"{_PLUGIN} --per-split-data-args-path FOLDER/splits.json",
+        ("ERROR: --per-split-data-args-path FOLDER/splits.json, valid: FOLDER/v: there",),
+        _BAD,
+    ),
+    "data, broken list": Case(
+        f"{_PLUGIN} --per-split-data-args-path FOLDER/list", ("ERROR: --per-split-data-args-path",), _BAD
+    ),
+    # Tokenizers.
+    "tokenizer": Case(
+        f"{_JOB} --tokenizer-model FOLDER/a.model --vocab-file v.json --merge-file m.txt",
+        ("ERROR: --tokenizer-model FOLDER/a", "ERROR: --vocab-file v.json: no such file", "ERROR: --merge-file m.txt"),
+        _BAD,
+    ),
+    "tokenizer of a hub": Case(f"{_JOB} --tokenizer-model openai-community/gpt2"),
+    # Checkpoints.
+    "saves": Case(
+        f"{_JOB} --save FOLDER/new/folder --load FOLDER/new/folder --save-interval 1000",
+        note="123,570,432 parameters x 58 bytes = 7.17 GB: 2 (weights) + 12 (optimizer) + 8 (outer state) + 36 (inner state",
+    ),
+    "save, a file": Case(
+        f"{_JOB} --save FOLDER/list/a --save-interval 9", ("ERROR: --save FOLDER/list/a: FOLDER/list is a file",), _BAD
+    ),
+    "save, no room": Case(
+        f"{_JOB} --save FOLDER/new --save-interval 50 --hidden-size 122880",
+        ("WARNING: --save FOLDER/new: a checkpoint of about",),
+        "1 warning",
+        "or --pier-save-inner-state first",
+    ),
+    "load, nothing there": Case(
+        f"{_JOB} --load FOLDER/new", ("WARNING: --load FOLDER/new: there is no checkpoint",), "1 warning"
+    ),
+    "load, must": Case(
+        f"{_JOB} --load FOLDER/new --exit-on-missing-checkpoint", ("ERROR: --load FOLDER/new: there is no",), _BAD
+    ),
+    "pretrained": Case(
+        f"{_JOB} --pretrained-checkpoint FOLDER/new", ("ERROR: --pretrained-checkpoint FOLDER/new: there",), _BAD
+    ),
+    # All at once, also where Megatron's parser refuses the arguments.
+    "many": Case(
+        f"{_JOB.replace('-m pier_megatron FOLDER/pretrain.py', 'FOLDER/pretrain.py')} --num-layers many --vocab-file v.json",
+        ("ERROR: --optimizer pier", "ERROR: --vocab-file v.json", "ERROR: .* argument --num-layers: invalid int value: 'many'"),
+        _BAD,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scripts and data that the jobs name."""
+    folder = tmp_path_factory.mktemp("job")
+    registers = "import pier_megatron\npier_megatron.register()\n"
+    patch = (REPOSITORY / "patches" / "megatron-lm-0.19.patch").read_text()
+    added = [line[1:] for line in patch.splitlines() if re.match(r"\+(?!\+)", line)]
+    files = {
+        "pretrain.py": "from megatron.training import pretrain\nparser.add_argument('--house-flag')\n",
+        "own.py": registers,
+        "indirect.py": "import own\n",
+        "checkout/pretrain_gpt.py": "from megatron.training import pretrain\n",
+        "checkout/megatron/training/__init__.py": "\n".join(added),
+        "wrapper.sh": f"#!/bin/sh\n{_EXPORTS.replace(' LOCAL_WORLD_SIZE=4', '')} MASTER_ADDR=a MASTER_PORT=1\nexec $*\n",
+        "list": f"1 {folder}/text 2 {folder}/w",
+        "splits.json": json.dumps({"train": f"{folder}/text", "valid": ["1", f"{folder}/v"], "test": None}),
+        "text.bin": "",
+        "text.idx": "",
+        "half.bin": "",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "wrapper.sh").chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> dict[str, tuple[int, str]]:
+    """Exit status and output of each case, with FOLDER in the place of the folder."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NCCL_", "MASTER_"))}
+    process = subprocess.run(
+        [sys.executable, "-c", _LOOKS],
+        cwd=REPOSITORY,
+        env=environment | {"PYTHONPATH": str(REPOSITORY)},
+        input=json.dumps([case.job.replace("FOLDER", str(folder)) for case in _CASES.values()]),
+        capture_output=True,
+        text=True,
+    )
+    assert "SAID" in process.stdout, process.stderr
+    looks = json.loads(process.stdout[process.stdout.index("SAID ") + 5 :].replace(str(folder), "FOLDER"))
+    return dict(zip(_CASES, map(tuple, looks), strict=True))
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_fault_line_verdict_and_status(said: dict[str, tuple[int, str]], name: str) -> None:
+    case, (status, text) = _CASES[name], said[name]
+    *lines, verdict = text.splitlines()
+    troubles = [line for line in lines if line.startswith(("WARNING", "ERROR"))]
+    assert (verdict, status) == (case.verdict, int(case.verdict == _BAD)), text
+    assert len(troubles) == len(case.lines), text
+    for trouble, beginning in zip(troubles, case.lines, strict=True):
+        assert trouble.startswith(beginning) or re.match(beginning, trouble), text
+    assert case.note in text
+
+
+def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    train, validation = corpus
+    training = (
+        "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 2 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
+        f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation} --log-interval 1 "
+        "--eval-interval 100 --eval-iters 1 --train-iters 8 --optimizer pier --pier-groups 2 --pier-sync-interval 4 "
+        f"--pier-lazy-start-iters 4 --save {tmp_path} --save-interval 2"
+    )
+    script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
+    job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
+    command = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor", *job]
+    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said.stdout)
+    assert found, said.stdout
+    execute(job, tmp_path / "log.txt")
+    parameters = int(found[1].replace(",", ""))
+    # Between two outer steps, where all groups differ, and after one, where group 0 has what the checkpoint's model has.
+    for iteration, each in ((6, 46), (8, 34)):
+        written = sum(path.stat().st_size for path in (tmp_path / f"iter_{iteration:07d}").iterdir())
+        assert written == pytest.approx(each * parameters, rel=0.1)

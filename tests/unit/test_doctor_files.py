@@ -1,0 +1,45 @@
+"""Folders that a job names, as the doctor sees them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pier_megatron.commands.doctor import files
+from pier_megatron.commands.doctor.findings import Findings
+
+
+def look(arguments: str) -> Findings:
+    findings = Findings()
+    files.look(files.paths(f"--mock-data {arguments}".split()), findings)
+    return findings
+
+
+def test_folders_that_may_not_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look(f"--save {tmp_path}").verdict == look(f"--save {tmp_path / 'new'} --load {tmp_path / 'new'}").verdict == "OK"
+    # As for a user who is not root, whom nothing stops.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert look(f"--save {tmp_path}").errors == [f"--save {tmp_path}: cannot be written to. Give another folder."]
+    [error] = look(f"--save {tmp_path / 'new'}").errors
+    assert f"cannot be made: {tmp_path} is not writable for you" in error
+    assert look(f"--load {tmp_path}").errors == [f"--load {tmp_path}: may not be read by you."]
+
+
+def test_object_stores_are_left_alone() -> None:
+    assert look("--save s3://bucket/run --load s3://bucket/run").verdict == "OK"
+
+
+def test_flag_without_its_value_is_left_to_megatron() -> None:
+    assert look("--save").verdict == "OK"
+
+
+def test_verdict() -> None:
+    findings = Findings(notes=["one group"])
+    assert (findings.verdict, findings.status) == ("OK", 0)
+    findings.warnings.append("slow")
+    assert (findings.verdict, findings.status) == ("1 warning", 0)
+    findings.warnings.append("late")
+    assert (findings.verdict, findings.status) == ("2 warnings", 0)
+    findings.errors.append("none")
+    assert (findings.verdict, findings.status) == ("will not start", 1)
+    assert findings.lines() == ["one group", "WARNING: slow", "WARNING: late", "ERROR: none"]
