@@ -258,7 +258,8 @@ def check_that_a_third_island_starts_from_the_first(folder: Path, corpus: tuple[
     """Two islands have saved; three load, and save before their next outer step."""
     flags = (
         "--pier-groups 3 --global-batch-size 12 --pier-lazy-start-iters 0 --pier-override-checkpoint --pier-island-timeout 60 "
-        f"--override-opt_param-scheduler --load {saved.folder}/checkpoints --ckpt-step 14 --save {folder}/checkpoints "
+        f"--override-opt_param-scheduler --load {saved.folder}/checkpoints --ckpt-step 14 "
+        f"--save {folder}/checkpoints --save-interval {ITERATIONS} "
     )
     islands = [Island(folder, corpus, f"{flags} --exit-interval 15", index) for index in range(3)]
     with lighthouse(least=3) as place, started(islands, flags=place) as attempts:
