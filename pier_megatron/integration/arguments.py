@@ -49,7 +49,13 @@ def add_flags(add_megatron_arguments: Callable[..., Any], parser: argparse.Argum
     add_pier_arguments(parser)
     optimizer = next(action for action in parser._actions if action.dest == "optimizer")
     optimizer.choices = [*(optimizer.choices or ()), "pier"]
-    _make_help_printable(parser)
+    print_help = parser.format_help
+
+    def format_help() -> str:
+        _make_help_printable(parser)
+        return print_help()
+
+    parser.format_help = format_help  # type: ignore[method-assign]
     parse = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:

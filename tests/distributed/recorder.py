@@ -45,8 +45,16 @@ from pier_megatron.integration import current, islands, seams  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
 
-# Megatron imports it when it trains, which takes seconds; here all ranks share it.
-importlib.import_module("megatron.core.tokenizers.text.libraries")
+# Megatron and PyTorch import these when they train, which takes each rank seconds; here all ranks share them.
+for _late in (
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.core.tokenizers.text.models",
+    "torch._dynamo",
+    "torch.onnx",
+):
+    with contextlib.suppress(ModuleNotFoundError):  # Not every release has them all.
+        importlib.import_module(_late)
 
 
 def spare_what_is_the_same_in_every_run() -> None:
