@@ -11,6 +11,7 @@ from pathlib import Path
 
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Yields:")
 _CLIPPED = re.compile(r"(Of|For|As|That|Whose|Who|When|Where|Which|In which|By which|To|From|With|At|On|By) ", re.IGNORECASE)
+_CLIPPED_HELP = re.compile(r"(Of|For|As|That|Whose|When) ", re.IGNORECASE)
 _HELPERS = ("add_argument", "_setting")
 
 
@@ -24,7 +25,7 @@ def clipped(path: Path) -> Iterator[tuple[int, str]]:
                     yield line + offset, text
         elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in _HELPERS:
             for value in [keyword.value for keyword in node.keywords if keyword.arg == "help"] + node.args[1:2]:
-                if isinstance(value, ast.Constant) and isinstance(value.value, str) and _CLIPPED.match(value.value):
+                if isinstance(value, ast.Constant) and isinstance(value.value, str) and _CLIPPED_HELP.match(value.value):
                     yield value.lineno, value.value
 
 

@@ -139,7 +139,7 @@ def running(
 
     Args:
         command: The command.
-        log: For its output, as ``subprocess.Popen`` takes it.
+        log: File for its output, as ``subprocess.Popen`` takes it.
         environment: Beside this process's own.
         before: Called in its process before it begins.
     """

@@ -67,7 +67,7 @@ class Exchange(abc.ABC):
         codec: What sums look like on the wire.
         groups: The groups that meet here, by their index among all groups, in order.
         size: How many they are.
-        rank: Of this rank's group among them.
+        rank: Index of this rank's group among them.
         wire: What sums cost.
     """
 
@@ -117,7 +117,7 @@ class GroupExchange(Exchange):
             process_group: One rank of each group, in group order. None stands for a single group: there is nobody to
                 talk to.
             codec: What sums look like on the wire.
-            groups: Which these are among all groups; by default, all of them.
+            groups: Numbers of these groups among all; by default, all of them.
         """
         size, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
         super().__init__(codec, groups or range(size), rank, Wire(codec, size))

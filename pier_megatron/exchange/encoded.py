@@ -49,7 +49,7 @@ def encode_with_feedback(rows: Tensor, codec: Codec, dropped: Tensor | None) -> 
 
     Args:
         rows: float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`; with ``dropped`` contiguous, and it changes.
-        codec: Of the payloads.
+        codec: Codec of the payloads.
         dropped: What the codec has dropped of earlier rows, replaced by what it drops now; float32 of shape ``[k]``, of the
             first k elements, behind which there is only padding. None for no error feedback.
 
@@ -74,9 +74,9 @@ class ReduceScatter:
         Args:
             parts: What each rank is to sum, and does not need any more; float32 of shape ``[ranks, n]``, n a multiple of
                 :data:`BLOCK`.
-            codec: Of the payloads.
+            codec: Codec of the payloads.
             group: The ranks.
-            dropped: For error feedback, see :func:`encode_with_feedback`.
+            dropped: Residuals of error feedback, see :func:`encode_with_feedback`.
         """
         self._codec = codec
         sent = encode_with_feedback(parts, codec, dropped)
@@ -102,9 +102,9 @@ class AllGather:
 
         Args:
             part: This rank's, with ``dropped`` not needed any more; float32 of shape ``[1, n]``, n a multiple of :data:`BLOCK`.
-            codec: Of the payloads.
+            codec: Codec of the payloads.
             group: The ranks.
-            dropped: As for :class:`ReduceScatter`.
+            dropped: Residuals, see :class:`ReduceScatter`.
         """
         self._codec = codec
         sent = encode_with_feedback(part, codec, dropped)

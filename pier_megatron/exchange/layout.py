@@ -84,7 +84,7 @@ def pieces(numel: int, parts: int, parameters: Iterable[tuple[int, int]]) -> lis
     Args:
         numel: Length of the buffer.
         parts: Number of parts.
-        parameters: Where each parameter begins and ends in the buffer, as far as it lies in it. What is between them is left
+        parameters: Begin and end of each parameter in the buffer, as far as it lies in it. What is between them is left
             out.
 
     Returns:

@@ -73,12 +73,12 @@ class Membership:
         """Makes the island known; called by all of its ranks.
 
         Args:
-            index: Of the island among all that may be there.
-            lighthouse: Where torchft's lighthouse is, such as ``http://host:29510``.
+            index: Number of the island among all that may be there.
+            lighthouse: Address of torchft's lighthouse, such as ``http://host:29510``.
             address: Address of this node, at which other islands reach it; that of the first rank counts.
             world: The ranks of the island.
             codec: What sums look like on the wire.
-            timeout: For a communicator to come about, and for every collective in it.
+            timeout: Time for a communicator to come about, and for every collective in it.
             run: What all islands must have in common before they exchange anything: plain values by what a user calls them.
             most: Number of islands that may be there.
             secret_file: Path of what proves that an island belongs to the run, on its first rank; None where nobody proves it.
@@ -147,7 +147,7 @@ class Membership:
 
         Args:
             meeting: None if there was none.
-            outcome: On this rank.
+            outcome: Outcome on this rank.
         """
         if meeting is not None and outcome == Outcome.SUCCEEDED:
             try:

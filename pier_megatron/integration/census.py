@@ -23,7 +23,7 @@ class Collective:
     """One collective as this rank saw it.
 
     Attributes:
-        name: Of the operation, such as ``allreduce_``.
+        name: Name of the operation, such as ``allreduce_``.
         ranks: Global ranks that take part, in order; of a message, its sender and its receiver.
         nbytes: Bytes of the tensors that this rank puts in, 0 for a barrier and for what it receives.
     """

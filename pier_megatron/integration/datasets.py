@@ -40,7 +40,7 @@ def use_index_of_island(args: Any, index: int) -> None:
 
     Args:
         args: Megatron's, with the folders of the island; changed in place.
-        index: Of the island.
+        index: Number of the island.
     """
     if index > 0 and not args.mock_data:
         shared = args.data_cache_path
@@ -54,7 +54,7 @@ def compiled_for_another_python(folder: Path) -> str | None:
     environment has the one and not the other.
 
     Args:
-        folder: Of the Makefile, ``megatron/core/datasets`` of a checkout.
+        folder: Folder of the Makefile, ``megatron/core/datasets`` of a checkout.
     """
     if not (folder / "Makefile").exists():
         return None

@@ -25,9 +25,9 @@ class GradientAveraging:
         """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them.
 
         Args:
-            model_chunks: Which average over all groups where these are instances, and over the own one if it is an island.
+            model_chunks: Chunks that average over all groups if these are instances, over the own one if it is an island.
             groups: Number of groups.
-            island: Of this rank, if groups are islands.
+            island: Island of this rank, if groups are islands.
         """
         self._groups = groups
         chunk = model_chunks[0]

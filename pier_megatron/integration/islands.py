@@ -32,7 +32,7 @@ class Island:
     """The island of this rank, and the process groups that reach beyond it.
 
     Attributes:
-        index: Of the island.
+        index: Number of the island.
         count: Number of islands.
         launch: All ranks of the launch, numbered as the launcher does: those of all islands, or of this one alone.
         world: The ranks of this island, consecutive ones of the launch.

@@ -25,12 +25,12 @@ class GroupLog:
     """What one group has to log.
 
     Attributes:
-        losses: Of this iteration, by name.
-        sums: Of the losses over the iterations since the last log that advanced, without this one, by name.
+        losses: Losses of this iteration, by name.
+        sums: Sums of the losses over the iterations since the last log that advanced, without this one, by name.
         advanced: Number of these iterations, without this one.
         skipped: Whether this iteration was skipped, for an overflow of the loss scaler for example.
-        grad_norm: Of this iteration; None if it was skipped before there was one.
-        spread: Of the weights of the groups that this one met last, see ``OuterStepReport``.
+        grad_norm: Gradient norm of this iteration; None if it was skipped before there was one.
+        spread: Spread of the weights of the last participants, see ``OuterStepReport``.
     """
 
     losses: Mapping[str, float]

@@ -22,7 +22,7 @@ class Completion(Protocol):
         Args:
             stock: What Megatron stores or asks for.
             model_state: The sharded state of the model.
-            metadata: Of the checkpoint.
+            metadata: Metadata of the checkpoint.
         """
 
 
@@ -49,7 +49,7 @@ class PierOptimizer(ChainedOptimizer):
     Attributes:
         loop: The outer loop, over the FP32 main parameters that this rank owns.
         copies: The check that copies of a parameter stay equal, whenever the loop has changed the parameters.
-        clock: When this island rests; None where outer steps do not go by the clock.
+        clock: Clock by which this island rests; None where outer steps do not go by one.
         saving: While a checkpoint is saved, what the plugin adds to it.
         loading: While one is loaded, what the plugin asks of it.
         has_seen_samples: Whether this process knows that the groups read different data, at a resume as at the beginning.
@@ -87,7 +87,7 @@ class PierOptimizer(ChainedOptimizer):
         """Steps the inner optimizer, then does what is due after this iteration.
 
         Returns:
-            As Megatron's: whether the inner step was taken, its gradient norm, its number of zeros.
+            Megatron's three values: whether the inner step was taken, its gradient norm, its number of zeros.
 
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.

@@ -181,8 +181,8 @@ def check_lazy_start(config: PierConfig, iteration: int) -> None:
     """Refuses to begin a lazy start in an island that is a job.
 
     Args:
-        config: Of the run.
-        iteration: At which the island begins to train.
+        config: Settings of the run.
+        iteration: Iteration at which the island begins to train.
 
     Raises:
         PierConfigError: If that is in the lazy start.

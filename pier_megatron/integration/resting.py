@@ -22,11 +22,11 @@ class Clock:
         """Begins with an island that has not trained yet.
 
         Args:
-            loop: Of the island.
+            loop: Outer loop of the island.
             seconds: After which it rests.
             island: Its index.
             world: Its ranks.
-            device: For their collectives.
+            device: Device of their collectives.
         """
         self._loop, self._seconds, self._island, self._world, self._device = loop, seconds, island, world, device
         self._last_step: int | None = None
@@ -43,7 +43,7 @@ class Clock:
         """Has Megatron pass what is left of the interval if the time is up; called by all ranks of the island.
 
         Args:
-            scheduler: Of the learning rate, which goes on as in islands that do not rest.
+            scheduler: Learning-rate scheduler, which advances as in islands that do not rest.
         """
         settings, iteration, config = versions.megatron_args(), self._loop.iteration, self._loop.config
         next_step = min(iteration + -iteration % config.sync_interval, config.train_iters)

@@ -21,7 +21,7 @@ def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExcha
         data_iterator: Megatron's, one for each model chunk where there are several; None on ranks that read nothing. The
             micro-batch is looked at and put back.
         exchange: Collectives between the groups.
-        device: For these collectives.
+        device: Device of these collectives.
 
     Raises:
         PierConfigError: With the groups.

@@ -12,7 +12,7 @@ class Pass(NamedTuple):
     Attributes:
         is_backward: Whether it is the backward pass.
         stage: Virtual stage, from 0 to ``stages`` - 1 in the order of the layers.
-        micro_batch: Of the step, from 0.
+        micro_batch: Index in the step, from 0.
     """
 
     is_backward: bool
@@ -25,9 +25,9 @@ class Pipeline:
     """A step of a pipeline.
 
     Attributes:
-        ranks: Of the pipeline.
+        ranks: Number of ranks.
         chunks: Virtual stages of a rank; stage s lives on rank s mod ``ranks``.
-        micro_batches: Of a step.
+        micro_batches: Number of micro-batches of a step.
         group: Micro-batches that a virtual stage takes at a time, if there are several on a rank: as many as there are ranks
             is depth-first, all of them breadth-first.
 

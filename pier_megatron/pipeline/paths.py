@@ -25,7 +25,7 @@ class Paths:
 
     Attributes:
         stages: Number of virtual stages.
-        micro_batches: Of the step.
+        micro_batches: Number of micro-batches of the step.
         skipped: Pairs of a stage and a micro-batch that does not visit it.
     """
 
@@ -58,9 +58,9 @@ def draw(stages: int, micro_batches: int, fraction: float, generator: random.Ran
 
     Args:
         stages: Number of virtual stages.
-        micro_batches: Of the step.
+        micro_batches: Number of micro-batches of the step.
         fraction: Share of all pairs; what it :func:`wanted` must be no more than the :func:`most`.
-        generator: Of the drawing.
+        generator: Source of the random table.
     """
     inner, partial = list(range(1, stages - 1)), list(range(micro_batches - 1))
     generator.shuffle(inner)
@@ -79,11 +79,11 @@ def search(pipeline: Pipeline, fraction: float, seed: int, forward: tuple[float,
     """Draws tables and keeps the one whose step takes the least time.
 
     Args:
-        pipeline: With its order.
-        fraction: As of :func:`draw`.
-        seed: Of the drawing; the same everywhere gives the same table everywhere.
-        forward: As of :func:`makespan`.
-        backward: As of :func:`makespan`.
+        pipeline: Pipeline with its order.
+        fraction: Share of pairs to skip, see :func:`draw`.
+        seed: Seed of the random table; the same everywhere gives the same table everywhere.
+        forward: Lengths of forward passes, see :func:`makespan`.
+        backward: Length of backward passes, see :func:`makespan`.
     """
     generator = random.Random(seed)
     passes = 2 * pipeline.stages * pipeline.micro_batches

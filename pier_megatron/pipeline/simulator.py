@@ -19,15 +19,15 @@ def makespan(
     """Simulates a step, in the unit of the costs given.
 
     Args:
-        pipeline: With its order.
+        pipeline: Pipeline with its order.
         forward: Cost of a forward pass through each stage.
         skipped: Pairs of a stage and a micro-batch that passes it at no cost. Its messages are sent all the same.
         backward: Cost of a backward pass, in forward passes.
-        link: From the end of a pass to when its result has reached the next stage; links carry any number of messages, and
+        link: Time from the end of a pass until its result has reached the next stage; links carry any number of messages, and
             nobody computes more slowly meanwhile.
 
     Returns:
-        When the last rank has ended its last pass.
+        Time at which the last rank has ended its last pass.
     """
     queues = [deque(pipeline.passes(rank)) for rank in range(pipeline.ranks)]
     clocks = [0.0] * pipeline.ranks

@@ -44,15 +44,15 @@ class Place:
     """Where this rank stands among those that save and load together.
 
     Attributes:
-        config: Of the run.
-        device_type: Where it trains, ``cuda`` or ``cpu``.
+        config: Settings of the run.
+        device_type: Device on which it trains, ``cuda`` or ``cpu``.
         group: Index of this rank's group among those that save and load together; an island does so alone.
         island: Index of the island, if groups are islands.
         is_job: Whether it is a launch of its own, which cannot count on the files of others.
         ranks: The ranks of the group.
         chained: All of Megatron's optimizers on this rank.
         owners: Those that own parameters here.
-        slices: For each of them, its main parameters with their stretches of the outer loop's flat buffers.
+        slices: Main parameters of each of them, with their stretches of the outer loop's flat buffers.
     """
 
     config: PierConfig

@@ -28,8 +28,8 @@ class _Request:
         is_exact: Whether this run goes on as if it had never stopped.
         same_layout: Whether the ranks of a group share the model as they did.
         changes: What is different, one phrase each.
-        metadata: Of the checkpoint.
-        sources: Where each group finds what it goes on with.
+        metadata: Metadata of the checkpoint.
+        sources: Folders and groups from which each group continues.
         inner_sources: Saved groups whose inner state this group goes on with, as their mean.
         outer_sources: The same for the outer state; none if the first island hands it out.
         snapshot: The outer loop's; its tensors are what is read into.
@@ -259,7 +259,7 @@ class Loading:
         """Restores what Megatron keeps outside of the optimizer, and checks the result.
 
         Args:
-            iteration: At which the run goes on; 0 if nothing was loaded.
+            iteration: Iteration from which the run continues; 0 if nothing was loaded.
             opt_param_scheduler: Megatron's.
 
         Returns:

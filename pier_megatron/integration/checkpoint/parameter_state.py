@@ -15,8 +15,8 @@ class ParameterState(abc.ABC):
 
     Attributes:
         owner: The optimizer.
-        tensors: By the identity of the main parameter, then by name: ``param`` and the names of the optimizer's own tensors;
-            float32, each of the shape of its main parameter.
+        tensors: Tensors by the identity of the main parameter, then by name: ``param`` and the names of the optimizer's own
+            tensors; float32, each of the shape of its main parameter.
     """
 
     def __init__(self, owner: InnerOptimizer, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -31,8 +31,8 @@ class ParameterState(abc.ABC):
 
         Args:
             model_state: The sharded state of the model.
-            metadata: Of the checkpoint.
-            prefix: Of all keys.
+            metadata: Metadata of the checkpoint.
+            prefix: Prefix of all keys.
             is_loading: Whether the tensors are to be read.
             copy: Number of this copy among the groups that hold or want the same state, 0 for the first; None if that is
                 every group.

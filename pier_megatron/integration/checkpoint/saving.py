@@ -30,10 +30,10 @@ class Saving:
         """Prepares a checkpoint of this rank.
 
         Args:
-            place: Where it is.
-            snapshot: Of the outer loop.
-            checksums: Of the outer state of each group that saves here, by name.
-            trained: As for :meth:`Place.inner_states`.
+            place: Groups, ranks and owners of this process.
+            snapshot: State of the outer loop.
+            checksums: Checksums of the outer state of each group that saves here, by name.
+            trained: Trained parameters, see :meth:`Place.inner_states`.
             opt_param_scheduler: Megatron's.
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler

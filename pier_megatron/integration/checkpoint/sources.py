@@ -10,7 +10,7 @@ class Sources:
     """The saved groups that each group of this run goes on from.
 
     Attributes:
-        stored: Where the saved run is.
+        stored: Saved run.
     """
 
     def __init__(self, place: Place, stored: StoredRun) -> None:

@@ -24,7 +24,7 @@ class StoredModel:
     """The model of a ``torch_dist`` checkpoint, which is stored as whole tensors whatever the parallel layout was.
 
     Attributes:
-        folder: Of the checkpoint, with its ``.metadata``.
+        folder: Folder of the checkpoint, with its ``.metadata``.
         arguments: Megatron's, of the run that wrote it.
         iteration: Iterations completed.
         description: What a Pier run says of it, or None if it is a stock one.

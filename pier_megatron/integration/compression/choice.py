@@ -179,7 +179,7 @@ def bytes_per_gradient(args: argparse.Namespace) -> tuple[float, float]:
     """Memory for each parameter of a rank, in bytes, of arguments that have been validated.
 
     Returns:
-        Of what a codec has dropped, and of what it has encoded while that is sent and received.
+        Bytes of what a codec has dropped, and of what it has encoded while that is sent and received.
     """
     codec = compressed(args).get("dp") if getattr(args, "pier_compress", None) is not None else None
     if codec is None:

@@ -51,7 +51,7 @@ def breadth_first(schedule: Callable[..., Any], /, *, model: Any, num_microbatch
     Args:
         schedule: Megatron's function.
         model: This rank's virtual stages, in order.
-        num_microbatches: Of this step.
+        num_microbatches: Number of micro-batches of this step.
         kwargs: All else that the schedule takes.
     """
     config = versions.require("megatron.core.utils", "get_model_config")(model[0])
@@ -148,7 +148,7 @@ def in_flight(args: argparse.Namespace, micro_batches: int, group_size: int) -> 
 
     Args:
         args: Megatron's, validated.
-        micro_batches: Of a training step.
+        micro_batches: Number of micro-batches of a training step.
         group_size: Micro-batches that a virtual stage takes at a time.
     """
     ranks, stages = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size

@@ -160,7 +160,7 @@ def share_of_whole_step(args: argparse.Namespace, table: Paths, link: float = 0.
 
     Args:
         args: Megatron's, validated.
-        table: Of the step.
+        table: Stages that each micro-batch of the step visits.
         link: Time of a message between stages, in forward passes through a layer.
     """
     step, costs, backward = pipeline(args, table.micro_batches), layers_of_stages(args), backward_cost(args)
