@@ -27,6 +27,7 @@ from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, meetings
 from pier_megatron.outer.members import Members
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
 from pier_megatron.outer.weights import Weights
@@ -79,7 +80,7 @@ def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
 _take_back, _settle = Staging.take_back, OuterRound.settle
 
 
-def _settle_without_residuals(round_: OuterRound) -> dict[str, Any]:
+def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
     """What arrives for the sake of a snapshot leaves the residuals as they were."""
 
     def take_back(staging: Staging, staged: Staged, writes: Collection[str]) -> None:
@@ -257,7 +258,7 @@ class Rank:
         found = torch.load(file, weights_only=True)
         if changes:
             self._settings = dataclasses.replace(self._settings, config=self._settings.config | changes)
-            found["loop"]["rounds"] = []
+            found["loop"].rounds = []
         self._build()
         for parameter, kept in zip(self.parameters, found["parameters"], strict=True):
             parameter.copy_(kept)
