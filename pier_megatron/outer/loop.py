@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,40 @@ class OuterLoop:
             self._gatherings = Gatherings(
                 islands, self._stagings, self._judge, self._members, self._round, self._over_group, self.device
             )
+
+    @classmethod
+    def for_optimizer(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        config: PierConfig,
+        exchange: GroupExchange,
+        *,
+        group: dist.ProcessGroup | None = None,
+        report: Callable[[OuterStepReport], None] = lambda report: None,
+    ) -> Self:
+        """Builds the loop over the parameters of an inner optimizer, of which every rank of a group holds all.
+
+        Args:
+            optimizer: Inner optimizer over FP32 parameters, which are the same in all groups.
+            config: Schedules and sizes.
+            exchange: Collectives between the ranks that have the same place in their groups, one rank of each group.
+            group: Ranks of this group, which train copies of the same parameters; None if it is this rank alone.
+            report: Called for each outer step once its numbers are there, on every rank.
+
+        Raises:
+            TypeError: If a parameter is not float32, or is sharded over ranks.
+        """
+        parameters = [parameter for settings in optimizer.param_groups for parameter in settings["params"]]
+        for parameter in parameters:
+            if type(parameter.data) is not Tensor:
+                raise TypeError(
+                    f"OuterLoop.for_optimizer takes whole parameters, but one is a {type(parameter.data).__name__}. Build "
+                    "OuterLoop over Shards of what each rank holds of it, for example parameter.to_local()."
+                )
+        is_copied = group is not None and group.size() > 1
+        shards = Shards(parameters, is_counted=group is None or group.rank() == 0, is_copied=is_copied)
+        inner_state = functools.partial(_moments, optimizer)
+        return cls([[shards]], config, exchange, group=group, inner_state=inner_state, report=report)
 
     @property
     def iteration(self) -> int:
@@ -395,3 +430,9 @@ class OuterLoop:
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return phase(name, self.exchange, self.iteration)
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What an optimizer keeps for every element of a parameter: not its count of steps, which can have the same shape."""
+    state = optimizer.state.get(parameter, {}).items()
+    return {name: value for name, value in state if name != "step" and getattr(value, "shape", None) == parameter.shape}

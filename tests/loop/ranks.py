@@ -173,20 +173,12 @@ class Rank:
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
         between, inside = self._communicators.of(settings)
         config = settings.pier()
-        self.commits = 0
-
-        def commit() -> None:
-            self.commits += 1
-
-        self.loop = OuterLoop(
-            [[Shards(split), Shards(copied, is_counted=self._part == 0)]],
-            config,
-            GroupExchange(between, config.codec),
-            group=inside,
-            inner_state=self._moments,
-            on_change=commit,
-            report=self.reports.append,
-        )
+        exchange, report = GroupExchange(between, config.codec), self.reports.append
+        if settings.ranks_in_group == 1:
+            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report)
+        else:
+            shards = [Shards(split), Shards(copied, is_counted=self._part == 0)]
+            self.loop = OuterLoop([shards], config, exchange, group=inside, inner_state=self._moments, report=report)
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self._optimizer.state.get(parameter, {})
