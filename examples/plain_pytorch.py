@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pier_megatron import PierConfig
-from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport, Shards
+from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport
 
 CONTEXT, BATCH = 64, 16
 
@@ -59,22 +59,14 @@ def main() -> None:
 
     torch.manual_seed(0)  # All groups start from the same weights.
     model = Model().to(device)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     def report(step: OuterStepReport) -> None:
         if rank == 0:
             print(step.line())
 
     config = PierConfig(options.iterations, options.groups, sync_interval=options.sync_interval, preset=options.preset)
-    loop = OuterLoop(
-        [[Shards([parameter.data for parameter in parameters], is_counted=place == 0)]],
-        config,
-        GroupExchange(between if options.groups > 1 else None, config.codec),
-        group=inside,
-        inner_state=lambda data: moments(optimizer, parameters, data),
-        report=report,
-    )
+    loop = OuterLoop.for_optimizer(optimizer, config, GroupExchange(between, config.codec), group=inside, report=report)
 
     text = torch.tensor(list(b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))))
     draw = torch.Generator().manual_seed(1 + rank)  # Every rank reads other text.
@@ -85,7 +77,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         # The lazy start averages gradients over all ranks; afterwards each group is on its own.
-        for parameter in parameters:
+        for parameter in model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=inside if loop.is_local else None)
             parameter.grad /= size if loop.is_local else world
@@ -94,12 +86,6 @@ def main() -> None:
         if iteration % 50 == 0 and place == 0:
             print(f"iteration {iteration}, group {group}: loss {loss.item():.3f} nats per byte")
     dist.destroy_process_group()
-
-
-def moments(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """AdamW's moments of the parameter that holds ``data``: what a group that went astray takes over from another one."""
-    owner = next(parameter for parameter in parameters if parameter.data_ptr() == data.data_ptr())
-    return {name: value for name, value in optimizer.state.get(owner, {}).items() if value.shape == owner.shape}
 
 
 if __name__ == "__main__":

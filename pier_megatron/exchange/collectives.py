@@ -102,7 +102,7 @@ class GroupExchange(Exchange):
     """Collectives between all groups.
 
     Attributes:
-        process_group: One rank of each group, in group order; None if there is a single one.
+        process_group: One rank of each group, in group order; None if there is a single group.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class GroupExchange(Exchange):
         """Wraps the plugin's own communicator.
 
         Args:
-            process_group: One rank of each group, in group order. None stands for a single group: there is nobody to
-                talk to.
+            process_group: One rank of each group, in group order. None stands for a single group, as does one rank: there
+                is nobody to talk to.
             codec: What sums look like on the wire.
             groups: Numbers of these groups among all; by default, all of them.
         """
         size, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
         super().__init__(codec, groups or range(size), rank, Wire(codec, size))
-        self.process_group = process_group
+        self.process_group = process_group if size > 1 else None
 
     def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":
         """Begins to sum ``vector`` over all groups; see :meth:`Exchange.sum`."""

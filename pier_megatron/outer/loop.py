@@ -1,8 +1,10 @@
 """The outer loop of one rank: when groups meet, and what they do then. Plain PyTorch; Megatron is one of its users."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,12 @@ from pier_megatron.outer.pulls import Pulls
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.rounds import DISTANCE, OuterRound, momentum_warmup
 from pier_megatron.outer.rules import rule_at
-from pier_megatron.outer.staging import Staging
-from pier_megatron.outer.state import ANCHOR, COMMON, MOMENTUM, OuterState, Shards
+from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot, StateBuffers
+from pier_megatron.outer.staging import Staging, chunks_of
+from pier_megatron.outer.state import COMMON, OuterState, Shards
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import Judge, KnownVerdicts, Verdicts
 from pier_megatron.outer.weights import Weights
-
-Snapshot = dict[str, Any]
-"""An outer loop as plain data, see :meth:`OuterLoop.snapshot`."""
 
 
 class OuterLoop:
@@ -37,10 +37,7 @@ class OuterLoop:
 
     Attributes:
         states: Anchor and momentum over the parameters of this rank.
-        iteration: The iteration under way, 1-based; between iterations, the last one completed.
-        is_local: Whether it belongs to the local phase, in which groups train apart.
-        is_synchronised: Whether all groups hold the same parameters now.
-        last_common_step: Iteration after which this group took its last outer step with the others.
+        progress: Where this group stands in its run.
         is_deserted: Whether too few islands have come together for longer than this one waits.
         rounds: Outer steps whose exchange is hidden behind the present iterations.
     """
@@ -98,15 +95,67 @@ class OuterLoop:
         self._members = Members(config, self.exchange.size, self._moments, self.device)
         self._judge = Judge(config, self._stagings, self._over_group, self.device)
         self.reports = OuterStepReports(config, report)
-        self.iteration = self.last_common_step = 0
-        self.is_local, self.is_synchronised = False, True
+        self.progress = Progress()
         self.is_deserted = False
-        self._trained = 0
         self._gatherings: Gatherings | None = None
         if islands is not None:
             self._gatherings = Gatherings(
                 islands, self._stagings, self._judge, self._members, self._round, self._over_group, self.device
             )
+
+    @classmethod
+    def for_optimizer(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        config: PierConfig,
+        exchange: GroupExchange,
+        *,
+        group: dist.ProcessGroup | None = None,
+        report: Callable[[OuterStepReport], None] = lambda report: None,
+    ) -> Self:
+        """Builds the loop over the parameters of an inner optimizer, of which every rank of a group holds all.
+
+        Args:
+            optimizer: Inner optimizer over FP32 parameters, which are the same in all groups.
+            config: Schedules and sizes.
+            exchange: Collectives between the ranks that have the same place in their groups, one rank of each group.
+            group: Ranks of this group, which train copies of the same parameters; None if it is this rank alone.
+            report: Called for each outer step once its numbers are there, on every rank.
+
+        Raises:
+            TypeError: If a parameter is not float32, or is sharded over ranks.
+        """
+        parameters = [parameter for settings in optimizer.param_groups for parameter in settings["params"]]
+        for parameter in parameters:
+            if type(parameter.data) is not Tensor:
+                raise TypeError(
+                    f"OuterLoop.for_optimizer takes whole parameters, but one is a {type(parameter.data).__name__}. Build "
+                    "OuterLoop over Shards of what each rank holds of it, for example parameter.to_local()."
+                )
+        is_copied = group is not None and group.size() > 1
+        shards = Shards(parameters, is_counted=group is None or group.rank() == 0, is_copied=is_copied)
+        inner_state = functools.partial(_moments, optimizer)
+        return cls([[shards]], config, exchange, group=group, inner_state=inner_state, report=report)
+
+    @property
+    def iteration(self) -> int:
+        """The iteration under way, 1-based; between iterations, the last one completed."""
+        return self.progress.iteration
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it belongs to the local phase, in which groups train apart."""
+        return self.progress.is_local
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether all groups hold the same parameters now."""
+        return self.progress.is_synchronised
+
+    @property
+    def last_common_step(self) -> int:
+        """Iteration after which this group took its last outer step with others."""
+        return self.progress.last_common_step
 
     @property
     def groups_meet(self) -> bool:
@@ -135,9 +184,9 @@ class OuterLoop:
         if not self.is_local and not self.config.is_lazy(iteration):
             # Wherever the lazy start ends, and whether or not its last iteration was skipped.
             self._weights.become_anchor()
-            self.is_local, self._trained = True, 0
-        self.iteration = iteration
-        self.is_synchronised = not self.is_local
+            self.progress.is_local, self.progress.trained = True, 0
+        self.progress.iteration = iteration
+        self.progress.is_synchronised = not self.is_local
 
     @torch.no_grad()
     def end_iteration(self, has_trained: bool = True) -> None:
@@ -151,7 +200,7 @@ class OuterLoop:
             DivergedError: If an outer step is due and no group has finite parameters.
             AnchorsDifferError: If the groups do not hold the same anchor.
         """
-        self._trained += has_trained
+        self.progress.trained += has_trained
         if self.is_local:
             self._pulls.proceed(self.iteration)
             self._move_rounds()
@@ -159,7 +208,7 @@ class OuterLoop:
             if self.config.subgroup is not None and self.iteration == self.config.train_iters:
                 with self._phase("agree"):
                     self._weights.agree_on_mean()
-                self.is_synchronised = True
+                self.progress.is_synchronised = True
             # Where all groups hold the same parameters they have just met: nobody waits.
             self.reports.write_arrived(waits=self.is_synchronised)
         elif self.config.is_momentum_warmup(self.iteration):
@@ -191,68 +240,65 @@ class OuterLoop:
         for state in self.states:
             state.momentum.zero_()
         self._pulls.restart()
-        self.iteration = self.iteration if iteration is None else iteration
-        self.last_common_step, self._trained = self.iteration, 0
+        self.progress.iteration = self.iteration if iteration is None else iteration
+        self.progress.last_common_step, self.progress.trained = self.iteration, 0
 
     def snapshot(self) -> Snapshot:
-        """The loop as plain data; :meth:`restore` goes on from it exactly, given the same parameters and inner state.
+        """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.
 
         Waits for everything that is on its way between the groups, and applies nothing before its time.
 
         Returns:
-            Numbers and tensors by name; the flat buffers are views of the loop's own.
+            Snapshot; its flat buffers are the loop's own.
         """
         self._pulls.finish(range(self.config.fragments))
         rounds = [round_.settle() for round_ in self.rounds]
         own = [self._members.last_restart, *(round_.verdicts.own for round_ in self.rounds)]
         restarts, *verdicts = self.exchange.gather(torch.tensor(own, device=self.device)).result().T.tolist()
         self.reports.write_arrived(waits=True)
+        return Snapshot(
+            dataclasses.replace(self.progress),
+            self.buffers(),
+            [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
+            sorted(self._pulls.done),
+            {group: iteration for group, iteration in enumerate(restarts) if iteration != NEVER},
+            self._judge.outliers.state_dict() if self._judge.outliers else {},
+        )
+
+    def buffers(self) -> list[StateBuffers]:
+        """Returns the loop's own flat buffers, to read a snapshot into, without talking to other groups."""
         for staging in self._stagings:
             staging.synchronize()
-        return {
-            "iteration": self.iteration,
-            "is_local": self.is_local,
-            "is_synchronised": self.is_synchronised,
-            "last_common_step": self.last_common_step,
-            "trained": self._trained,
-            "states": [
-                {ANCHOR: state.anchor, MOMENTUM: state.momentum, "residuals": state.residuals()} for state in self.states
-            ],
-            "rounds": [round_ | {"verdicts": found} for round_, found in zip(rounds, verdicts, strict=True)],
-            "pulled": sorted(self._pulls.done),
-            "restarted": {group: iteration for group, iteration in enumerate(restarts) if iteration != NEVER},
-            "outliers": self._judge.outliers.state_dict() if self._judge.outliers else {},
-        }
+        return [state.buffers() for state in self.states]
+
+    def round_buffers(self, begun: int, verdicts: Sequence[int]) -> RoundBuffers:
+        """Returns host memory to read a round of a snapshot into: one that began after ``begun``, with its verdicts."""
+        fragments = self.config.fragments_due(begun)
+        numel = sum(chunk.numel for _, chunk in chunks_of(self._stagings, fragments))
+        return RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Goes on from a snapshot; of an equally configured run over the same shards, or without rounds and residuals.
+        """Continues from a snapshot of an equally configured run over the same shards; rounds and residuals may be missing.
 
         The parameters have been restored before.
 
         Raises:
             PierConfigError: If this run would fall back into the lazy start.
         """
-        self.config.check_resumable(snapshot["iteration"], snapshot["is_local"])
-        self.iteration = snapshot["iteration"]
-        self.is_local, self.is_synchronised = snapshot["is_local"], snapshot["is_synchronised"]
-        self.last_common_step, self._trained = snapshot["last_common_step"], snapshot["trained"]
-        for state, saved in zip(self.states, snapshot["states"], strict=True):
-            for name in COMMON:
-                state.flats[name].copy_(saved[name])
-            for name, residual in state.residuals().items():
-                if name in saved["residuals"]:
-                    residual.copy_(saved["residuals"][name])
-        self._pulls.restart(snapshot["pulled"])
+        self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
+        self.progress = dataclasses.replace(snapshot.progress)
+        for state, buffers in zip(self.states, snapshot.states, strict=True):
+            state.restore(buffers)
+        self._pulls.restart(snapshot.pulled)
         self.rounds = []
-        for saved in snapshot["rounds"]:
-            meeting = meeting_at(self.config, self.exchange, saved["begun"])
-            verdicts = KnownVerdicts(meeting, saved["verdicts"])
-            round_ = self._round(saved["begun"], meeting, verdicts, Stopwatch(self.device))
-            round_.resume(saved["own"], saved["sum"])
+        for saved in snapshot.rounds:
+            meeting = meeting_at(self.config, self.exchange, saved.begun)
+            round_ = self._round(saved.begun, meeting, KnownVerdicts(meeting, saved.verdicts), Stopwatch(self.device))
+            round_.resume(saved)
             self.rounds.append(round_)
-        self._members.last_restart = snapshot["restarted"].get(self.exchange.rank, NEVER)
+        self._members.last_restart = snapshot.restarted.get(self.exchange.rank, NEVER)
         if self._judge.outliers:
-            self._judge.outliers.load_state_dict(snapshot["outliers"])
+            self._judge.outliers.load_state_dict(snapshot.outliers)
         self._weights.commit()
 
     def checksums(self) -> list[dict[str, int]]:
@@ -308,7 +354,7 @@ class OuterLoop:
             with self._phase("outer_step"):
                 self._members.check(round_, self.iteration)
                 round_.run()
-            self.is_synchronised = round_.rule.has_common_anchor and len(fragments) == self.config.fragments
+            self.progress.is_synchronised = round_.rule.has_common_anchor and len(fragments) == self.config.fragments
             self._end(round_)
 
     def _move_rounds(self) -> None:
@@ -330,20 +376,20 @@ class OuterLoop:
         """Takes an outer step with those who are there, if one is due, or joins them."""
         assert self._gatherings is not None
         with self._phase("meeting"):
-            meeting = self._gatherings.meet(self.iteration, self.last_common_step, fragments, self._trained)
+            meeting = self._gatherings.meet(self.progress.iteration, self.last_common_step, fragments, self.progress.trained)
         self.is_deserted = meeting is None
         if meeting is None:
             return
-        self.iteration, self.last_common_step = meeting.iteration, meeting.last_common_step
+        self.progress.iteration, self.progress.last_common_step = meeting.iteration, meeting.last_common_step
         if meeting.round is not None or meeting.has_joined:
-            self._trained = 0
-        self.is_local |= meeting.has_joined
+            self.progress.trained = 0
+        self.progress.is_local |= meeting.has_joined
         if meeting.round is not None:
             meeting.round.finish()
         if meeting.round is not None or meeting.has_joined:
             self._weights.return_to_anchor()
             self._weights.commit()
-            self.is_synchronised = meeting.round is not None
+            self.progress.is_synchronised = meeting.round is not None
         if meeting.round is not None:
             self.reports.add(
                 meeting.round, Gathered([self._of_group(meeting.round)], [Computed(self.device)]), meeting.restarted
@@ -357,8 +403,8 @@ class OuterLoop:
                 for other in self.rounds:
                     other.forget_progress()
             self._weights.commit()
-        own, self.last_common_step = self._of_group(round_), round_.begun
-        self._trained = self.iteration - round_.begun
+        own, self.progress.last_common_step = self._of_group(round_), round_.begun
+        self.progress.trained = self.iteration - round_.begun
         # Where groups have anchors of their own, each reports for itself: nobody waits for those that it has met.
         is_common = round_.rule.has_common_anchor
         sums = self.exchange.gather(own) if is_common else Gathered([own], [Computed(self.device)])
@@ -384,3 +430,9 @@ class OuterLoop:
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return phase(name, self.exchange, self.iteration)
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What an optimizer keeps for every element of a parameter: not its count of steps, which can have the same shape."""
+    state = optimizer.state.get(parameter, {}).items()
+    return {name: value for name, value in state if name != "step" and getattr(value, "shape", None) == parameter.shape}

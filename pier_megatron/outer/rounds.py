@@ -5,13 +5,12 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from pier_megatron.exchange.collectives import Exchange, Sum
 from pier_megatron.outer.rules import OuterRule
+from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, Buffers, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, state_names, sum_of_bits
 from pier_megatron.outer.stopwatch import Stopwatch
@@ -174,13 +173,8 @@ class OuterRound:
             times = window(index, len(self._flights), span)
             self._move(flight, sum(age >= time for time in times))
 
-    def settle(self) -> dict[str, Any]:
-        """Waits for everything to arrive, so that only :meth:`finish` is left to do.
-
-        Returns:
-            The round as plain data: when it began, its ``own`` pseudo-gradients, and the ``sum`` over the groups that has
-            arrived; both float32 and as long as the round's chunks together.
-        """
+    def settle(self) -> RoundBuffers:
+        """Waits for everything to arrive, so that only :meth:`finish` is left to do; returns copies, without verdicts."""
         self.arrive()
         for staging in {flight.staging for flight in self._flights}:
             staging.synchronize()
@@ -188,12 +182,12 @@ class OuterRound:
         own, total = (torch.cat([part[name] for part in parts]) for name in (OWN, SHARED))
         if self._forgets_progress:
             own.zero_()
-        return {"begun": self.begun, "own": own, "sum": total}
+        return RoundBuffers(self.begun, own, total)
 
-    def resume(self, own: Tensor, total: Tensor) -> None:
-        """Goes on where :meth:`settle` has left another round; in place of :meth:`begin`."""
+    def resume(self, saved: RoundBuffers) -> None:
+        """Continues where :meth:`settle` has left another round; in place of :meth:`begin`."""
         sizes = [chunk.numel for _, chunk in self._chunks]
-        for (staging, chunk), *parts in zip(self._chunks, own.split(sizes), total.split(sizes), strict=True):
+        for (staging, chunk), *parts in zip(self._chunks, saved.own.split(sizes), saved.sum.split(sizes), strict=True):
             flight = _Flight(staging, chunk, staging.keep(), _ARRIVED)
             for kept, part in zip(flight.kept.of(chunk).values(), parts, strict=True):
                 kept.copy_(part)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
+from pier_megatron.outer.snapshot import StateBuffers
 
 ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
 """Names of the flat buffers."""
@@ -187,10 +188,20 @@ class OuterState:
         bounds = itertools.accumulate((tensor.numel() for tensor in self._given), initial=0)
         return ((tensor, slice(*ends)) for tensor, ends in zip(self._given, itertools.pairwise(bounds), strict=True))
 
-    def residuals(self) -> dict[str, Tensor]:
-        """With error feedback, all that the codec has dropped, by name; float32."""
+    def buffers(self) -> StateBuffers:
+        """Returns the state's own tensors, not copies: they change with it, and what is written to them it holds."""
+        dropped = {RESIDUAL: self.flats[RESIDUAL]} if RESIDUAL in self.flats else {}
         reduced = {f"reduced_{start}": residual for start, residual in self.reduced_residuals.items()}
-        return ({RESIDUAL: self.flats[RESIDUAL]} if RESIDUAL in self.flats else {}) | reduced
+        return StateBuffers(self.anchor, self.momentum, dropped | reduced)
+
+    def restore(self, saved: StateBuffers) -> None:
+        """Takes over saved tensors, except those that are its own; residuals that were not saved stay."""
+        own = self.buffers()
+        pairs = [(own.anchor, saved.anchor), (own.momentum, saved.momentum)]
+        pairs += [(own.residuals[name], saved.residuals[name]) for name in own.residuals.keys() & saved.residuals.keys()]
+        for target, source in pairs:
+            if target is not source:
+                target.copy_(source)
 
     def copy_parameters_to(self, flat: Tensor) -> Tensor:
         """Reads the main parameters into ``flat``, laid out as the flat buffers: float32 of shape ``[numel]``."""

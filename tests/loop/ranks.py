@@ -27,6 +27,7 @@ from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, meetings
 from pier_megatron.outer.members import Members
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
 from pier_megatron.outer.weights import Weights
@@ -79,7 +80,7 @@ def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
 _take_back, _settle = Staging.take_back, OuterRound.settle
 
 
-def _settle_without_residuals(round_: OuterRound) -> dict[str, Any]:
+def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
     """What arrives for the sake of a snapshot leaves the residuals as they were."""
 
     def take_back(staging: Staging, staged: Staged, writes: Collection[str]) -> None:
@@ -172,20 +173,12 @@ class Rank:
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
         between, inside = self._communicators.of(settings)
         config = settings.pier()
-        self.commits = 0
-
-        def commit() -> None:
-            self.commits += 1
-
-        self.loop = OuterLoop(
-            [[Shards(split), Shards(copied, is_counted=self._part == 0)]],
-            config,
-            GroupExchange(between, config.codec),
-            group=inside,
-            inner_state=self._moments,
-            on_change=commit,
-            report=self.reports.append,
-        )
+        exchange, report = GroupExchange(between, config.codec), self.reports.append
+        if settings.ranks_in_group == 1:
+            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report)
+        else:
+            shards = [Shards(split), Shards(copied, is_counted=self._part == 0)]
+            self.loop = OuterLoop([shards], config, exchange, group=inside, inner_state=self._moments, report=report)
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self._optimizer.state.get(parameter, {})
@@ -257,7 +250,7 @@ class Rank:
         found = torch.load(file, weights_only=True)
         if changes:
             self._settings = dataclasses.replace(self._settings, config=self._settings.config | changes)
-            found["loop"]["rounds"] = []
+            found["loop"].rounds = []
         self._build()
         for parameter, kept in zip(self.parameters, found["parameters"], strict=True):
             parameter.copy_(kept)

@@ -17,7 +17,6 @@ from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.outer import Snapshot
 from pier_megatron.outer.description import LAYER_WISE, Description, group_prefix
-from pier_megatron.outer.state import ANCHOR, MOMENTUM
 
 # Sizes that decide how a group's ranks share the model, by their names among Megatron's arguments.
 _LAYOUT = (
@@ -76,11 +75,11 @@ class Place:
             _state_of(
                 owner,
                 {
-                    id(main): {"param": flat[ANCHOR][at].view(main.shape), "exp_avg": flat[MOMENTUM][at].view(main.shape)}
+                    id(main): {"param": state.anchor[at].view(main.shape), "exp_avg": state.momentum[at].view(main.shape)}
                     for main, at in slices
                 },
             )
-            for owner, slices, flat in zip(self.owners, self.slices, snapshot["states"], strict=True)
+            for owner, slices, state in zip(self.owners, self.slices, snapshot.states, strict=True)
         ]
 
     def inner_states(self, trained: Sequence[Tensor] | None = None) -> list[ParameterState]:
@@ -104,11 +103,11 @@ class Place:
         """What only a run of the same shape can go on with: residuals and exchanges under way."""
         tensors = {
             f"{index}.{name}": residual
-            for index, state in enumerate(snapshot["states"])
-            for name, residual in state["residuals"].items()
+            for index, state in enumerate(snapshot.states)
+            for name, residual in state.residuals.items()
         }
-        for round_ in snapshot["rounds"]:
-            tensors |= {f"round_{round_['begun']}.{name}": round_[name] for name in ("own", "sum")}
+        for round_ in snapshot.rounds:
+            tensors |= {f"round_{round_.begun}.own": round_.own, f"round_{round_.begun}.sum": round_.sum}
         return tensors
 
     def sharded_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

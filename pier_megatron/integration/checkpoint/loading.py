@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island, folder_of_island
@@ -16,7 +14,7 @@ from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.description import ENTRY, Description, group_prefix
-from pier_megatron.outer.state import COMMON
+from pier_megatron.outer.snapshot import Progress
 
 
 @dataclasses.dataclass
@@ -32,7 +30,7 @@ class _Request:
         sources: Folders and groups from which each group continues.
         inner_sources: Saved groups whose inner state this group goes on with, as their mean.
         outer_sources: The same for the outer state; none if the first island hands it out.
-        snapshot: The outer loop's; its tensors are what is read into.
+        snapshot: Snapshot for the outer loop; its tensors are what is read into.
         stock: Megatron's own description of the optimizer's state.
         model_state: The sharded state of the model.
         objects: What the first source has beside its tensors, once it was read.
@@ -131,20 +129,14 @@ class Loading:
         changes = saved.check(present, config.override_checkpoint, lacking)
         sources.check_folders(saved)
         is_exact = saved.is_exact_for(present) and not lacking
-        rounds = []
-        for begun, verdicts in saved.rounds.items() if is_exact else ():
-            fragments = config.fragments_due(begun)
-            numel = sum(chunk.numel for state in loop.states for chunk in state.chunks if chunk.fragment in fragments)
-            rounds.append({"begun": begun, "verdicts": verdicts, "own": torch.empty(numel), "sum": torch.empty(numel)})
-        snapshot = loop.snapshot() | {
-            "iteration": saved.iteration,
-            "is_local": saved.is_local,
-            "is_synchronised": saved.is_synchronised,
-            "last_common_step": saved.iteration if saved.last_common_step is None else saved.last_common_step,
-            "rounds": rounds,
-            "pulled": saved.pulled_for(present),
-            "restarted": saved.restarted if is_exact else {},
-        }
+        last_common_step = saved.iteration if saved.last_common_step is None else saved.last_common_step
+        snapshot = Snapshot(
+            Progress(saved.iteration, bool(saved.is_local), bool(saved.is_synchronised), last_common_step),
+            loop.buffers(),
+            [loop.round_buffers(begun, verdicts) for begun, verdicts in saved.rounds.items()] if is_exact else [],
+            saved.pulled_for(present),
+            saved.restarted if is_exact else {},
+        )
         is_given = sources.is_handed_out(saved) and place.group > 0
         return _Request(
             saved,
@@ -180,11 +172,11 @@ class Loading:
         if request.sources.is_handed_out(request.saved):
             self._receive_outer_state(request.snapshot)
         assert request.objects is not None
-        request.snapshot["outliers"] = request.objects["outliers"]
+        snapshot, progress = request.snapshot, request.snapshot.progress
+        snapshot.outliers = request.objects["outliers"]
         # Older plugins do not say: all of them, as far as they knew.
-        since = request.snapshot["iteration"] - request.snapshot["last_common_step"]
-        request.snapshot["trained"] = request.objects.get("trained", since)
-        self._loop.restore(request.snapshot)
+        progress.trained = request.objects.get("trained", progress.iteration - progress.last_common_step)
+        self._loop.restore(snapshot)
         return True
 
     def _take_from(
@@ -234,9 +226,9 @@ class Loading:
     def _receive_outer_state(self, snapshot: Snapshot) -> None:
         """Takes over from the first island what all islands have in common, which only its folder holds."""
         exchange = self._loop.exchange
-        for state in snapshot["states"]:
-            for name in COMMON:
-                exchange.broadcast(state[name], 0, range(1, exchange.size))
+        for state in snapshot.states:
+            for buffer in (state.anchor, state.momentum):
+                exchange.broadcast(buffer, 0, range(1, exchange.size))
 
     def _inner_settings(self, request: _Request) -> list[dict[Any, Any]]:
         """What each inner optimizer has beside its tensors."""

@@ -40,15 +40,16 @@ class Saving:
         # Of each group, where they hold different ones.
         has_common = place.config.subgroup is None
         self._holders: list[int | None] = [None] if has_common else list(range(self._groups))
+        progress = snapshot.progress
         self.description = place.describe(
-            snapshot["iteration"],
+            progress.iteration,
             own_inner_state=self._groups_with_own_inner_state(),
-            pulled=tuple(snapshot["pulled"]),
-            rounds={round_["begun"]: tuple(round_["verdicts"]) for round_ in snapshot["rounds"]},
-            restarted=snapshot["restarted"],
-            is_local=snapshot["is_local"],
-            is_synchronised=snapshot["is_synchronised"],
-            last_common_step=snapshot["last_common_step"],
+            pulled=tuple(snapshot.pulled),
+            rounds={round_.begun: tuple(round_.verdicts) for round_ in snapshot.rounds},
+            restarted=snapshot.restarted,
+            is_local=progress.is_local,
+            is_synchronised=progress.is_synchronised,
+            last_common_step=progress.last_common_step,
             holds_outer_state=not (has_common and place.island and not place.is_job),
             checksums={
                 checksum_name(name, group): sums[name]
@@ -62,9 +63,9 @@ class Saving:
         return self._place.config.groups if self._place.island is None else 1
 
     def _groups_with_own_inner_state(self) -> tuple[int, ...]:
-        if not self._snapshot["is_local"] or self._place.config.save_inner_state == "first":
+        if not self._snapshot.progress.is_local or self._place.config.save_inner_state == "first":
             return ()
-        return tuple(range(1 if self._snapshot["is_synchronised"] else 0, self._groups))
+        return tuple(range(1 if self._snapshot.progress.is_synchronised else 0, self._groups))
 
     def announcement(self) -> str:
         """What rank 0 says of the checkpoint."""
@@ -103,14 +104,14 @@ class Saving:
             "inner": [owner.settings() for owner in place.owners],
             "scheduler steps": None if self._scheduler is None else self._scheduler.num_steps,
             "rng": random_states(),
-            "outliers": snapshot["outliers"],
-            "trained": snapshot["trained"],
+            "outliers": snapshot.outliers,
+            "trained": snapshot.progress.trained,
         }
         entry["objects"] = sharded_object(place.group, place.ranks.rank(), objects, copy=(0, 0))
         entry["tensors"] = place.sharded_tensors(place.exact_tensors(snapshot))
         if versions.megatron_args().async_save:
             _copy_host_memory(entry)
-        if snapshot["is_local"] and place.group > 0:
+        if snapshot.progress.is_local and place.group > 0:
             # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
             stock = without_sharded(stock)
         return {**stock, ENTRY: entry}

@@ -1,0 +1,78 @@
+"""A snapshot that is read into the loop's own buffers, as checkpoints are."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pier_megatron import PierConfig
+from pier_megatron.exchange.collectives import Gathered, GroupExchange
+from pier_megatron.outer import OuterLoop, Shards, Snapshot
+from pier_megatron.outer.snapshot import Progress
+
+
+class _Deaf(GroupExchange):
+    """Two groups, of which the other never comes to a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.groups = 2, (0, 1)
+
+    def gather(self, vector: torch.Tensor) -> Gathered:
+        raise AssertionError("a collective")
+
+
+class _Copies(TorchFunctionMode):
+    """Notes where tensors are copied to, and finds copies onto themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: set[int] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.copy_:
+            assert args[0].data_ptr() != args[1].data_ptr(), "a copy onto itself"
+            self.targets.add(args[0].data_ptr())
+        return function(*args, **(kwargs or {}))
+
+
+def _loop() -> OuterLoop:
+    config = PierConfig(train_iters=20, groups=2, sync_interval=4, lazy_start_iters=4, exchange_dtype="int8", offload=True)
+    return OuterLoop([[Shards([torch.randn(10), torch.randn(4, 5)])]], config, _Deaf())
+
+
+def test_buffers_are_the_loops_own_and_talk_to_nobody() -> None:
+    loop = _loop()
+    [buffers] = loop.buffers()
+    buffers.momentum.fill_(3.0)
+    with _Copies() as copies:
+        loop.restore(Snapshot(Progress(6, is_local=True, is_synchronised=False, last_common_step=4, trained=2), [buffers]))
+    assert not copies.targets
+    assert loop.states[0].momentum.eq(3.0).all()
+    assert (loop.iteration, loop.is_local, loop.is_synchronised, loop.last_common_step) == (6, True, False, 4)
+
+
+@pytest.mark.parametrize("has_residuals", [True, False])
+def test_foreign_buffers_are_copied(has_residuals: bool) -> None:
+    loop, other = _loop(), _loop()
+    [own], [saved] = loop.buffers(), other.buffers()
+    for tensor in (saved.momentum, *saved.residuals.values()):
+        tensor.fill_(3.0)
+    if not has_residuals:
+        saved = dataclasses.replace(saved, residuals={})
+    with _Copies() as copies:
+        loop.restore(Snapshot(Progress(6, is_local=True), [saved]))
+    assert copies.targets >= {own.anchor.data_ptr(), own.momentum.data_ptr()}
+    torch.testing.assert_close(own.anchor, saved.anchor, rtol=0, atol=0)
+    assert all(bool(residual.eq(3.0).all()) is has_residuals for residual in own.residuals.values() if residual.numel())
+    # The snapshot stays what it was.
+    loop.states[0].anchor.zero_()
+    assert saved.anchor.any()
+
+
+def test_room_for_a_round_is_as_long_as_its_chunks() -> None:
+    buffers = _loop().round_buffers(8, (1, 1))
+    assert (buffers.begun, buffers.verdicts) == (8, (1, 1))
+    assert len(buffers.own) == len(buffers.sum) == 30
