@@ -27,6 +27,7 @@ _TRAINING = (
 _SPAWNING_SCRIPT = """
 import multiprocessing
 import sys
+from pathlib import Path
 
 import torch
 
@@ -40,7 +41,7 @@ class Message:
 
 
 def report(queue):
-    queue.put((__name__, ON_EMULATED_DEVICE.device.type, neighbour.NAME))
+    queue.put((__name__, Path(__file__).name, ON_EMULATED_DEVICE.device.type, neighbour.NAME))
 
 
 if __name__ == "__main__":
@@ -83,7 +84,7 @@ def test_spawned_processes_know_the_main_module(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'")
     command = [*_LAUNCHER, "--device", "cpu", str(tmp_path / "script.py"), "--flag", "value"]
     log = execute(command, tmp_path / "log.txt")
-    assert "arguments ['--flag', 'value'] child ('__mp_main__', 'cpu', 'neighbour')" in log
+    assert "arguments ['--flag', 'value'] child ('__mp_main__', 'script.py', 'cpu', 'neighbour')" in log
     assert "message of the script's own" in log
     assert "compiled kernels, and adds: --distributed-backend gloo" in log
 
