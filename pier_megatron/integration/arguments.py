@@ -175,8 +175,10 @@ def _number_of_nodes() -> int:
     """How many nodes the launcher started, from its environment."""
     if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
         return int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ["LOCAL_WORLD_SIZE"])
-    if "SLURM_NNODES" in os.environ:
-        return int(os.environ["SLURM_NNODES"])
+    # Those of a job step may be fewer than those of the allocation.
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
+        if name in os.environ:
+            return int(os.environ[name])
     raise PierConfigError(
         "--pier-groups: the number of nodes is unknown (neither LOCAL_WORLD_SIZE nor SLURM_NNODES is set), so there is no "
         "default. Give the number of groups."

@@ -17,7 +17,7 @@ from pier_megatron import register  # noqa: E402
 
 
 def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NNODES"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NNODES", "SLURM_STEP_NUM_NODES"):
         os.environ.pop(name, None)
     os.environ.update(environment)
     sys.argv = ["pretrain.py", *argv]

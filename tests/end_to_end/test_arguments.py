@@ -203,6 +203,10 @@ _ACCEPTED = {
     "pier": (_PIER, _WORLD),
     "one group per node": ("--optimizer pier", _WORLD),
     "one group per Slurm node": ("--optimizer pier", {"WORLD_SIZE": "8", "SLURM_NNODES": "4"}),
+    "one group per node of a Slurm step": (
+        "--optimizer pier",
+        {"WORLD_SIZE": "8", "SLURM_NNODES": "16", "SLURM_STEP_NUM_NODES": "4"},
+    ),
     "one group per domain": ("--optimizer pier --pier-ranks-per-domain 2", _WORLD),
     "groups across domains": ("--optimizer pier --pier-ranks-per-domain 2 --pier-groups 2", {"WORLD_SIZE": "8"}),
     "flags that Pier sets anyway": (
@@ -266,6 +270,7 @@ def test_stock_run_keeps_its_arguments(outcomes: dict[str, dict[str, object]]) -
         ("pier", 2),
         ("one group per node", 2),
         ("one group per Slurm node", 4),
+        ("one group per node of a Slurm step", 4),
         ("one group per domain", 4),
         ("groups across domains", 2),
         ("flags that Pier sets anyway", 2),
