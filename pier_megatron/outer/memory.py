@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from pier_megatron.config import PierConfig
+from pier_megatron.outer.flights import PIPELINE_DEPTH, chunks_on_the_wire
 from pier_megatron.outer.meetings import wire_of
-from pier_megatron.outer.rounds import PIPELINE_DEPTH, chunks_on_the_wire
 from pier_megatron.outer.staging import WORK
 from pier_megatron.outer.state import state_names
 
@@ -69,5 +69,5 @@ def _pulled(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
     if not config.pulls:
         return []
     span = config.sync_interval - config.overlap
-    at_once = (max(chunks_on_the_wire(number, span), PIPELINE_DEPTH + 1) for number in in_fragments)
+    at_once = (max(chunks_on_the_wire(number, span), PIPELINE_DEPTH) for number in in_fragments)
     return sorted(map(min, in_fragments, at_once), reverse=True)

@@ -1,6 +1,5 @@
 """Slow weights of the groups that will meet next, sent behind training: NoLoCo's second tensor."""
 
-import collections
 import math
 from collections.abc import Collection, Container, Iterable, Sequence
 
@@ -9,9 +8,9 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange, GroupExchange, Sum
+from pier_megatron.outer.flights import Crossing, Flight
 from pier_megatron.outer.meetings import meeting_at
-from pier_megatron.outer.rounds import PIPELINE_DEPTH, window
-from pier_megatron.outer.staging import Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.staging import Staged, Staging, chunks_of
 from pier_megatron.outer.state import COMMON, MOMENTUM
 
 
@@ -28,7 +27,8 @@ class Pulls:
     def __init__(self, config: PierConfig, stagings: Sequence[Staging], everyone: GroupExchange, device: torch.device) -> None:
         """Begins with nothing under way; ``device`` is that of the parameters."""
         self._config, self._stagings, self._everyone, self._device = config, stagings, everyone, device
-        self._under_way: list[_Pull] = []
+        # Each with the iteration at whose end it began, and the one at whose end it must have arrived.
+        self._under_way: list[tuple[_Pull, int, int]] = []
         self.done: set[int] = set()
         # Of pulls that have finished: the distances, and the bytes sent.
         self._finished: dict[int, tuple[Tensor, int]] = {}
@@ -59,25 +59,25 @@ class Pulls:
             due = self._config.next_outer_step(fragment, begun)
             if due is None:
                 continue
-            meeting = meeting_at(self._config, self._everyone, due)
+            exchange = meeting_at(self._config, self._everyone, due)
             alpha, strength = self._config.momentum_at(due), self._config.pull_at(due)
-            pull = _Pull(self._stagings, meeting, fragment, iteration, due, alpha, strength, self._device)
-            self._under_way.append(pull)
+            pull = _Pull(self._stagings, exchange, fragment, alpha, strength, self._device)
+            self._under_way.append((pull, iteration, due))
             if due > iteration:
-                pull.proceed(iteration)
+                pull.proceed(0, due - iteration)
 
     def proceed(self, iteration: int) -> None:
         """Moves on what is due at the end of an iteration; called in the same iterations on every rank."""
-        for pull in self._under_way:
-            pull.proceed(iteration)
+        for pull, begun, due in self._under_way:
+            pull.proceed(iteration - begun, due - begun)
 
     def finish(self, fragments: Container[int]) -> None:
         """Waits for the slow weights of some fragments."""
-        for pull in [pull for pull in self._under_way if pull.fragment in fragments]:
-            pull.finish()
-            self._under_way.remove(pull)
+        for pull, *_ in (crossing for crossing in self._under_way if crossing[0].fragment in fragments):
+            pull.arrive()
             self.done.add(pull.fragment)
             self._finished[pull.fragment] = pull.distance, pull.bytes_sent
+        self._under_way = [crossing for crossing in self._under_way if crossing[0].fragment not in fragments]
 
     def take(self, fragments: Collection[int]) -> tuple[Tensor, int]:
         """Waits for the slow weights of fragments whose outer step is due.
@@ -96,54 +96,31 @@ class Pulls:
         return torch.stack([distance for distance, _ in found]).sum(), sum(sent for _, sent in found)
 
 
-class _Pull:
-    """That of one fragment."""
+class _Pull(Crossing):
+    """Slow weights of one fragment on their way."""
 
     def __init__(
         self,
         stagings: Sequence[Staging],
-        meeting: Exchange,
+        exchange: Exchange,
         fragment: int,
-        begun: int,
-        due: int,
         alpha: float,
         strength: float,
         device: torch.device,
     ) -> None:
+        super().__init__(COMMON, [Flight(staging, chunk) for staging, chunk in chunks_of(stagings, (fragment,))])
         self.fragment = fragment
-        self._meeting, self._begun, self._span, self._alpha, self._strength = meeting, begun, due - begun, alpha, strength
-        self._chunks = list(chunks_of(stagings, (fragment,)))
-        self._on_the_wire: collections.deque[tuple[Staged, Sum]] = collections.deque()
-        self._sent = self._landed = 0
+        self._exchange, self._alpha, self._strength = exchange, alpha, strength
         self.distance = torch.zeros((), dtype=torch.float64, device=device)
-        self.bytes_sent = sum(meeting.wire.bytes_of_sum(chunk.numel, exactly=True) for _, chunk in self._chunks)
+        self.bytes_sent = sum(exchange.wire.bytes_of_sum(flight.chunk.numel, exactly=True) for flight in self._flights)
 
-    def proceed(self, iteration: int) -> None:
-        age = iteration - self._begun
-        windows = [window(index, len(self._chunks), self._span) for index in range(len(self._chunks))]
-        self._land(sum(age >= end for _, _, end in windows))
-        self._send(sum(age >= begin for begin, _, _ in windows))
+    def _take_off(self, staged: Staged) -> Sum:
+        staged.shared.copy_(staged.anchor)
+        return self._exchange.sum(staged.shared, exactly=True)
 
-    def finish(self) -> None:
-        for landed in range(1, len(self._chunks) + 1):
-            self._send(min(landed + PIPELINE_DEPTH, len(self._chunks)))
-            self._land(landed)
-
-    def _send(self, number: int) -> None:
-        for staging, chunk in self._chunks[self._sent : number]:
-            [staged] = one_ahead([staging.lend(chunk, COMMON)])
-            staged.shared.copy_(staged.anchor)
-            self._on_the_wire.append((staged, self._meeting.sum(staged.shared, exactly=True)))
-            self._sent += 1
-
-    def _land(self, number: int) -> None:
-        self._send(number)
-        while self._landed < number:
-            staged, under_way = self._on_the_wire.popleft()
-            under_way.finish()
-            distance = torch.sub(staged.anchor, staged.shared, alpha=1 / self._meeting.size, out=staged.shared)
-            if staged.chunk.shards.is_counted:
-                self.distance += torch.dot(distance, distance)
-            torch.add(staged.momentum.mul_(self._alpha), distance, alpha=self._strength, out=staged.momentum)
-            staged.give_back((MOMENTUM,))
-            self._landed += 1
+    def _land(self, staged: Staged) -> None:
+        distance = torch.sub(staged.anchor, staged.shared, alpha=1 / self._exchange.size, out=staged.shared)
+        if staged.chunk.shards.is_counted:
+            self.distance += torch.dot(distance, distance)
+        torch.add(staged.momentum.mul_(self._alpha), distance, alpha=self._strength, out=staged.momentum)
+        staged.give_back((MOMENTUM,))

@@ -1,23 +1,19 @@
 """The passes of the outer optimizer over the parameters, chunk by chunk, so that subtracting, sending and updating overlap."""
 
 import collections
-import dataclasses
-import itertools
 import random
 from collections.abc import Sequence
 
 import torch
 
 from pier_megatron.exchange.collectives import Exchange, Sum
+from pier_megatron.outer.flights import ARRIVED, PIPELINE_DEPTH, Crossing, Flight
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
-from pier_megatron.outer.staging import OWN, SHARED, Buffers, Staged, Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, state_names, sum_of_bits
+from pier_megatron.outer.staging import OWN, SHARED, Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum_of_bits
 from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import Verdicts
-
-PIPELINE_DEPTH = 4
-"""Chunks on their way at once in a blocking outer step: one is subtracted, two are on the wire, one is updated."""
 
 PRODUCTS = 4
 """Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
@@ -52,60 +48,7 @@ def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
         staged.give_back(COMMON)
 
 
-def window(index: int, number: int, span: int) -> tuple[int, int, int]:
-    """When a chunk of a round that spans iterations is on the wire, in iterations since the round began.
-
-    The chunks follow each other as evenly as the iterations allow: collectives that are queued back to back can hold up the
-    kernels that come after them (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do), and chunks that wait need no device memory.
-
-    Args:
-        index: Of the chunk.
-        number: Of chunks in the round.
-        span: Iterations after which the round ends, at least 1.
-
-    Returns:
-        When its sum begins, when it is sent on, and when it must have arrived, at most ``span``.
-    """
-    begin = index * max(span - 1, 1) // number
-    end = min(span, max(-(-(index + 1) * span // number), begin + 2))
-    return begin, max(begin + 1, (begin + end) // 2), end
-
-
-def chunks_on_the_wire(number: int, span: int) -> int:
-    """Most chunks of a round that are on the wire at a time; as for :func:`window`."""
-    ends = [window(index, number, span) for index in range(number)]
-    return max((sum(begin <= now < end for begin, _, end in ends) for now in range(span)), default=0)
-
-
-# How far a chunk of a round that spans iterations has come.
-_WAITING, _SENT, _SENT_ON, _ARRIVED = range(4)
-
-
-@dataclasses.dataclass
-class _Flight:
-    """A chunk of a round that spans iterations.
-
-    Attributes:
-        staging: That lends it buffers.
-        chunk: The chunk.
-        kept: What the round keeps of it.
-        stage: How far it has come.
-        staged: Where it is worked on, while it is on the wire.
-        sum: The sum that it waits for then.
-    """
-
-    staging: Staging
-    chunk: Chunk
-    kept: Buffers
-    stage: int = _WAITING
-    staged: Staged | None = None
-    sum: Sum = dataclasses.field(default_factory=Sum)
-
-    def lend(self, *reads: str) -> Staged:
-        return self.staging.lend(self.chunk, reads, self.kept)
-
-
-class OuterRound:
+class OuterRound(Crossing):
     """One outer step of some fragments: all at once, or spread over iterations, from :meth:`begin` to :meth:`finish`.
 
     A group sends what its rule makes of its parameters as they were when the round began, and the rule makes the new anchor of
@@ -147,7 +90,7 @@ class OuterRound:
         """
         self.meeting, self.rule = meeting, rule
         self._chunks = list(chunks_of(stagings, fragments))
-        self._flights: list[_Flight] = []
+        super().__init__((RESIDUAL, *rule.sent_of))
         self._forgets_progress = False
         parts = max(1, min(_PARTS_TO_COMPARE, len(self._chunks)))
         # The same on all ranks, and every part's turn comes whatever the intervals are.
@@ -162,23 +105,17 @@ class OuterRound:
     def begin(self) -> None:
         """Takes the pseudo-gradients."""
         counts = self.verdicts.own_counts()
-        self._flights = [_Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
+        self._flights = [Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
         for staged in one_ahead(flight.lend(ANCHOR) for flight in self._flights):
             self._subtract(staged, counts)
             staged.give_back((OWN,))
-
-    def proceed(self, age: int, span: int) -> None:
-        """Moves on what is due ``age`` iterations after :meth:`begin`, of ``span``; called at the same ages on every rank."""
-        for index, flight in enumerate(self._flights):
-            times = window(index, len(self._flights), span)
-            self._move(flight, sum(age >= time for time in times))
 
     def settle(self) -> RoundBuffers:
         """Waits for everything to arrive, so that only :meth:`finish` is left to do; returns copies, without verdicts."""
         self.arrive()
         for staging in {flight.staging for flight in self._flights}:
             staging.synchronize()
-        parts = [flight.kept.of(flight.chunk) for flight in self._flights] or [dict.fromkeys((OWN, SHARED), torch.empty(0))]
+        parts = [flight.kept_parts() for flight in self._flights] or [dict.fromkeys((OWN, SHARED), torch.empty(0))]
         own, total = (torch.cat([part[name] for part in parts]) for name in (OWN, SHARED))
         if self._forgets_progress:
             own.zero_()
@@ -187,11 +124,10 @@ class OuterRound:
     def resume(self, saved: RoundBuffers) -> None:
         """Continues where :meth:`settle` has left another round; in place of :meth:`begin`."""
         sizes = [chunk.numel for _, chunk in self._chunks]
-        for (staging, chunk), *parts in zip(self._chunks, saved.own.split(sizes), saved.sum.split(sizes), strict=True):
-            flight = _Flight(staging, chunk, staging.keep(), _ARRIVED)
-            for kept, part in zip(flight.kept.of(chunk).values(), parts, strict=True):
+        self._flights = [Flight(staging, chunk, staging.keep(), ARRIVED) for staging, chunk in self._chunks]
+        for flight, *parts in zip(self._flights, saved.own.split(sizes), saved.sum.split(sizes), strict=True):
+            for kept, part in zip(flight.kept_parts().values(), parts, strict=True):
                 kept.copy_(part)
-            self._flights.append(flight)
 
     def forget_progress(self) -> None:
         """Says that this group's parameters have been set to the anchor since :meth:`begin`: what it moved by is undone."""
@@ -211,7 +147,7 @@ class OuterRound:
                 staged.own.zero_()
             self._apply(staged, counted, keep_progress=True)
             staged.give_back(COMMON)
-            flight.staging.release(flight.kept)
+            flight.release()
         self._flights = []
 
     def run(self) -> None:
@@ -231,43 +167,27 @@ class OuterRound:
             if in_flight:
                 in_flight[-1][1].advance()
             self._subtract(staged, counts)
-            in_flight.append((staged, self._send(staged)))
+            in_flight.append((staged, self._take_off(staged)))
         if in_flight:
             in_flight[-1][1].advance()
         while in_flight:
             land()
 
-    def arrive(self) -> None:
-        """Waits for everything, so that only :meth:`finish` is left to do."""
-        for some in itertools.batched(self._flights, PIPELINE_DEPTH):
-            for stage in (_SENT, _SENT_ON, _ARRIVED):
-                for flight in some:
-                    self._move(flight, stage)
-
-    def _move(self, flight: _Flight, stage: int) -> None:
-        if flight.stage < _SENT <= stage:
-            [flight.staged] = one_ahead([flight.lend(RESIDUAL, *self.rule.sent_of)])
-            flight.sum = self._send(flight.staged)
-        if flight.stage < _SENT_ON <= stage:
-            flight.sum.advance()
-        if flight.stage < _ARRIVED <= stage:
-            flight.sum.finish()
-            # What the codec dropped on the way is known now, and part of the state wherever that lives.
-            flight.staged.give_back((SHARED, RESIDUAL))  # type: ignore[union-attr]
-            flight.staged, flight.sum = None, Sum()
-        flight.stage = max(flight.stage, stage)
-
-    def _subtract(self, staged: Staged, counts: bool) -> None:
-        staged.subtract_parameters()
-        if not counts:
-            staged.own.zero_()  # Not a product with zero, which would keep every nan.
-
-    def _send(self, staged: Staged) -> Sum:
+    def _take_off(self, staged: Staged) -> Sum:
         self.rule.send(staged)
         if self.weight != 1:
             staged.shared.mul_(self.weight)
         exactly = staged.chunk.shards.travel_exactly(self.meeting.codec)
         return self.meeting.sum(staged.shared, staged.residual, exactly)
+
+    def _land(self, staged: Staged) -> None:
+        # What the codec dropped on the way is known now, and part of the state wherever that lives.
+        staged.give_back((SHARED, RESIDUAL))
+
+    def _subtract(self, staged: Staged, counts: bool) -> None:
+        staged.subtract_parameters()
+        if not counts:
+            staged.own.zero_()  # Not a product with zero, which would keep every nan.
 
     def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:
         own, shared, anchor = staged.own, staged.shared, staged.anchor

@@ -14,7 +14,7 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.outer import Shards, loop, pulls, rounds
+from pier_megatron.outer import Shards, flights, loop, pulls, rounds
 from pier_megatron.outer.gathering import Islands
 from pier_megatron.outer.staging import Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
@@ -117,7 +117,7 @@ _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {"overlap": 3, "fragments": 2, "chunk_numel": 10},
     ),
     "copies are not waited for": (rounds, "one_ahead", iter, {}),
-    "slow weights are sent before they are there": (pulls, "one_ahead", iter, {"preset": "noloco", "exchange_dtype": "int8"}),
+    "slow weights are sent before they are there": (flights, "one_ahead", iter, {"preset": "noloco", "exchange_dtype": "int8"}),
     "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),
 }
 
