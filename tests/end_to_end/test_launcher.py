@@ -192,13 +192,14 @@ def test_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pier_megatron.commands.cli", "demo", "--iterations", "12", "--output", str(output)]
     command += "--sync-interval 4 -- --pier-preset diloco --eval-iters 1 --eval-interval 6 --pier-lazy-start-iters 4".split()
     said = execute(command, tmp_path / "log.txt")
-    assert re.search(r"Pier reached a validation loss of \d\.\d+ ", said)
+    assert re.search(r"Pier \(diloco\) reached a validation loss of \d\.\d+ ", said)
     assert re.search(r"After the same tokens: \d\.\d+ and \d\.\d+ nats per byte", said)
-    assert re.search(r"Pier, Muon inside reached a validation loss of \d\.\d+ ", said)
+    assert re.search(r"Pier, Muon inside \(diloco\) reached a validation loss of .* synchronous Muon after ", said)
     assert "(4 synchronous iterations, 2 outer steps)" in said
     assert "warn" not in said.lower()
     assert (output / "loss.png").stat().st_size
-    assert all(list((output / training / "tensorboard").iterdir()) for training in ("synchronous", "pier", "pier-muon"))
+    runs = ("synchronous", "pier", "synchronous-muon", "pier-muon")
+    assert all(list((output / training / "tensorboard").iterdir()) for training in runs)
     assert (output / "pier" / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert "preset diloco" in (output / "pier" / "log0.txt").read_text()
     left = [process for process in psutil.process_iter(["cmdline"]) if str(output) in " ".join(process.info["cmdline"] or [])]

@@ -1,5 +1,7 @@
 """The demo around its trainings: what it says of them, and the emulated nodes."""
 
+import argparse
+import re
 import signal
 import subprocess
 import sys
@@ -144,3 +146,39 @@ def test_progress_is_shown_of_the_node_that_says_it(node: int, tmp_path: Path, c
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
     _follow([process], logs)
     assert "iteration 50 of 300, loss 2.955" in capsys.readouterr().out
+
+
+def test_readme_shows_the_preset_that_the_demo_trains_with() -> None:
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    diff = readme.partition("```diff\n")[2].partition("```")[0]
+    assert f"--optimizer pier --pier-preset {parser.get_default('preset')} ..." in diff
+
+
+def test_lines_name_preset_seed_and_final_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    arguments = {"global_batch_size": "8", "seq_length": "128", "seed": "7", "pier_exchange_dtype": "bf16", "train_iters": "1000"}
+    runs = ("synchronous", "pier", "synchronous-muon", "pier-muon")
+    for index, name in enumerate(runs):
+        writer = SummaryWriter(str(tmp_path / name / "tensorboard"))
+        preset = {"pier": "pier-rising", "pier-muon": "pier-muon"}.get(name)
+        for key, value in (arguments | ({"pier_groups": "2", "pier_preset": preset} if preset else {})).items():
+            writer.add_text(key, value)
+        for step in (0, 2, 4):
+            for scalar in ("lm loss", "lm loss validation"):
+                writer.add_scalar(scalar, 6.0 - index - step / 4, step, walltime=100 + step)
+        writer.close()
+    drawn: dict[str, str] = {}
+    monkeypatch.setattr(report, "_draw", lambda path, logs, validation, labels, title, rate: drawn.update(labels))
+    said = report.summarise(tmp_path, runs, 100)
+    assert "Pier (pier-rising) reached a validation loss of 5.000 " in said
+    assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous Muon after ", said)
+    assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous AdamW after ", said)
+    assert drawn == {
+        "synchronous": "synchronous AdamW, seed 7: 5.000",
+        "pier": "Pier (pier-rising), seed 7: 4.000",
+        "synchronous-muon": "synchronous Muon, seed 7: 3.000",
+        "pier-muon": "Pier, Muon inside (pier-muon), seed 7: 2.000",
+    }

@@ -124,6 +124,8 @@ def this_machine(megabits: float) -> Iterator[Machine]:
 def _follow(processes: Sequence["subprocess.Popen[str]"], logs: Sequence[Path]) -> None:
     """Shows how far a training is until it ends, or a part of it fails. One node says so: the last, or that of island 0."""
     begin, shown, is_terminal = time.monotonic(), "", sys.stdout.isatty()
+    if not is_terminal:
+        print("     0 s  starting", flush=True)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(log.open(errors="replace")) for log in logs]
         while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
