@@ -135,6 +135,11 @@ class PierConfig(Settings):
         return None if size is None else min(size, self.groups)
 
     @property
+    def has_common_anchor(self) -> bool:
+        """Whether all groups take part in every outer step, and hold the same anchor after it."""
+        return self.subgroup is None
+
+    @property
     def sends_differences(self) -> bool:
         """Whether groups that meet send their pseudo-gradients, and their slow weights apart from them, ahead.
 

@@ -77,7 +77,7 @@ def train(
             good = [group for group in finite if group not in (outliers or {}).get(exchange.begun, ())]
             for i, mask in enumerate(masks[exchange.fragment]):
                 own = {group: anchors[group][i] - exchange.sent[group][i] for group in good}
-                step = _nesterov if config.subgroup is None else _noloco
+                step = _nesterov if config.has_common_anchor else _noloco
                 stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
                 for group, (new_anchor, new_momentum) in stepped.items():
                     # The new slow weights, plus the way that the group has gone meanwhile.
@@ -130,7 +130,7 @@ def train(
         else:
             for exchange in due:
                 land(exchange, t)
-        if is_last and config.subgroup is not None:
+        if is_last and not config.has_common_anchor:
             for i, of_groups in enumerate(zip(*anchors, strict=True)):
                 mean = torch.stack(of_groups).mean(0)
                 for theta, anchor in zip(groups, anchors, strict=True):

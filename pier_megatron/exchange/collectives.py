@@ -137,7 +137,7 @@ class GroupExchange(Exchange):
         """Begins to collect a short vector of each group, shape ``[n]``."""
         vectors = [vector.clone() for _ in range(self.size)]
         if self.process_group is None:
-            return Gathered(vectors)
+            return Gathered(vectors, [Computed(vector.device)])
         return Gathered(vectors, [dist.all_gather(vectors, vector, group=self.process_group, async_op=True)])
 
     def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:

@@ -136,6 +136,6 @@ def _are_together(optimizer: Any) -> bool:
     loop = optimizer.loop
     if islands.is_job():
         return True
-    if loop.config.subgroup is None:
+    if loop.config.has_common_anchor:
         return bool(loop.groups_meet)
     return bool(loop.groups_meet or loop.iteration % versions.megatron_args().log_interval == 0)

@@ -26,7 +26,7 @@ def look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /
 def evaluate_each(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Where each group evaluates weights of its own, on its share of the samples, says how far apart they are."""
     loop = optimizer.loop
-    if not loop.is_local or loop.config.subgroup is None or loop.config.evaluate_mean or loop.is_synchronised:
+    if not loop.is_local or loop.config.has_common_anchor or loop.config.evaluate_mean or loop.is_synchronised:
         with over_all_groups(optimizer.model_chunks[0]):
             return evaluate(*args, **kwargs)
     with confined_to_group(optimizer.model_chunks[0]):

@@ -103,7 +103,7 @@ def average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwar
     dist.all_gather_object(everyone, own, group=group)
     found = means(everyone)
     _replace(given.arguments, own, found)
-    if optimizer.loop.config.subgroup is not None and found.spread is not None:
+    if not optimizer.loop.config.has_common_anchor and found.spread is not None:
         _log_spread(found.spread, optimizer.loop.iteration)
     with over_all_groups(optimizer.model_chunks[0]):
         result = training_log(*given.args, **given.kwargs)

@@ -122,7 +122,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
                 if getattr(args, name, None):
                     config.check_interval(flag(name), getattr(args, name), "saving the first group only", remedy)
-    if config.subgroup is not None and getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
+    if not config.has_common_anchor and getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
         raise PierConfigError(
             "--check-weight-hash-across-dp-replicas-interval compares the weights of all groups, which never agree with "
             "--pier-preset noloco or --pier-subgroup-size. Drop it."
@@ -160,7 +160,7 @@ def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
             f"--pier-fragments {config.fragments} cannot be used with --pier-lighthouse: an island that joins takes over all "
             "parameters at once."
         )
-    if config.subgroup is not None:
+    if not config.has_common_anchor:
         raise PierConfigError(
             f"--pier-preset {config.preset} in subgroups of {config.subgroup} cannot be used with --pier-lighthouse: islands "
             "that never agree have nothing in common that one which joins could take over."

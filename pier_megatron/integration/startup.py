@@ -11,8 +11,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology
 from pier_megatron.outer import OuterLoop, expectation
-from pier_megatron.outer.meetings import bytes_of_outer_step, wire_of
-from pier_megatron.outer.memory import host_bytes, work_bytes
+from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.state import ANCHOR, OuterState
 
 # Longer schedules are shown by their first, last and evenly spaced outer steps.
@@ -30,7 +29,7 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
         PierConfigError: If the shards do not match or do not hold the same values.
     """
     exchange, device = loop.exchange, loop.device
-    compares = begins or loop.config.subgroup is None
+    compares = begins or loop.config.has_common_anchor
     own = [(state.numel, state.counted, int(state.checksum(ANCHOR)) if compares else 0) for state in loop.states]
     numbers = exchange.gather(torch.tensor([len(own)], device=device)).result()
     if (numbers != numbers[0]).any():
@@ -87,7 +86,7 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
     chunk_mib = config.chunk_mib_on(loop.device.type)
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
-        f"between {config.subgroup} groups drawn anew for each outer step" if config.subgroup is not None else "",
+        f"between {config.subgroup} groups drawn anew for each outer step" if not config.has_common_anchor else "",
         "slow weights ahead in FP32" if config.pulls else "",
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
         f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),

@@ -26,7 +26,7 @@ from pier_megatron.integration.inner.choice import commit_main_parameters, owner
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of_iteration
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
-from pier_megatron.outer.gathering import Islands
+from pier_megatron.outer.elastic import Islands
 
 _TRAINING = "megatron.training.training"
 
@@ -62,7 +62,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
-    compile_for(config.codec, config.groups if config.subgroup is None else 1, device)
+    compile_for(config.codec, config.groups if config.has_common_anchor else 1, device)
     # All ranks meet here, so that none takes its host memory before the others have looked.
     island = islands.own()
     if island is not None:

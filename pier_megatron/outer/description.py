@@ -143,7 +143,7 @@ class Description:
     @property
     def has_common_outer_state(self) -> bool:
         """Whether all groups held the same anchor and momentum."""
-        return self._config().subgroup is None
+        return self._config().has_common_anchor
 
     @property
     def holds_all_groups(self) -> bool:
@@ -199,7 +199,7 @@ class Description:
     def pulled_for(self, present: "Description") -> tuple[int, ...]:
         """Fragments whose momentum a run takes as it is in its next outer step; what :meth:`decay` undoes is not among them."""
         config = present._config()
-        takes = config.subgroup is not None and config.sends_differences and self._has_fragments_of(present)
+        takes = not config.has_common_anchor and config.sends_differences and self._has_fragments_of(present)
         return self.pulled if takes else ()
 
     def decay(self, present: "Description") -> list[float]:

@@ -1,15 +1,28 @@
-"""What the outer optimizer takes of a rank's memory, before it is taken."""
+"""What the outer optimizer takes of a rank's memory and of its links, before it is taken."""
 
 import math
 from collections.abc import Sequence
 
 from pier_megatron.config import PierConfig
+from pier_megatron.exchange.collectives import Wire
+from pier_megatron.exchange.pairs import DirectWire
 from pier_megatron.outer.flights import PIPELINE_DEPTH, chunks_on_the_wire
-from pier_megatron.outer.meetings import wire_of
 from pier_megatron.outer.staging import WORK
 from pier_megatron.outer.state import state_names
 
 _FP32 = 4
+
+
+def wire_of(config: PierConfig) -> Wire:
+    """Returns what sums cost in the outer steps of a run."""
+    return Wire(config.codec, config.groups) if config.subgroup is None else DirectWire(config.codec, config.subgroup)
+
+
+def bytes_of_outer_step(config: PierConfig, numel: int, exactly: bool = False) -> int:
+    """Bytes that each rank sends to other groups for ``numel`` elements, slow weights included; see :class:`Wire`."""
+    wire = wire_of(config)
+    ahead = wire.bytes_of_sum(numel, exactly=True) if config.pulls else 0
+    return wire.bytes_of_sum(numel, exactly) + ahead
 
 
 def bytes_per_parameter(config: PierConfig) -> int:

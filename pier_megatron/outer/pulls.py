@@ -1,16 +1,16 @@
 """Slow weights of the groups that will meet next, sent behind training: NoLoCo's second tensor."""
 
 import math
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable
 
 import torch
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import Exchange, GroupExchange, Sum
+from pier_megatron.exchange.collectives import Exchange, Sum
 from pier_megatron.outer.flights import Crossing, Flight
-from pier_megatron.outer.meetings import meeting_at
-from pier_megatron.outer.staging import Staged, Staging, chunks_of
+from pier_megatron.outer.share import Share
+from pier_megatron.outer.staging import Staged
 from pier_megatron.outer.state import COMMON, MOMENTUM
 
 
@@ -24,9 +24,15 @@ class Pulls:
         done: Fragments whose momentum is ready for their next outer step.
     """
 
-    def __init__(self, config: PierConfig, stagings: Sequence[Staging], everyone: GroupExchange, device: torch.device) -> None:
-        """Begins with nothing under way; ``device`` is that of the parameters."""
-        self._config, self._stagings, self._everyone, self._device = config, stagings, everyone, device
+    def __init__(self, config: PierConfig, share: Share, participants_at: Callable[[int], Exchange]) -> None:
+        """Begins with nothing under way.
+
+        Args:
+            config: Settings of the run.
+            share: Outer state of this rank.
+            participants_at: Collectives between the participants of outer steps that begin after an iteration.
+        """
+        self._config, self._share, self._participants_at = config, share, participants_at
         # Each with the iteration at whose end it began, and the one at whose end it must have arrived.
         self._under_way: list[tuple[_Pull, int, int]] = []
         self.done: set[int] = set()
@@ -59,9 +65,8 @@ class Pulls:
             due = self._config.next_outer_step(fragment, begun)
             if due is None:
                 continue
-            exchange = meeting_at(self._config, self._everyone, due)
             alpha, strength = self._config.momentum_at(due), self._config.pull_at(due)
-            pull = _Pull(self._stagings, exchange, fragment, alpha, strength, self._device)
+            pull = _Pull(self._share, self._participants_at(due), fragment, alpha, strength)
             self._under_way.append((pull, iteration, due))
             if due > iteration:
                 pull.proceed(0, due - iteration)
@@ -87,7 +92,7 @@ class Pulls:
             hold slow weights of their own and none crossed in this process. Bytes sent.
         """
         self.finish(fragments)
-        none = torch.zeros((), dtype=torch.float64, device=self._device)
+        none = torch.zeros((), dtype=torch.float64, device=self._share.device)
         if not self._config.sends_differences:
             # What was sent says where the weights are.
             return none, 0
@@ -99,19 +104,11 @@ class Pulls:
 class _Pull(Crossing):
     """Slow weights of one fragment on their way."""
 
-    def __init__(
-        self,
-        stagings: Sequence[Staging],
-        exchange: Exchange,
-        fragment: int,
-        alpha: float,
-        strength: float,
-        device: torch.device,
-    ) -> None:
-        super().__init__(COMMON, [Flight(staging, chunk) for staging, chunk in chunks_of(stagings, (fragment,))])
+    def __init__(self, share: Share, exchange: Exchange, fragment: int, alpha: float, strength: float) -> None:
+        super().__init__(COMMON, [Flight(staging, chunk) for staging, chunk in share.chunks((fragment,))])
         self.fragment = fragment
         self._exchange, self._alpha, self._strength = exchange, alpha, strength
-        self.distance = torch.zeros((), dtype=torch.float64, device=device)
+        self.distance = torch.zeros((), dtype=torch.float64, device=share.device)
         self.bytes_sent = sum(exchange.wire.bytes_of_sum(flight.chunk.numel, exactly=True) for flight in self._flights)
 
     def _take_off(self, staged: Staged) -> Sum:

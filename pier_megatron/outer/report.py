@@ -1,7 +1,10 @@
 """What an operator sees of an outer step: one line in the log, scalars in TensorBoard and Weights & Biases."""
 
+import collections
 import dataclasses
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +15,14 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.outer.noise import IntervalNoise
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
-from pier_megatron.outer.spread import SpreadWatch
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
 
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
 SCALAR_PREFIX = "pier/"
+
+# Outer steps in each of the two stretches that are compared, and how much more the spread may be in the later one. It follows
+# the inner learning rate, which warms up over more outer steps than these or begins behind the lazy start.
+_STRETCH, _FACTOR = 10, 3.0
 
 
 class AnchorsDifferError(RuntimeError):
@@ -112,6 +118,27 @@ class OuterStepReport:
             wandb.log(self.scalars() | {SCALAR_PREFIX + "outer-step-iteration": self.iteration}, now)
 
 
+class SpreadWatch:
+    """Tells growth without bounds from what follows the inner learning rate.
+
+    Two things grow at first: groups that begin alike, for a few outer steps, and a learning rate that warms up. Beyond them
+    the spread of NoLoCo's groups falls with the learning rate (arXiv 2506.10911, section 4). A single outer step says little:
+    its spread is that of the few groups that were drawn for it.
+    """
+
+    def __init__(self) -> None:
+        """Begins without a history."""
+        self._seen = 0
+        self._latest: collections.deque[float] = collections.deque(maxlen=2 * _STRETCH)
+
+    def grows(self, spread: float) -> bool:
+        """Takes the spread of one more outer step; whether the latest are far above those before, by their medians."""
+        self._seen += 1
+        self._latest.append(spread)
+        before, after = itertools.batched(self._latest, _STRETCH) if self._seen >= 3 * _STRETCH else ((math.inf,), (0.0,))
+        return statistics.median(after) > _FACTOR * statistics.median(before)
+
+
 class OuterStepReports:
     """Reports outer steps once their numbers have arrived, so that no group waits for another for the sake of a log line.
 
@@ -150,7 +177,7 @@ class OuterStepReports:
             self.write(self.latest)
 
     def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
-        verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.meeting.groups
+        verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.exchange.groups
         is_common = round_.rule.has_common_anchor and len(sums) == len(groups)
         if is_common:
             _check_anchors(round_.begun, sums[:, CHECKSUM].tolist())
@@ -158,7 +185,7 @@ class OuterStepReports:
         pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
         # Slow weights that crossed ahead are those of all that met; pseudo-gradients, of those that count.
         is_ahead = bool(sums[:, DISTANCE].any())
-        is_known = is_common or is_ahead or counted[round_.meeting.rank]
+        is_known = is_common or is_ahead or counted[round_.exchange.rank]
         found = spread(sums[contributes], len(groups) if is_ahead else sum(counted)) if is_known else None
         left_out = [index for index, counts in enumerate(counted) if not counts]
         return OuterStepReport(

@@ -1,8 +1,10 @@
 """The passes of the outer optimizer over the parameters, chunk by chunk, so that subtracting, sending and updating overlap."""
 
 import collections
+import contextlib
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,7 +14,6 @@ from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum_of_bits
-from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import Verdicts
 
 PRODUCTS = 4
@@ -48,6 +49,38 @@ def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
         staged.give_back(COMMON)
 
 
+class Stopwatch:
+    """Adds up stretches of work: on a GPU the time between events in the stream, which is not waited for until it is read."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts at zero."""
+        self._is_on_device = device.type == "cuda"
+        self._seconds = 0.0
+        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts the time of what happens inside."""
+        if self._is_on_device:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._stretches.append((begin, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+
+    def seconds(self) -> float:
+        """The time counted so far, once it is over on the device too."""
+        for begin, end in self._stretches:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        self._stretches = []
+        return self._seconds
+
+
 class OuterRound(Crossing):
     """One outer step of some fragments: all at once, or spread over iterations, from :meth:`begin` to :meth:`finish`.
 
@@ -55,7 +88,8 @@ class OuterRound(Crossing):
     what arrives.
 
     Attributes:
-        meeting: The groups that exchange something.
+        exchange: Collectives between the participants.
+        fragments: Fragments that it exchanges.
         rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
         verdicts: On the pseudo-gradients of all groups.
@@ -68,7 +102,7 @@ class OuterRound(Crossing):
     def __init__(
         self,
         stagings: Sequence[Staging],
-        meeting: Exchange,
+        exchange: Exchange,
         fragments: Sequence[int],
         rule: OuterRule,
         verdicts: Verdicts,
@@ -80,15 +114,15 @@ class OuterRound(Crossing):
 
         Args:
             stagings: Of the outer states, which are changed in place.
-            meeting: The groups that exchange something.
-            fragments: Which take part.
+            exchange: Collectives between the participants.
+            fragments: Fragments that it exchanges.
             rule: What is sent, and what is made of what arrives.
             verdicts: A pseudo-gradient that does not count is not sent; its group is moved to the common point all the same.
             begun: Iterations completed.
             stopwatch: That the caller runs while it works on the round.
             device: Of the sums.
         """
-        self.meeting, self.rule = meeting, rule
+        self.exchange, self.rule, self.fragments = exchange, rule, fragments
         self._chunks = list(chunks_of(stagings, fragments))
         super().__init__((RESIDUAL, *rule.sent_of))
         self._forgets_progress = False
@@ -99,7 +133,7 @@ class OuterRound(Crossing):
         self.weight = 1.0
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
         self.bytes_sent = sum(
-            meeting.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(meeting.codec)) for _, chunk in self._chunks
+            exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self._chunks
         )
 
     def begin(self) -> None:
@@ -177,8 +211,8 @@ class OuterRound(Crossing):
         self.rule.send(staged)
         if self.weight != 1:
             staged.shared.mul_(self.weight)
-        exactly = staged.chunk.shards.travel_exactly(self.meeting.codec)
-        return self.meeting.sum(staged.shared, staged.residual, exactly)
+        exactly = staged.chunk.shards.travel_exactly(self.exchange.codec)
+        return self.exchange.sum(staged.shared, staged.residual, exactly)
 
     def _land(self, staged: Staged) -> None:
         # What the codec dropped on the way is known now, and part of the state wherever that lives.
@@ -191,14 +225,14 @@ class OuterRound(Crossing):
 
     def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:
         own, shared, anchor = staged.own, staged.shared, staged.anchor
-        self.rule.combine(staged, self.meeting.size, counted)
+        self.rule.combine(staged, self.exchange.size, counted)
         is_counted = staged.chunk.shards.is_counted
         # Before the update, which may overwrite what it was computed from.
         products = [torch.dot(*pair) for pair in ((own, own), (own, shared), (shared, shared))] if is_counted else []
         if keep_progress:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
             own.sub_(anchor)
-        is_alone = self.meeting.size == 1 and not keep_progress and self.verdicts.own_counts()
+        is_alone = self.exchange.size == 1 and not keep_progress and self.verdicts.own_counts()
         self.rule.update(staged, is_alone)
         if is_counted:
             products.append(torch.dot(staged.momentum, staged.momentum))

@@ -9,7 +9,6 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from pier_megatron.config import PierConfig
 from pier_megatron.outer.staging import OWN, Staged
 from pier_megatron.outer.state import ANCHOR
 
@@ -147,11 +146,3 @@ class NoLoCoOfDifferences(NoLoCo):
         alpha = 1.0 if staged.chunk.fragment in self.pulled else self.alpha
         torch.add(staged.shared, staged.momentum, alpha=alpha, out=staged.momentum)
         staged.anchor.add_(staged.momentum, alpha=-self.beta)
-
-
-def rule_at(config: PierConfig, iteration: int, pulled: frozenset[int] = frozenset()) -> OuterRule:
-    """The rule of the outer step that begins after ``iteration`` (1-based); ``pulled`` as in :class:`NoLoCoOfDifferences`."""
-    mu, eta = config.momentum_at(iteration), config.learning_rate_at(iteration)
-    if config.subgroup is None:
-        return Nesterov(mu, eta)
-    return NoLoCoOfDifferences(mu, eta, pulled) if config.sends_differences else NoLoCo(mu, eta)

@@ -1,28 +1,29 @@
 """What the parameters of this rank hold: what is trained, or what all groups agreed on."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer.meetings import write_mean_of_anchors
-from pier_megatron.outer.staging import Staging
+from pier_megatron.outer.share import Share
+from pier_megatron.outer.staging import one_ahead
+from pier_megatron.outer.state import ANCHOR
 
 
 class Weights:
     """The parameters, between the inner optimizer that trains them and the outer state that they come back to."""
 
-    def __init__(self, stagings: Sequence[Staging], exchange: GroupExchange, on_change: Callable[[], None]) -> None:
+    def __init__(self, share: Share, exchange: GroupExchange, on_change: Callable[[], None]) -> None:
         """Begins with parameters that the model knows.
 
         Args:
-            stagings: Of the outer states over them.
+            share: Parameters and outer state of this rank.
             exchange: Collectives between all groups.
             on_change: Called after the parameters have changed, on all ranks of the group.
         """
-        self._stagings, self._exchange, self._on_change = stagings, exchange, on_change
+        self._share, self._exchange, self._on_change = share, exchange, on_change
         self._is_committed = True
 
     def commit(self) -> None:
@@ -37,32 +38,32 @@ class Weights:
 
     def become_anchor(self) -> None:
         """Takes the present parameters for the anchor."""
-        for staging in self._stagings:
-            staging.synchronize()
-            staging.state.copy_parameters_to(staging.state.anchor)
+        self._share.synchronize()
+        for state in self._share.states:
+            state.copy_parameters_to(state.anchor)
 
     def return_to_anchor(self) -> None:
         """Takes the anchor for the parameters."""
-        for staging in self._stagings:
-            staging.synchronize()
-            staging.state.set_parameters(staging.state.anchor)
+        self._share.synchronize()
+        for state in self._share.states:
+            state.set_parameters(state.anchor)
 
     def agree_on_mean(self) -> None:
         """Takes the mean of all groups' anchors for the parameters and for the anchor."""
-        write_mean_of_anchors(self._stagings, self._exchange)
+        self._write_mean_of_anchors()
         self.become_anchor()
         self.commit()
 
     @contextlib.contextmanager
     def showing_anchor(self, as_mean: bool) -> Iterator[list[Tensor]]:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.anchor_in_model`."""
-        states = [staging.state for staging in self._stagings]
+        states = self._share.states
         with torch.no_grad():
             trained = [state.copy_parameters_to(torch.empty(state.numel, dtype=torch.float32)) for state in states]
         try:
             with torch.no_grad():
                 if as_mean:
-                    write_mean_of_anchors(self._stagings, self._exchange)
+                    self._write_mean_of_anchors()
                 else:
                     self.return_to_anchor()
             self.commit()
@@ -74,3 +75,14 @@ class Weights:
             # Not here: after an error on one rank the others would not take part.
             self._is_committed = False
         self.commit()
+
+    def _write_mean_of_anchors(self) -> None:
+        """Writes the mean of all groups' anchors to the parameters: the same bits in all of them, whatever their anchors."""
+        stagings = self._share.stagings
+        for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging in stagings for chunk in staging.state.chunks):
+            staged.shared.copy_(staged.anchor)
+            total = self._exchange.sum(staged.shared, exactly=True)
+            total.advance()
+            total.finish()
+            staged.chunk.set_parameters(staged.shared.div_(self._exchange.size))
+            staged.give_back()

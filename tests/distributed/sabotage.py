@@ -37,7 +37,7 @@ from pier_megatron.integration.pipeline import layered, skipping
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
-from pier_megatron.outer.members import Members
+from pier_megatron.outer.restarts import Restarts
 from pier_megatron.pipeline.paths import Paths
 
 Patch = contextlib.AbstractContextManager[Any]
@@ -400,7 +400,7 @@ def _moments_stay_behind(directory: Path) -> Patch:
 
 def _nobody_is_restarted(directory: Path) -> Patch:
     """A group that was left out goes on with what it had."""
-    return mock.patch.object(Members, "restart_left_out", return_value=[])
+    return mock.patch.object(Restarts, "restart_excluded", return_value=[])
 
 
 def _other_weights(directory: Path) -> Patch:

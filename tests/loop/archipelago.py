@@ -37,7 +37,7 @@ from pier_megatron.commands import lighthouse
 from pier_megatron.exchange.authentication import new_secret
 from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.gathering import Islands
+from pier_megatron.outer.elastic import Islands
 from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 INTERVAL, MU, ETA = 5, 0.9, 0.7
@@ -342,7 +342,7 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     def note(round_: Any, sums: Any, restarted: Sequence[int]) -> None:
         diary.write(
             iteration=round_.begun,
-            islands=round_.meeting.groups,
+            islands=round_.exchange.groups,
             verdicts=round_.verdicts.all(),
             anchor=loop.states[0].anchor.tolist(),
             momentum=loop.states[0].momentum.tolist(),

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, meetings
-from pier_megatron.outer.members import Members
+from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants
+from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.snapshot import RoundBuffers
@@ -115,8 +115,8 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
     "the anchor stays where the run began": (Weights, "become_anchor", lambda weights: None),
     "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
-    "everybody meets the same partner": (meetings, "draw_subgroups", _the_same_partners),
-    "nobody is restarted": (Members, "restart_left_out", lambda members, round_, iteration: []),
+    "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
+    "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
 }
 
 

@@ -159,7 +159,8 @@ def test_readme_shows_the_preset_that_the_demo_trains_with() -> None:
 def test_lines_name_preset_seed_and_final_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    arguments = {"global_batch_size": "8", "seq_length": "128", "seed": "7", "pier_exchange_dtype": "bf16", "train_iters": "1000"}
+    arguments = {"global_batch_size": "8", "seq_length": "128", "seed": "7", "pier_exchange_dtype": "bf16"}
+    arguments["train_iters"] = "1000"
     runs = ("synchronous", "pier", "synchronous-muon", "pier-muon")
     for index, name in enumerate(runs):
         writer = SummaryWriter(str(tmp_path / name / "tensorboard"))

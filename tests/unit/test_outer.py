@@ -14,11 +14,10 @@ from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop
 from pier_megatron.outer.flights import chunks_on_the_wire, window
-from pier_megatron.outer.rounds import OuterRound, momentum_warmup
+from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
-from pier_megatron.outer.stopwatch import Stopwatch
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 EXCHANGE = GroupExchange()

@@ -45,10 +45,10 @@ def _loop() -> OuterLoop:
 
 def test_buffers_are_the_loops_own_and_talk_to_nobody() -> None:
     loop = _loop()
-    [buffers] = loop.buffers()
-    buffers.momentum.fill_(3.0)
+    snapshot = loop.empty_snapshot(Progress(6, is_local=True, is_synchronised=False, last_common_step=4, trained=2), {})
+    snapshot.states[0].momentum.fill_(3.0)
     with _Copies() as copies:
-        loop.restore(Snapshot(Progress(6, is_local=True, is_synchronised=False, last_common_step=4, trained=2), [buffers]))
+        loop.restore(snapshot)
     assert not copies.targets
     assert loop.states[0].momentum.eq(3.0).all()
     assert (loop.iteration, loop.is_local, loop.is_synchronised, loop.last_common_step) == (6, True, False, 4)
@@ -57,13 +57,14 @@ def test_buffers_are_the_loops_own_and_talk_to_nobody() -> None:
 @pytest.mark.parametrize("has_residuals", [True, False])
 def test_foreign_buffers_are_copied(has_residuals: bool) -> None:
     loop, other = _loop(), _loop()
-    [own], [saved] = loop.buffers(), other.buffers()
+    progress = Progress(6, is_local=True)
+    [own], [saved] = (of.empty_snapshot(progress, {}).states for of in (loop, other))
     for tensor in (saved.momentum, *saved.residuals.values()):
         tensor.fill_(3.0)
     if not has_residuals:
         saved = dataclasses.replace(saved, residuals={})
     with _Copies() as copies:
-        loop.restore(Snapshot(Progress(6, is_local=True), [saved]))
+        loop.restore(Snapshot(progress, [saved]))
     assert copies.targets >= {own.anchor.data_ptr(), own.momentum.data_ptr()}
     torch.testing.assert_close(own.anchor, saved.anchor, rtol=0, atol=0)
     assert all(bool(residual.eq(3.0).all()) is has_residuals for residual in own.residuals.values() if residual.numel())
@@ -73,6 +74,6 @@ def test_foreign_buffers_are_copied(has_residuals: bool) -> None:
 
 
 def test_room_for_a_round_is_as_long_as_its_chunks() -> None:
-    buffers = _loop().round_buffers(8, (1, 1))
+    [buffers] = _loop().empty_snapshot(Progress(9, is_local=True), {8: (1, 1)}).rounds
     assert (buffers.begun, buffers.verdicts) == (8, (1, 1))
     assert len(buffers.own) == len(buffers.sum) == 30

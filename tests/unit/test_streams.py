@@ -14,11 +14,12 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.outer import Shards, flights, loop, pulls, rounds
-from pier_megatron.outer.gathering import Islands
+from pier_megatron.outer import Shards, flights, loop, rounds
+from pier_megatron.outer.elastic import Islands
+from pier_megatron.outer.participants import DrawnParticipants, Participants
+from pier_megatron.outer.rounds import Stopwatch
 from pier_megatron.outer.staging import Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
-from pier_megatron.outer.stopwatch import Stopwatch
 
 
 class _Exchange(GroupExchange):
@@ -55,8 +56,7 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
         stack.enter_context(mock.patch.object(OuterState, "copies_on_streams", True))
-        for module in (loop, pulls):
-            stack.enter_context(mock.patch.object(module, "meeting_at", lambda config, everyone, iteration: everyone))
+        stack.enter_context(mock.patch.object(DrawnParticipants, "at", Participants.at))
         stack.enter_context(mock.patch.object(Staging, "keep", kept_on_host))
         stack.enter_context(detector.watching())
         trained = loop.OuterLoop([[Shards(parameters)]], config, _Exchange(detector, config.exchange_dtype))
@@ -170,7 +170,7 @@ class _Membership:
     def meet(self, within: datetime.timedelta) -> GroupExchange:
         return self._exchange
 
-    def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
+    def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
         return outcome
 
 

@@ -52,7 +52,8 @@ def save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: A
     loop = pier.loop
     snapshot, checksums = loop.snapshot(), loop.checksums()
     with contextlib.ExitStack() as stack:
-        trained = None if loop.is_synchronised else stack.enter_context(loop.anchor_in_model(loop.config.subgroup is not None))
+        shown = loop.anchor_in_model(as_mean=not loop.config.has_common_anchor)
+        trained = None if loop.is_synchronised else stack.enter_context(shown)
         group = loop.exchange.rank
         if islands.own() is not None:
             group, checksums = 0, checksums[group : group + 1]

@@ -130,13 +130,10 @@ class Loading:
         sources.check_folders(saved)
         is_exact = saved.is_exact_for(present) and not lacking
         last_common_step = saved.iteration if saved.last_common_step is None else saved.last_common_step
-        snapshot = Snapshot(
-            Progress(saved.iteration, bool(saved.is_local), bool(saved.is_synchronised), last_common_step),
-            loop.buffers(),
-            [loop.round_buffers(begun, verdicts) for begun, verdicts in saved.rounds.items()] if is_exact else [],
-            saved.pulled_for(present),
-            saved.restarted if is_exact else {},
-        )
+        progress = Progress(saved.iteration, bool(saved.is_local), bool(saved.is_synchronised), last_common_step)
+        snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})
+        snapshot.pulled = saved.pulled_for(present)
+        snapshot.restarted = saved.restarted if is_exact else {}
         is_given = sources.is_handed_out(saved) and place.group > 0
         return _Request(
             saved,

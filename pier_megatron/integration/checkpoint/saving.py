@@ -38,7 +38,7 @@ class Saving:
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
         # Of each group, where they hold different ones.
-        has_common = place.config.subgroup is None
+        has_common = place.config.has_common_anchor
         self._holders: list[int | None] = [None] if has_common else list(range(self._groups))
         progress = snapshot.progress
         self.description = place.describe(

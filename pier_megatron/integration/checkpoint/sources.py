@@ -41,7 +41,7 @@ class Sources:
     def is_handed_out(self, saved: Description) -> bool:
         """Whether the first island reads the outer state that all have in common, and hands it out."""
         place = self._place
-        is_common = place.config.subgroup is None or saved.has_common_outer_state
+        is_common = place.config.has_common_anchor or saved.has_common_outer_state
         return bool(self.stored.islands) and place.island is not None and not place.is_job and is_common
 
     def folder_of_outer(self, source: int | None) -> int:

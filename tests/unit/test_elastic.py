@@ -11,7 +11,7 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.gathering import Islands, LeftBehindError
+from pier_megatron.outer.elastic import Islands, LeftBehindError
 from pier_megatron.outer.verdicts import GOOD
 
 
@@ -37,13 +37,13 @@ class _Membership:
     """The other island is there once."""
 
     def __init__(self) -> None:
-        self.meetings: list[GroupExchange] = []
+        self.quorums: list[GroupExchange] = []
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
-        self.meetings.append(GroupExchange(codec=CODECS["fp32"]) if self.meetings else _Lost())
-        return self.meetings[-1]
+        self.quorums.append(GroupExchange(codec=CODECS["fp32"]) if self.quorums else _Lost())
+        return self.quorums[-1]
 
-    def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
+    def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
         return outcome
 
 
@@ -57,4 +57,4 @@ def test_anchor_of_an_island_that_was_lost_is_not_taken_for_the_own_one() -> Non
     )
     with pytest.raises(LeftBehindError, match="Island 0 lost those whose anchor it was to take over"):
         joins.join()
-    assert len(membership.meetings) == 2
+    assert len(membership.quorums) == 2

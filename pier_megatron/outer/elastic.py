@@ -9,22 +9,24 @@ import collections
 import dataclasses
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.collectives import Exchange, GroupExchange
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.outer.members import Members
-from pier_megatron.outer.rounds import OuterRound
-from pier_megatron.outer.staging import Staging, one_ahead
+from pier_megatron.outer.participants import Participants
+from pier_megatron.outer.rounds import OuterRound, Stopwatch
+from pier_megatron.outer.share import Share
+from pier_megatron.outer.snapshot import Progress
+from pier_megatron.outer.staging import one_ahead
 from pier_megatron.outer.state import ANCHOR, COMMON
-from pier_megatron.outer.stopwatch import Stopwatch
-from pier_megatron.outer.verdicts import ABSENT, DivergedError, Judge, OverGroup, Verdicts
+from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts
+from pier_megatron.outer.weights import Weights
 
 
 class LeftBehindError(RuntimeError):
@@ -35,10 +37,10 @@ class Membership(Protocol):
     """Who is there; see :class:`pier_megatron.exchange.membership.Membership`."""
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
-        """Waits until the islands that are there have come together."""
+        """Waits until the islands that are there have formed a quorum."""
 
-    def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
-        """What a meeting has come to on all ranks."""
+    def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
+        """Returns what has come of a quorum on all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +59,15 @@ class Islands:
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
-    """What has come of a meeting.
+class _Formed:
+    """What has come of a quorum.
 
     Attributes:
-        iteration: Of those who were there before; that of this island from now on.
+        iteration: Iteration of those who were there before; this island continues from it.
         has_joined: Whether this island was not, and holds the anchor and the momentum of the others now.
         last_common_step: Iteration of the last outer step of all, this one included.
-        round: The outer step, of which only :meth:`OuterRound.finish` is left to do; None if none was due.
-        restarted: Islands that go back to the anchor with moments of another one, by their index among those that met.
+        round: Outer step, of which only :meth:`OuterRound.finish` is left to do; None if none was due.
+        restarted: Islands that go back to the anchor with moments of another one, by their index in the quorum.
     """
 
     iteration: int
@@ -75,7 +77,7 @@ class Meeting:
     restarted: Sequence[int] = ()
 
 
-# What each island says of itself when it comes to a meeting.
+# What each island says of itself in a quorum.
 _ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW = range(7)
 Standing = Sequence[int]
 
@@ -88,64 +90,79 @@ _LEAST_SECONDS = 1.0
 _TO_REJOIN = "What it learned since is lost; start it again, for example by torchrun --max-restarts, and it joins the others."
 
 
-class Gatherings:
-    """The meetings of an island with those that are there."""
+class ElasticParticipants(Participants):
+    """The islands that are there take part, and agree after the outer step."""
 
-    def __init__(
-        self,
-        islands: Islands,
-        stagings: Sequence[Staging],
-        judge: Judge,
-        members: Members,
-        make_round: Callable[[int, Exchange, Verdicts, Stopwatch], OuterRound],
-        over_group: OverGroup,
-        device: torch.device,
-    ) -> None:
-        """Begins with an island that has not met anybody.
+    def __init__(self, config: PierConfig, share: Share, alone: GroupExchange, islands: Islands, weights: Weights) -> None:
+        """Begins with an island that has not met the others.
 
         Args:
-            islands: Among which it is.
-            stagings: Of the outer states.
-            judge: Of its pseudo-gradients.
-            members: Restarts islands whose parameters are not finite.
-            make_round: Prepares an outer step.
-            over_group: Reduces over the ranks of this island.
-            device: For collectives.
+            config: Settings of the run.
+            share: What this rank owns.
+            alone: Collectives of this island alone.
+            islands: Islands among which it is.
+            weights: Parameters of this rank.
         """
+        super().__init__(config, share, alone)
         self._membership, self._island, self._wait_seconds = islands.membership, islands.own, islands.wait_seconds
-        self._stagings, self._judge, self._members = stagings, judge, members
-        self._make_round, self._over_group, self._device = make_round, over_group, device
+        self._weights = weights
         self._has_own_anchor, self._is_new = True, True
+        self._restarted: Sequence[int] = ()
 
-    def meet(self, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int) -> Meeting | None:
-        """Comes together with all islands that are there; called by all ranks of the island.
+    def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
+        """Meets the islands that are there, and takes over from them what this one does not have.
 
         Args:
-            iteration: Iterations completed.
-            last_common_step: See :class:`pier_megatron.outer.loop.OuterLoop`.
-            fragments: Whose outer step is due. When an island starts: those of a step that its last process could not take.
-            trained: Iterations that this island has trained since its last outer step.
+            progress: Where this island stands; where the others stand, if it joins them.
+            fragments: Fragments whose outer step is due. When an island starts: those of a step that its last process could
+                not take.
 
         Returns:
-            What has come of it; None if nothing has, for longer than this island waits.
+            Round whose exchange has arrived; None if no step is due, or nobody came for longer than this island waits.
 
         Raises:
             LeftBehindError: If the others have taken an outer step that this island has missed.
             DivergedError: If no island has finite parameters.
             PierConfigError: If two islands cannot be of one run.
         """
+        with self.phase("quorum", progress.iteration):
+            formed = self._meet(progress, fragments)
+        self.is_deserted = formed is None
+        if formed is None:
+            return None
+        progress.iteration, progress.last_common_step = formed.iteration, formed.last_common_step
+        if formed.has_joined:
+            progress.is_local, progress.trained = True, 0
+        if formed.has_joined and formed.round is None:
+            self._weights.return_to_anchor()
+            self._weights.commit()
+            progress.is_synchronised = False
+        self._restarted = formed.restarted
+        return formed.round
+
+    def carry_out(self, round_: OuterRound) -> None:
+        """Applies what has arrived: nothing can fail any more."""
+        round_.finish()
+        # An island that has joined had parameters of its own.
+        self._weights.return_to_anchor()
+
+    def restart(self, round_: OuterRound, iteration: int) -> Sequence[int]:
+        """Returns the islands that were restarted before the outer step was applied."""
+        return self._restarted
+
+    def _meet(self, progress: Progress, fragments: Sequence[int]) -> _Formed | None:
         deadline = time.monotonic() + self._wait_seconds
-        where = f"island {self._island} after iteration {iteration}"
-        verdict, _ = self._judge.judge(fragments)
+        where = f"island {self._island} after iteration {progress.iteration}"
+        verdict, _ = self.judge.judge(fragments)
         while True:
-            exchange, meeting, refusal = None, None, None
+            exchange, formed, refusal = None, None, None
             # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not
             # come to a collective that the others wait in.
-            own = self._standing(iteration, last_common_step, fragments, trained)
+            own = self._standing(progress, fragments)
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
                 exchange = self._membership.meet(datetime.timedelta(seconds=within))
-                meeting = self._attempt(exchange, own, verdict)
+                formed = self._attempt(exchange, own, verdict)
                 outcome = Outcome.SUCCEEDED
             except (LeftBehindError, DivergedError, PierConfigError) as error:
                 refusal, outcome = error, Outcome.REFUSED
@@ -157,7 +174,7 @@ class Gatherings:
             of_rank, outcome = outcome, self._membership.agree(exchange, outcome)
             if outcome == Outcome.SUCCEEDED:
                 self._is_new, self._has_own_anchor = False, True
-                return meeting
+                return formed
             if of_rank == Outcome.SUCCEEDED:
                 print(f" Pier: {where}: not every rank of every island has all of it; tries again", flush=True)
             if outcome == Outcome.REFUSED:
@@ -166,8 +183,8 @@ class Gatherings:
             if outcome == Outcome.GIVES_UP:
                 return None
 
-    def _attempt(self, exchange: GroupExchange, own: Tensor, verdict: int) -> Meeting:
-        stopwatch = Stopwatch(self._device)
+    def _attempt(self, exchange: GroupExchange, own: Tensor, verdict: int) -> _Formed:
+        stopwatch = Stopwatch(self._share.device)
         with stopwatch.running():
             standings: list[list[int]] = exchange.gather(own).result().tolist()
             present = _those_present(standings)
@@ -182,34 +199,31 @@ class Gatherings:
             if absent:
                 self._hand_over(exchange, present[0], absent)
             if not source[_IS_DUE]:
-                return Meeting(source[_ITERATION], not here, source[_SYNCED], None)
-            verdicts = Verdicts(exchange, verdict if here else ABSENT, self._device)
+                return _Formed(source[_ITERATION], not here, source[_SYNCED], None)
+            verdicts = Verdicts(exchange, verdict if here else ABSENT, self._share.device)
             verdicts.check(source[_ITERATION])
-            round_ = self._make_round(source[_ITERATION], exchange, verdicts, stopwatch)
+            round_ = self.round(source[_ITERATION], exchange, verdicts, stopwatch)
             round_.weight = _weight(standings, verdicts.counted(), exchange.rank)
             round_.begin()
             round_.arrive()
-            restarted = self._members.restart_left_out(round_, source[_ITERATION])
-        return Meeting(source[_ITERATION], not here, source[_ITERATION], round_, restarted)
+            restarted = self.restarts.restart_excluded(round_, source[_ITERATION])
+        return _Formed(source[_ITERATION], not here, source[_ITERATION], round_, restarted)
 
-    def _standing(self, iteration: int, last_common_step: int, fragments: Sequence[int], trained: int) -> Tensor:
-        checksum = torch.zeros((), dtype=torch.int64, device=self._device)
-        for staging in self._stagings:
-            # After a meeting that failed, what it handed over may still be on its way to the host.
-            staging.synchronize()
-            checksum += staging.state.checksum(ANCHOR)
+    def _standing(self, progress: Progress, fragments: Sequence[int]) -> Tensor:
+        # After a quorum that failed, what it handed over may still be on its way to the host.
+        [checksum] = self._share.checksums((ANCHOR,))
         # Of the whole island, so that all its ranks judge alike.
         sums = torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)])
-        self._over_group(sums, dist.ReduceOp.SUM)
-        checksum_of_all, without_own_anchor = sums.tolist()
-        place = [_NOWHERE, _NOWHERE] if without_own_anchor else [last_common_step, iteration]
-        own = [self._island, *place, int(bool(fragments)), checksum_of_all, trained, int(self._is_new)]
-        return torch.tensor(own, device=self._device)
+        checksum_of_all, without_own_anchor = self._share.over_group(sums).tolist()
+        place = [_NOWHERE, _NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
+        own = [self._island, *place, int(bool(fragments)), checksum_of_all, progress.trained, int(self._is_new)]
+        return torch.tensor(own, device=self._share.device)
 
     def _hand_over(self, exchange: GroupExchange, source: int, absent: Sequence[int]) -> None:
-        # Until the meeting has succeeded: the anchor of the others with the iteration of this island is that of nobody.
+        # Until the outer step has succeeded: the anchor of the others with the iteration of this island is that of nobody.
         self._has_own_anchor = self._has_own_anchor and exchange.rank not in absent
-        lent = one_ahead(staging.lend(chunk, COMMON) for staging in self._stagings for chunk in staging.state.chunks)
+        stagings = self._share.stagings
+        lent = one_ahead(staging.lend(chunk, COMMON) for staging in stagings for chunk in staging.state.chunks)
         for staged in lent:
             for name in COMMON:
                 exchange.broadcast(staged.tensors[name], source, absent)
@@ -229,7 +243,7 @@ def _weight(standings: Sequence[Standing], counted: Sequence[bool], rank: int) -
 
 
 def _those_present(standings: Sequence[Standing]) -> list[int]:
-    """The islands whose anchor all continue from, by rank in the meeting: the newest one, with an outer step due if on any.
+    """The islands whose anchor all continue from, by rank in the quorum: the newest one, with an outer step due if on any.
 
     Of those with different anchors, most have the right one.
     """
@@ -239,7 +253,7 @@ def _those_present(standings: Sequence[Standing]) -> list[int]:
 
 
 def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int, LeftBehindError | PierConfigError]:
-    """Why islands cannot go on with those present, by rank in the meeting."""
+    """Why islands cannot go on with those present, by rank in the quorum."""
     source = standings[present[0]]
     found: dict[int, LeftBehindError | PierConfigError] = {}
     for rank, standing in enumerate(standings):

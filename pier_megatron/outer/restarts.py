@@ -6,7 +6,7 @@ parameters becomes the anchor, its moments those of a group that counted) and is
 all of this; others need not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,30 +14,24 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange
 from pier_megatron.outer.rounds import OuterRound
+from pier_megatron.outer.share import Share
 from pier_megatron.outer.verdicts import ABSENT
 
 NEVER = -1
 """Iteration of the last restart of a group that has had none."""
 
 
-class Members:
+class Restarts:
     """Restarts groups, and says when a run has nothing left to go on from.
 
     Attributes:
-        last_restart: Iteration at whose end this rank's group was restarted last, or :data:`NEVER`.
+        last: Iteration at whose end this rank's group was restarted last, or :data:`NEVER`.
     """
 
-    def __init__(self, config: PierConfig, groups: int, moments: Callable[[], Sequence[Tensor]], device: torch.device) -> None:
-        """Begins with a healthy group.
-
-        Args:
-            config: Of the run.
-            groups: Number of all groups.
-            moments: This group's, of its inner optimizer, in the same order in all groups.
-            device: For collectives.
-        """
-        self.last_restart = NEVER
-        self._interval, self._groups, self._moments, self._device = config.sync_interval, groups, moments, device
+    def __init__(self, config: PierConfig, groups: int, share: Share) -> None:
+        """Begins with a healthy group of ``groups``; ``share`` has the moments of its inner optimizer."""
+        self.last = NEVER
+        self._interval, self._groups, self._share = config.sync_interval, groups, share
 
     def check(self, round_: OuterRound, iteration: int) -> None:
         """Stops a run of which nothing is left after ``iteration``. Waits for all groups that meet.
@@ -47,11 +41,11 @@ class Members:
         Raises:
             DivergedError: If no group counts.
         """
-        has_tried = self.last_restart != NEVER and 0 < round_.begun - self.last_restart <= self._interval
-        if round_.meeting.size == self._groups or has_tried:
+        has_tried = self.last != NEVER and 0 < round_.begun - self.last <= self._interval
+        if round_.exchange.size == self._groups or has_tried:
             round_.verdicts.check(iteration)
 
-    def restart_left_out(self, round_: OuterRound, iteration: int) -> list[int]:
+    def restart_excluded(self, round_: OuterRound, iteration: int) -> list[int]:
         """Hands moments over to groups that were left out of a round; called by all that met, after each.
 
         What made the parameters of a group useless is in its moments too, and would make the next ones useless.
@@ -59,41 +53,41 @@ class Members:
         Returns:
             Those that have to go back to their anchor now, by their index among those that met; none in nearly all rounds.
         """
-        meeting, counted = round_.meeting, round_.verdicts.counted()
+        exchange, counted = round_.exchange, round_.verdicts.counted()
         if all(counted):
             return []
         # Those that were not there have moments of their own, and have joined with the anchor.
         joined = [group for group, verdict in enumerate(round_.verdicts.all()) if verdict == ABSENT]
-        last = meeting.gather(torch.tensor([self.last_restart], device=self._device)).result().flatten().tolist()
+        last = exchange.gather(torch.tensor([self.last], device=self._share.device)).result().flatten().tolist()
         # A group that was restarted since the round began is another one than was judged then.
         restarted = [
             group for group, counts in enumerate(counted) if not counts and group not in joined and last[group] <= round_.begun
         ]
         if restarted:
             source = counted.index(True) if any(counted) else None
-            hand_over(self._moments(), meeting, restarted, source, self._device)
-        if meeting.rank in restarted:
-            self.last_restart = iteration
+            hand_over(self._share.moments(), exchange, restarted, source, self._share.device)
+        if exchange.rank in restarted:
+            self.last = iteration
         return restarted
 
 
 def hand_over(
-    moments: Sequence[Tensor], meeting: Exchange, groups: Sequence[int], source: int | None, device: torch.device
+    moments: Sequence[Tensor], exchange: Exchange, groups: Sequence[int], source: int | None, device: torch.device
 ) -> None:
-    """Gives ``groups`` the inner optimizer's moments of the ``source``; called by all groups of the meeting.
+    """Gives ``groups`` the inner optimizer's moments of the ``source``; called by all groups of the exchange.
 
     Args:
         moments: This group's, in the same order in all groups; changed in place in ``groups``.
-        meeting: The groups.
-        groups: Which take over moments, by their index in the meeting.
+        exchange: Collectives between the groups.
+        groups: Which take over moments, by their index in the exchange.
         source: Whose; None if there is nobody to take them from, so that moments begin anew.
         device: For the collective.
     """
-    numbers = meeting.gather(torch.tensor([len(moments)], device=device)).result()
+    numbers = exchange.gather(torch.tensor([len(moments)], device=device)).result()
     if source is None or len(numbers.unique()) > 1:
         # A group that has skipped all its steps so far has no moments to give or to take.
-        for moment in moments if meeting.rank in groups else ():
+        for moment in moments if exchange.rank in groups else ():
             moment.zero_()
         return
     for moment in moments:
-        meeting.broadcast(moment, source, groups)
+        exchange.broadcast(moment, source, groups)

@@ -1,0 +1,136 @@
+"""Which groups take part in an outer step: all of them, a few that are drawn for it, or the islands that are there.
+
+The choice is made once, when the loop is built. Islands that come and go are in :mod:`pier_megatron.outer.elastic`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch.profiler import record_function
+
+from pier_megatron.config import PierConfig
+from pier_megatron.exchange.collectives import Exchange, GroupExchange
+from pier_megatron.exchange.pairs import Subgroup, draw_subgroups
+from pier_megatron.outer.pulls import Pulls
+from pier_megatron.outer.restarts import Restarts
+from pier_megatron.outer.rounds import DISTANCE, OuterRound, Stopwatch
+from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OuterRule
+from pier_megatron.outer.share import Share
+from pier_megatron.outer.snapshot import Progress, RoundBuffers
+from pier_megatron.outer.verdicts import DivergedError, Judge, KnownVerdicts, Verdicts
+
+
+class Participants:
+    """All groups take part in every outer step, and agree after it.
+
+    Attributes:
+        audience: Groups whose sums the report of an outer step is made of.
+        judge: Judge of this group's pseudo-gradients.
+        restarts: Restarts of groups that were excluded.
+        pulls: Slow weights that cross the groups ahead of an outer step.
+        is_deserted: Whether too few groups have come for longer than this one waits.
+    """
+
+    def __init__(self, config: PierConfig, share: Share, everyone: GroupExchange) -> None:
+        """Begins with healthy groups; ``everyone`` connects all groups that are known beforehand."""
+        self._config, self._share, self._everyone = config, share, everyone
+        self.audience = everyone
+        self.judge = Judge(config, share)
+        self.restarts = Restarts(config, everyone.size, share)
+        self.pulls = Pulls(config, share, self.at)
+        self.is_deserted = False
+
+    def at(self, iteration: int) -> Exchange:
+        """Returns collectives between the participants of outer steps that begin after ``iteration``; this group is one."""
+        return self._everyone
+
+    def rule_at(self, iteration: int) -> OuterRule:
+        """Returns the rule of outer steps that begin after ``iteration``."""
+        return Nesterov(self._config.momentum_at(iteration), self._config.learning_rate_at(iteration))
+
+    def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
+        """Brings the participants of an outer step together.
+
+        Args:
+            progress: Where this group stands; changed if it takes over from others.
+            fragments: Fragments whose outer step is due.
+
+        Returns:
+            Round to carry out; None if there is none.
+        """
+        iteration, stopwatch = progress.iteration, Stopwatch(self._share.device)
+        exchange = self.at(iteration)
+        with stopwatch.running():
+            with self.phase("pull", iteration):
+                distance, bytes_sent = self.pulls.take(fragments)
+            with self.phase("verdict", iteration):
+                verdicts = self.judge.verdicts(fragments, exchange)
+            round_ = self.round(iteration, exchange, verdicts, stopwatch)
+            round_.sums[DISTANCE] = distance
+            round_.bytes_sent += bytes_sent
+        return round_
+
+    def carry_out(self, round_: OuterRound) -> None:
+        """Takes an outer step that is waited for."""
+        round_.run()
+
+    def restart(self, round_: OuterRound, iteration: int) -> Sequence[int]:
+        """Restarts excluded groups after a round; see :meth:`Restarts.restart_excluded`."""
+        return self.restarts.restart_excluded(round_, iteration)
+
+    def round(self, begun: int, exchange: Exchange, verdicts: Verdicts, stopwatch: Stopwatch) -> OuterRound:
+        """Prepares the round of an outer step that begins after an iteration."""
+        fragments, rule = self._config.fragments_due(begun), self.rule_at(begun)
+        return OuterRound(self._share.stagings, exchange, fragments, rule, verdicts, begun, stopwatch, self._share.device)
+
+    def resume(self, saved: RoundBuffers) -> OuterRound:
+        """Prepares a round that was under way when it was saved."""
+        exchange = self.at(saved.begun)
+        verdicts = KnownVerdicts(exchange, saved.verdicts)
+        round_ = self.round(saved.begun, exchange, verdicts, Stopwatch(self._share.device))
+        round_.resume(saved)
+        return round_
+
+    @contextlib.contextmanager
+    def phase(self, name: str, iteration: int) -> Iterator[None]:
+        """Names what happens inside, in profiles and in the error if it fails.
+
+        A peer that has died or hangs shows first in the ranks that wait for it, often as a mere "connection closed".
+        """
+        try:
+            with record_function(f"pier::{name}"):
+                yield
+        except DivergedError:
+            raise
+        except RuntimeError as error:
+            # A group that is a job of its own knows of the others only while it meets them, and then says so itself.
+            if self._everyone.size > 1:
+                error.add_note(
+                    f"Pier: group {self._everyone.rank} was in phase {name} of the outer step after iteration {iteration}, "
+                    f"together with the {self._everyone.size - 1} other groups. If the error speaks of a connection or a "
+                    "timeout, a rank of another group has died or hangs: its own log says why. The last checkpoint is whole."
+                )
+            raise
+
+
+class DrawnParticipants(Participants):
+    """A few groups are drawn for each outer step; their anchors stay apart. Nobody waits for groups that were not drawn."""
+
+    def __init__(self, config: PierConfig, share: Share, everyone: GroupExchange) -> None:
+        """Begins with healthy groups."""
+        super().__init__(config, share, everyone)
+        self.audience = GroupExchange(groups=(everyone.rank,))
+
+    def at(self, iteration: int) -> Exchange:
+        """See :meth:`Participants.at`."""
+        config = self._config
+        assert config.subgroup is not None
+        drawn = draw_subgroups(config.groups, config.subgroup, config.subgroup_seed, iteration)
+        return Subgroup(self._everyone, next(groups for groups in drawn if self._everyone.rank in groups))
+
+    def rule_at(self, iteration: int) -> OuterRule:
+        """See :meth:`Participants.rule_at`."""
+        alpha, beta = self._config.momentum_at(iteration), self._config.learning_rate_at(iteration)
+        if self._config.sends_differences:
+            return NoLoCoOfDifferences(alpha, beta, frozenset(self.pulls.done))
+        return NoLoCo(alpha, beta)

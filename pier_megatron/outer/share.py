@@ -1,0 +1,108 @@
+"""What a rank owns of its group's model, with the outer state over it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pier_megatron.config import PierConfig
+from pier_megatron.outer.memory import wire_of
+from pier_megatron.outer.snapshot import StateBuffers
+from pier_megatron.outer.staging import Staging, chunks_of
+from pier_megatron.outer.state import Chunk, OuterState, Shards
+
+
+class Share:
+    """The parameters of one rank, and the ranks of its group that own the rest.
+
+    Attributes:
+        device: Device of the parameters, and of tensors in collectives.
+        states: Outer states, one for each optimizer that owns some of the parameters.
+        stagings: Lender of work buffers for each of them.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Sequence[Shards]],
+        config: PierConfig,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        inner_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {},
+    ) -> None:
+        """Takes over parameters; the arguments are those of :class:`pier_megatron.outer.loop.OuterLoop`."""
+        devices = (tensor.device for of_optimizer in shards for alike in of_optimizer for tensor in alike.tensors)
+        self.device = device or next(devices, torch.device("cpu"))
+        self.states = [
+            OuterState(
+                of_optimizer,
+                chunk_numel=config.chunk_numel_on(self.device.type),
+                fragments=config.fragments,
+                offload=config.offload,
+                segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
+                device=self.device,
+            )
+            for of_optimizer in shards
+        ]
+        self.stagings = [Staging(state) for state in self.states]
+        self._group, self._inner_state = group, inner_state
+
+    def chunks(self, fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
+        """Yields the chunks of some fragments, each with what lends it buffers."""
+        return chunks_of(self.stagings, fragments)
+
+    def moments(self) -> list[Tensor]:
+        """Returns the inner optimizer's tensors of all parameters, in the same order in all groups."""
+        return [
+            moment
+            for state in self.states
+            for parameter, _ in state.slices()
+            for _, moment in sorted(self._inner_state(parameter).items())
+        ]
+
+    def over_group(self, tensor: Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM) -> Tensor:
+        """Reduces a tensor in place over the ranks of this group; returns it."""
+        if self._group is not None:
+            dist.all_reduce(tensor, op=op, group=self._group)
+        return tensor
+
+    def checksums(self, names: Sequence[str]) -> Tensor:
+        """Returns sums of the bits of flat buffers over this rank's parameters; int64, one for each name."""
+        self.synchronize()
+        sums = torch.zeros(len(names), dtype=torch.int64, device=self.device)
+        for state in self.states:
+            sums += torch.stack([state.checksum(name) for name in names])
+        return sums
+
+    def buffers(self) -> list[StateBuffers]:
+        """Returns the flat buffers themselves, whole where they live."""
+        self.synchronize()
+        return [state.buffers() for state in self.states]
+
+    def synchronize(self) -> None:
+        """Waits until the outer state is whole where it lives."""
+        for staging in self.stagings:
+            staging.synchronize()
+
+
+def whole_parameters(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> Shards:
+    """Returns the parameters of an optimizer, of which every rank of a ``group`` holds all.
+
+    Raises:
+        TypeError: If one is sharded over ranks.
+    """
+    parameters = [parameter for settings in optimizer.param_groups for parameter in settings["params"]]
+    for parameter in parameters:
+        if type(parameter.data) is not Tensor:
+            raise TypeError(
+                f"OuterLoop.for_optimizer takes whole parameters, but one is a {type(parameter.data).__name__}. Build "
+                "OuterLoop over Shards of what each rank holds of it, for example parameter.to_local()."
+            )
+    is_first, is_copied = group is None or group.rank() == 0, group is not None and group.size() > 1
+    return Shards(parameters, is_counted=is_first, is_copied=is_copied)
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Returns what an optimizer keeps for every element of a parameter: not its count of steps, which can have that shape."""
+    state = optimizer.state.get(parameter, {}).items()
+    return {name: value for name, value in state if name != "step" and getattr(value, "shape", None) == parameter.shape}

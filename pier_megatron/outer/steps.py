@@ -1,0 +1,161 @@
+"""The outer steps of one rank: each begins with its participants, perhaps crosses behind training, and ends."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pier_megatron.config import PierConfig
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer.elastic import ElasticParticipants, Islands
+from pier_megatron.outer.participants import DrawnParticipants, Participants
+from pier_megatron.outer.report import OuterStepReports
+from pier_megatron.outer.restarts import NEVER
+from pier_megatron.outer.rounds import OuterRound, momentum_warmup
+from pier_megatron.outer.share import Share
+from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot
+from pier_megatron.outer.weights import Weights
+
+
+class OuterSteps:
+    """Takes outer steps when they are due, and holds those that are under way.
+
+    Attributes:
+        participants: Strategy by which groups come together.
+        rounds: Outer steps whose exchange is hidden behind the present iterations, oldest first.
+    """
+
+    def __init__(
+        self,
+        config: PierConfig,
+        share: Share,
+        exchange: GroupExchange,
+        weights: Weights,
+        reports: OuterStepReports,
+        islands: Islands | None,
+    ) -> None:
+        """Begins with none under way.
+
+        Args:
+            config: Settings of the run.
+            share: What this rank owns.
+            exchange: Collectives between all groups that are known beforehand.
+            weights: Parameters of this rank.
+            reports: Takes note of outer steps.
+            islands: Islands among which this one is; None unless groups come and go.
+        """
+        self._config, self._share, self._exchange, self._weights, self._reports = config, share, exchange, weights, reports
+        self.participants: Participants
+        if islands is not None:
+            self.participants = ElasticParticipants(config, share, exchange, islands, weights)
+        elif config.has_common_anchor:
+            self.participants = Participants(config, share, exchange)
+        else:
+            self.participants = DrawnParticipants(config, share, exchange)
+        self.rounds: list[OuterRound] = []
+
+    def proceed(self, progress: Progress) -> None:
+        """Does what is due at the end of an iteration; called in the same iterations on every rank."""
+        config, iteration = self._config, progress.iteration
+        if not progress.is_local:
+            if config.is_momentum_warmup(iteration):
+                with self.participants.phase("momentum_warmup", iteration):
+                    momentum_warmup(self._share.stagings, config.momentum_at(iteration))
+            return
+        self.participants.pulls.proceed(iteration)
+        for round_ in list(self.rounds):
+            self._move(progress, round_)
+        fragments = config.fragments_due(iteration)
+        if fragments:
+            self.take(progress, fragments)
+        if not config.has_common_anchor and iteration == config.train_iters:
+            with self.participants.phase("agree", iteration):
+                self._weights.agree_on_mean()
+            progress.is_synchronised = True
+
+    def take(self, progress: Progress, fragments: Sequence[int]) -> None:
+        """Takes an outer step, or begins it if it is to be hidden behind training.
+
+        Args:
+            progress: Where this group stands.
+            fragments: Fragments whose outer step is due; none for an island that only joins the others.
+        """
+        round_ = self.participants.form(progress, fragments)
+        if round_ is None:
+            return
+        iteration = progress.iteration
+        with round_.stopwatch.running():
+            if self._config.overlap and iteration < self._config.train_iters:
+                with self.participants.phase("begin", iteration):
+                    round_.begin()
+                    round_.proceed(0, self._config.overlap)
+                self.rounds.append(round_)
+                return
+            with self.participants.phase("outer_step", iteration):
+                self.participants.restarts.check(round_, iteration)
+                self.participants.carry_out(round_)
+            progress.is_synchronised = round_.rule.has_common_anchor and len(round_.fragments) == self._config.fragments
+            self._end(progress, round_)
+
+    def _move(self, progress: Progress, round_: OuterRound) -> None:
+        iteration, age = progress.iteration, progress.iteration - round_.begun
+        with round_.stopwatch.running():
+            if age < self._config.overlap and iteration < self._config.train_iters:
+                with self.participants.phase("proceed", iteration):
+                    round_.proceed(age, self._config.overlap)
+                return
+            with self.participants.phase("finish", iteration):
+                self.participants.restarts.check(round_, iteration)
+                round_.finish()
+            self.rounds.remove(round_)
+            self._end(progress, round_)
+
+    def _end(self, progress: Progress, round_: OuterRound) -> None:
+        iteration = progress.iteration
+        with self.participants.phase("commit", iteration):
+            restarted = self.participants.restart(round_, iteration)
+            if round_.exchange.rank in restarted:
+                self._weights.return_to_anchor()
+                for other in self.rounds:
+                    other.forget_progress()
+            self._weights.commit()
+        progress.last_common_step, progress.trained = round_.begun, iteration - round_.begun
+        sums = self.participants.audience.gather(self._share.over_group(round_.sums))
+        self._reports.add(round_, sums, restarted)
+        self.participants.pulls.begin(round_.begun, iteration)
+
+    def snapshot(self, progress: Progress) -> Snapshot:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.snapshot`."""
+        judge, pulls, restarts = self.participants.judge, self.participants.pulls, self.participants.restarts
+        pulls.finish(range(self._config.fragments))
+        rounds = [round_.settle() for round_ in self.rounds]
+        own = [restarts.last, *(round_.verdicts.own for round_ in self.rounds)]
+        last, *verdicts = self._exchange.gather(torch.tensor(own, device=self._share.device)).result().T.tolist()
+        self._reports.write_arrived(waits=True)
+        return Snapshot(
+            dataclasses.replace(progress),
+            self._share.buffers(),
+            [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
+            sorted(pulls.done),
+            {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
+            judge.outliers.state_dict() if judge.outliers else {},
+        )
+
+    def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.empty_snapshot`."""
+        buffers = []
+        for begun, verdicts in rounds.items():
+            numel = sum(chunk.numel for _, chunk in self._share.chunks(self._config.fragments_due(begun)))
+            buffers.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts))
+        return Snapshot(progress, self._share.buffers(), buffers)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Takes over everything from a snapshot but the progress."""
+        for state, buffers in zip(self._share.states, snapshot.states, strict=True):
+            state.restore(buffers)
+        judge, pulls, restarts = self.participants.judge, self.participants.pulls, self.participants.restarts
+        pulls.restart(snapshot.pulled)
+        self.rounds = [self.participants.resume(saved) for saved in snapshot.rounds]
+        restarts.last = snapshot.restarted.get(self._exchange.rank, NEVER)
+        if judge.outliers:
+            judge.outliers.load_state_dict(snapshot.outliers)
