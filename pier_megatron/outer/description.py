@@ -74,15 +74,15 @@ class Description:
             Megatron's own keys hold.
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
         pulled: Fragments whose momentum is that of the outer step to come: decayed, and pulled to the slow weights of others.
-        restarted: When groups were last restarted, by group.
-        island: Whose folder it is in, where groups are islands. It holds that island's own state.
+        restarted: Iteration at which each group was last restarted, by group.
+        island: Island in whose folder it is, where groups are islands. It holds that island's own state.
         holds_outer_state: Whether the outer state is there too, and not only with the first island.
         is_local: Whether the groups were training apart; format 1 does not say, and the iteration decides.
         is_synchronised: Whether all groups held the same parameters; likewise.
         last_common_step: Iteration after which the groups took their last outer step together; older plugins do not say.
-        checksums: Of the outer state, over all ranks of a group, by :func:`checksum_name`.
+        checksums: Checksums of the outer state, over all ranks of a group, by :func:`checksum_name`.
         format: See :data:`FORMAT`.
-        version: Of the plugin.
+        version: Version of the plugin.
     """
 
     iteration: int
@@ -251,7 +251,7 @@ class Description:
         Args:
             group: Index of the group that loads.
             present: The run that loads.
-            rule: As for :meth:`sources`.
+            rule: Rule for groups in another number, see :meth:`sources`.
         """
         if self.has_common_outer_state:
             return [None]

@@ -48,7 +48,7 @@ class Islands:
     """The islands that a group is one of.
 
     Attributes:
-        membership: Who is there.
+        membership: Islands that are there.
         own: Index of this one among all that may be there.
         wait_seconds: How long it tries to come together with enough others.
     """
@@ -113,7 +113,7 @@ class ElasticParticipants(Participants):
         """Meets the islands that are there, and takes over from them what this one does not have.
 
         Args:
-            progress: Where this island stands; where the others stand, if it joins them.
+            progress: Progress of this island; that of the others, if it joins them.
             fragments: Fragments whose outer step is due. When an island starts: those of a step that its last process could
                 not take.
 

@@ -48,9 +48,9 @@ def share_by_noise(noise: float, measured_groups: int, groups: int) -> float:
     """With AdamW inside, the share of its iterations after which synchronous training would have the loss of groups.
 
     Args:
-        noise: As of :func:`noise.noise_to_signal`, as :func:`noise.settled` or in the outer step ``SETTLED_AFTER``.
-        measured_groups: That trained then.
-        groups: That are to train, on the same global batch: the fewer they are, the less noise has each.
+        noise: Noise to signal, see :func:`noise.noise_to_signal`, as :func:`noise.settled` or in the outer step ``SETTLED_AFTER``.
+        measured_groups: Number of groups that trained then.
+        groups: Number of groups that are to train, on the same global batch: the fewer they are, the less noise has each.
 
     Returns:
         A share from 0 to 1; 1 for one group.
@@ -62,8 +62,8 @@ def share_by_settings(config: PierConfig, groups: int) -> float:
     """As :func:`share_by_noise`, with Muon inside: it loses so many intervals at least, however long the run.
 
     Args:
-        config: Of the run.
-        groups: That are to train, on the same global batch.
+        config: Settings of the run.
+        groups: Number of groups that are to train, on the same global batch.
 
     Returns:
         A share from 0 to 1; 1 for one group.
@@ -75,9 +75,9 @@ def shares(config: PierConfig, noise: float | None = None, measured_groups: int 
     """What is known of a run's loss.
 
     Args:
-        config: Of the run.
-        noise: As :func:`share_by_noise` takes it, of a run that has begun; None before that.
-        measured_groups: That trained then.
+        config: Settings of the run.
+        noise: Noise of a run that has begun, see :func:`share_by_noise`; None before that.
+        measured_groups: Number of groups that trained then.
 
     Returns:
         The share of its iterations after which synchronous training would have the same loss, by the number of groups: with

@@ -22,12 +22,12 @@ def window(index: int, number: int, span: int) -> tuple[int, int, int]:
     kernels that come after them (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do), and chunks that wait need no device memory.
 
     Args:
-        index: Of the chunk.
-        number: Of chunks in the round.
+        index: Index of the chunk.
+        number: Number of chunks in the round.
         span: Iterations after which the round ends, at least 1.
 
     Returns:
-        When its sum begins, when it is sent on, and when it must have arrived, at most ``span``.
+        Iterations at which its sum begins, it is sent on, and it must have arrived, at most ``span``.
     """
     begin = index * max(span - 1, 1) // number
     end = min(span, max(-(-(index + 1) * span // number), begin + 2))
@@ -53,7 +53,7 @@ class Flight:
         chunk: The chunk.
         kept: Buffers that outlast its time on the wire; None if nothing does.
         stage: How far it has come.
-        staged: Where it is worked on, while it is on the wire.
+        staged: Buffers in which it is worked on while it is on the wire.
         sum: Sum that it waits for then.
     """
 

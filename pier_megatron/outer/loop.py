@@ -30,7 +30,7 @@ class OuterLoop:
 
     Attributes:
         states: Anchor and momentum over the parameters of this rank.
-        progress: Where this group stands in its run.
+        progress: Progress of this group in its run.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class OuterLoop:
             config: Schedules and sizes.
             exchange: Collectives between the ranks that own the same parameters, one rank of each group.
             group: Ranks that share the parameters of this group; None if this rank owns all of them.
-            device: Of the tensors in collectives; by default, of the parameters.
+            device: Device of the tensors in collectives; by default, that of the parameters.
             inner_state: The inner optimizer's tensors for one of these parameters, of its shape, by name: what a group that
                 is restarted takes over from another one.
             on_change: Called after the parameters have changed, on all ranks of the group.
             report: Called for each outer step once its numbers are there, on every rank.
-            islands: Where groups come and go, those that are there; ``exchange`` is then that of this group alone.
+            islands: Elastic islands; ``exchange`` is then that of this group alone.
 
         Raises:
             TypeError: If a parameter is not float32.
@@ -210,7 +210,7 @@ class OuterLoop:
         """Returns a snapshot to read saved tensors into, without talking to other groups; its flat buffers are the loop's own.
 
         Args:
-            progress: Where the saved run stood.
+            progress: Progress of the saved run.
             rounds: Verdicts on all groups in the outer steps that were under way, by the iteration after which each began.
         """
         return self._steps.empty_snapshot(progress, rounds)

@@ -49,7 +49,7 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
     """Device memory for the chunks that a rank works on at a time. It is made when it is first needed, and then kept.
 
     Args:
-        config: Of the run.
+        config: Settings of the run.
         longest: Number of elements of the longest chunk.
         in_fragments: Number of chunks in each fragment.
     """

@@ -21,7 +21,7 @@ def noise_to_signal(own_square: float, mean_square: float, groups: int) -> float
     Args:
         own_square: Squared norm of a group's pseudo-gradient, mean over the groups.
         mean_square: Squared norm of the mean pseudo-gradient.
-        groups: Of which that is the mean, at least 2.
+        groups: Number of groups whose mean that is, at least 2.
 
     Returns:
         0 where all groups moved alike; infinity where nothing that they have in common can be told from noise.

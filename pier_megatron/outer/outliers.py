@@ -31,7 +31,7 @@ class OutlierDetector:
         """Judges a norm.
 
         Args:
-            norm: Of the group's pseudo-gradient in one fragment, finite.
+            norm: Norm of the group's pseudo-gradient in one fragment, finite.
             fragment: Which: different parts of a model have norms of different size.
         """
         seen, mean, variance = self._history.get(fragment, _NOTHING)

@@ -52,7 +52,7 @@ class Participants:
         """Brings the participants of an outer step together.
 
         Args:
-            progress: Where this group stands; changed if it takes over from others.
+            progress: Progress of this group; changed if it takes over from others.
             fragments: Fragments whose outer step is due.
 
         Returns:

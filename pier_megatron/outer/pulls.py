@@ -55,7 +55,7 @@ class Pulls:
 
         Args:
             begun: Iteration after which the round began.
-            iteration: At whose end it has ended.
+            iteration: Iteration at whose end it has ended.
         """
         fragments = self._config.fragments_due(begun)
         self._apart.update(fragments)

@@ -159,8 +159,8 @@ class OuterStepReports:
         """Takes note of an outer step.
 
         Args:
-            round_: That has finished.
-            sums: As for :func:`norms_and_cosines`, under way: of all groups that met, or of the own one.
+            round_: Round that has finished.
+            sums: Sums under way, see :func:`norms_and_cosines`: of all participants, or of the own group.
             restarted: Groups that were restarted at its end, by their index among those that met.
         """
         self._unreported.append((round_, sums, restarted))
@@ -234,8 +234,8 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
     """Evaluates the sums of all groups.
 
     Args:
-        sums: As of :class:`pier_megatron.outer.rounds.OuterRound`, over each group's whole model.
-        contributes: Which groups count; boolean, shape ``[groups]``.
+        sums: Sums, see :class:`pier_megatron.outer.rounds.OuterRound`, over each group's whole model.
+        contributes: Mask of the groups that count; boolean, shape ``[groups]``.
 
     Returns:
         Norm of the mean pseudo-gradient, norm of the momentum, smallest and mean cosine of the contributing groups. A

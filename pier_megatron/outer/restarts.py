@@ -79,9 +79,9 @@ def hand_over(
     Args:
         moments: This group's, in the same order in all groups; changed in place in ``groups``.
         exchange: Collectives between the groups.
-        groups: Which take over moments, by their index in the exchange.
+        groups: Groups that take over moments, by their index in the exchange.
         source: Whose; None if there is nobody to take them from, so that moments begin anew.
-        device: For the collective.
+        device: Device of the collective.
     """
     numbers = exchange.gather(torch.tensor([len(moments)], device=device)).result()
     if source is None or len(numbers.unique()) > 1:

@@ -39,7 +39,7 @@ def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
     algorithm 1.
 
     Args:
-        stagings: Of the outer states, which are changed in place.
+        stagings: Stagings of the outer states, which are changed in place.
         mu: Outer momentum coefficient.
     """
     for staged in one_ahead(staging.lend(chunk, COMMON) for staging in stagings for chunk in staging.state.chunks):
@@ -92,10 +92,10 @@ class OuterRound(Crossing):
         fragments: Fragments that it exchanges.
         rule: What is sent, and what is made of what arrives.
         begun: Iteration after which it began.
-        verdicts: On the pseudo-gradients of all groups.
-        weight: Of this group's in the mean, by which each that counts has 1 on average.
+        verdicts: Verdicts on the pseudo-gradients of all groups.
+        weight: Weight of this group's pseudo-gradient in the mean; participants average to 1.
         sums: Over the chunks that this rank counts, in the order of :data:`PRODUCTS` and what follows it; float64.
-        bytes_sent: By this rank to other groups.
+        bytes_sent: Bytes sent by this rank to other groups.
         stopwatch: Time spent on it so far.
     """
 
@@ -113,14 +113,14 @@ class OuterRound(Crossing):
         """Prepares a round: :meth:`run` it, or :meth:`begin` it and let it :meth:`proceed` until it can :meth:`finish`.
 
         Args:
-            stagings: Of the outer states, which are changed in place.
+            stagings: Stagings of the outer states, which are changed in place.
             exchange: Collectives between the participants.
             fragments: Fragments that it exchanges.
             rule: What is sent, and what is made of what arrives.
             verdicts: A pseudo-gradient that does not count is not sent; its group is moved to the common point all the same.
             begun: Iterations completed.
-            stopwatch: That the caller runs while it works on the round.
-            device: Of the sums.
+            stopwatch: Stopwatch that the caller runs while it works on the round.
+            device: Device of the sums.
         """
         self.exchange, self.rule, self.fragments = exchange, rule, fragments
         self._chunks = list(chunks_of(stagings, fragments))

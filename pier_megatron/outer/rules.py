@@ -34,7 +34,7 @@ class OuterRule(Protocol):
         """Makes of the sum in ``staged.shared`` what this group is to descend along.
 
         Args:
-            staged: With the sum over the groups that met of what they sent in ``staged.shared``.
+            staged: Buffers, with the sum over the participants of what they sent in ``staged.shared``.
             size: How many groups met.
             counted: How many of them count.
         """
@@ -43,7 +43,7 @@ class OuterRule(Protocol):
         """Updates ``staged.anchor`` and ``staged.momentum``.
 
         Args:
-            staged: With what :meth:`combine` has left in ``staged.shared``.
+            staged: Buffers, with what :meth:`combine` has left in ``staged.shared``.
             is_alone: Whether that is what this group sent, and the parameters have not moved since.
         """
 

@@ -33,7 +33,7 @@ class StateBuffers:
     Attributes:
         anchor: Parameters that all groups agreed on last; shape ``[numel]``.
         momentum: Outer momentum; shape ``[numel]``.
-        residuals: With error feedback, what the codec has dropped, by name.
+        residuals: Values that the codec has dropped, with error feedback, by name.
     """
 
     anchor: Tensor
@@ -65,7 +65,7 @@ class Snapshot:
     ``torch.save`` stores it, and ``torch.load`` reads it back without running code from the file.
 
     Attributes:
-        progress: Where the group stands.
+        progress: Progress of the group.
         states: Buffers of each outer state, in order.
         rounds: Outer steps whose exchange is hidden behind the present iterations, oldest first.
         pulled: Fragments whose momentum is ready for their next outer step.

@@ -22,8 +22,8 @@ class Buffers:
     """Tensors to lend, float32, each as long as the longest chunk.
 
     Attributes:
-        tensors: By name.
-        ready: Where copies run on streams: when nobody reads or writes the tensors any more.
+        tensors: Tensors by name.
+        ready: Event after which nobody reads or writes the tensors any more, where copies run on streams.
     """
 
     tensors: dict[str, Tensor]
@@ -109,7 +109,7 @@ class Staging:
         """Lends buffers to a chunk, and begins to copy what is named into them: wait with :func:`one_ahead`.
 
         Args:
-            chunk: Of the state.
+            chunk: Chunk of the state.
             reads: Names of what will be read.
             kept: What :meth:`keep` has set aside for it, if it does more than pass by.
         """

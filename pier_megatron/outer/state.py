@@ -61,7 +61,7 @@ class Chunk:
     """A stretch of the flat buffers: what is exchanged and updated in one go.
 
     Attributes:
-        start: Of its first element.
+        start: Index of its first element.
         numel: Number of elements.
         fragment: Index of the fragment that it belongs to.
         shards: What it is a stretch of.
@@ -101,9 +101,9 @@ class OuterState:
 
     Attributes:
         numel: Number of parameters that this rank owns.
-        device: Where they are.
+        device: Device of the parameters.
         offload: Whether the outer state is in host memory.
-        place: Where the outer state is, as arguments of what makes tensors.
+        place: Device of the outer state, as arguments of what makes tensors.
         flats: The flat buffers by name; float32, shape ``[numel]`` each. With error feedback one is the residual: what this
             group's own pseudo-gradients lost on the wire.
         chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
@@ -126,9 +126,9 @@ class OuterState:
             chunk_numel: Largest number of elements in a chunk.
             fragments: Number of fragments, of about equal size, that are exchanged at different times.
             offload: Keep the flat buffers in host memory, pinned where there is a device to copy to.
-            segment_numel: With error feedback, the number of elements of a chunk that this group sums for all, by the
+            segment_numel: Number, with error feedback, of elements of a chunk that this group sums for all, by the
                 chunk's length.
-            device: Of the main parameters, where there may be none.
+            device: Device of the main parameters, where there may be none.
 
         Raises:
             TypeError: If a tensor is not float32.

@@ -77,7 +77,7 @@ class OuterSteps:
         """Takes an outer step, or begins it if it is to be hidden behind training.
 
         Args:
-            progress: Where this group stands.
+            progress: Progress of this group.
             fragments: Fragments whose outer step is due; none for an island that only joins the others.
         """
         round_ = self.participants.form(progress, fragments)

@@ -24,7 +24,7 @@ class Verdicts:
     """What the groups that meet say of their pseudo-gradients of one round.
 
     Attributes:
-        own: That on this group, the same on all its ranks.
+        own: Verdict on this group, the same on all its ranks.
     """
 
     def __init__(self, exchange: Exchange, own: int, device: torch.device) -> None:
