@@ -5,6 +5,7 @@ import random
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,6 +16,10 @@ import one_gpu
 
 # The cores belong to the processes that tests start; threads of this one that wait for each other are in their way.
 torch.set_num_threads(1)
+
+# A busy machine is no failure.
+hypothesis.settings.register_profile("pier", deadline=None)
+hypothesis.settings.load_profile("pier")
 
 _CHOSEN = pytest.StashKey[str]()
 

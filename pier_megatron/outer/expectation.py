@@ -48,7 +48,7 @@ def share_by_noise(noise: float, measured_groups: int, groups: int) -> float:
     """With AdamW inside, the share of its iterations after which synchronous training would have the loss of groups.
 
     Args:
-        noise: Noise to signal, see :func:`noise.noise_to_signal`, as :func:`noise.settled` or in the outer step ``SETTLED_AFTER``.
+        noise: Noise to signal, as :func:`noise.settled` or in the outer step ``SETTLED_AFTER``.
         measured_groups: Number of groups that trained then.
         groups: Number of groups that are to train, on the same global batch: the fewer they are, the less noise has each.
 

@@ -137,7 +137,7 @@ def understand_script(words: list[str]) -> None:
     assert path.exists()
     if path.suffix != ".py" or "argparse" not in path.read_text():
         return
-    parse_args = argparse.ArgumentParser.parse_args
+    parse_args, before = argparse.ArgumentParser.parse_args, set(sys.modules)
 
     def only_parse(parser: argparse.ArgumentParser, *given: Sequence[str]) -> None:
         parse_args(parser, *given)
@@ -151,6 +151,6 @@ def understand_script(words: list[str]) -> None:
     ):
         runpy.run_path(str(path), run_name="__main__")
     # Another folder may have modules of the same names.
-    for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").parent == path.parent:
+    for name in sys.modules.keys() - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
             del sys.modules[name]
