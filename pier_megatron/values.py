@@ -171,6 +171,13 @@ def file_to_write(text: str) -> Path:
     return Path(text)
 
 
+def png_to_write(text: str) -> Path:
+    """Path of a picture that is there or can be made, as :func:`existing_file`."""
+    if text and not text.endswith(".png"):
+        raise _refusal(text, "must end in .png")
+    return file_to_write(text)
+
+
 def _check_can_be_made(text: str, folder: Path) -> None:
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there):

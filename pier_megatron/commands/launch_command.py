@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pier_megatron.commands.srun import Surroundings, expanded, surroundings
-from pier_megatron.cpu.preparations import missing_cpu_flags
+from pier_megatron.cpu.preparations import DEVICES, missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
 from pier_megatron.values import whole
@@ -188,12 +188,17 @@ def _started(as_module: bool, name: str, words: Sequence[str]) -> tuple[str, lis
     """
     if not (as_module and name == "pier_megatron"):
         return name, list(words), False
-    rest = [part for word in words[:1] for part in word.split("=")] + list(words[1:])
-    device, rest = (rest[1:2], rest[2:]) if rest[:1] == ["--device"] else ([], rest)
+    device, rest = "cuda", list(words)
+    if rest and rest[0].partition("=")[0] == "--device":
+        name, joined, device = rest.pop(0).partition("=")
+        if not joined:
+            device = rest.pop(0) if rest else ""
+        if problem := DEVICES.problem(device):
+            raise PierConfigError(f"{name} {device}: {problem}")
     if not rest:
         raise PierConfigError("-m pier_megatron: no training script behind it.")
     script, *arguments = rest
-    if device == ["cpu"]:
+    if device == "cpu":
         arguments += missing_cpu_flags(arguments)
     return script, arguments, True
 

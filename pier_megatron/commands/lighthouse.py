@@ -75,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
             "and a free port."
         ) from error
     port = server.address().rpartition(":")[2]
-    print(
-        f"--pier-lighthouse http://{options.address}:{port}: for up to {options.islands} islands, at least {least}", flush=True
-    )
+    # In a URL an IPv6 address stands in brackets.
+    host = f"[{options.address}]" if ":" in options.address else options.address
+    print(f"--pier-lighthouse http://{host}:{port}: for up to {options.islands} islands, at least {least}", flush=True)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

@@ -13,6 +13,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from pier_megatron.cpu.preparations import DEVICES
 from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=["cuda", "cpu"],
+        choices=DEVICES.names,
         default="cuda",
         help="cuda (default): on GPUs; cpu: run Megatron on the CPU and gloo, for trying things out",
     )

@@ -4,6 +4,11 @@ import logging
 import warnings
 from collections.abc import Sequence
 
+from pier_megatron.values import one_of
+
+DEVICES = one_of(("cuda", "cpu"))
+"""Where the launcher runs a script."""
+
 # What the local (non-Transformer-Engine) path on gloo needs, each with the values it takes. A flag that the command line
 # already names is left as the user wrote it.
 _CPU_FLAGS: tuple[tuple[str, ...], ...] = (

@@ -123,3 +123,37 @@ def test_log_of_another_model_is_refused(short_run: Path) -> None:
     refusal = plan(f"--cluster perlmutter --log {short_run}", f"{job} --global-batch-size 8 --optimizer pier --pier-groups 2")
     assert refusal.returncode == 2
     assert "--num-layers is 2 there and 4 in the job" in refusal.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "launch", "settings"),
+    [
+        # 41.3 GB blocking, 43.7 GB with chunks that wait for half an interval.
+        ("--memory 42", "--nnodes 16 --nproc-per-node 4", ""),
+        ("--memory 80", "--nnodes 16 --nproc-per-node 4", "--pier-save-inner-state first"),
+        (
+            "--memory 80 --node-bandwidth 0.5",
+            "--nproc-per-node 4",
+            "--pier-lighthouse http://10.0.0.1:29510 --pier-island 1 --pier-islands --pier-groups 16 --mock-data",
+        ),
+    ],
+)
+def test_overlap_is_recommended_where_the_job_would_start_with_it(flags: str, launch: str, settings: str) -> None:
+    job = f"{_XL.replace('--nnodes 16 --nproc-per-node 4', launch)} {settings}"
+    found = json.loads(plan(f"--cluster perlmutter {flags} --json", job).stdout)
+    assert found["verdict"].startswith(("Measure first: ", "Use it: "))
+    assert "--pier-overlap" not in found["verdict"]
+    overlapped = next(seconds for name, seconds in found["modes"].items() if name == "Pier, H = 50, overlapped by H / 2")
+    assert overlapped < found["modes"]["Pier, H = 50, blocking"] / 1.02
+    # One launch, or sixteen jobs that are an island each.
+    assert found["gpus"] == 64
+
+
+def test_plan_that_never_pays_is_json() -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    job = f"{_XL} --pier-groups 1"
+    found = json.loads(plan("--cluster perlmutter --memory 80 --json", job).stdout, parse_constant=refuse)
+    assert found["break-even interval"] is None
+    assert "faster than synchronous training with overlap flags at no H" in plan("--cluster perlmutter", job).stdout

@@ -89,6 +89,13 @@ def test_command_on_the_cpu_gets_what_the_launcher_adds() -> None:
     assert arguments.count("--num-workers") == 1
 
 
+@pytest.mark.parametrize("device", ["", "--device cuda ", "--device=cuda "])
+def test_path_with_an_equals_sign_is_one_word(device: str) -> None:
+    command = f"torchrun --nproc-per-node 2 -m pier_megatron {device}runs/lr=3/pretrain_gpt.py --lr=3"
+    read = LaunchCommand.parse(shlex.split(command))
+    assert (read.script, read.arguments) == ("runs/lr=3/pretrain_gpt.py", ("--lr=3",))
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -99,6 +106,8 @@ def test_command_on_the_cpu_gets_what_the_launcher_adds() -> None:
         ("", "no torchrun"),
         ("torchrun --nproc-per-node gpu pretrain_gpt.py", "number of GPUs per node"),
         ("torchrun --nproc-per-node 8 -m pier_megatron", "no training script"),
+        ("torchrun --nproc-per-node 8 -m pier_megatron --device", "--device : not one of cuda, cpu"),
+        ("torchrun --nproc-per-node 8 -m pier_megatron --device=tpu train.py", "--device tpu: not one of cuda, cpu"),
     ],
 )
 def test_what_cannot_be_read_is_refused(command: str, said: str) -> None:

@@ -81,6 +81,7 @@ def test_zero_is_refused_where_it_cannot_be(flag: str, capsys: pytest.CaptureFix
         ("gpus-per-node: 8\nmemory: 80", "tflops, gpu-bandwidth, node-bandwidth missing; see examples/cluster.yaml"),
         ("just words", "must be lines of KEY: NUMBER"),
         ("memory: [", "no YAML"),
+        ("memory: 2026-13-45", "no YAML"),
         ("memory: true", "memory: True: must be a number"),
         (_EXAMPLE.read_text().replace("site-bandwidth", "# site-bandwidth"), "nodes-per-site without site-bandwidth"),
     ],

@@ -24,7 +24,14 @@ def config(**kwargs: Any) -> PierConfig:
 
 
 def line(cluster: Cluster = _A100, job: Job = _XL, **kwargs: Any) -> str:
-    settings = {"source": "assumed", "is_measured": False, "memory": 30e9, "remedy": None, "config": config()} | kwargs
+    settings = {
+        "source": "assumed",
+        "is_measured": False,
+        "memory": 30e9,
+        "remedy": None,
+        "can_overlap": True,
+        "config": config(),
+    } | kwargs
     return verdict(job, cluster, settings.pop("config"), **settings)
 
 
@@ -40,6 +47,9 @@ def test_gain_is_of_the_whole_run() -> None:
         pytest.approx(prediction.synchronous_hidden * 100_000 / 86400),
     )
     assert gain.low < gain.expected < gain.high
+    # On a network on which Pier loses, too.
+    lost = gain_of(Way(1), _XL, _FAST, config(), is_measured=False)
+    assert lost.low <= lost.expected <= lost.high < 1
     plain = 0.1 * prediction.synchronous + 0.9 * prediction.mean_iteration(Way(50), hidden=False)
     assert gain.without_flags == pytest.approx(prediction.synchronous / plain)
 
@@ -55,6 +65,7 @@ def test_line_begins_with_the_answer() -> None:
     assert line(slow).startswith("Use it with --pier-overlap 25: ")
     assert line(slow, config=config(overlap=25)).startswith("Use it: ")
     assert line(is_measured=True).startswith("Use it with --pier-overlap 25: ")
+    assert line(can_overlap=False).startswith("Measure first: 2.")
     assert line(_FAST).startswith("Do not use it: 1.0")
     assert line(job=dataclasses.replace(_XL, groups=1)).startswith("Do not use it: there is one group")
     assert line().endswith("90 TFLOP/s per GPU assumed.")
@@ -79,6 +90,7 @@ def test_the_jobs_own_way_is_a_row() -> None:
     for settings, name in (
         ({}, "Pier, H = 50, blocking"),
         ({"sync_interval": 80}, "Pier, H = 80, blocking"),
+        ({"sync_interval": 1}, "Pier, H = 1, blocking"),
         ({"overlap": 25}, "Pier, H = 50, overlapped by H / 2"),
         ({"overlap": 7, "exchange_dtype": "int4"}, "Pier, H = 50, overlapped by 7, int4"),
         ({"fragments": 2, "sync_interval": 200}, "Pier, H = 200, blocking, 2 fragments"),

@@ -20,7 +20,7 @@ from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.commands import cli
 from pier_megatron.cpu import launcher
 from pier_megatron.settings import GroupSettings, Settings, flag_of
-from pier_megatron.values import Number, any_path, existing_file, existing_folder, file_to_write, folder_to_write
+from pier_megatron.values import Number, any_path, existing_file, existing_folder, file_to_write, folder_to_write, png_to_write
 
 _REPOSITORY = Path(__file__).parents[2]
 _LIMIT = 5.0
@@ -102,6 +102,7 @@ def impossible(accepts: Any, place: Path) -> list[str]:
         existing_folder: ("", f"{place}/missing", file, f"{file}/below", "x" * 300),
         folder_to_write: ("", file, f"{file}/below"),
         file_to_write: ("", folder, f"{file}/below"),
+        png_to_write: ("", folder, f"{file}/below.png", f"{place}/picture.xyz"),
     }
     return list(kinds.get(accepts, _WORDS))
 
@@ -113,6 +114,7 @@ def unreadable(accepts: Any, place: Path) -> list[str]:
         existing_folder: "closed",
         folder_to_write: "closed/new",
         file_to_write: "closed/new.txt",
+        png_to_write: "closed/new.png",
     }
     return [str(place / kinds[accepts])] if accepts in kinds else []
 

@@ -32,7 +32,7 @@ def _look_at_script(command: LaunchCommand, sources: Sources, findings: Findings
         findings.errors.append(f"SCRIPT {script}: {what}, seen from {os.getcwd()}. Give its path.")
     if needing is None:
         return
-    registering = sources.files_with("pier_megatron", "register(")
+    registering = sources.files_with("pier_megatron", "register(") or sources.files_with("from pier_megatron import register")
     without = f"{needing}: {script} is started without -m pier_megatron"
     if registering:
         findings.notes.append(f"{needing} is made known by {registering[0]}")

@@ -1,4 +1,4 @@
-"""The text of a training script and of the modules that it imports, without running any of it."""
+"""The text of a training script and of the modules that it imports, by way of the user's own, without running any of it."""
 
 import ast
 import dataclasses
@@ -32,15 +32,20 @@ class Sources:
             return cls(None, {})
         texts = {script: _text(script)}
         roots = [script.resolve().parent, *map(Path, sys.path)]
-        for module in _imported(texts[script]):
-            parts = module.split(".")
-            if parts[0] == "pier_megatron":
-                continue
-            # The packages around it are imported, too.
-            for length in range(1, len(parts) + 1):
-                file = _file(parts[:length], roots)
-                if file:
-                    texts.setdefault(file, _text(file))
+        pending = [script]
+        while pending:
+            importing = pending.pop()
+            for level, module in _imported(texts[importing]):
+                parts = module.split(".")
+                if parts[0] == "pier_megatron":
+                    continue
+                folders = [importing.resolve().parents[level - 1]] if level else roots
+                # The packages around it are imported, too.
+                for length in range(1, len(parts) + 1):
+                    file = _file(parts[:length], folders)
+                    if file and file not in texts:
+                        texts[file] = _text(file)
+                        pending += [file] if _is_of_the_user(parts[0], file) else []
         return cls(script, texts)
 
     def files_with(self, *words: str) -> list[Path]:
@@ -48,18 +53,24 @@ class Sources:
         return [file for file, text in self.texts.items() if all(word in text for word in words)]
 
 
-def _imported(text: str) -> Iterator[str]:
-    """Full names of what a script may import; of ``from a import b`` that is a, and a.b in case it is a module."""
+def _imported(text: str) -> Iterator[tuple[int, str]]:
+    """Level and name of modules that a file may import; of ``from a import b`` that is a, and a.b in case it is a module."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            within = [node.module] if node.module else []
+            yield from ((node.level, name) for name in within)
+            yield from ((node.level, ".".join([*within, alias.name])) for alias in node.names)
+
+
+def _is_of_the_user(package: str, file: Path) -> bool:
+    """Whether to look at what a file imports in turn: hundreds of Megatron's and of installed ones would take seconds."""
+    return package not in (*sys.stdlib_module_names, "megatron") and "site-packages" not in file.parts
 
 
 def _file(parts: Sequence[str], roots: Iterable[Path]) -> Path | None:

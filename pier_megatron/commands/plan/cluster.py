@@ -209,7 +209,8 @@ def _of_file(path: Path) -> Cluster:
 
     try:
         entries = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        # A day that no calendar has is a ValueError in PyYAML.
         raise argparse.ArgumentTypeError(f"{path}: no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(entries, dict):
         raise argparse.ArgumentTypeError(f"{path}: must be lines of KEY: NUMBER, such as {_EXAMPLE}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
 from pier_megatron.errors import PierConfigError
-from pier_megatron.values import existing_file, existing_folder, file_to_write
+from pier_megatron.values import existing_file, existing_folder, png_to_write
 
 # What imports torch is imported once the flags are right.
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--plot",
-        type=file_to_write,
+        type=png_to_write,
         metavar="PNG",
         help="draw the time to finish over H, link rate and GPUs (--optimizer pier)",
     )

@@ -8,6 +8,7 @@ from typing import Any
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.sizes import outer_memory
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -36,6 +37,20 @@ def remedy(args: argparse.Namespace, config: PierConfig | None, owned: float, th
         if size <= there:
             return " ".join(flags), size
     return None
+
+
+def can_overlap(args: argparse.Namespace, config: PierConfig, owned: float, there: float) -> bool:
+    """Whether the job starts with exchanges hidden behind half an interval, and fits by no more than it needs without."""
+    from pier_megatron.integration import refusals
+
+    try:
+        hidden = dataclasses.replace(config, overlap=config.sync_interval // 2)
+        refusals.check_sizes_and_intervals(args, hidden)
+    except PierConfigError:
+        return False
+    # Chunks on their way are kept until they are applied.
+    plain, overlapped = (remedy(args, settings, owned, there) for settings in (config, hidden))
+    return plain is not None and overlapped is not None and plain[0] == overlapped[0]
 
 
 def _changes(

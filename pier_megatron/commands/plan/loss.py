@@ -116,7 +116,7 @@ def _unknown(config: PierConfig) -> dict[str, Any]:
     steps = f"This job takes {int(config.local_intervals)}"
     if config.preset != "pier":
         return {
-            "why": f"It was not studied for {config.preset}, {config.inner_optimizer} and these settings; {steps} outer steps. "
+            "why": f"It was not studied for {config.preset}, {config.inner_optimizer} and these settings. {steps} outer steps. "
             "docs/study.md has what was."
         }
     return {

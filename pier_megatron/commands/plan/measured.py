@@ -62,8 +62,11 @@ def operations_per_second(run: Run, path: Path, args: argparse.Namespace, job: J
                 f"--log {path}: --{name.replace('_', '-')} is {there.get(name, 'not logged')} there and {getattr(args, name)} "
                 "in the job: the log must be of a run with the job's model and layout, fewer GPUs if need be."
             )
-    gpus, batch = int(there["world_size"]), int(there["global_batch_size"])
-    in_group = gpus // job.model_parallel // _number(there.get("pier_groups"), 1)
+    groups = _number(there.get("pier_groups"), 1)
+    # The log of one island, whose batch is that of all.
+    worlds = groups if there.get("pier_lighthouse", "None") != "None" else 1
+    gpus, batch = int(there["world_size"]) * worlds, int(there["global_batch_size"])
+    in_group = gpus // job.model_parallel // groups
     if in_group * job.tensor_parallel > cluster.gpus_per_node and in_group > job.replicas_in_group:
         raise PierConfigError(
             f"--log {path}: that run synchronised {in_group} replicas over nodes of {cluster.gpus_per_node} GPUs in each "

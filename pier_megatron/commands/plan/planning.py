@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,16 @@ def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = Fals
     if config is None:
         line = stock.verdict(needed, cluster, remedy, speed.source)
         return {"verdict": line} | plan | stock.make_plan(args, job, cluster)
-    line = verdict(job, cluster, config, source=speed.source, is_measured=speed.is_measured, memory=needed, remedy=remedy)
+    line = verdict(
+        job,
+        cluster,
+        config,
+        source=speed.source,
+        is_measured=speed.is_measured,
+        memory=needed,
+        remedy=remedy,
+        can_overlap=fit.can_overlap(args, config, job.owned, cluster.memory),
+    )
     try:
         expected = loss.expected_shares(board if has_noise else None, config, args.global_batch_size)
     except PierConfigError as error:
@@ -93,6 +103,7 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
     """What an outer loop makes of the job."""
     prediction = predict(job, cluster)
     modes, own = ways.modes(prediction, config)
+    break_even = prediction.break_even_interval()
     modes |= ways.sites(job, cluster, config)
     return {
         "groups": config.groups,
@@ -101,7 +112,8 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         "prediction": dataclasses.asdict(prediction),
         "bytes between groups per outer step and rank": 8 * (config.groups - 1) / config.groups * job.owned,
         "bytes in pairs per outer step and rank": 4 * job.owned if config.groups > 1 else 0.0,
-        "break-even interval": prediction.break_even_interval(),
+        # JSON has no infinity.
+        "break-even interval": None if job.groups == 1 or math.isinf(break_even) else break_even,
         "compression": [dataclasses.asdict(saving) for saving in compression.savings(job, cluster, prediction.compute)],
         "modes": modes,
         "mode of the job": own,

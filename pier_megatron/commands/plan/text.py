@@ -51,6 +51,8 @@ def _memory(plan: dict[str, Any]) -> list[str]:
 
 def _of_groups(plan: dict[str, Any]) -> list[str]:
     prediction = plan["prediction"]
+    break_even = plan["break-even interval"]
+    faster = "at no H" if break_even is None else f"from H = {break_even:.1f} on"
     between = f", over {plan['sites']} sites" if plan["sites"] > 1 else ""
     return [
         f"{plan['groups']} groups on {plan['gpus']} GPUs{between}, "
@@ -62,7 +64,7 @@ def _of_groups(plan: dict[str, Any]) -> list[str]:
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
         *compression.table([compression.Saving(**saving) for saving in plan["compression"]]),
         *describe_skipping(plan["skipping"], " of the local phase"),
-        f"blocking Pier is faster than synchronous training from H = {plan['break-even interval']:.1f} on",
+        f"blocking Pier is faster than synchronous training with overlap flags {faster}",
     ]
 
 

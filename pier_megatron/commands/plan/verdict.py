@@ -45,12 +45,13 @@ def gain_of(way: Way, job: Job, cluster: Cluster, config: PierConfig, is_measure
     """
     lazy, days = ways.lazy_share(config), config.train_iters / 86400
     predictions = [predict(job, each) for each in (cluster, *cluster.spread(is_measured))]
-    expected, low, high = (found.synchronous_hidden / found.mean_of_run(way, lazy) for found in predictions)
+    expected, *ends = (found.synchronous_hidden / found.mean_of_run(way, lazy) for found in predictions)
     own = predictions[0]
     return Gain(
         expected,
-        low,
-        high,
+        # Where Pier loses, the end at which it saves most is also the one at which an outer step costs most.
+        min(expected, *ends),
+        max(expected, *ends),
         own.synchronous / own.mean_of_run(way, lazy, hidden=False),
         own.mean_of_run(way, lazy) * days,
         own.synchronous_hidden * days,
@@ -66,6 +67,7 @@ def verdict(
     is_measured: bool,
     memory: float,
     remedy: tuple[str, float] | None,
+    can_overlap: bool,
 ) -> str:
     """The line.
 
@@ -77,6 +79,7 @@ def verdict(
         is_measured: Whether they are of this job.
         memory: Bytes that a GPU must have.
         remedy: Flags that make the job fit, and the bytes that it needs then.
+        can_overlap: Whether the job starts and fits with ``--pier-overlap`` of half an interval, too.
     """
     problem = does_not_fit(memory, cluster, remedy)
     if problem and (remedy is None or RECOMPUTE in remedy[0]):
@@ -88,7 +91,7 @@ def verdict(
     gain = gain_of(way, job, cluster, config, is_measured)
     better = gain_of(ways.half_overlapped(way), job, cluster, config, is_measured)
     how = ""
-    if way.overlap == 0 and not way.in_pairs and better.expected > 1.02 * gain.expected:
+    if can_overlap and way.overlap == 0 and not way.in_pairs and better.expected > 1.02 * gain.expected:
         gain, how = better, f"with --pier-overlap {way.interval // 2}"
     answer = f"Then {how}".strip() if problem else _answer(gain, how, is_measured)
     return (

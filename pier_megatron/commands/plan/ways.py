@@ -41,7 +41,8 @@ def modes(prediction: Prediction, config: PierConfig) -> tuple[dict[str, float],
     for interval in sorted({*_INTERVALS, own.interval}):
         found[f"DiLoCo from the first iteration, H = {interval}"] = prediction.mean_of_run(Way(interval), 0.0)
         for name, way in _ways(interval).items():
-            is_own[way] = name
+            # With H = 1 half an interval is none.
+            is_own.setdefault(way, name)
             found[name] = prediction.mean_of_run(way, lazy)
         if interval == own.interval and own not in is_own:
             is_own[own] = f"Pier, H = {interval}, {_name(own)}"
