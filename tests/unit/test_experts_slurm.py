@@ -82,7 +82,9 @@ def test_every_node_starts_what_is_planned(plan: Plan, queue: Path, capsys: pyte
 
 
 def test_no_two_jobs_write_into_one_folder(plan: Plan, queue: Path) -> None:
+    (queue / "hold").touch()
     assert [submit(plan) for _ in range(3)] == [0, 0, 0]
+    (queue / "hold").unlink()
     assert statuses(queue) == [0] * 6
     # Other experts do not wait.
     assert len({json.loads(path.read_text())["job_name"] for path in queue.glob("*.job")}) == 2
