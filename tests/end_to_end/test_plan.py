@@ -125,6 +125,17 @@ def test_log_of_another_model_is_refused(short_run: Path) -> None:
     assert "--num-layers is 2 there and 4 in the job" in refusal.stderr
 
 
+@pytest.mark.parametrize(("line", "said"), [("", "not logged"), ("  world_size ........ None", "None")])
+def test_log_without_its_ranks_is_refused(short_run: Path, tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text(re.sub(r"(?m)^ *world_size \.\..*$", line, (short_run / "log.txt").read_text()))
+    job = f"torchrun --nproc-per-node 1 -m pier_megatron pretrain_gpt.py {_TINY} --train-iters 1000 --optimizer pier"
+    refusal = plan(f"--cluster perlmutter --log {file}", f"{job} --global-batch-size 8")
+    assert refusal.returncode == 2
+    assert f"--log {file}: world_size is {said} there" in refusal.stderr
+    assert "Traceback" not in refusal.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "launch", "settings"),
     [
@@ -153,7 +164,7 @@ def test_plan_that_never_pays_is_json() -> None:
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
-    job = f"{_XL} --pier-groups 1"
-    found = json.loads(plan("--cluster perlmutter --memory 80 --json", job).stdout, parse_constant=refuse)
-    assert found["break-even interval"] is None
-    assert "faster than synchronous training with overlap flags at no H" in plan("--cluster perlmutter", job).stdout
+    for job in (_XL, f"{_XL} --pier-groups 1"):
+        found = json.loads(plan("--cluster dgx-h100 --json", job).stdout, parse_constant=refuse)
+        assert found["break-even interval"] is None
+    assert "faster than synchronous training with overlap flags at no H" in plan("--cluster dgx-h100", _XL).stdout

@@ -7,6 +7,7 @@ import pytest
 
 from pier_megatron.commands.doctor import files
 from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.exchange.authentication import new_secret
 
 
 def look(arguments: str) -> Findings:
@@ -43,3 +44,24 @@ def test_verdict() -> None:
     findings.errors.append("none")
     assert (findings.verdict, findings.status) == ("will not start", 1)
     assert findings.lines() == ["one group", "WARNING: slow", "WARNING: late", "ERROR: none"]
+
+
+def test_secret_that_an_island_would_refuse(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    [warning] = look(f"--pier-secret-file {secret}").warnings
+    assert "the node of the island's first rank needs it" in warning
+    new_secret(secret)
+    assert look(f"--pier-secret-file {secret}").verdict == "OK"
+    secret.chmod(0o644)
+    [error] = look(f"--pier-secret-file {secret}").errors
+    assert f"Run chmod 600 {secret}" in error
+
+
+@pytest.mark.parametrize("text", ["[]", '"words"', '{"train": 3}', "{"])
+def test_lists_of_data_that_are_none(text: str, tmp_path: Path) -> None:
+    lists = tmp_path / "lists.json"
+    lists.write_text(text)
+    findings = Findings()
+    files.look(files.paths(["--per-split-data-args-path", str(lists)]), findings)
+    [error] = findings.errors
+    assert error.startswith(f"--per-split-data-args-path {lists}: cannot be read (")

@@ -65,6 +65,8 @@ def test_line_begins_with_the_answer() -> None:
     assert line(slow).startswith("Use it with --pier-overlap 25: ")
     assert line(slow, config=config(overlap=25)).startswith("Use it: ")
     assert line(is_measured=True).startswith("Use it with --pier-overlap 25: ")
+    far = dataclasses.replace(_FAST, nodes_per_site=1, site_bandwidth=1e12, site_latency=0.3)
+    assert line(far).startswith("Do not use it, not even with --pier-overlap 25: 1.0")
     assert line(can_overlap=False).startswith("Measure first: 2.")
     assert line(_FAST).startswith("Do not use it: 1.0")
     assert line(job=dataclasses.replace(_XL, groups=1)).startswith("Do not use it: there is one group")
@@ -132,6 +134,9 @@ def test_loss_is_said_to_be_unknown() -> None:
     said = loss.text(known, 64)
     assert said.startswith("Loss: not known. Published for --pier-preset pier at 1,800 outer steps: +0.2 % with 8 groups")
     assert said.endswith("This job takes 1800.")
+    # An outer step ends the run, however long the interval.
+    longest = config(sync_interval=200_000, lazy_start_iters=0)
+    assert loss.text(loss.expected_shares(None, longest, 512), 64).endswith("This job takes 1.")
     assert "give --log" in loss.text(loss.expected_shares(None, config(preset="pier-rising"), 512), 64)
     assert "not studied for diloco" in loss.text(loss.expected_shares(None, config(preset="diloco"), 512), 64)
 
@@ -159,5 +164,10 @@ def test_times_of_a_text_log(tmp_path: Path) -> None:
     run = measured.read(file, None)
     assert run.arguments == {"global_batch_size": "16", "world_size": "4"}
     assert run.iterations == {1: 9.0, 2: 0.5, 3: 0.4, 4: 0.3005}
+    file.write_text(_LOG.replace("[default0]:", "0: "))
+    assert measured.read(file, None) == run
+    # The output ends in the middle of a number.
+    file.write_text(f"{_LOG} iteration 5/ 6 | elapsed time per iteration (ms): .")
+    assert measured.read(file, None) == run
     assert measured._steady(run, 0) == [0.4, 0.3005]
     assert measured._steady(run, 2) == [0.3005]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.exchange.authentication import read_secret
 from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 _SPLITS = ("--train-data-path", "--valid-data-path", "--test-data-path")
@@ -23,7 +24,15 @@ def paths(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for flag in ("--data-path", *_SPLITS):
         parser.add_argument(flag, nargs="*", default=[])
-    for flag in (*_LISTS, *_TOKENIZER, "--save", "--load", "--pretrained-checkpoint", "--dataloader-type"):
+    for flag in (
+        *_LISTS,
+        *_TOKENIZER,
+        "--save",
+        "--load",
+        "--pretrained-checkpoint",
+        "--dataloader-type",
+        "--pier-secret-file",
+    ):
         parser.add_argument(flag)
     for flag in ("--mock-data", "--sft", "--exit-on-missing-checkpoint"):
         parser.add_argument(flag, action="store_true")
@@ -53,6 +62,7 @@ def look(given: argparse.Namespace, findings: Findings) -> None:
         path = _value(given, flag)
         if path is not None and _LOOKS_LIKE_A_FILE.match(path) and not Path(path).exists():
             findings.errors.append(f"{flag} {path}: no such file or folder. {_NEXT_WHERE}")
+    _look_at_secret(given.pier_secret_file, findings)
     if given.save is not None and not is_in_object_store(given.save):
         _look_at_save_folder(Path(given.save), findings)
     _look_at_load_folders(given, findings)
@@ -73,11 +83,15 @@ def _prefixes(given: argparse.Namespace, findings: Findings) -> Iterator[tuple[s
         try:
             text = Path(path).read_text()
             lists = json.loads(text) if flag == _LISTS[1] else {"": text}
+            if not isinstance(lists, dict) or not all(isinstance(words, str | list | None) for words in lists.values()):
+                raise ValueError("no lists by the names train, valid and test")
         except (OSError, ValueError) as error:
             findings.errors.append(f"{flag} {path}: cannot be read ({error}). {_NEXT_WHERE}")
             continue
         named |= {
-            f"{flag} {path}{f', {split}' if split else ''}:": words.split() if isinstance(words, str) else words
+            f"{flag} {path}{f', {split}' if split else ''}:": words.split()
+            if isinstance(words, str)
+            else [str(word) for word in words]
             for split, words in lists.items()
             if words
         }
@@ -121,6 +135,18 @@ def _look_at_data(flag: str, prefix: str, is_text: bool, findings: Findings) -> 
 def is_in_object_store(path: str) -> bool:
     """Whether a path is not one of a file system."""
     return re.match(r"\w+://", path) is not None
+
+
+def _look_at_secret(path: str | None, findings: Findings) -> None:
+    if path is not None and not Path(path).exists():
+        # Other nodes need no copy.
+        findings.warnings.append(
+            f"--pier-secret-file {path}: no such file here; the node of the island's first rank needs it. Copy that of the "
+            "other islands there"
+        )
+    else:
+        with findings.collecting():
+            read_secret(path)
 
 
 def _look_at_save_folder(folder: Path, findings: Findings) -> None:

@@ -1,5 +1,6 @@
 """What groups will cost in loss, from a job's settings or from the log of a run that has begun."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def _unknown(config: PierConfig) -> dict[str, Any]:
         return {"why": "There is one group, which is not Pier."}
     if is_foreseeable(config):
         return {"why": "It follows the noise of a run's pseudo-gradients: give --log of a run with ten outer steps."}
-    steps = f"This job takes {int(config.local_intervals)}"
+    # The last one, after the last iteration, may end a shorter interval.
+    steps = f"This job takes {math.ceil(config.local_intervals)}"
     if config.preset != "pier":
         return {
             "why": f"It was not studied for {config.preset}, {config.inner_optimizer} and these settings. {steps} outer steps. "

@@ -11,11 +11,15 @@ from pier_megatron.commands.plan.model import Job, achieved
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.errors import PierConfigError
 
-_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+)")
-_ARGUMENT = re.compile(r"^(?:\[\w+\d*\]:)? *(\w+) \.{2,} (.+?)$", re.MULTILINE)
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
+# Behind what torchrun and srun --label put before a line.
+_ARGUMENT = re.compile(r"^(?:\[\w+\]:|\d+:)? *(\w+) \.{2,} (.+?)$", re.MULTILINE)
 
 # The run must have these in common with the job, or its operations per second say nothing of it.
 _ALIKE = ("num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+# What turns its times into operations per second.
+_COUNTED = ("world_size", "global_batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,12 @@ def operations_per_second(run: Run, path: Path, args: argparse.Namespace, job: J
             raise PierConfigError(
                 f"--log {path}: --{name.replace('_', '-')} is {there.get(name, 'not logged')} there and {getattr(args, name)} "
                 "in the job: the log must be of a run with the job's model and layout, fewer GPUs if need be."
+            )
+    for name in _COUNTED:
+        if not _number(there.get(name), 0):
+            raise PierConfigError(
+                f"--log {path}: {name} is {there.get(name, 'not logged')} there. Give all that the run printed, its arguments "
+                "included."
             )
     groups = _number(there.get("pier_groups"), 1)
     # The log of one island, whose batch is that of all.

@@ -105,5 +105,5 @@ def _answer(gain: Gain, how: str, is_measured: bool) -> str:
     if gain.low >= _WORTH or (is_measured and gain.expected >= _WORTH):
         return f"Use it {how}".strip()
     if gain.high < _WORTH or is_measured:
-        return "Do not use it"
+        return f"Do not use it, not even {how}" if how else "Do not use it"
     return f"Measure first, {how}" if how else "Measure first"
