@@ -93,8 +93,8 @@ class Pulls:
         """
         self.finish(fragments)
         none = torch.zeros((), dtype=torch.float64, device=self._share.device)
-        if not self._config.sends_differences:
-            # What was sent says where the weights are.
+        if self._config.has_common_anchor or not self._config.sends_differences:
+            # What is sent in the outer step says where the weights are.
             return none, 0
         unknown = none.new_full((), math.nan)
         found = [self._finished.pop(fragment, (unknown if fragment in self._apart else none, 0)) for fragment in fragments]

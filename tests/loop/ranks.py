@@ -66,7 +66,7 @@ class Settings:
 
 def _only_the_first_fragment(weights: Weights) -> None:
     """What is not in the first fragment stays as it is."""
-    [staging] = weights._stagings
+    [staging] = weights._share.stagings
     for chunk in (chunk for chunk in staging.state.chunks if chunk.fragment == 0):
         chunk.set_parameters(chunk.of(staging.state.anchor))
 

@@ -215,6 +215,12 @@ def test_spread_of_pairs_is_logged_as_if_nobody_had_saved(ranks: Ranks) -> None:
         assert [spread for _, spread, _ in found] == [spread if t != 9 else None for t, spread, _ in expected]
 
 
+def test_spread_of_groups_that_agree_is_logged_in_every_outer_step(ranks: Ranks) -> None:
+    results = program((12, QUIET), exchange_dtype="int8").run(ranks)
+    assert [report.iteration for report in results[0]["reports"]] == [6, 9, 12]
+    assert all(report.spread is not None for report in results[0]["reports"])
+
+
 def test_pairs_that_do_not_drift_raise_no_alarm(ranks: Ranks) -> None:
     results = program((246, QUIET), groups=4, **{**_PAIRS, "exchange_dtype": "int8", "train_iters": 246}).run(ranks)
     assert [len(result["reports"]) for result in results] == [81] * 4
