@@ -35,6 +35,8 @@ def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tu
         for _ in range(_INTERVALS * config.sync_interval):
             loop.skip_iteration()
         loop.reports.write_arrived(waits=True)
+    # What is on its way would meet the messages of the next loop on these communicators.
+    loop.snapshot()
     in_state = sum(buffer.nbytes for state in loop.states for buffer in state.flats.values())
     reduced = sum(buffer.nbytes for state in loop.states for buffer in state.reduced_residuals.values())
     said = reduced + startup.working_bytes(config, loop.states)
