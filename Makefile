@@ -55,6 +55,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_docstrings.py pier_megatron
 
 typecheck: setup
 	$(BIN)/mypy

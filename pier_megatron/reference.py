@@ -52,7 +52,7 @@ def train(
         inner_optimizer: Makes the inner optimizer of one group for its parameters.
         config: Schedules and sizes.
         clip_grad: Largest global gradient norm, or 0 for no clipping.
-        fragment_masks: For each fragment, which elements of each parameter belong to it. None: one fragment, all of them.
+        fragment_masks: Masks of the elements that belong to each fragment, by parameter; None: one fragment, all of them.
         on_iteration: Called at the end of each iteration with all groups' parameters.
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
         outliers: Groups that do not count in the outer steps that begin after an iteration, by iteration.

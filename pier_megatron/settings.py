@@ -203,8 +203,8 @@ class Settings:
     )
     save_inner_state: str = _setting(
         "all",
-        "Whose inner optimizer state a checkpoint holds: that of all groups, which resumes exactly, or of the first only, "
-        "which all groups then go on with.",
+        "Groups whose inner optimizer state a checkpoint holds: all, which resumes exactly, or the first only, with whose "
+        "state all groups then continue.",
         accepts=one_of(("all", "first")),
     )
     load_inner_state: str = _setting(

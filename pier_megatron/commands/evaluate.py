@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", type=_device, help="cuda, cuda:1, cpu (a GPU if there is one)")
     parser.add_argument(
-        "--output", type=file_to_write, default=Path("evaluation.json"), metavar="FILE", help="for all results (%(default)s)"
+        "--output", type=file_to_write, default=Path("evaluation.json"), metavar="FILE", help="file for results (%(default)s)"
     )
 
 
@@ -106,7 +106,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the tasks.
 
     Args:
-        options: As of :func:`add_arguments`.
+        options: Options, see :func:`add_arguments`.
 
     Returns:
         What the harness returns.

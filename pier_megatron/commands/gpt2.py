@@ -127,7 +127,7 @@ def build(config: "GPT2Config", weights: Mapping[str, "Tensor"]) -> "GPT2LMHeadM
     """Builds a model around Megatron's weights, in their type and, where the layouts allow it, in their memory.
 
     Args:
-        config: As of :func:`configuration`.
+        config: Configuration, see :func:`configuration`.
         weights: Whole tensors by their names in a ``torch_dist`` checkpoint.
 
     Raises:

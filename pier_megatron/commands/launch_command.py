@@ -64,7 +64,7 @@ class LaunchCommand:
         """Reads ``[srun ...] torchrun ... [-m pier_megatron [--device D]] SCRIPT ARGUMENTS``, or the same through python.
 
         Args:
-            words: Of the command, as a shell splits them.
+            words: Words of the command, as a shell splits them.
 
         Raises:
             PierConfigError: If it is no such command, or one of its ``--pier-*`` flags cannot be.

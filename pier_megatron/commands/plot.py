@@ -55,8 +55,8 @@ def draw(logs: dict[str, TensorBoardLog], folder: Path) -> list[Path]:
     """Draws runs over each other.
 
     Args:
-        logs: Of the runs, by the names they shall have.
-        folder: For the pictures.
+        logs: Logs of the runs, by the names they shall have.
+        folder: Folder for the pictures.
 
     Returns:
         What was written: ``loss_over_tokens.png``, ``loss_over_time.png``, and ``outer_loop.png`` if a run has outer steps.

@@ -11,7 +11,7 @@ class Series:
 
     Attributes:
         steps: Iterations, ascending; where a run was resumed or evaluated several times, an iteration may come again.
-        values: As many.
+        values: Value at each step.
         times: Wall-clock times, in seconds since the epoch.
     """
 
@@ -24,7 +24,7 @@ class TensorBoardLog:
     """The scalars and the arguments of one run.
 
     Attributes:
-        scalars: By name.
+        scalars: Scalars by name.
         arguments: Megatron's, as text, by name.
     """
 

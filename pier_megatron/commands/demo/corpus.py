@@ -19,7 +19,7 @@ def write(directory: Path) -> tuple[Path, Path]:
     """Writes the corpus unless it is there already.
 
     Args:
-        directory: Where to.
+        directory: Folder to write to.
 
     Returns:
         The path prefixes of the train and of the validation dataset, as ``--train-data-path`` takes them.

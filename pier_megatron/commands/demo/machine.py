@@ -32,9 +32,9 @@ class Machine:
     """What the trainings run on.
 
     Attributes:
-        description: For people.
+        description: Words for people.
         device: ``cuda`` or ``cpu``.
-        processes: On each node.
+        processes: Number of processes on each node.
         tensor_parallel: Size of the tensor-parallel groups.
         nodes: Emulated nodes, or None if the processes share one machine without links between them.
     """
@@ -50,7 +50,7 @@ class Machine:
 
         Args:
             arguments: Megatron's.
-            folder: For the logs of the nodes.
+            folder: Folder for the logs of the nodes.
 
         Returns:
             The exit status.

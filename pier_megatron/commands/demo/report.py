@@ -31,8 +31,8 @@ class Curve:
     """A loss over a training.
 
     Attributes:
-        iterations: At which it was measured.
-        seconds: Of training up to there, since the first iteration that was logged.
+        iterations: Iterations at which it was measured.
+        seconds: Seconds of training up to there, since the first iteration that was logged.
         losses: In nats per byte.
     """
 

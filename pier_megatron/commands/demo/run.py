@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="pier-rising",
         help="outer schedule, as --pier-preset (%(default)s)",
     )
-    parser.add_argument("--seed", type=whole(1), default=1234, help="of weights and data order (%(default)s)")
+    parser.add_argument("--seed", type=whole(1), default=1234, help="seed of weights and data order (%(default)s)")
     parser.add_argument(
-        "--rate", type=positive(1e6), default=100, metavar="MBIT", help="of the emulated link, Mbit/s (%(default)s)"
+        "--rate", type=positive(1e6), default=100, metavar="MBIT", help="rate of the emulated link, Mbit/s (%(default)s)"
     )
     parser.add_argument(
         "arguments", nargs="*", metavar="-- ARGUMENTS", help="further arguments for Megatron, such as -- --lr 1e-3"

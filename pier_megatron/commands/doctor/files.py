@@ -48,7 +48,7 @@ def look(given: argparse.Namespace, findings: Findings) -> None:
 
     Args:
         given: Its paths, see :func:`paths`.
-        findings: Where to add what is found.
+        findings: Findings to add to.
     """
     if not given.mock_data and given.dataloader_type != "external":
         named = list(_prefixes(given, findings))

@@ -36,7 +36,7 @@ def examine(command: LaunchCommand, findings: Findings) -> None:
 
     Args:
         command: Its launch command.
-        findings: Where to add what is found.
+        findings: Findings to add to.
     """
     where = f"{_count(command.nodes, 'node')} of {_count(command.ranks_per_node, 'rank')}"
     findings.notes.append(f"{where}, Python {platform.python_version()}, {_versions()}")

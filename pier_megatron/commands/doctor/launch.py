@@ -122,7 +122,7 @@ def look_at_unknown(unknown: list[str], known: list[str], sources: Sources, find
         unknown: The words.
         known: Megatron's and the plugin's flags.
         sources: What the script says.
-        findings: Where to add what is found.
+        findings: Findings to add to.
     """
     # Values of unknown flags follow them; one in front belongs to no flag.
     flags = [word.partition("=")[0] for word in unknown if re.match(r"--?[A-Za-z]", word)]

@@ -15,7 +15,7 @@ class Sources:
 
     Attributes:
         script: Its file; None if there is none.
-        texts: For the script and each module that it imports, file and text; packages on the way among them.
+        texts: File and text of the script and of each module that it imports, packages on the way among them.
     """
 
     script: Path | None

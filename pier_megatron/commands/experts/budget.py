@@ -12,10 +12,10 @@ class Share:
     """What one expert is to be.
 
     Attributes:
-        name: Of the expert.
+        name: Name of the expert.
         domains: Names of what it is trained on, in equal parts.
         size: Name of its size.
-        iterations: Of its training.
+        iterations: Length of its training.
     """
 
     name: str
@@ -32,7 +32,7 @@ def shares(ensemble: Ensemble, variant: str, operations: Mapping[str, float]) ->
     Args:
         ensemble: What was described.
         variant: One of the description's.
-        operations: Of one iteration, by the name of the size.
+        operations: Operations of one iteration, by the name of the size.
     """
     domains, size = ensemble.domains, ensemble.homogeneous
     together = len(domains) * ensemble.iterations

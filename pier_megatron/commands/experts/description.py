@@ -59,7 +59,7 @@ class Machines:
         nodes: Number of nodes.
         gpus_per_node: Ranks that a node takes; on the CPU, processes.
         ranks_per_expert: Processes of one expert's job.
-        cluster: For predicted hours, one of the planner's; None to predict none.
+        cluster: Cluster of the planner's that hours are predicted for; None to predict none.
     """
 
     nodes: int
@@ -76,12 +76,12 @@ class Ensemble:
         script: Training script, such as Megatron-LM's ``pretrain_gpt.py``.
         device: ``cuda`` or ``cpu``.
         arguments: Megatron's, of every expert.
-        sizes: By name.
-        domains: By name; one expert is trained on each.
+        sizes: Sizes by name.
+        domains: Domains by name; one expert is trained on each.
         held_out: Path prefixes of datasets that are only scored, by name.
         homogeneous: Name of the size of all experts where sizes do not differ.
-        iterations: Of each expert in the homogeneous variant, which sets the operations of all variants.
-        variants: Which to plan.
+        iterations: Iterations of each expert in the homogeneous variant, which sets the operations of all variants.
+        variants: Variants to plan.
         machines: Where.
     """
 

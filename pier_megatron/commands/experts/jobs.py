@@ -25,7 +25,7 @@ class Job:
     """A command.
 
     Attributes:
-        name: For people.
+        name: Name for people.
         command: Its words.
         devices: Numbers of what it takes of the machine for itself.
         log: File that its output is appended to.

@@ -37,7 +37,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
 
     Args:
         ensemble: What was described.
-        folder: Where to.
+        folder: Folder to write to.
 
     Raises:
         PierConfigError: If Megatron refuses the arguments of a job, or another plan has been trained in the folder.

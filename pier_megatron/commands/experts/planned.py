@@ -66,14 +66,14 @@ class Plan:
     """An ensemble that is ready to be trained.
 
     Attributes:
-        folder: Where everything of it is.
+        folder: Folder of all its files.
         script: Training script.
         device: ``cuda`` or ``cpu``.
         gpus_per_node: Ranks that this node takes; on the CPU, processes.
         homogeneous: Name of the size of all experts where sizes do not differ.
         domains: Path prefixes of what is scored, by domain: those that are trained on first.
         trained: Names of the domains that are trained on.
-        models: By the name of the size.
+        models: Models by the name of the size.
         experts: All jobs.
     """
 

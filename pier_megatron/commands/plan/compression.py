@@ -21,7 +21,7 @@ class Saving:
 
     Attributes:
         what: What is compressed.
-        policy: As in ``--pier-compress``.
+        policy: Policy as in ``--pier-compress``.
         wire: Seconds on the wire without it.
         compressed: Seconds on the wire with it.
         coding: Seconds of encoding and decoding.
@@ -51,7 +51,7 @@ def savings(job: Job, cluster: Cluster, compute: float) -> Iterator[Saving]:
 
     Args:
         job: The job.
-        cluster: Where it runs.
+        cluster: Cluster on which it runs.
         compute: Seconds of an iteration without communication.
     """
     for name in ("int8", "int4"):

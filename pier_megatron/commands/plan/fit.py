@@ -74,8 +74,8 @@ def does_not_fit(memory: float, cluster: Cluster, remedy: tuple[str, float] | No
 
     Args:
         memory: Bytes that a GPU must have.
-        cluster: Where the job runs.
-        remedy: As :func:`remedy` returns it.
+        cluster: Cluster on which the job runs.
+        remedy: Remedy, see :func:`remedy`.
     """
     if memory <= cluster.memory:
         return ""

@@ -21,12 +21,12 @@ def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch
     """What to expect of a planned job.
 
     Args:
-        log: Of a run with the job's text, model and batch that has begun; None if there is none.
-        config: Of the job.
-        global_batch: Of the job, in samples.
+        log: Log of a run with the job's text, model and batch that has begun; None if there is none.
+        config: Settings of the job.
+        global_batch: Global batch of the job, in samples.
 
     Returns:
-        For the job's number of groups and others the share of its iterations after which synchronous training would have the
+        Shares, for the job's number of groups and others, of its iterations after which synchronous training would have the
         same loss, with the noise and the groups of the run that the log is of; ``why`` where nothing is known.
 
     Raises:

@@ -40,7 +40,7 @@ def read(path: Path, log: TensorBoardLog | None) -> Run:
 
     Args:
         path: Text output of the run, of which a TensorBoard folder has been read already.
-        log: That folder; None if ``path`` is a text file.
+        log: Log in that folder; None if ``path`` is a text file.
     """
     if log is not None:
         return Run(log.arguments, dict(log.mean("iteration-time")))

@@ -87,16 +87,16 @@ class Prediction:
     """Seconds of a job's iterations and outer steps.
 
     Attributes:
-        compute: Of an iteration, without any data-parallel communication.
+        compute: Seconds of an iteration without any data-parallel communication.
         inner: Communication inside a group, per iteration.
-        synchronous: Of an iteration that all groups take together, nothing hidden.
+        synchronous: Seconds of an iteration that all groups take together, nothing hidden.
         synchronous_hidden: The same with gradients and parameters hidden behind compute as far as they fit.
-        local: Of an iteration of the local phase.
-        exchange: Of one outer exchange, by type on the wire.
-        pairs: Of one between two groups at a time, of their weights in FP32 (``--pier-preset noloco``).
-        ring_latency: Of the messages of an exchange of all groups, one behind the other around a ring.
-        pair_latency: Of that between two.
-        passes: Of the outer step's own work on the parameters.
+        local: Seconds of an iteration of the local phase.
+        exchange: Seconds of one outer exchange, by type on the wire.
+        pairs: Seconds of one between two groups at a time, of their weights in FP32 (``--pier-preset noloco``).
+        ring_latency: Latency of the messages of an exchange of all groups, one behind the other around a ring.
+        pair_latency: Latency of an exchange between two groups.
+        passes: Seconds of the outer step's own work on the parameters.
     """
 
     compute: float

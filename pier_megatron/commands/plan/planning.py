@@ -21,7 +21,7 @@ class Speed:
     """TFLOP/s of a plan.
 
     Attributes:
-        source: Where they come from, and how to have better ones.
+        source: Words for where they come from, and how to have better ones.
         is_measured: Whether they are of this job.
     """
 
@@ -38,7 +38,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = Fals
 
     Args:
         command: Launch command of the job.
-        cluster: Where it runs.
+        cluster: Cluster on which it runs.
         is_measured: Whether the cluster's TFLOP/s are of this job.
         log: Output or TensorBoard folder of a run of the job that has begun, on fewer GPUs or iterations if need be.
 

@@ -22,7 +22,7 @@ def predict_skipping(args: argparse.Namespace, job: Job, cluster: Cluster) -> di
     Args:
         args: Megatron's, validated.
         job: Their sizes.
-        cluster: Where it runs.
+        cluster: Cluster on which it runs.
 
     Returns:
         ``share``, the simulated time of a step as a multiple of a whole one, and ``local``, an iteration in seconds.

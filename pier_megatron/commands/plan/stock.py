@@ -16,9 +16,9 @@ def verdict(needed: float, cluster: Cluster, remedy: tuple[str, float] | None, s
 
     Args:
         needed: Bytes that a GPU must have.
-        cluster: Where the job runs.
+        cluster: Cluster on which the job runs.
         remedy: Flags that make it fit, and the bytes that it needs then.
-        source: Where the TFLOP/s come from.
+        source: Words for where the TFLOP/s come from.
     """
     return does_not_fit(needed, cluster, remedy) + (
         "A stock optimizer: every iteration is synchronous, and there is no outer loop to predict, with "
@@ -32,7 +32,7 @@ def make_plan(args: argparse.Namespace, job: Job, cluster: Cluster) -> dict[str,
     Args:
         args: Megatron's, validated.
         job: Their sizes.
-        cluster: Where it runs.
+        cluster: Cluster on which it runs.
     """
     prediction = predict(job, cluster)
     # Shards of one optimizer are reduced and gathered once; whole gradients are reduced everywhere.

@@ -39,7 +39,7 @@ def gain_of(way: Way, job: Job, cluster: Cluster, config: PierConfig, is_measure
     Args:
         way: Outer steps.
         job: The job.
-        cluster: Where it runs.
+        cluster: Cluster on which it runs.
         config: Lazy start and length of the run.
         is_measured: Whether the cluster's TFLOP/s are of this job.
     """
@@ -73,7 +73,7 @@ def verdict(
 
     Args:
         job: The job.
-        cluster: Where it runs.
+        cluster: Cluster on which it runs.
         config: Its settings.
         source: Origin of the TFLOP/s, and how to have better ones.
         is_measured: Whether they are of this job.
