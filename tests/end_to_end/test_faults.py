@@ -15,16 +15,19 @@ _SAVING = "--save-interval 8"
 _BEHIND_TRAINING = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 
 
-def _orphans() -> list[str]:
-    """Processes that this test has started, and whose parents are gone, some seconds after the last job has ended."""
-    time.sleep(2)
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            of_test = process.environ().get("PYTEST_CURRENT_TEST", "").startswith("tests/end_to_end/test_faults.py")
-            if of_test and process.ppid() == 1 and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-    return found
+def _orphans(seconds: float = 30) -> list[str]:
+    """Processes that this test has started, and whose parents are gone, and that do not end by themselves in some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                of_test = process.environ().get("PYTEST_CURRENT_TEST", "").startswith("tests/end_to_end/test_faults.py")
+                if of_test and process.ppid() == 1 and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.5)
 
 
 def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
