@@ -11,8 +11,6 @@ from pier_megatron.integration import current, versions
 from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.outer.report import SCALAR_PREFIX
 
-_TRAINING = "megatron.training.training"
-
 
 @current.in_pier_runs
 def look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -20,9 +20,6 @@ from torch.distributed import distributed_c10d
 from pier_megatron.exchange.topology import DESCRIPTION
 from pier_megatron.integration import versions
 
-_PARALLEL_STATE = "megatron.core.parallel_state"
-_TRAINING = "megatron.training.training"
-
 # Where Megatron keeps the group between the instances of its distributed optimizer. An island has only one.
 _BETWEEN = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
 

@@ -14,8 +14,6 @@ from pier_megatron.integration.communication import confined_to_group, over_all_
 from pier_megatron.outer import OuterStepReport
 from pier_megatron.outer.report import SCALAR_PREFIX
 
-_TRAINING = "megatron.training.training"
-
 # Where Megatron counts iterations among the sums of the losses.
 _ADVANCED, _NAN = "advanced iterations", "nan iterations"
 

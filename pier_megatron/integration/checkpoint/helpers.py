@@ -19,9 +19,6 @@ from typing import Any
 from pier_megatron.integration import versions
 from pier_megatron.integration.arguments import uses_pier
 
-_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
-
-
 # Whether processes that are forked now are helpers.
 _is_starting = False
 

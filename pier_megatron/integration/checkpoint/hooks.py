@@ -17,9 +17,6 @@ from pier_megatron.outer.description import ENTRY
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
-_CHECKPOINTING = "megatron.training.checkpointing"
-_TRAINING = "megatron.training.training"
-
 
 def _place(optimizer: "PierOptimizer", group: int) -> Place:
     loop, island = optimizer.loop, islands.own()

@@ -9,8 +9,6 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import pack, payload_like, saves_bytes, unpack
 from pier_megatron.integration.compression.traffic import codec_in_force, count
 
-_TRANSFERS = "megatron.core.pipeline_parallel.p2p_communication"
-
 
 def transfer(start: Callable[..., Any], /, **given: Any) -> Any:
     """Sends activations between stages in a codec's bytes."""

@@ -12,8 +12,6 @@ from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.policy import DIMENSIONS
 from pier_megatron.integration import versions
 
-_TRAINING = "megatron.training.training"
-
 _codecs: dict[str, Codec] = {}
 
 
