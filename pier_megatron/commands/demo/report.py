@@ -170,7 +170,7 @@ def _draw(
     over_tokens.set(xlabel="tokens, in millions", xlim=(0, None))
     for axes in (over_time, over_tokens):
         axes.grid(alpha=0.3)
-    over_time.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
