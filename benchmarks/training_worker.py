@@ -25,6 +25,7 @@ from megatron.training import training as megatron_training  # noqa: E402
 from pier_megatron import register  # noqa: E402
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import current, seams  # noqa: E402
+from pier_megatron.megatron_api.seam import install  # noqa: E402
 
 marks: list[tuple[int, float, int]] = []
 reports: list[dict[str, float]] = []
@@ -55,7 +56,7 @@ def main() -> None:
     ones. Forking keeps the start short: everything is imported once.
     """
     specification, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    seams.install(seams.WITHOUT_PIER)
+    install(seams.WITHOUT_PIER)
     register()
     mark_iterations()
     results = {}

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from pier_megatron.errors import PierConfigError, suggestion
-from pier_megatron.exchange.policy import parse_policy
-from pier_megatron.settings import GroupSettings, Settings, flag_of
+from pier_megatron.features import FEATURES
+from pier_megatron.settings import PluginSettings, Settings, flag_of
 from pier_megatron.values import Choice
+
+WITH_ANY_OPTIMIZER = (*(feature.Settings for feature in FEATURES), PluginSettings)
+"""Dataclasses of settings that work with every ``--optimizer``."""
 
 
 def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +26,7 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         if setting.metadata:
             _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
     inside = parser.add_argument_group("pier inside a group", "With every --optimizer.")
-    for setting in dataclasses.fields(GroupSettings):
+    for setting in (setting for kind in WITH_ANY_OPTIMIZER for setting in dataclasses.fields(kind)):
         _add_argument(inside, setting)
 
 
@@ -57,8 +60,6 @@ def check_words(words: Sequence[str]) -> argparse.Namespace:
         name = word.partition("=")[0]
         if name.startswith("--pier-") and " " not in name:
             raise PierConfigError(f"{word}: no such flag{suggestion(name, parser.flags)}")
-    if given.pier_compress is not None:
-        parse_policy(given.pier_compress)
     return given
 
 

@@ -21,7 +21,7 @@ import yaml
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
 from pier_megatron.commands.experts.jobs import Job, run_all
-from pier_megatron.integration.checkpoint.tracker import tracker_of
+from pier_megatron.megatron_api.tracker import tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
 _SEQUENCE = 128

@@ -27,6 +27,7 @@ from rows import ABLATIONS  # noqa: E402
 from pier_megatron import register  # noqa: E402
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import seams  # noqa: E402
+from pier_megatron.megatron_api.seam import install  # noqa: E402
 from pier_megatron.schedules import PRESETS  # noqa: E402
 
 # What Megatron imports when it trains, which takes each process seconds; here all share it.
@@ -44,7 +45,7 @@ def main() -> None:
     PRESETS.update(ABLATIONS)
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
-    seams.install(seams.WITHOUT_PIER)
+    install(seams.WITHOUT_PIER)
     register()
     for row in specification:
         begin = time.perf_counter()

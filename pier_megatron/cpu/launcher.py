@@ -78,8 +78,9 @@ def _prepare(script: Path) -> None:
 
         emulation.install()
     from pier_megatron.integration import seams
+    from pier_megatron.megatron_api.seam import install
 
-    seams.install(seams.WITHOUT_PIER)
+    install(seams.WITHOUT_PIER)
     seams.register()
 
 

@@ -6,30 +6,24 @@ optimizer with one instance per group, which is what Pier is to Megatron; with i
 """
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
 
+from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, division
-from pier_megatron.flags import add_pier_arguments
-from pier_megatron.integration import refusals, versions
+from pier_megatron.flags import WITH_ANY_OPTIMIZER, add_pier_arguments
+from pier_megatron.integration import refusals
 from pier_megatron.integration.inner import requirements
-from pier_megatron.settings import GroupSettings
-
-_PREFIX = "pier_"
-
-
-def uses_pier(args: argparse.Namespace) -> bool:
-    """Whether this run was started with ``--optimizer pier``."""
-    return bool(getattr(args, "pier", False))
+from pier_megatron.megatron_api import run, versions
+from pier_megatron.megatron_api.arguments import uses_pier
+from pier_megatron.settings import Settings, flag_of, given
 
 
 def uses_group_settings(args: argparse.Namespace) -> bool:
     """Whether this run was started with a flag that acts inside a group, with whatever optimizer."""
-    names = (_PREFIX + setting.name for setting in dataclasses.fields(GroupSettings))
-    return any(getattr(args, name, None) is not None for name in names)
+    return any(given(kind, args) for kind in WITH_ANY_OPTIMIZER)
 
 
 def config_from_args(args: argparse.Namespace) -> PierConfig:
@@ -38,9 +32,7 @@ def config_from_args(args: argparse.Namespace) -> PierConfig:
     Raises:
         PierConfigError: See :class:`PierConfig`.
     """
-    fields = {field.name for field in dataclasses.fields(PierConfig)}
-    given = {name: getattr(args, _PREFIX + name) for name in fields if getattr(args, _PREFIX + name, None) is not None}
-    return PierConfig(train_iters=args.train_iters, **given)
+    return PierConfig(**given(PierConfig, args) | {"train_iters": args.train_iters})
 
 
 def add_flags(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -97,13 +89,8 @@ def _translate(args: argparse.Namespace) -> None:
     args.pier = args.optimizer == "pier"
     _check_release(args)
     if not args.pier:
-        with_any = {_PREFIX + setting.name for setting in dataclasses.fields(GroupSettings)}
-        names = [name for name in vars(args) if name.startswith(_PREFIX) and name not in with_any]
-        given = [name for name in names if getattr(args, name) is not None]
-        if given:
-            raise PierConfigError(
-                f"{', '.join(map(refusals.flag, given))} has no effect with --optimizer {args.optimizer}: add --optimizer pier."
-            )
+        if without_effect := ", ".join(map(flag_of, given(Settings, args))):
+            raise PierConfigError(f"{without_effect} has no effect with --optimizer {args.optimizer}: add --optimizer pier.")
         return
     if args.yaml_cfg is not None:
         raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
@@ -186,7 +173,11 @@ def _number_of_nodes() -> int:
 
 
 def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Checks Pier's settings before and after Megatron checks its own."""
+    """Checks Pier's settings and those of features before and after Megatron checks its own."""
+    run.begin()
+    used = features.used(args)
+    for feature in used:
+        feature.prepare(args)
     if uses_pier(args):
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
         refusals.refuse_what_cannot_work(args)
@@ -199,6 +190,11 @@ def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest:
         if saves_behind and not args.async_save:
             args.pier_waits_for_saves = True
         check_arguments(args)
+    for feature in used:
+        feature.check(args)
+    if args.rank == 0:
+        for feature in used:
+            print("\n".join([*feature.describe(args), *(f"  WARNING: {told}" for told in feature.warnings(args))]), flush=True)
     return result
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration import current, islands, versions
+from pier_megatron.integration import current, islands
+from pier_megatron.megatron_api import versions
 
 _TRAINING = "megatron.training.training"
 

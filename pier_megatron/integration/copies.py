@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Computed, Gathered
-from pier_megatron.integration import islands, versions
+from pier_megatron.integration import islands
 from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer.state import sum_of_bits
 
 # Of parameters that only data-parallel ranks hold copies of, one in so many is compared at a time.

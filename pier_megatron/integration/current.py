@@ -1,24 +1,29 @@
 """The optimizer of the training under way, for seams that Megatron gives no optimizer to."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pier_megatron.megatron_api import run
+
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
-_optimizer: "PierOptimizer | None" = None
+
+@dataclasses.dataclass
+class _Training:
+    optimizer: "PierOptimizer | None" = None
 
 
 def set_optimizer(optimizer: "PierOptimizer | None") -> None:
     """Names the optimizer that Megatron trains with from now on; None for one that is not Pier's."""
-    global _optimizer
-    _optimizer = optimizer
+    run.part(_Training).optimizer = optimizer
 
 
 def pier_optimizer() -> "PierOptimizer | None":
     """The optimizer, or None in runs without Pier."""
-    return _optimizer
+    return run.part(_Training).optimizer
 
 
 def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +35,8 @@ def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(around)
     def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if _optimizer is None else around(function, _optimizer, *args, **kwargs)
+        optimizer = pier_optimizer()
+        return function(*args, **kwargs) if optimizer is None else around(function, optimizer, *args, **kwargs)
 
     return choose
 
@@ -40,7 +46,8 @@ def in_the_local_phase(around: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(around)
     def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        is_local = _optimizer is not None and _optimizer.loop.is_local
-        return around(function, _optimizer, *args, **kwargs) if is_local else function(*args, **kwargs)
+        optimizer = pier_optimizer()
+        is_local = optimizer is not None and optimizer.loop.is_local
+        return around(function, optimizer, *args, **kwargs) if is_local else function(*args, **kwargs)
 
     return choose

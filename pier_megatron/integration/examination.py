@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import current, islands, versions
+from pier_megatron.features.compression import traffic
+from pier_megatron.integration import current, islands
 from pier_megatron.integration.census import CollectiveCensus, table
-from pier_megatron.integration.compression import traffic
+from pier_megatron.megatron_api import versions
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job that they are looked at."""

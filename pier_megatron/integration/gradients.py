@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pier_megatron.integration import versions
 from pier_megatron.integration.islands import Island
+from pier_megatron.megatron_api import versions
 
 
 class GradientAveraging:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pier_megatron.exchange.topology import DESCRIPTION
-from pier_megatron.integration import versions
+from pier_megatron.megatron_api import versions
 
 # Where Megatron keeps the group between the instances of its distributed optimizer. An island has only one.
 _BETWEEN = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration import current, versions
+from pier_megatron.integration import current
 from pier_megatron.integration.communication import confined_to_group, over_all_groups
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterStepReport
 from pier_megatron.outer.report import SCALAR_PREFIX
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import linecache
+import math
 import os
 import re
 import sys
@@ -14,20 +15,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
-from pier_megatron.integration import versions
-from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_group_settings, uses_pier
-from pier_megatron.integration.batches import counted
+from pier_megatron.flags import WITH_ANY_OPTIMIZER
+from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_group_settings
 from pier_megatron.integration.checkpoint.content import layout_of
-from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
-from pier_megatron.integration.compression import choice
-from pier_megatron.integration.pipeline import layered
-from pier_megatron.integration.refusals import flag
+from pier_megatron.integration.checkpoint.files import damage
 from pier_megatron.integration.seams import register
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.arguments import flag, uses_pier
+from pier_megatron.megatron_api.batches import counted
+from pier_megatron.megatron_api.tracker import stored_checkpoint
 from pier_megatron.outer.description import ENTRY, Description
-from pier_megatron.settings import GroupSettings, flag_of
+from pier_megatron.settings import flag_of
 
 _ARGUMENTS = "megatron.training.arguments"
 _MEMORY = "megatron.training.theoretical_memory_usage"
@@ -64,7 +66,7 @@ def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> Planned
     """
     args, unknown = validated_arguments(ranks, ranks_per_node, argv)
     if not uses_pier(args) and not uses_group_settings(args):
-        flags = ", ".join(flag_of(setting.name) for setting in dataclasses.fields(GroupSettings))
+        flags = ", ".join(flag_of(setting.name) for kind in WITH_ANY_OPTIMIZER for setting in dataclasses.fields(kind))
         raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
     return PlannedJob(args, config_from_args(args) if uses_pier(args) else None, unknown)
 
@@ -227,19 +229,14 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
     sizes = _with(sized, data_parallel_size=args.data_parallel_size // (args.pier_groups or 1))
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
+    compute_activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
+    costs = [feature.cost(args) for feature in features.used(args)]
+    activations = compute_activations(sized, microbatches) * math.prod(cost.activations for cost in costs)
+    parameters = parameters_of_largest_shard(args) or 0
     return {
         "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
-        "activations, without recomputation": activations(sized, microbatches) * layered.share_of_depth_first(args),
-    } | _compressed_gradients(args)
-
-
-def _compressed_gradients(args: argparse.Namespace) -> dict[str, float]:
-    """Memory that compressed gradients take beside the gradients, in bytes: at most, as if all were on their way at once."""
-    dropped, under_way = choice.bytes_per_gradient(args)
-    parameters = parameters_of_largest_shard(args) or 0
-    sizes = {"dropped by --pier-compress, for the next ones": dropped, "encoded, on their way": under_way}
-    return {f"gradients {name}": size * parameters for name, size in sizes.items() if size}
+        "activations, without recomputation": activations,
+    } | {what: size * parameters for cost in costs for what, size in cost.per_parameter.items()}
 
 
 def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_group: int) -> str | None:

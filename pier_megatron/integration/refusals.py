@@ -1,12 +1,12 @@
 """Settings of Megatron with which Pier cannot work, or not as the user would expect: each with its reason and a remedy."""
 
 import argparse
-from typing import Any
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.megatron_api.arguments import captures_full_iterations, flag, strings
 
 # What cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is not set;
 # every other value that is neither None, False nor 0 is refused.
@@ -36,9 +36,6 @@ _MEETINGS = {
     "check_weight_hash_across_dp_replicas_interval": "the comparison of weights",
     "gpu_sniff_test_interval": "the test of GPUs, a meeting of all ranks,",
 }
-
-# Where the supported releases keep what a CUDA graph captures.
-_CUDA_GRAPH_SCOPES = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
 
 
 def refuse_what_cannot_work(args: argparse.Namespace) -> None:
@@ -74,14 +71,9 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
         )
 
 
-def captures_full_iterations(args: argparse.Namespace) -> bool:
-    """Whether CUDA graphs take in what a rank sends and receives."""
-    return any("full_iteration" in _strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES)
-
-
 def _refuse_reductions_over_all_groups(args: argparse.Namespace) -> None:
     """Refuses values of flags that make the model itself talk to all groups in every iteration."""
-    for balancing in _strings(args.moe_router_load_balancing_type):
+    for balancing in strings(args.moe_router_load_balancing_type):
         if balancing in ("global_aux_loss", "quantile_balancing"):
             raise PierConfigError(
                 f"--moe-router-load-balancing-type {balancing} counts tokens over all groups in every iteration. Use aux_loss "
@@ -256,13 +248,3 @@ def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> N
             f"{args.world_size} / (ETP {tensor} x EP {expert} x PP {pipeline})): every group needs whole replicas of the "
             "experts. Lower --pier-groups or --expert-model-parallel-size."
         )
-
-
-def flag(name: str) -> str:
-    """The flag that sets an attribute of Megatron's arguments."""
-    return "--" + name.replace("_", "-")
-
-
-def _strings(value: Any) -> list[str]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [str(getattr(item, "name", item)) for item in values]

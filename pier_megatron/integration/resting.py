@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration import versions
 from pier_megatron.integration.samples import samples_of_iteration
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import versions
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer import GroupExchange
 
 _BATCHES = "megatron.core.num_microbatches_calculator"

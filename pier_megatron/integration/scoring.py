@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import versions
+from pier_megatron.megatron_api import versions
 
 VARIABLE = "PIER_MEGATRON_SCORES"
 LOSSES, LABELS = "losses", "labels"

@@ -4,15 +4,10 @@ A new release that lacks one of these symbols fails at start-up with the symbol'
 same one of Megatron's, the later row is around the earlier one and says so.
 """
 
-import builtins
-import dataclasses
 import functools
-import importlib
-import operator
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
 
+from pier_megatron.features import FEATURES
 from pier_megatron.integration import (
     arguments,
     communication,
@@ -23,12 +18,11 @@ from pier_megatron.integration import (
     logged_means,
     scoring,
     training,
-    versions,
 )
 from pier_megatron.integration.checkpoint import files, helpers, hooks
-from pier_megatron.integration.compression import activations, choice, gradients, parameters, tensor_parallel, traffic
 from pier_megatron.integration.inner import torch_adam
-from pier_megatron.integration.pipeline import layered, skipping
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.seam import Needed, Seam, install
 
 _ARGUMENTS = "megatron.training.arguments"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -38,81 +32,6 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _TRAINING = "megatron.training.training"
-_TRANSFERS = "megatron.core.pipeline_parallel.p2p_communication"
-
-
-@dataclasses.dataclass(frozen=True)
-class Seam:
-    """A function that is put around one of Megatron's, where Megatron looks it up by name.
-
-    Attributes:
-        module: Full name of a Megatron module.
-        name: Name of the function, or of a method as ``RerunStateMachine._reduce_any``.
-        around: Function called in its place, with the original and then its arguments. Names of arguments that come before
-            those must be positional only. Its docstring says why.
-        over: Function that an earlier row has put around the same one; None if there is none.
-        releases: Releases that have the function.
-        imported_by: Module that imports the function by name in some releases.
-        is_builtin: Whether the function is one of Python's, replaced in this module only.
-    """
-
-    module: str
-    name: str
-    around: Callable[..., Any]
-    over: Callable[..., Any] | None = None
-    releases: tuple[str, ...] = ()
-    imported_by: str | None = None
-    is_builtin: bool = False
-
-    @property
-    def exists(self) -> bool:
-        """Whether this release has the function."""
-        return not self.releases or versions.release() in self.releases
-
-    def original(self) -> Any:
-        """Returns the function that is there.
-
-        Raises:
-            UnsupportedMegatronError: If there is none.
-        """
-        module = importlib.import_module(self.module)
-        if self.is_builtin:
-            return vars(builtins)[self.name]
-        found = versions.require(self.module, self.name)
-        owner, _, attribute = self.name.rpartition(".")
-        if owner and attribute not in vars(operator.attrgetter(owner)(module)):
-            raise versions.missing(f"{self.module}.{self.name} itself, not that of a base class")
-        return found
-
-    def install(self) -> None:
-        """Puts the function in place."""
-        original = self.original()
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return self.around(original, *args, **kwargs)
-
-        *path, attribute = self.name.split(".")
-        owners = [functools.reduce(getattr, path, importlib.import_module(self.module))]
-        if self.imported_by is not None and hasattr(other := importlib.import_module(self.imported_by), attribute):
-            owners.append(other)
-        for owner in owners:
-            setattr(owner, attribute, wrapper)
-
-
-@dataclasses.dataclass(frozen=True)
-class Needed:
-    """Symbols that Pier looks up by name while it runs.
-
-    Attributes:
-        module: Full name of a Megatron module.
-        names: Names in it, separated by spaces.
-        releases: Releases that have them; all where it is empty.
-    """
-
-    module: str
-    names: str
-    releases: tuple[str, ...] = ()
 
 
 WITHOUT_PIER = (Seam("megatron.core.datasets.utils", "compile_helpers", datasets.compile_unless_shipped),)
@@ -122,10 +41,6 @@ TABLE = (
     # Arguments.
     Seam(_ARGUMENTS, "add_megatron_arguments", arguments.add_flags),
     Seam(_ARGUMENTS, "validate_args", arguments.validate, imported_by=_INITIALIZE),
-    Seam(_ARGUMENTS, "validate_args", layered.validate, over=arguments.validate, imported_by=_INITIALIZE),
-    Seam(_ARGUMENTS, "validate_args", skipping.validate, over=layered.validate, imported_by=_INITIALIZE),
-    # It sets one of Pier's own flags, which is checked further in.
-    Seam(_ARGUMENTS, "validate_args", choice.validate, over=skipping.validate, imported_by=_INITIALIZE),
     # Islands.
     Seam(_PARALLEL_STATE, "initialize_model_parallel", islands.form_islands),
     Seam(_PARALLEL_STATE, "destroy_model_parallel", islands.return_to_the_launch),
@@ -137,18 +52,14 @@ TABLE = (
     Seam("megatron.training.utils", "print", islands.print_once, is_builtin=True),
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
-    Seam(_TRAINING, "get_megatron_optimizer", choice.compile_codecs, over=training.build_optimizer),
     Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, releases=("0.17",)),
     Seam(_TRAINING, "setup_model_and_optimizer", training.join),
-    Seam(_TRAINING, "setup_model_and_optimizer", skipping.set_up, over=training.join),
     Seam(_TRAINING, "train", training.train),
     Seam(_TRAINING, "train_step", training.train_step),
     Seam(_TRAINING, "dummy_train_step", training.skip_iteration),
-    Seam(_TRAINING, "get_forward_backward_func", layered.get_schedule),
     Seam(_TRAINING, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
     Seam(_TRAINING, "evaluate", evaluation.evaluate_each),
     Seam(_TRAINING, "training_log", logged_means.average_over_groups),
-    Seam(_TRAINING, "training_log", traffic.log, over=logged_means.average_over_groups),
     # Collectives between outer steps.
     Seam("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", communication.vote_of_those_who_average),
     Seam(_TRAINING, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
@@ -158,7 +69,6 @@ TABLE = (
     Seam(_CHECKPOINTING, "load", files.load_whole_files),
     Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_TRAINING, "save_checkpoint", hooks.save),
-    Seam(_TRAINING, "save_checkpoint", gradients.save, over=hooks.save),
     Seam(_TRAINING, "load_checkpoint", hooks.load),
     Seam(_INITIALIZE, "init_persistent_async_worker", helpers.start),
     Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start),
@@ -166,18 +76,11 @@ TABLE = (
     Seam(_OPTIMIZER, "DistributedOptimizer.sharded_state_dict", torch_adam.with_state),
     Seam(_OPTIMIZER, "DistributedOptimizer.load_state_dict", torch_adam.with_counters),
     Seam(_OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", torch_adam.with_counter),
-    # Bytes inside a group.
-    Seam(_BUFFERS, "_ParamAndGradBucketGroup.start_grad_sync", gradients.start),
-    Seam(_BUFFERS, "_ParamAndGradBucketGroup.start_param_sync", parameters.start),
-    Seam(_TRANSFERS, "_p2p_ops", activations.transfer),
-    Seam(_TRANSFERS, "_batched_p2p_ops", activations.transfer),
-    Seam("megatron.core.tensor_parallel.mappings", "_reduce", tensor_parallel.sum_encoded),
-    Seam("megatron.core.tensor_parallel.layers", "ColumnParallelLinear.__init__", tensor_parallel.build),
 )
-"""What every run under Pier replaces."""
+"""What every run under Pier replaces, beside the rows of :data:`pier_megatron.features.FEATURES`, which come after these."""
 
 EXAMINATION = (
-    Seam(_ARGUMENTS, "validate_args", examination.confine, over=choice.validate, imported_by=_INITIALIZE),
+    Seam(_ARGUMENTS, "validate_args", examination.confine, over=arguments.validate, imported_by=_INITIALIZE),
     Seam("megatron.training.ft_integration", "setup", examination.leave_out),
     Seam(_TRAINING, "train_step", examination.look_on, over=training.train_step),
 )
@@ -229,39 +132,15 @@ NEEDED = (
 """What Pier looks up by name while it runs."""
 
 
-class SeamOrderError(RuntimeError):
-    """Two functions are put around the same one of Megatron's in an order in which they do not work."""
+def table() -> tuple[Seam, ...]:
+    """All rows that are installed in this process, in order."""
+    of_features = tuple(row for feature in FEATURES for row in feature.seams())
+    examined = EXAMINATION if examination.VARIABLE in os.environ else ()
+    scored = SCORING if scoring.VARIABLE in os.environ else ()
+    return (*TABLE, *of_features, *examined, *scored)
 
 
-def install(seams: Iterable[Seam]) -> None:
-    """Replaces Megatron's functions: all of them, or none if one of them is not there.
-
-    Raises:
-        UnsupportedMegatronError: If this Megatron lacks a function.
-        SeamOrderError: If a function would be put around another one than its row says.
-    """
-    present = [seam for seam in seams if seam.exists]
-    outermost: dict[tuple[str, str], Callable[..., Any]] = {}
-    for seam in present:
-        seam.original()
-        symbol = seam.module, seam.name
-        if outermost.get(symbol) is not seam.over:
-            beneath, expected = (
-                "nothing" if function is None else f"{function.__module__}.{function.__qualname__}"
-                for function in (outermost.get(symbol), seam.over)
-            )
-            raise SeamOrderError(
-                f"{seam.around.__module__}.{seam.around.__qualname__} around {seam.module}.{seam.name} finds {beneath} there, "
-                f"must find {expected}: the rows of the table of seams are out of order."
-            )
-        outermost[symbol] = seam.around
-    for seam in present:
-        seam.install()
-
-
-_is_registered = False
-
-
+@functools.cache
 def register() -> None:
     """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
 
@@ -271,15 +150,9 @@ def register() -> None:
     Raises:
         UnsupportedMegatronError: If this Megatron lacks something that Pier needs.
     """
-    global _is_registered
-    if _is_registered:
-        return
     for needed in NEEDED:
         if not needed.releases or versions.release() in needed.releases:
             for name in needed.names.split():
                 versions.require(needed.module, name)
-    examined = EXAMINATION if examination.VARIABLE in os.environ else ()
-    scored = SCORING if scoring.VARIABLE in os.environ else ()
-    install((*TABLE, *examined, *scored))
+    install(table())
     helpers.end_forks_with_parent()
-    _is_registered = True

@@ -16,8 +16,8 @@ from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, islands, refusals, run_identity, startup, versions
-from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_pier
+from pier_megatron.integration import current, islands, refusals, run_identity, startup
+from pier_megatron.integration.arguments import config_from_args, settle_iterations
 from pier_megatron.integration.checkpoint.files import use_folders_of_island
 from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
 from pier_megatron.integration.copies import Copies
@@ -25,6 +25,8 @@ from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of_iteration
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.arguments import uses_pier
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
 from pier_megatron.outer.elastic import Islands
 

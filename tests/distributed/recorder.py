@@ -44,6 +44,7 @@ from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import current, islands, seams  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
+from pier_megatron.megatron_api.seam import install  # noqa: E402
 
 # Megatron and PyTorch import these when they train, which takes each rank seconds; here all ranks share them.
 for _late in (
@@ -352,7 +353,7 @@ def print_to(log: Path) -> None:
 def main() -> None:
     global recorder
     specification, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    seams.install(seams.WITHOUT_PIER)
+    install(seams.WITHOUT_PIER)
     spare_what_is_the_same_in_every_run()
     look_on()
     from pier_megatron import register

@@ -30,15 +30,16 @@ from torch.multiprocessing import reductions
 from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.exchange import codecs, layout
 from pier_megatron.exchange.pairs import draw_subgroups
+from pier_megatron.features.layered import feature as layered
+from pier_megatron.features.skipping import feature as skipping
+from pier_megatron.features.skipping.paths import Paths
 from pier_megatron.integration import compression, current, gradients, startup, training
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
-from pier_megatron.integration.pipeline import layered, skipping
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
 from pier_megatron.outer.restarts import Restarts
-from pier_megatron.pipeline.paths import Paths
 
 Patch = contextlib.AbstractContextManager[Any]
 

@@ -10,7 +10,7 @@ import torch
 from launch import Recorded, Run, launch
 
 from pier_megatron import PierConfig
-from pier_megatron.pipeline.order import Pipeline
+from pier_megatron.features.skipping.schedule import Pipeline
 
 pytestmark = pytest.mark.processes
 

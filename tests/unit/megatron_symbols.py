@@ -1,12 +1,12 @@
-"""Which symbols of Megatron's the integration looks up by name, read from its source."""
+"""Which symbols of Megatron's the package looks up by name, read from its source."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pier_megatron.integration
+import pier_megatron
 
-_FOLDER = Path(pier_megatron.integration.__file__).parent
+_FOLDER = Path(pier_megatron.__file__).parent
 _MODULES = {"parallel_state": "megatron.core.parallel_state"}
 
 
@@ -18,7 +18,7 @@ def looked_up() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path in sorted(_FOLDER.rglob("*.py")):
-        if path.stem in ("seams", "versions"):
+        if path.stem in ("seam", "seams", "versions"):
             continue
         tree = ast.parse(path.read_text())
         constants = {}

@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from pier_megatron.integration import batches, versions
-from pier_megatron.integration.pipeline import layered
+from pier_megatron.features.layered import feature as layered
+from pier_megatron.megatron_api import batches, versions
 
 
 def args(**changes: Any) -> argparse.Namespace:
@@ -35,7 +35,7 @@ def test_activations_in_flight(ranks: int, stages: int, micro_batches: int, grou
 def test_activations_are_told_for_the_largest_batch() -> None:
     with mock.patch.object(batches, "training_phases", return_value={8: 4, 32: 16}):
         lines = layered.describe(args())
-        assert layered.share_of_depth_first(args()) == 55 / 19
+        assert layered.cost(args()).activations == 55 / 19
     assert "4 pipeline ranks of 4 virtual stages, each of which takes all 4-16 micro-batches" in lines[0]
     assert "up to 55 of 64 stage-micro-batches at once; depth-first, of 19 (2.89 x)" in lines[1]
 
@@ -53,7 +53,7 @@ def test_activations_are_told_for_the_largest_batch() -> None:
 )
 def test_where_nothing_is_gained(changes: dict[str, Any], micro_batches: int, words: str | None) -> None:
     with mock.patch.object(batches, "training_phases", return_value={32: micro_batches}):
-        found = layered.disappointments(args(**changes))
+        found = layered.warnings(args(**changes))
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
 
@@ -62,10 +62,7 @@ def test_without_the_flag_the_schedule_is_megatrons() -> None:
     schedule, off = mock.Mock(), args(pier_layered=None)
     with mock.patch.object(versions, "megatron_args", return_value=off):
         assert layered.get_schedule(lambda: schedule) is schedule
-    assert layered.describe(off) == layered.disappointments(off) == []
-    assert layered.share_of_depth_first(off) == 1
-    validated = layered.validate(lambda given, defaults: (given, defaults), off, {"seed": 1})
-    assert validated == (off, {"seed": 1})
+    assert not layered.is_used(off)
 
 
 def test_the_size_of_groups_is_that_of_the_call() -> None:

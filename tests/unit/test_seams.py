@@ -1,6 +1,7 @@
 """What is put around Megatron's functions: on functions that are not Megatron's, and the table on Megatron's own."""
 
 import argparse
+import os
 import subprocess
 import sys
 import types
@@ -13,8 +14,9 @@ import pytest
 from launch import REPOSITORY
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import arguments, current, seams, versions
-from pier_megatron.integration.seams import Seam
+from pier_megatron.integration import arguments, current, examination, scoring, seams
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.seam import Seam, SeamOrderError, install
 
 
 class Machine:
@@ -32,7 +34,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> str:
     found.train_step, found.Machine = train_step, type("Machine", (), {"vote": Machine.vote})  # type: ignore[attr-defined]
     found.Heir = type("Heir", (found.Machine,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "not_megatron", found)
-    monkeypatch.setattr(current, "_optimizer", None)
+    current.set_optimizer(None)
     return "not_megatron"
 
 
@@ -52,16 +54,17 @@ def doubled(vote: Callable[..., int], machine: Any, value: int) -> int:
 
 @pytest.mark.parametrize("around", [in_pier_runs, in_the_local_phase])
 def test_a_run_without_pier_passes_through(module: str, around: Any) -> None:
-    seams.install([Seam(module, "train_step", around)])
+    install([Seam(module, "train_step", around)])
     assert versions.require(module, "train_step")(1, optimizer="own", function="own") == (1, "own", "own")
 
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_arguments_may_be_passed_by_any_name(module: str, is_local: bool) -> None:
     inner = Seam(module, "train_step", in_the_local_phase)
-    seams.install([inner, Seam(module, "train_step", in_pier_runs, over=in_the_local_phase)])
-    with mock.patch.object(current, "_optimizer", mock.Mock(**{"loop.is_local": is_local})):
-        kind, result = versions.require(module, "train_step")(iteration=1, optimizer="own", function="own")
+    install([inner, Seam(module, "train_step", in_pier_runs, over=in_the_local_phase)])
+    current.set_optimizer(mock.Mock(**{"loop.is_local": is_local}))
+    kind, result = versions.require(module, "train_step")(iteration=1, optimizer="own", function="own")
+    current.set_optimizer(None)
     assert kind == "in a run with Pier"
     assert result == (("in the local phase", (1, "own", "own")) if is_local else (1, "own", "own"))
     assert versions.given(versions.require(module, "train_step"), (1,), {"function": "own"}) == {
@@ -71,37 +74,53 @@ def test_arguments_may_be_passed_by_any_name(module: str, is_local: bool) -> Non
 
 
 def test_a_method_is_wrapped_where_it_is_defined(module: str) -> None:
-    seams.install([Seam(module, "Machine.vote", doubled)])
+    install([Seam(module, "Machine.vote", doubled)])
     assert versions.require(module, "Machine")().vote(3) == 6
 
 
 def test_a_builtin_is_replaced_in_one_module_only(module: str) -> None:
-    seams.install([Seam(module, "len", lambda size, value: size(value) + 1, is_builtin=True)])
+    install([Seam(module, "len", lambda size, value: size(value) + 1, is_builtin=True)])
     assert (versions.require(module, "len")("ab"), len("ab")) == (3, 2)
 
 
 def test_what_is_missing_is_named_and_nothing_is_touched(module: str) -> None:
     for name in ("training_log", "Machine.elect", "Heir.vote"):
         with pytest.raises(versions.UnsupportedMegatronError, match=rf"needs not_megatron\.{name}.* Supported releases: 0\.17"):
-            seams.install([Seam(module, "train_step", in_pier_runs), Seam(module, name, in_pier_runs)])
+            install([Seam(module, "train_step", in_pier_runs), Seam(module, name, in_pier_runs)])
     assert versions.require(module, "train_step") is train_step
 
 
 def test_wrong_order_is_refused_and_nothing_is_touched(module: str) -> None:
     inner, outer = Seam(module, "train_step", in_the_local_phase), Seam(module, "train_step", in_pier_runs, in_the_local_phase)
     for rows, found in (([outer, inner], "nothing"), ([inner, Seam(module, "train_step", in_pier_runs)], ".*the_local_phase")):
-        with pytest.raises(seams.SeamOrderError, match=rf"in_pier_runs around not_megatron.train_step finds {found} there"):
-            seams.install(rows)
+        with pytest.raises(SeamOrderError, match=rf"in_pier_runs around not_megatron.train_step finds {found} there"):
+            install(rows)
     assert versions.require(module, "train_step") is train_step
 
 
+def all_rows() -> tuple[Seam, ...]:
+    with mock.patch.dict(os.environ, {examination.VARIABLE: "x", scoring.VARIABLE: "x"}):
+        return seams.table()
+
+
+def test_what_is_outermost_goes_around_whatever_is_there_and_nothing_around_it(module: str) -> None:
+    inner, outermost = (
+        Seam(module, "train_step", in_pier_runs),
+        Seam(module, "train_step", in_the_local_phase, is_outermost=True),
+    )
+    with pytest.raises(SeamOrderError, match=r"in_pier_runs around .* finds .*in_the_local_phase there, must find nothing"):
+        install([outermost, inner])
+    install([inner, outermost])
+    assert versions.require(module, "train_step")(1) == (1, "theirs", "theirs")
+
+
 def test_each_seam_of_a_function_names_the_one_beneath() -> None:
-    rows = (*seams.TABLE, *seams.EXAMINATION, *seams.SCORING)
+    rows = all_rows()
     twice = [row for row in rows if row.over is not None]
     for row in twice:
         without = [other for other in rows if (other.module, other.name) == (row.module, row.name) and other.around != row.over]
-        with mock.patch.object(Seam, "original", return_value=print), pytest.raises(seams.SeamOrderError):
-            seams.install(without)
+        with mock.patch.object(Seam, "original", return_value=print), pytest.raises(SeamOrderError):
+            install(without)
 
 
 def test_attributes_that_are_not_there_are_not_made() -> None:
@@ -117,7 +136,7 @@ def test_attributes_that_are_not_there_are_not_made() -> None:
 
 def test_every_symbol_that_is_looked_up_is_checked_at_the_start() -> None:
     checked = {f"{needed.module}.{name}" for needed in seams.NEEDED for name in needed.names.split()}
-    replaced = {f"{row.module}.{row.name}" for row in seams.TABLE}
+    replaced = {f"{row.module}.{row.name}" for row in all_rows()}
     # A module or a class that holds a name is there when the name is.
     parts = {name.rsplit(".", depth)[0] for name in checked | replaced for depth in range(3)}
     unchecked = {name: where for name, where in megatron_symbols.looked_up().items() if name not in parts}
@@ -140,9 +159,10 @@ _EACH_IN_TURN = """
 import functools, importlib, os
 from pier_megatron.cpu import emulation
 emulation.install()
-from pier_megatron.integration import examination, scoring, seams, versions
+from pier_megatron.integration import examination, scoring, seams
+from pier_megatron.megatron_api import versions
 os.environ[examination.VARIABLE] = os.environ[scoring.VARIABLE] = "x"
-rows = (*seams.TABLE, *seams.EXAMINATION, *seams.SCORING)
+rows = seams.table()
 symbols = {(row.module, row.name) for row in rows if row.exists and not row.is_builtin}
 for needed in seams.NEEDED:
     if not needed.releases or versions.release() in needed.releases:

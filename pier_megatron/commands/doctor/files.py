@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.exchange.authentication import read_secret
-from pier_megatron.integration.checkpoint.tracker import tracker_of
+from pier_megatron.megatron_api.tracker import tracker_of
 
 _SPLITS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 _LISTS = ("--data-args-path", "--per-split-data-args-path")

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import psutil
 
+from pier_megatron import features
 from pier_megatron.commands.doctor import files, launch
 from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.doctor.sources import Sources
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.config import PierConfig
 from pier_megatron.integration.datasets import compiled_for_another_python
+from pier_megatron.megatron_api.arguments import flag, uses_pier
 
 # What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {
@@ -54,7 +56,6 @@ def examine(command: LaunchCommand, findings: Findings) -> None:
 def _parse(command: LaunchCommand, sources: Sources, findings: Findings) -> argparse.Namespace:
     """Megatron's arguments, as typed."""
     args, unknown = command.parsed_arguments()
-    from pier_megatron.integration.refusals import flag
 
     launch.look_at_unknown(unknown, [flag(name) for name in vars(args)], sources, findings)
     return args
@@ -87,9 +88,7 @@ def _validate(args: argparse.Namespace, command: LaunchCommand, findings: Findin
 
 def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:
     """What a job with validated arguments will be."""
-    from pier_megatron.integration.arguments import config_from_args, uses_group_settings, uses_pier
-    from pier_megatron.integration.compression import choice
-    from pier_megatron.integration.pipeline import layered, skipping
+    from pier_megatron.integration.arguments import config_from_args, uses_group_settings
 
     config = config_from_args(args) if uses_pier(args) else None
     if config is not None:
@@ -101,9 +100,9 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
         )
         if not uses_group_settings(args):
             findings.warnings.append(f"--optimizer {args.optimizer}: the job does not use Pier. Give --optimizer pier")
-    findings.notes += [*layered.describe(args), *choice.describe(args)]
-    findings.notes += [line.removeprefix("  ") for line in skipping.describe(args)]
-    findings.warnings += [*layered.disappointments(args), *skipping.disappointments(args)]
+    for feature in features.used(args):
+        findings.notes += feature.describe(args)
+        findings.warnings += feature.warnings(args)
     _look_at_room(args, config, findings)
     _look_at_machine(args, config, command, findings)
 

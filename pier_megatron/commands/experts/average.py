@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pier_megatron.commands.experts.description import DENSE
 from pier_megatron.commands.experts.planned import Plan
-from pier_megatron.integration.checkpoint.tracker import tracker_of
+from pier_megatron.megatron_api.tracker import tracker_of
 
 _FOLDER = "average"
 

@@ -131,7 +131,8 @@ def _arguments(ensemble: Ensemble, share: Share, folder: Path) -> tuple[str, ...
 def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, float | None]:
     """Memory of a rank in bytes, and hours of the training, by the planner."""
     from pier_megatron.integration import planned_job
-    from pier_megatron.integration.arguments import config_from_args, uses_pier
+    from pier_megatron.integration.arguments import config_from_args
+    from pier_megatron.megatron_api.arguments import uses_pier
 
     job = sizes_of(args)
     config = config_from_args(args) if uses_pier(args) else None

@@ -16,7 +16,7 @@ from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.experts.train import untrained
 from pier_megatron.commands.megatron_log import VALIDATION
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.checkpoint.tracker import tracker_of
+from pier_megatron.megatron_api.tracker import tracker_of
 
 # Largest difference, relative, between the mean of an array and the loss that Megatron prints: of sums in another order.
 _TOLERANCE = 1e-4

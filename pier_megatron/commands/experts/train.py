@@ -10,7 +10,7 @@ from pier_megatron.commands.experts.jobs import Job, gpu_environment, run_all
 from pier_megatron.commands.experts.planned import Expert, Plan
 from pier_megatron.commands.megatron_log import PROGRESS
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.checkpoint.tracker import tracker_of
+from pier_megatron.megatron_api.tracker import tracker_of
 
 # How often it says how far an expert is.
 _TENTHS = 10

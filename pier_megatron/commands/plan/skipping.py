@@ -5,7 +5,7 @@ import dataclasses
 
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, bandwidth_between_stages, predict
-from pier_megatron.pipeline.paths import most, wanted
+from pier_megatron.features.skipping.paths import most, wanted
 
 FRACTIONS = (0.0, 0.25, 0.33, 0.5)
 
@@ -27,10 +27,10 @@ def predict_skipping(args: argparse.Namespace, job: Job, cluster: Cluster) -> di
     Returns:
         ``share``, the simulated time of a step as a multiple of a whole one, and ``local``, an iteration in seconds.
     """
-    from pier_megatron.integration import batches
-    from pier_megatron.integration.pipeline import skipping as seam
+    from pier_megatron.features.skipping import feature as skipping
+    from pier_megatron.megatron_api import batches
 
-    stages, micro_batches = seam.number_of_stages(args), max(batches.training_phases(args).values())
+    stages, micro_batches = skipping.number_of_stages(args), max(batches.training_phases(args).values())
     layer_passes = 3 * micro_batches * args.num_layers / args.pipeline_model_parallel_size
     forward = predict(job, cluster).compute / layer_passes
     found = {}
@@ -39,7 +39,7 @@ def predict_skipping(args: argparse.Namespace, job: Job, cluster: Cluster) -> di
         if wanted(stages, micro_batches, fraction) > most(stages, micro_batches):
             continue
         skipped = argparse.Namespace(**vars(args) | {"pier_skip_fraction": fraction})
-        share = seam.share_of_whole_step(args, seam.paths(skipped, micro_batches), _message(args, cluster) / forward)
+        share = skipping.share_of_whole_step(args, skipping.paths(skipped, micro_batches), _message(args, cluster) / forward)
         local = predict(dataclasses.replace(job, flops=job.flops * share), cluster).local
         found[fraction] = {"share": share, "local": local}
     return found

@@ -56,12 +56,12 @@ def _modes(
     skipping: dict[float, dict[str, float]],
 ) -> dict[str, float]:
     """Seconds of an iteration as it is, and with each of the job's own flags inside a group."""
-    from pier_megatron.integration.compression import choice
-    from pier_megatron.integration.pipeline.skipping import is_skipping
+    from pier_megatron.features.compression.feature import compressed
+    from pier_megatron.features.skipping.feature import is_skipping
 
     hidden = compute + max(wire - HIDING * compute, 0.0)
     modes = {"synchronous": compute + wire, "synchronous, overlap flags": hidden}
-    codec = choice.compressed(args).get("dp") if args.pier_compress is not None else None
+    codec = compressed(args).get("dp") if args.pier_compress is not None else None
     if codec is not None:
         [saving] = compression.savings_of_gradients(job, cluster, compute, codec.name)
         flag = f"--pier-compress {args.pier_compress} (gradients {codec.name})"

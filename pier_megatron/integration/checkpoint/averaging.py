@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
-from pier_megatron.integration.checkpoint.tracker import tracker_of
+from pier_megatron.megatron_api.tracker import tracker_of
 
 # Objects that Megatron asks a model's checkpoint for: what was run, and the empty extra states of layers. What was run is in a
 # file of its own in older releases.

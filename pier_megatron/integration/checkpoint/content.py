@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.formats import ShardedState
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.whole_tensors import WholeState
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.integration.inner.whole import WholeOptimizer
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
 from pier_megatron.outer.description import LAYER_WISE, Description, group_prefix
 

@@ -9,7 +9,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current
-from pier_megatron.integration.checkpoint.tracker import tracker_of
 
 # Below the --save folder of a job: a folder for each island but the first.
 _ISLANDS = "islands"
@@ -35,15 +34,6 @@ def load_whole_files(
                 f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
             )
     return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-
-def stored_checkpoint(folder: Path, iteration: int | None = None) -> Path | None:
-    """The checkpoint in the ``--save`` folder of a run, of one iteration or the last; None if nothing was saved there."""
-    tracker = tracker_of(folder)
-    if not tracker.exists():
-        return None
-    saved = str(iteration) if iteration else tracker.read_text().strip()
-    return folder / (f"iter_{int(saved):07d}" if saved.isdigit() else saved)
 
 
 def use_folders_of_island(args: Any, index: int) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
+from pier_megatron.megatron_api import versions
 
 # Megatron's formats of the distributed optimizer's state, and what reads and writes them.
 _FORMATS = {

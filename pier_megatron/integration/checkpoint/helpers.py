@@ -16,8 +16,8 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
 
-from pier_megatron.integration import versions
-from pier_megatron.integration.arguments import uses_pier
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.arguments import uses_pier
 
 # Whether processes that are forked now are helpers.
 _is_starting = False

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pier_megatron.integration import current, islands, startup, versions
+from pier_megatron.integration import current, islands, startup
 from pier_megatron.integration.checkpoint.content import Place
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.checkpoint.stored_run import find
 from pier_megatron.integration.communication import ranks_of_group
 from pier_megatron.integration.inner.choice import owners
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer.description import ENTRY
 
 if TYPE_CHECKING:

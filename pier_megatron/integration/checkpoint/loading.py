@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island, folder_of_island
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.description import ENTRY, Description, group_prefix
 from pier_megatron.outer.snapshot import Progress

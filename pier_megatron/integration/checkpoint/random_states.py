@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pier_megatron.integration import versions
+from pier_megatron.megatron_api import versions
 
 
 def random_states() -> Any:

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.random_states import random_states
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
 from pier_megatron.outer.description import ENTRY, checksum_name, group_prefix
 

@@ -11,8 +11,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import versions
-from pier_megatron.integration.checkpoint.files import damage, stored_checkpoint
+from pier_megatron.integration.checkpoint.files import damage
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.tracker import stored_checkpoint
 from pier_megatron.outer.description import ENTRY, Description
 
 # Where a GPT keeps its weights; all else is of the optimizer and the run.

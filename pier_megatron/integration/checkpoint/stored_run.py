@@ -7,9 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pier_megatron.integration import islands, versions
-from pier_megatron.integration.checkpoint.files import folder_of_island, stored_checkpoint
-from pier_megatron.integration.checkpoint.tracker import tracker_of
+from pier_megatron.integration import islands
+from pier_megatron.integration.checkpoint.files import folder_of_island
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
 from pier_megatron.outer.description import ENTRY, Description
 
 

@@ -7,9 +7,9 @@ said there, and other layouts of the same model find their parts.
 from collections.abc import Mapping
 from typing import Any
 
-from pier_megatron.integration import versions
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.inner.whole import WholeOptimizer
+from pier_megatron.megatron_api import versions
 
 
 class WholeState(ParameterState):

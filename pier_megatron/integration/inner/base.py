@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pier_megatron.integration import versions
+from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Shards
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pier_megatron.integration import versions
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.integration.inner.whole import WholeOptimizer
+from pier_megatron.megatron_api import versions
 
 
 def owners(optimizer: Any) -> list[InnerOptimizer]:

@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import versions
+from pier_megatron.megatron_api import versions
 
 
 def check(args: argparse.Namespace) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pier_megatron.integration import versions
 from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.megatron_api import versions
 
 # Of AdamW: PyTorch counts steps for each parameter, others for a group of them.
 _STEP = "step"

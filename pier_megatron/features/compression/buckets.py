@@ -6,8 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from pier_megatron.exchange.layout import Piece, pieces
+from pier_megatron.megatron_api import run
 
-_laid_out: weakref.WeakKeyDictionary[Any, dict[tuple[int, int, int], list[Piece]]] = weakref.WeakKeyDictionary()
+
+class _LaidOut(weakref.WeakKeyDictionary[Any, dict[tuple[int, int, int], list[Piece]]]):
+    """Pieces of what is sent, by bucket, and by where it begins, its size and its parts."""
 
 
 def pieces_of(bucket_group: Any, sent: Tensor, parts: int) -> list[Piece]:
@@ -19,7 +22,7 @@ def pieces_of(bucket_group: Any, sent: Tensor, parts: int) -> list[Piece]:
         parts: Number of equal parts that it is cut into.
     """
     bucket, begin = next(found for bucket in bucket_group.buckets if (found := _place(bucket, sent)) is not None)
-    known = _laid_out.setdefault(bucket, {})
+    known = run.part(_LaidOut).setdefault(bucket, {})
     key = (begin, sent.numel(), parts)
     if key not in known:
         end = begin + sent.numel()

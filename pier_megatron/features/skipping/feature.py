@@ -6,16 +6,22 @@ gradients are summed and divided by the number of all, as in the paper.
 """
 
 import argparse
+import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import batches, refusals, versions
-from pier_megatron.integration.pipeline.layered import is_layered
-from pier_megatron.pipeline.order import Pipeline
-from pier_megatron.pipeline.paths import Paths, most, search, wanted
-from pier_megatron.pipeline.simulator import BACKWARD, makespan
+from pier_megatron.features.feature import Cost
+from pier_megatron.features.layered import feature as layered
+from pier_megatron.features.skipping.paths import Paths, most, search, wanted
+from pier_megatron.features.skipping.schedule import Pipeline
+from pier_megatron.features.skipping.simulator import BACKWARD, makespan
+from pier_megatron.megatron_api import batches, versions
+from pier_megatron.megatron_api.arguments import flag
+from pier_megatron.megatron_api.seam import Seam
+from pier_megatron.settings import SEED, setting
+from pier_megatron.values import numbers, share
 
 # What does not go through a chunk's own block of layers, for each micro-batch in full, by attribute of Megatron's arguments.
 _FSDP = "it gathers and reduces parameters around layers, all of which it expects to run"
@@ -35,33 +41,68 @@ _WORTH = 0.95
 _SHOWN = 96
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of skipping."""
+
+    skip_fraction: float = setting(
+        0.0,
+        "Share of all pairs of a micro-batch and a virtual pipeline stage that are left out in training, in [0, 1), by a table "
+        "that is the same in every step (SkipPipe, arXiv 2502.19913). Changes what is learned: a trade of quality for time.",
+        metavar="SHARE",
+        accepts=share("such as 0.25"),
+    )
+    skip_seed: int = setting(0, "Seed of the drawing of that table.", metavar="SEED", accepts=SEED)
+    eval_skip: str | None = setting(
+        None,
+        "Virtual pipeline stages that evaluation leaves out, such as 1,2,5, numbered from 0 in the order of the layers; never "
+        "the first or the last. Default: none.",
+        metavar="STAGES",
+        accepts=numbers,
+    )
+
+
 def is_skipping(args: argparse.Namespace) -> bool:
     """Whether micro-batches skip stages in training."""
     return bool(getattr(args, "pier_skip_fraction", None))
 
 
-def _is_used(args: argparse.Namespace) -> bool:
+def is_used(args: argparse.Namespace) -> bool:
+    """Whether stages are skipped in training or left out in evaluation."""
     return is_skipping(args) or getattr(args, "pier_eval_skip", None) is not None
 
 
-def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Checks the flags of skipping."""
-    result = validate_args(args, *rest, **kwargs)
-    if _is_used(args):
-        check_model(args)
-        check_stages(args)
-        if is_skipping(args):
-            check_micro_batches(args)
-        if args.rank == 0:
-            print("\n".join([*describe(args), *(f"  WARNING: {warning}" for warning in disappointments(args))]), flush=True)
-    return result
+def prepare(args: argparse.Namespace) -> None:
+    """Nothing: all checks need what Megatron's validation fills in."""
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses models, pipelines and fractions with which nothing can be skipped.
+
+    Raises:
+        PierConfigError: With the flag, the arithmetic and a remedy.
+    """
+    check_model(args)
+    check_stages(args)
+    if is_skipping(args):
+        check_micro_batches(args)
+
+
+def cost(args: argparse.Namespace) -> Cost:
+    """Says that it takes no memory; the last micro-batch of a step, which is whole, needs what all would."""
+    return Cost()
+
+
+def seams() -> Sequence[Seam]:
+    """What is put around Megatron's setting up of the model."""
+    return (Seam("megatron.training.training", "setup_model_and_optimizer", set_up, is_outermost=True),)
 
 
 def set_up(setup_model_and_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Lets micro-batches pass the stages that they skip."""
     result = setup_model_and_optimizer(*args, **kwargs)
     settings = versions.megatron_args()
-    if _is_used(settings):
+    if is_used(settings):
         chunks, *_ = result
         make_skippable(chunks, settings)
     return result
@@ -123,7 +164,7 @@ def number_of_stages(args: argparse.Namespace) -> int:
 def pipeline(args: argparse.Namespace, micro_batches: int) -> Pipeline:
     """A step of a validated job, in Megatron's order."""
     ranks = args.pipeline_model_parallel_size
-    group = micro_batches if is_layered(args) else args.microbatch_group_size_per_vp_stage or ranks
+    group = micro_batches if layered.is_used(args) else args.microbatch_group_size_per_vp_stage or ranks
     return Pipeline(ranks, args.virtual_pipeline_model_parallel_size or 1, micro_batches, group)
 
 
@@ -181,7 +222,7 @@ def check_model(args: argparse.Namespace) -> None:
     """
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
-            raise PierConfigError(f"{refusals.flag(name)} cannot be used with {_flags(args)}: {reason}. Drop one of them.")
+            raise PierConfigError(f"{flag(name)} cannot be used with {_flags(args)}: {reason}. Drop one of them.")
     graphs = getattr(args, "cuda_graph_impl", None) or "none"
     if graphs != "none":
         raise PierConfigError(
@@ -233,7 +274,7 @@ def check_micro_batches(args: argparse.Namespace) -> None:
 
 
 def describe(args: argparse.Namespace) -> list[str]:
-    """Says who will skip what and how long a step is expected to take, line by line; nothing if nothing is skipped."""
+    """Says who will skip what and how long a step is expected to take, line by line."""
     lines = []
     if is_skipping(args):
         counts = list(dict.fromkeys(batches.training_phases(args).values()))
@@ -263,8 +304,8 @@ def describe(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def disappointments(args: argparse.Namespace) -> list[str]:
-    """Where skipping gains little, one sentence each; nothing if nothing is skipped."""
+def warnings(args: argparse.Namespace) -> list[str]:
+    """Says where skipping gains little, one sentence each; nothing if nothing is skipped in training."""
     if not is_skipping(args):
         return []
     share = share_of_whole_step(args, paths(args, max(batches.training_phases(args).values())))

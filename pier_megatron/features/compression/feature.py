@@ -1,49 +1,43 @@
 """What a run compresses: ``--pier-compress`` against the run's parallel layout, types and other flags."""
 
 import argparse
-from collections.abc import Callable
-from typing import Any
-
-import torch
+import dataclasses
+from collections.abc import Sequence
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, Codec
-from pier_megatron.exchange.coding import compile_for
-from pier_megatron.exchange.policy import DIMENSIONS, parse_policy
-from pier_megatron.integration.arguments import uses_pier
-from pier_megatron.integration.compression import traffic
-from pier_megatron.integration.compression.gradients import forget_what_was_dropped, has_feedback
-from pier_megatron.integration.refusals import captures_full_iterations
+from pier_megatron.features.compression.policy import DIMENSIONS, has_feedback, parse_policy, policy
+from pier_megatron.features.feature import Cost
+from pier_megatron.megatron_api.arguments import captures_full_iterations, flag, uses_pier
+from pier_megatron.megatron_api.seam import Seam
+from pier_megatron.settings import setting
 
 
-def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Resolves ``--pier-compress`` and puts its codecs in force."""
-    traffic.put_in_force({})
-    forget_what_was_dropped()
-    if getattr(args, "pier_compress", None) is None:
-        return validate_args(args, *rest, **kwargs)
-    _set_outer_codec(args)
-    result = validate_args(args, *rest, **kwargs)
-    codecs = compressed(args)
-    check_other_flags(args, codecs)
-    traffic.put_in_force(codecs)
-    if args.rank == 0:
-        print("\n".join(describe(args)), flush=True)
-    return result
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of compression inside a group."""
+
+    compress: str | None = setting(
+        None,
+        "Compress what travels inside a group (arXiv 2409.02423): hybrid (gradients int8, activations between stages bf16, the "
+        "outer step int8), aggressive (gradients int4 with error feedback), naive (int8 everywhere, to compare with), or "
+        "DIMENSION=CODEC of dp, pp, gather, tp, outer; several with commas, as in hybrid,pp=int8,outer=off. Default: nothing.",
+        metavar="POLICY",
+        accepts=policy,
+    )
 
 
-def compile_codecs(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Compiles the codecs before the first iteration."""
-    optimizer = get_megatron_optimizer(*args, **kwargs)
-    for dimension in DIMENSIONS:
-        codec = traffic.codec_in_force(dimension)
-        if codec is not None:
-            compile_for(codec, 2, torch.device(torch.cuda.current_device()))
-    return optimizer
+def is_used(args: argparse.Namespace) -> bool:
+    """Whether this run compresses anything inside a group."""
+    return getattr(args, "pier_compress", None) is not None
 
 
-def _set_outer_codec(args: argparse.Namespace) -> None:
-    """Pier's own flag says what crosses the groups; where it is given, a policy does not change it."""
+def prepare(args: argparse.Namespace) -> None:
+    """Sets Pier's own flag for what crosses the groups; where that is given, a policy does not change it.
+
+    Raises:
+        PierConfigError: If the two contradict each other.
+    """
     codecs, named = parse_policy(args.pier_compress)
     if not uses_pier(args) or "outer" not in codecs:
         return
@@ -54,6 +48,19 @@ def _set_outer_codec(args: argparse.Namespace) -> None:
             "Drop one of them."
         )
     args.pier_exchange_dtype = given or chosen
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what cannot be compressed, and puts the codecs in force.
+
+    Raises:
+        PierConfigError: With the flag, the reason and a remedy.
+    """
+    from pier_megatron.features.compression import traffic
+
+    codecs = compressed(args)
+    check_other_flags(args, codecs)
+    traffic.put_in_force(codecs)
 
 
 def compressed(args: argparse.Namespace) -> dict[str, Codec]:
@@ -159,7 +166,7 @@ def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> Non
         found = [dimension for dimension in dimensions if dimension in codecs]
         if getattr(args, name, None) and found:
             raise PierConfigError(
-                f"--{name.replace('_', '-')} cannot be used with --pier-compress {args.pier_compress}: both decide how "
+                f"{flag(name)} cannot be used with --pier-compress {args.pier_compress}: both decide how "
                 f"{' and '.join(DIMENSIONS[dimension] for dimension in found)} travel. Drop one of them, or add "
                 f"{','.join(f'{dimension}=off' for dimension in found)} to --pier-compress."
             )
@@ -175,22 +182,22 @@ def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> Non
         )
 
 
-def bytes_per_gradient(args: argparse.Namespace) -> tuple[float, float]:
-    """Memory for each parameter of a rank, in bytes, of arguments that have been validated.
-
-    Returns:
-        Bytes of what a codec has dropped, and of what it has encoded while that is sent and received.
-    """
-    codec = compressed(args).get("dp") if getattr(args, "pier_compress", None) is not None else None
+def cost(args: argparse.Namespace) -> Cost:
+    """Says what the codec of gradients drops and keeps, and at most what is on its way at once: all of them."""
+    codec = compressed(args).get("dp")
     if codec is None:
-        return 0.0, 0.0
-    return 4.0 if has_feedback(codec) else 0.0, 2 * codec.nbytes(BLOCK) / BLOCK
+        return Cost()
+    dropped = {"gradients dropped by --pier-compress, for the next ones": 4.0} if has_feedback(codec) else {}
+    return Cost(per_parameter=dropped | {"gradients encoded, on their way": 2 * codec.nbytes(BLOCK) / BLOCK})
+
+
+def warnings(args: argparse.Namespace) -> list[str]:
+    """None: what is not compressed is described."""
+    return []
 
 
 def describe(args: argparse.Namespace) -> list[str]:
-    """Says what is compressed and what is not, line by line; nothing without ``--pier-compress``."""
-    if getattr(args, "pier_compress", None) is None:
-        return []
+    """Says what is compressed and what is not, line by line."""
     codecs, (wanted, _) = compressed(args), parse_policy(args.pier_compress)
     lines = [f"Pier compress {args.pier_compress}:"]
     for dimension, what in DIMENSIONS.items():
@@ -202,3 +209,24 @@ def describe(args: argparse.Namespace) -> list[str]:
         elif dimension in wanted:
             lines.append(f"  {dimension}: {what}: as they are: {_obstacle(args, dimension, wanted[dimension])}")
     return lines
+
+
+def seams() -> Sequence[Seam]:
+    """What is put around Megatron's transfers inside a group."""
+    from pier_megatron.features.compression import activations, gradients, parameters, tensor_parallel, traffic
+
+    buffers = "megatron.core.distributed.param_and_grad_buffer"
+    tensor_parallel_ranks = "megatron.core.tensor_parallel"
+    training = "megatron.training.training"
+    transfers = "megatron.core.pipeline_parallel.p2p_communication"
+    return (
+        Seam(training, "get_megatron_optimizer", traffic.compile_codecs, is_outermost=True),
+        Seam(training, "training_log", traffic.log, is_outermost=True),
+        Seam(training, "save_checkpoint", gradients.save, is_outermost=True),
+        Seam(buffers, "_ParamAndGradBucketGroup.start_grad_sync", gradients.start),
+        Seam(buffers, "_ParamAndGradBucketGroup.start_param_sync", parameters.start),
+        Seam(transfers, "_p2p_ops", activations.transfer),
+        Seam(transfers, "_batched_p2p_ops", activations.transfer),
+        Seam(f"{tensor_parallel_ranks}.mappings", "_reduce", tensor_parallel.sum_encoded),
+        Seam(f"{tensor_parallel_ranks}.layers", "ColumnParallelLinear.__init__", tensor_parallel.build),
+    )

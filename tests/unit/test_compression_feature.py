@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.policy import DIMENSIONS, POLICIES, parse_policy
-from pier_megatron.integration.compression import choice, traffic
+from pier_megatron.features.compression import feature as compression
+from pier_megatron.features.compression import traffic
+from pier_megatron.features.compression.policy import DIMENSIONS, POLICIES, parse_policy
+from pier_megatron.megatron_api import run
 
 
 def args(**changes: Any) -> argparse.Namespace:
@@ -118,22 +120,22 @@ def test_what_is_left_out(changes: dict[str, Any], left_out: set[str], reason: s
     given = args(**changes)
     named = parse_policy(given.pier_compress)[1]
     if not named:
-        assert set(choice.compressed(given)) == _POSSIBLE - left_out
-        assert all(reason in line for line in choice.describe(given)[1:] if line.split(":")[0].strip() in left_out)
+        assert set(compression.compressed(given)) == _POSSIBLE - left_out
+        assert all(reason in line for line in compression.describe(given)[1:] if line.split(":")[0].strip() in left_out)
     for dimension in left_out:
         codec = parse_policy(given.pier_compress)[0][dimension].name
         with pytest.raises(PierConfigError, match=f"{dimension}={codec} is not possible") as error:
-            choice.compressed(argparse.Namespace(**vars(given) | {"pier_compress": f"{dimension}={codec}"}))
+            compression.compressed(argparse.Namespace(**vars(given) | {"pier_compress": f"{dimension}={codec}"}))
         assert reason in str(error.value) or dimension == "gather"
 
 
 def test_a_stream_of_32_bits_between_stages_is_halved() -> None:
-    assert choice.compressed(args(pier_compress="pp=bf16", fp32_residual_connection=True))["pp"].name == "bf16"
+    assert compression.compressed(args(pier_compress="pp=bf16", fp32_residual_connection=True))["pp"].name == "bf16"
 
 
 def test_nothing_to_compress_is_refused() -> None:
     with pytest.raises(PierConfigError, match=r"compresses nothing in this run: dp: there is one model replica.* Drop it"):
-        choice.compressed(args(pier_compress="hybrid", data_parallel_size=1, pipeline_model_parallel_size=1))
+        compression.compressed(args(pier_compress="hybrid", data_parallel_size=1, pipeline_model_parallel_size=1))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_nothing_to_compress_is_refused() -> None:
 def test_what_cannot_go_together(changes: dict[str, Any], words: list[str]) -> None:
     given = args(**changes)
     with pytest.raises(PierConfigError) as error:
-        choice.check_other_flags(given, choice.compressed(given))
+        compression.check_other_flags(given, compression.compressed(given))
     assert all(word in str(error.value) for word in words)
 
 
@@ -167,33 +169,32 @@ def test_what_cannot_go_together(changes: dict[str, Any], words: list[str]) -> N
 )
 def test_the_outer_step_has_a_flag_of_its_own(policy: str, given: str | None, pier: bool, becomes: str | None) -> None:
     arguments = args(pier_compress=policy, pier_exchange_dtype=given, pier=pier)
-    choice._set_outer_codec(arguments)
+    compression.prepare(arguments)
     assert arguments.pier_exchange_dtype == becomes
 
 
 def test_two_codecs_for_the_outer_step() -> None:
     arguments = args(pier_compress="outer=int4", pier_exchange_dtype="int8", pier=True)
     with pytest.raises(PierConfigError, match="--pier-exchange-dtype int8 contradicts --pier-compress outer=int4"):
-        choice._set_outer_codec(arguments)
+        compression.prepare(arguments)
 
 
-def test_without_the_flag_nothing_is_in_force() -> None:
+def test_a_run_begins_with_nothing_in_force() -> None:
     traffic.put_in_force(parse_policy("naive")[0])
-    off = args(pier_compress=None)
-    assert choice.validate(lambda given, defaults: (given, defaults), off, {"seed": 1}) == (off, {"seed": 1})
+    run.begin()
     assert all(traffic.codec_in_force(dimension) is None for dimension in DIMENSIONS)
-    assert choice.describe(off) == []
-    assert choice.bytes_per_gradient(off) == (0, 0)
+    assert not compression.is_used(args(pier_compress=None))
 
 
 def test_what_is_kept_of_gradients_is_told() -> None:
     given = args(pier_compress="aggressive")
-    assert choice.bytes_per_gradient(given) == (4, 2 * (1 / 2 + 4 / 128))
-    assert any("dp: gradients" in line and "4 bytes per parameter" in line for line in choice.describe(given))
-    assert choice.bytes_per_gradient(args(pier_compress="hybrid")) == (0, 2 * (1 + 4 / 128))
+    assert sorted(compression.cost(given).per_parameter.values()) == [2 * (1 / 2 + 4 / 128), 4]
+    assert any("dp: gradients" in line and "4 bytes per parameter" in line for line in compression.describe(given))
+    assert list(compression.cost(args(pier_compress="hybrid")).per_parameter.values()) == [2 * (1 + 4 / 128)]
 
 
 def test_bytes_are_means_over_the_iterations_since_the_last_log() -> None:
+    run.begin()
     traffic.put_in_force(parse_policy("dp=int8,pp=bf16")[0])
     lines: list[str] = []
     modules = {"print_rank_last": lines.append, "get_tensorboard_writer": lambda: None}

@@ -10,8 +10,8 @@ import functools
 import math
 import random
 
-from pier_megatron.pipeline.order import Pipeline
-from pier_megatron.pipeline.simulator import BACKWARD, makespan
+from pier_megatron.features.skipping.schedule import Pipeline
+from pier_megatron.features.skipping.simulator import BACKWARD, makespan
 
 _MOST_TABLES = 60
 

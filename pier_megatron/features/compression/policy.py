@@ -4,6 +4,7 @@ Reference: "Accelerating Large Language Model Training with Hybrid GPU-based Com
 compression, activations little; compressing all alike is faster and costs loss.
 """
 
+import argparse
 from collections.abc import Mapping
 
 from pier_megatron.errors import PierConfigError
@@ -65,3 +66,22 @@ def parse_policy(text: str) -> tuple[dict[str, Codec], set[str]]:
         if codec != OFF:
             codecs[dimension] = CODECS[codec]
     return codecs, named
+
+
+def policy(text: str) -> str:
+    """What ``--pier-compress`` is given, as the ``type`` of an argparse argument.
+
+    Raises:
+        argparse.ArgumentTypeError: As :func:`parse_policy`; argparse adds the flag.
+    """
+    try:
+        parse_policy(text)
+    except PierConfigError as error:
+        reason = str(error).removeprefix(f"--pier-compress {text}: ")
+        raise argparse.ArgumentTypeError(f"{text or '(empty)'}: {reason}") from error
+    return text
+
+
+def has_feedback(codec: Codec) -> bool:
+    """Whether what a codec drops of gradients is kept for the next ones: from 8 bits on it drops too little to matter."""
+    return codec.bits < 8

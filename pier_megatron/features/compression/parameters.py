@@ -13,9 +13,9 @@ from torch import Tensor
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import AllGather
 from pier_megatron.exchange.layout import Piece
-from pier_megatron.integration import versions
-from pier_megatron.integration.compression.buckets import pieces_of
-from pier_megatron.integration.compression.traffic import codec_in_force, count
+from pier_megatron.features.compression.buckets import pieces_of
+from pier_megatron.features.compression.traffic import codec_in_force, count
+from pier_megatron.megatron_api import versions
 
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 

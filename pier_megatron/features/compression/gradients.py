@@ -5,6 +5,7 @@ start, and with stock instances of the distributed optimizer, the sum between in
 """
 
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import weakref
@@ -19,33 +20,36 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.encoded import ReduceScatter
 from pier_megatron.exchange.layout import Piece
-from pier_megatron.integration import versions
-from pier_megatron.integration.compression.buckets import pieces_of
-from pier_megatron.integration.compression.traffic import codec_in_force, count
+from pier_megatron.features.compression.buckets import pieces_of
+from pier_megatron.features.compression.policy import has_feedback
+from pier_megatron.features.compression.traffic import codec_in_force, count
+from pier_megatron.megatron_api import run, versions
 
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
 # Scale of gradients, and over how many ranks each reduction goes.
 _Domain = tuple[float, list[int]]
 
-# What the codec has dropped, by group of buckets: in one domain, and by place in the order of reductions and of their pieces.
-_dropped: weakref.WeakKeyDictionary[Any, tuple[_Domain, dict[tuple[int, int], Residual]]] = weakref.WeakKeyDictionary()
 
+@dataclasses.dataclass
+class _Kept:
+    """What is kept from one reduction to the next.
 
-def has_feedback(codec: Codec) -> bool:
-    """Whether what the codec drops of gradients is kept for the next ones: from 8 bits on it drops too little to matter."""
-    return codec.bits < 8
+    Attributes:
+        dropped: What the codec has dropped, by group of buckets: in one domain, and by place in the order of reductions and of
+            their pieces.
+        newest: The reductions that began last, as long as Megatron does not wait for them.
+    """
 
-
-def forget_what_was_dropped() -> None:
-    """Begins a training, or goes on as one that begins here."""
-    _dropped.clear()
-    _Handle.newest = None
+    dropped: weakref.WeakKeyDictionary[Any, tuple[_Domain, dict[tuple[int, int], Residual]]] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    newest: "_Handle | None" = None
 
 
 def save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Forgets what the codec has dropped: as large as all gradients, it is not stored, and a resumed run has none of it."""
-    forget_what_was_dropped()
+    run.part(_Kept).dropped.clear()
     return save_checkpoint(*args, **kwargs)
 
 
@@ -65,7 +69,8 @@ def start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any,
                 _Handle(_begin(codec, bucket_group, reduction, residuals, place), before=None).wait()
     elif reductions:
         sums = [_begin(codec, bucket_group, reduction, residuals, place) for place, reduction in enumerate(reductions)]
-        _Handle.newest = bucket_group.grad_reduce_handle = _Handle(itertools.chain(*sums), _Handle.newest)
+        kept = run.part(_Kept)
+        kept.newest = bucket_group.grad_reduce_handle = _Handle(itertools.chain(*sums), kept.newest)
 
 
 class _Handle:
@@ -73,12 +78,7 @@ class _Handle:
 
     The second half of an all-reduce begins when the next reduction has begun, which all ranks do in the same order; that of the
     last one when Megatron waits for it.
-
-    Attributes:
-        newest: The reductions that began last, as long as Megatron does not wait for them.
     """
-
-    newest: "_Handle | None" = None
 
     def __init__(self, sums: Iterable[Sum], before: "_Handle | None") -> None:
         self._sums, self._has_advanced = list(sums), False
@@ -89,8 +89,9 @@ class _Handle:
         self._advance()
         for one in self._sums:
             one.finish()
-        if _Handle.newest is self:
-            _Handle.newest = None
+        kept = run.part(_Kept)
+        if kept.newest is self:
+            kept.newest = None
 
     def _advance(self) -> None:
         for one in self._sums if not self._has_advanced else ():
@@ -131,9 +132,10 @@ def _stream_of(bucket_group: Any) -> contextlib.AbstractContextManager[Any]:
 def _residuals_of(bucket_group: Any, reductions: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], Residual]:
     """What the codec has dropped of these gradients, as long as their domain is the same: until Pier's lazy start ends."""
     domain = bucket_group.buckets[0].gradient_scaling_factor, [reduction["group"].size() for reduction in reductions]
-    if bucket_group not in _dropped or _dropped[bucket_group][0] != domain:
-        _dropped[bucket_group] = (domain, {})
-    return _dropped[bucket_group][1]
+    dropped = run.part(_Kept).dropped
+    if bucket_group not in dropped or dropped[bucket_group][0] != domain:
+        dropped[bucket_group] = (domain, {})
+    return dropped[bucket_group][1]
 
 
 def _begin(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.encoded import saves_bytes
-from pier_megatron.integration import versions
-from pier_megatron.integration.compression.traffic import codec_in_force, count_sum
+from pier_megatron.features.compression.traffic import codec_in_force, count_sum
+from pier_megatron.megatron_api import versions
 
 
 def build(init: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> None:

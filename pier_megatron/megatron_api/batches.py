@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from pier_megatron.integration import versions
-from pier_megatron.integration.checkpoint.files import stored_checkpoint
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.tracker import stored_checkpoint
 
 _BATCHES = "megatron.core.num_microbatches_calculator"
 

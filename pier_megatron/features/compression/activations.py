@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import pack, payload_like, saves_bytes, unpack
-from pier_megatron.integration.compression.traffic import codec_in_force, count
+from pier_megatron.features.compression.traffic import codec_in_force, count
 
 
 def transfer(start: Callable[..., Any], /, **given: Any) -> Any:

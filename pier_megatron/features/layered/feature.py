@@ -7,42 +7,60 @@ ramp-up of the batch and is another one in evaluation, and that Megatron looks a
 """
 
 import argparse
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import batches, versions
-from pier_megatron.integration.arguments import uses_pier
+from pier_megatron.features.feature import Cost
+from pier_megatron.megatron_api import batches, versions
+from pier_megatron.megatron_api.arguments import uses_pier
+from pier_megatron.megatron_api.seam import Seam
+from pier_megatron.settings import setting
 
 # Of Megatron's configuration and of its arguments.
 _GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 
 
-def is_layered(args: argparse.Namespace) -> bool:
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The setting of breadth-first pipelines."""
+
+    layered: bool = setting(
+        False,
+        "Breadth-first pipelines (arXiv 2106.02679, 2211.05953): every virtual stage takes all micro-batches of a step before "
+        "the next one begins, which leaves --overlap-grad-reduce more to hide behind and keeps more activations. Default: "
+        "Megatron's depth-first order, whose losses it gives to the last bit without dropout.",
+    )
+
+
+def is_used(args: argparse.Namespace) -> bool:
     """Whether this run was started with ``--pier-layered``."""
     return bool(getattr(args, "pier_layered", False))
 
 
-def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Checks ``--pier-layered`` and sets the order of the virtual stages."""
-    if not is_layered(args):
-        return validate_args(args, *rest, **kwargs)
-    check_pipeline(args)
-    result = validate_args(args, *rest, **kwargs)
+def check(args: argparse.Namespace) -> None:
+    """Refuses one stage per rank and too few micro-batches, and sets the order of the virtual stages.
+
+    Raises:
+        PierConfigError: With the flag, the arithmetic and a remedy.
+    """
     check_virtual_stages(args)
     check_micro_batches(args)
     # What captures CUDA graphs looks at it between two calls of the schedule.
     setattr(args, _GROUP_SIZE, max(batches.training_phases(args).values()))
-    if args.rank == 0:
-        print("\n".join([*describe(args), *(f"  WARNING: {warning}" for warning in disappointments(args))]), flush=True)
-    return result
+
+
+def seams() -> Sequence[Seam]:
+    """What is put around Megatron's choice of a schedule."""
+    return (Seam("megatron.training.training", "get_forward_backward_func", get_schedule),)
 
 
 def get_schedule(get_forward_backward_func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Takes all micro-batches of a step in one group."""
     schedule = get_forward_backward_func(*args, **kwargs)
-    return functools.partial(breadth_first, schedule) if is_layered(versions.megatron_args()) else schedule
+    return functools.partial(breadth_first, schedule) if is_used(versions.megatron_args()) else schedule
 
 
 def breadth_first(schedule: Callable[..., Any], /, *, model: Any, num_microbatches: int, **kwargs: Any) -> Any:
@@ -59,7 +77,7 @@ def breadth_first(schedule: Callable[..., Any], /, *, model: Any, num_microbatch
         return schedule(model=model, num_microbatches=num_microbatches, **kwargs)
 
 
-def check_pipeline(args: argparse.Namespace) -> None:
+def prepare(args: argparse.Namespace) -> None:
     """Refuses what is known before Megatron's own checks, whose reasons would not help.
 
     Raises:
@@ -156,18 +174,14 @@ def in_flight(args: argparse.Namespace, micro_batches: int, group_size: int) -> 
     return int(min(ahead + 1, stages * micro_batches))
 
 
-def share_of_depth_first(args: argparse.Namespace) -> float:
-    """Activations of the largest step, as a multiple of those of Megatron's own order; 1 without ``--pier-layered``."""
-    if not is_layered(args):
-        return 1.0
+def cost(args: argparse.Namespace) -> Cost:
+    """Says how many activations of the largest step there are at once, as a multiple of those of Megatron's own order."""
     most = max(batches.training_phases(args).values())
-    return in_flight(args, most, most) / in_flight(args, most, args.pipeline_model_parallel_size)
+    return Cost(activations=in_flight(args, most, most) / in_flight(args, most, args.pipeline_model_parallel_size))
 
 
 def describe(args: argparse.Namespace) -> list[str]:
-    """Says what the order will be and what it costs, line by line; nothing without ``--pier-layered``."""
-    if not is_layered(args):
-        return []
+    """Says what the order will be and what it costs, line by line."""
     ranks, stages = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     counts = sorted(batches.training_phases(args).values())
     most = counts[-1]
@@ -180,10 +194,8 @@ def describe(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def disappointments(args: argparse.Namespace) -> list[str]:
-    """Where the order gains nothing, one sentence each; nothing without ``--pier-layered``."""
-    if not is_layered(args):
-        return []
+def warnings(args: argparse.Namespace) -> list[str]:
+    """Says where the order gains nothing, one sentence each."""
     found = []
     if not args.overlap_grad_reduce:
         found.append(

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
+from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.collectives import Wire
-from pier_megatron.exchange.policy import DIMENSIONS
-from pier_megatron.integration import versions
-
-_codecs: dict[str, Codec] = {}
+from pier_megatron.features.compression.policy import DIMENSIONS
+from pier_megatron.megatron_api import run, versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,27 +28,44 @@ class Bytes:
     uncompressed: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-_bytes = Bytes()
-_logged: tuple[int | None, Bytes] = (None, Bytes())
+@dataclasses.dataclass
+class Traffic:
+    """Codecs and bytes of the training under way.
+
+    Attributes:
+        codecs: Codecs in force, by dimension; the others are not compressed.
+        bytes: What has been counted.
+        logged: Iteration of the last log, and what had been counted then.
+    """
+
+    codecs: Mapping[str, Codec] = dataclasses.field(default_factory=dict)
+    bytes: Bytes = dataclasses.field(default_factory=Bytes)
+    logged: tuple[int | None, Bytes] = dataclasses.field(default_factory=lambda: (None, Bytes()))
 
 
 def put_in_force(codecs: Mapping[str, Codec]) -> None:
-    """Begins a training with these codecs, by dimension; the others are not compressed."""
-    global _bytes, _logged
-    _codecs.clear()
-    _codecs.update(codecs)
-    _bytes, _logged = Bytes(), (None, Bytes())
+    """Compresses with these codecs, by dimension, from now on."""
+    run.part(Traffic).codecs = dict(codecs)
+
+
+def compile_codecs(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Compiles the codecs before the first iteration."""
+    optimizer = get_megatron_optimizer(*args, **kwargs)
+    for codec in run.part(Traffic).codecs.values():
+        compile_for(codec, 2, torch.device(torch.cuda.current_device()))
+    return optimizer
 
 
 def codec_in_force(dimension: str) -> Codec | None:
     """The codec of a dimension; None if it is not compressed."""
-    return _codecs.get(dimension)
+    return run.part(Traffic).codecs.get(dimension)
 
 
 def count(dimension: str, sent: float, uncompressed: float) -> None:
     """Counts what this rank sends, in bytes, and what it would have sent otherwise."""
-    _bytes.sent[dimension] += round(sent)
-    _bytes.uncompressed[dimension] += round(uncompressed)
+    counted = run.part(Traffic).bytes
+    counted.sent[dimension] += round(sent)
+    counted.uncompressed[dimension] += round(uncompressed)
 
 
 def count_sum(dimension: str, wire: Wire, tensor: Tensor) -> None:
@@ -58,35 +75,37 @@ def count_sum(dimension: str, wire: Wire, tensor: Tensor) -> None:
 
 def counted() -> Bytes:
     """What has been counted until now."""
-    return Bytes(_bytes.sent.copy(), _bytes.uncompressed.copy())
+    so_far = run.part(Traffic).bytes
+    return Bytes(so_far.sent.copy(), so_far.uncompressed.copy())
 
 
 def table(since: Bytes, iterations: int = 1) -> list[str]:
     """Lists what this rank has sent since then, by dimension: a mean over so many iterations."""
-    sent, uncompressed = _bytes.sent - since.sent, _bytes.uncompressed - since.uncompressed
+    traffic = run.part(Traffic)
+    sent, uncompressed = traffic.bytes.sent - since.sent, traffic.bytes.uncompressed - since.uncompressed
     return [
-        f"{dimension} ({DIMENSIONS[dimension]}): {sent[dimension] / iterations / 1e6:,.3f} MB in {_codecs[dimension].name}, "
+        f"{dimension} ({DIMENSIONS[dimension]}): {nbytes / iterations / 1e6:,.3f} MB in {traffic.codecs[dimension].name}, "
         f"{uncompressed[dimension] / iterations / 1e6:,.3f} MB without"
-        for dimension in sent
+        for dimension, nbytes in sent.items()
     ]
 
 
 def log(training_log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Adds the bytes that this rank has sent to Megatron's log."""
-    global _logged
     result = training_log(*args, **kwargs)
-    if not _codecs:
+    traffic = run.part(Traffic)
+    if not traffic.codecs:
         return result
     iteration = versions.given(training_log, args, kwargs)["iteration"]
     if iteration % versions.megatron_args().log_interval:
         return result
-    last, before = _logged
+    last, before = traffic.logged
     # A run may have begun anywhere; until its first log it has taken the iterations that Megatron's loop remembers.
     iterations = iteration - (versions.megatron_args().iteration if last is None else last)
     writer = versions.require("megatron.training.global_vars", "get_tensorboard_writer")()
     for line in table(before, iterations):
         versions.require("megatron.training.utils", "print_rank_last")(f" sent by this rank per iteration, {line}")
-    for dimension, sent in (_bytes.sent - before.sent).items() if writer is not None else ():
+    for dimension, sent in (traffic.bytes.sent - before.sent).items() if writer is not None else ():
         writer.add_scalar(f"compressed/{dimension} bytes sent", sent / iterations, iteration)
-    _logged = (iteration, counted())
+    traffic.logged = (iteration, counted())
     return result

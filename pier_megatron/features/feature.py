@@ -1,0 +1,61 @@
+"""What every feature inside a group has: the same few things, in a module ``feature`` of its folder."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from pier_megatron.megatron_api.seam import Seam
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a feature takes on the fullest rank, beside what Megatron takes.
+
+    Attributes:
+        activations: Activations as a multiple of Megatron's.
+        per_parameter: Bytes for each parameter that the rank holds a gradient of, by what they hold.
+    """
+
+    activations: float = 1.0
+    per_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Feature(Protocol):
+    """Something that happens inside a group, with every optimizer. A module is one that has all of this by these names.
+
+    The functions take Megatron's arguments; all but the first two take them validated, and are called in runs that use the
+    feature.
+    """
+
+    Settings: type[Any]
+    """Dataclass of its settings, of which the flags are made."""
+
+    def is_used(self, args: argparse.Namespace) -> bool:
+        """Whether a run was started with it."""
+
+    def prepare(self, args: argparse.Namespace) -> None:
+        """Refuses what is known before Megatron's own checks, and sets what these shall see.
+
+        Raises:
+            PierConfigError: With the flag, the values and a remedy.
+        """
+
+    def check(self, args: argparse.Namespace) -> None:
+        """Refuses what cannot work, and sets what the training shall see.
+
+        Raises:
+            PierConfigError: With the flag, the values, the arithmetic and a remedy.
+        """
+
+    def describe(self, args: argparse.Namespace) -> list[str]:
+        """Says what it will do, line by line."""
+
+    def warnings(self, args: argparse.Namespace) -> list[str]:
+        """Says where it gains less than its user may expect, one sentence each."""
+
+    def cost(self, args: argparse.Namespace) -> Cost:
+        """Says what it takes."""
+
+    def seams(self) -> Sequence[Seam]:
+        """Says what it puts around functions of Megatron, around everything of the outer loop's."""

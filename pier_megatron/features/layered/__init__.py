@@ -1,0 +1,1 @@
+"""Breadth-first pipelines (arXiv 2106.02679, 2211.05953)."""

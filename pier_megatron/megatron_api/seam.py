@@ -1,0 +1,117 @@
+"""A function that is put around one of Megatron's: what it says of itself, and how many of them are installed together."""
+
+import builtins
+import dataclasses
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pier_megatron.megatron_api import versions
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """A function that is put around one of Megatron's, where Megatron looks it up by name.
+
+    Attributes:
+        module: Full name of a Megatron module.
+        name: Name of the function, or of a method as ``RerunStateMachine._reduce_any``.
+        around: Function called in its place, with the original and then its arguments. Names of arguments that come before
+            those must be positional only. Its docstring says why.
+        over: Function that an earlier row has put around the same one; None if there is none.
+        is_outermost: Whether it goes around whatever earlier rows have put there, in place of ``over``.
+        releases: Releases that have the function.
+        imported_by: Module that imports the function by name in some releases.
+        is_builtin: Whether the function is one of Python's, replaced in this module only.
+    """
+
+    module: str
+    name: str
+    around: Callable[..., Any]
+    over: Callable[..., Any] | None = None
+    is_outermost: bool = False
+    releases: tuple[str, ...] = ()
+    imported_by: str | None = None
+    is_builtin: bool = False
+
+    @property
+    def exists(self) -> bool:
+        """Whether this release has the function."""
+        return not self.releases or versions.release() in self.releases
+
+    def original(self) -> Any:
+        """Returns the function that is there.
+
+        Raises:
+            UnsupportedMegatronError: If there is none.
+        """
+        module = importlib.import_module(self.module)
+        if self.is_builtin:
+            return vars(builtins)[self.name]
+        found = versions.require(self.module, self.name)
+        owner, _, attribute = self.name.rpartition(".")
+        if owner and attribute not in vars(operator.attrgetter(owner)(module)):
+            raise versions.missing(f"{self.module}.{self.name} itself, not that of a base class")
+        return found
+
+    def install(self) -> None:
+        """Puts the function in place."""
+        original = self.original()
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return self.around(original, *args, **kwargs)
+
+        *path, attribute = self.name.split(".")
+        owners = [functools.reduce(getattr, path, importlib.import_module(self.module))]
+        if self.imported_by is not None and hasattr(other := importlib.import_module(self.imported_by), attribute):
+            owners.append(other)
+        for owner in owners:
+            setattr(owner, attribute, wrapper)
+
+
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """Symbols that Pier looks up by name while it runs.
+
+    Attributes:
+        module: Full name of a Megatron module.
+        names: Names in it, separated by spaces.
+        releases: Releases that have them; all where it is empty.
+    """
+
+    module: str
+    names: str
+    releases: tuple[str, ...] = ()
+
+
+class SeamOrderError(RuntimeError):
+    """Two functions are put around the same one of Megatron's in an order in which they do not work."""
+
+
+def install(seams: Iterable[Seam]) -> None:
+    """Replaces Megatron's functions: all of them, or none if one of them is not there.
+
+    Raises:
+        UnsupportedMegatronError: If this Megatron lacks a function.
+        SeamOrderError: If a function would be put around another one than its row says.
+    """
+    present = [seam for seam in seams if seam.exists]
+    outermost: dict[tuple[str, str], Callable[..., Any]] = {}
+    for seam in present:
+        seam.original()
+        symbol = seam.module, seam.name
+        if not seam.is_outermost and outermost.get(symbol) is not seam.over:
+            beneath, expected = (
+                "nothing" if function is None else f"{function.__module__}.{function.__qualname__}"
+                for function in (outermost.get(symbol), seam.over)
+            )
+            raise SeamOrderError(
+                f"{seam.around.__module__}.{seam.around.__qualname__} around {seam.module}.{seam.name} finds {beneath} there, "
+                f"must find {expected}: the rows of the table of seams are out of order."
+            )
+        outermost[symbol] = seam.around
+    for seam in present:
+        seam.install()
