@@ -5,14 +5,14 @@ Parsing, start-up, ``doctor``, ``plan``, the documentation and the tests find a 
 
 import argparse
 
-from pier_megatron.features.compression import feature as compression
+from pier_megatron.features.compression import feature as _compression
 from pier_megatron.features.feature import Cost, Feature
-from pier_megatron.features.layered import feature as layered
-from pier_megatron.features.skipping import feature as skipping
+from pier_megatron.features.layered import feature as _layered
+from pier_megatron.features.skipping import feature as _skipping
 
 __all__ = ["FEATURES", "Cost", "Feature", "used"]
 
-FEATURES: tuple[Feature, ...] = (layered, skipping, compression)
+FEATURES: tuple[Feature, ...] = (_layered, _skipping, _compression)
 """All features, in the order in which they check a run and speak of it."""
 
 

@@ -6,7 +6,7 @@ its data set is made where the job itself would make it.
 
 import argparse
 import contextlib
-import itertools
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.features.compression import traffic
 from pier_megatron.integration import current, islands
 from pier_megatron.integration.census import CollectiveCensus, table
-from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api import run, versions
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job that they are looked at."""
@@ -54,10 +54,21 @@ def confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: 
     return validate_args(args, *rest, **kwargs)
 
 
-_census, _looking, _sent = CollectiveCensus(), contextlib.ExitStack(), traffic.Bytes()
+@dataclasses.dataclass
+class _Look:
+    """A look at one iteration of a run.
 
-# Iterations that have begun, from 1.
-_begun = itertools.count(1)
+    Attributes:
+        begun: Number of iterations that have begun.
+        census: Collectives of the iteration.
+        looking: What ends the census.
+        sent: Bytes that compressed traffic had sent before it.
+    """
+
+    begun: int = 0
+    census: CollectiveCensus = dataclasses.field(default_factory=CollectiveCensus)
+    looking: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    sent: traffic.Bytes = dataclasses.field(default_factory=traffic.Bytes)
 
 
 def leave_out(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -66,19 +77,19 @@ def leave_out(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Non
 
 def look_on(train_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Counts what crosses the groups in one iteration, then ends the job on all ranks."""
-    global _sent
+    look = run.part(_Look)
     optimizer = current.pier_optimizer()
     if optimizer is None:
         # All ranks are one group, and all iterations alike.
         group, examined, place = 0, _first(versions.megatron_args().train_iters), "of a stock optimizer"
     else:
         group, (examined, place) = optimizer.loop.exchange.rank, examined_iteration(optimizer.loop.config)
-    iteration = next(_begun)
-    if iteration == examined:
-        _looking.enter_context(_census)
-        _sent = traffic.counted()
-    elif iteration == examined + 1:
-        _looking.close()
+    look.begun += 1
+    if look.begun == examined:
+        look.looking.enter_context(look.census)
+        look.sent = traffic.counted()
+    elif look.begun == examined + 1:
+        look.looking.close()
         with islands.in_the_launch():
             group_of: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(group_of, group)
@@ -89,15 +100,16 @@ def look_on(train_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
 
 
 def _findings(where: str, group_of: Sequence[int]) -> list[str]:
-    crossing = _census.crossing(dict(enumerate(group_of)))
-    inside = [found for found in _census.collectives if found not in crossing]
+    look = run.part(_Look)
+    crossing = look.census.crossing(dict(enumerate(group_of)))
+    inside = [found for found in look.census.collectives if found not in crossing]
     megabytes = sum(found.nbytes for found in inside) / 1e6
     return [
         "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
         f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
-        *(f"Pier doctor: compressed, {line}" for line in traffic.table(_sent)),
+        *(f"Pier doctor: compressed, {line}" for line in traffic.table(look.sent)),
     ]
 
 

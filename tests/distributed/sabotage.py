@@ -30,10 +30,11 @@ from torch.multiprocessing import reductions
 from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.exchange import codecs, layout
 from pier_megatron.exchange.pairs import draw_subgroups
+from pier_megatron.features import compression
 from pier_megatron.features.layered import feature as layered
 from pier_megatron.features.skipping import feature as skipping
 from pier_megatron.features.skipping.paths import Paths
-from pier_megatron.integration import compression, current, gradients, startup, training
+from pier_megatron.integration import current, gradients, startup, training
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.outer import OuterLoop, rounds
@@ -197,7 +198,7 @@ def _nobody_compares_copies(directory: Path) -> Patch:
 
 def _dropped_gradients_survive_saves(directory: Path) -> Patch:
     """A run goes on with what its codec has dropped before a save, which one that resumes there does not have."""
-    return mock.patch.object(compression.gradients, "forget_what_was_dropped")
+    return mock.patch.object(compression.gradients._Kept, "forget")
 
 
 def _used_before_it_has_arrived(directory: Path) -> Patch:

@@ -182,7 +182,7 @@ def test_skipping_of_stages(said: dict[tuple[str, str], tuple[int, str, str]]) -
     assert status == 0
     expected = re.search(r"48 of 12 stages x 16 micro-batches = 25.0% are skipped; (0\.\d+) x the time", findings)
     assert expected
-    assert re.search(r"^stage  5 on rank 1 [.#]{15}#$", findings, re.MULTILINE)
+    assert re.search(r"^  stage  5 on rank 1 [.#]{15}#$", findings, re.MULTILINE)
     assert "evaluation leaves out 2 of 12 stages: 3, 7" in findings
     assert "WARNING: --pier-skip-fraction" not in findings
     assert "WARNING: --pier-skip-fraction 0.25: a step is expected to take 0.9" in said["doctor", _FLAT][1]

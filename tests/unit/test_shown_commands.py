@@ -154,3 +154,14 @@ def understand_script(words: list[str]) -> None:
     for name in sys.modules.keys() - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
             del sys.modules[name]
+
+
+def test_files_that_pages_name_are_there() -> None:
+    """What ``docs/status.md`` and ``CONTRIBUTING.md`` say of where a feature lives."""
+    status = (_REPOSITORY / "docs" / "status.md").read_text()
+    named = [name for row in re.findall(r"^\|.*\|$", status, re.MULTILINE) for name in re.findall(r"`([\w/]+(?:\.py|/))`", row)]
+    floors = re.findall(r"^\| `(\w+/)`", (_REPOSITORY / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert len(named) > 40
+    assert len(floors) > 5
+    missing = {name for name in (*named, *floors) if not any((_REPOSITORY / x / name).exists() for x in ("", "pier_megatron"))}
+    assert missing == {"pretrain_gpt.py"}  # Megatron-LM's

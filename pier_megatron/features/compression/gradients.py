@@ -46,10 +46,14 @@ class _Kept:
     )
     newest: "_Handle | None" = None
 
+    def forget(self) -> None:
+        """Goes on as a run that begins here."""
+        self.dropped.clear()
+
 
 def save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Forgets what the codec has dropped: as large as all gradients, it is not stored, and a resumed run has none of it."""
-    run.part(_Kept).dropped.clear()
+    run.part(_Kept).forget()
     return save_checkpoint(*args, **kwargs)
 
 
