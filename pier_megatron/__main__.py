@@ -2,7 +2,7 @@
 
 import sys
 
-from pier_megatron.cpu.launcher import main
+from pier_megatron.launcher import main
 
 if __name__ == "__main__":
     main(sys.argv[1:])

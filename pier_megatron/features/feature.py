@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from pier_megatron.megatron_api.seam import Seam
@@ -30,6 +30,10 @@ class Feature(Protocol):
 
     Settings: type[Any]
     """Dataclass of its settings, of which the flags are made."""
+
+    @property
+    def REFUSED(self) -> Collection[str]:  # noqa: N802
+        """Attributes of Megatron's arguments that it refuses, some of them in some runs only; its page names their flags."""
 
     def is_used(self, args: argparse.Namespace) -> bool:
         """Whether a run was started with it."""

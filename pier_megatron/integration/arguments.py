@@ -6,6 +6,7 @@ optimizer with one instance per group, which is what Pier is to Megatron; with i
 """
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,16 @@ def config_from_args(args: argparse.Namespace) -> PierConfig:
     return PierConfig(**given(PierConfig, args) | {"train_iters": args.train_iters})
 
 
+@dataclasses.dataclass
+class _Unknown:
+    words: list[str] = dataclasses.field(default_factory=list)
+
+
+def unknown_words() -> list[str]:
+    """Words of the command line that Megatron's parser has found and does not know."""
+    return run.part(_Unknown).words
+
+
 def add_flags(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the ``--pier-*`` flags and the optimizer ``pier`` to Megatron's parser."""
     parser = add_megatron_arguments(parser)
@@ -52,6 +63,7 @@ def add_flags(add_megatron_arguments: Callable[..., Any], parser: argparse.Argum
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
         namespace, unknown = parse(*args, **kwargs)
+        run.part(_Unknown).words = unknown
         try:
             _translate(namespace)
         except PierConfigError as error:

@@ -10,17 +10,16 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.flags import WITH_ANY_OPTIMIZER
-from pier_megatron.integration.arguments import config_from_args, settle_iterations, uses_group_settings
+from pier_megatron.integration.arguments import config_from_args, settle_iterations, unknown_words, uses_group_settings
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage
 from pier_megatron.integration.seams import register
@@ -81,21 +80,9 @@ def validated_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) ->
 def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """As :func:`validated_arguments`, before Megatron fills in and checks what depends on several flags."""
     register()
-    unknown: list[str] = []
-    parse_known_args = argparse.ArgumentParser.parse_known_args
-
-    def listening(parser: Any, *args: Any, **kwargs: Any) -> Any:
-        # What Megatron's parse_args would leave out.
-        namespace, unknown[:] = parse_known_args(parser, *args, **kwargs)
-        return namespace, unknown
-
-    with (
-        _as_rank_0(ranks, ranks_per_node),
-        mock.patch.object(sys, "argv", list(argv)),
-        mock.patch.object(argparse.ArgumentParser, "parse_known_args", listening),
-    ):
+    with _as_rank_0(ranks, ranks_per_node), versions.replaced(sys, {"argv": list(argv)}):
         args = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
-    return args, unknown
+    return args, unknown_words()
 
 
 def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
@@ -110,6 +97,17 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
 
 
 @contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
 def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
     """Inside, the environment is that of a job's rank 0, refusals become errors, and what Megatron prints is kept back."""
     environment = {
@@ -121,7 +119,7 @@ def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
     }
     output = io.StringIO()
     with (
-        mock.patch.dict(os.environ, environment),
+        _environment(environment),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
     ):

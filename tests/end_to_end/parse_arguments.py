@@ -13,7 +13,7 @@ emulation.install()
 
 from megatron.training import arguments  # noqa: E402
 
-from pier_megatron import register  # noqa: E402
+from pier_megatron import features, register  # noqa: E402
 
 
 def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
@@ -38,9 +38,9 @@ def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
         "train_iters",
         "microbatch_group_size_per_vp_stage",
     )
-    return {name: getattr(args, name) for name in names} | {
-        name: value for name, value in vars(args).items() if name.startswith("pier")
-    }
+    said = {"said": output.getvalue(), "features": [feature.__name__.split(".")[-2] for feature in features.used(args)]}
+    of_pier = {name: value for name, value in vars(args).items() if name.startswith("pier")}
+    return said | of_pier | {name: getattr(args, name) for name in names}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """The command line through Megatron's own parser and validation: what it turns into, and what is refused."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
 
 import pytest
 from launch import execute
+
+from pier_megatron import features
 
 pytestmark = pytest.mark.processes
 
@@ -236,6 +239,32 @@ _ACCEPTED = {
     "samples": (f"{_PIER} --train-samples 8000 --lr-decay-samples 8000 --lr-warmup-samples 800", _WORLD),
 }
 
+# Flags of each feature inside a group, and the first words that it says.
+_FEATURES = {
+    "layered": (f"--pier-layered {_V2}", "Pier layered: "),
+    "skipping": ("--pier-skip-fraction 0.25", "Pier skipping: "),
+    "compression": ("--pier-compress hybrid", "Pier compress hybrid:"),
+}
+_OPTIMIZERS = (
+    "--optimizer adam",
+    _PIER,
+    f"{_PIER} --pier-islands",
+    f"{_PIER} --pier-preset noloco",
+    _MUON,
+    f"{_JOB} --pier-no-error-feedback",
+)
+# All sets of them, with every way to train around them.
+_CROSSINGS = {
+    f"{', '.join(names) or 'none'} with {optimizer}": (names, optimizer)
+    for optimizer in _OPTIMIZERS
+    for count in range(len(_FEATURES) + 1)
+    for names in itertools.combinations(_FEATURES, count)
+}
+_ACCEPTED |= {
+    name: (f"{optimizer} {_SKIP} --global-batch-size 16 {' '.join(_FEATURES[one][0] for one in names)}", _WORLD)
+    for name, (names, optimizer) in _CROSSINGS.items()
+}
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
@@ -255,6 +284,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, ob
 def test_refused_with_its_reason(outcomes: dict[str, dict[str, object]], argv: str) -> None:
     for words in _REFUSED[argv]:
         assert words in str(outcomes[argv].get("error"))
+
+
+def test_every_feature_is_crossed() -> None:
+    assert set(_FEATURES) == {feature.__name__.split(".")[-2] for feature in features.FEATURES}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", _CROSSINGS)
+def test_features_go_together_and_each_says_what_it_will_do(outcomes: dict[str, dict[str, object]], name: str) -> None:
+    outcome, (names, _) = outcomes[name], _CROSSINGS[name]
+    assert "error" not in outcome, outcome
+    assert outcome["features"] == list(names)
+    assert [one for one, (_, words) in _FEATURES.items() if words in str(outcome["said"])] == list(names)
 
 
 def test_stock_run_keeps_its_arguments(outcomes: dict[str, dict[str, object]]) -> None:

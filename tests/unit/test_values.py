@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from pier_megatron import PierConfig, PierConfigError
+from pier_megatron import PierConfig, PierConfigError, launcher
 from pier_megatron.commands import cli
-from pier_megatron.cpu import launcher
 from pier_megatron.flags import WITH_ANY_OPTIMIZER
 from pier_megatron.settings import Settings, flag_of
 from pier_megatron.values import Number, any_path, existing_file, existing_folder, file_to_write, folder_to_write, png_to_write
@@ -275,7 +274,7 @@ def test_real_processes_refuse_at_once(words: str, said: str, tmp_path: Path) ->
 _LATE = """
 import argparse, contextlib, io, sys
 from pier_megatron.commands import cli
-from pier_megatron.cpu import launcher
+from pier_megatron import launcher
 
 def show(parser):
     parser.format_help()

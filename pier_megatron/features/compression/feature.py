@@ -12,6 +12,14 @@ from pier_megatron.megatron_api.arguments import captures_full_iterations, flag,
 from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import setting
 
+REFUSED = {
+    "use_megatron_fsdp": ("dp", "gather"),
+    "use_torch_fsdp2": ("dp", "gather"),
+    "ddp_reduce_scatter_with_fp32_accumulation": ("dp",),
+    "use_ring_exchange_p2p": ("pp",),
+}
+"""What decides by itself how something travels, with the dimensions that it is refused for."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -156,13 +164,7 @@ def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> Non
     Raises:
         PierConfigError: With the flag, the reason and a remedy.
     """
-    flags = {
-        "use_megatron_fsdp": ("dp", "gather"),
-        "use_torch_fsdp2": ("dp", "gather"),
-        "ddp_reduce_scatter_with_fp32_accumulation": ("dp",),
-        "use_ring_exchange_p2p": ("pp",),
-    }
-    for name, dimensions in flags.items():
+    for name, dimensions in REFUSED.items():
         found = [dimension for dimension in dimensions if dimension in codecs]
         if getattr(args, name, None) and found:
             raise PierConfigError(

@@ -22,6 +22,9 @@ from pier_megatron.settings import setting
 # Of Megatron's configuration and of its arguments.
 _GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 
+REFUSED = ("use_megatron_fsdp", _GROUP_SIZE)
+"""See :func:`prepare`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:

@@ -23,9 +23,8 @@ from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import SEED, setting
 from pier_megatron.values import numbers, share
 
-# What does not go through a chunk's own block of layers, for each micro-batch in full, by attribute of Megatron's arguments.
 _FSDP = "it gathers and reduces parameters around layers, all of which it expects to run"
-_REFUSED = {
+REFUSED = {
     "overlap_moe_expert_parallel_comm": "it runs the layers of two micro-batches in turns, past their block",
     "mtp_num_layers": "stages of multi-token prediction have layers beside the block that would be skipped",
     "hybrid_layer_pattern": "the layers of a hybrid model are in another block than the one that can be skipped",
@@ -33,6 +32,7 @@ _REFUSED = {
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
 }
+"""What does not go through a chunk's own block of layers, for each micro-batch in full, with the reason."""
 
 # Below this gain the start says that skipping is hardly worth its loss.
 _WORTH = 0.95
@@ -220,7 +220,7 @@ def check_model(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag and the reason.
     """
-    for name, reason in _REFUSED.items():
+    for name, reason in REFUSED.items():
         if getattr(args, name, None):
             raise PierConfigError(f"{flag(name)} cannot be used with {_flags(args)}: {reason}. Drop one of them.")
     graphs = getattr(args, "cuda_graph_impl", None) or "none"

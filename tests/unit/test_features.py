@@ -1,0 +1,52 @@
+"""What holds for every feature inside a group, found by the list of them."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pier_megatron.features import FEATURES, Feature
+from pier_megatron.flags import WITH_ANY_OPTIMIZER
+from pier_megatron.megatron_api.arguments import flag as refused_flag
+from pier_megatron.settings import flag_of
+
+_REPOSITORY = Path(__file__).parents[2]
+_NAMED: dict[str, Any] = {feature.__name__.split(".")[-2]: feature for feature in FEATURES}  # type: ignore[attr-defined]
+
+# Attributes whose flag is called otherwise.
+_STORED_AS = {"microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage"}
+
+
+def source(feature: ModuleType) -> str:
+    return "".join(path.read_text() for path in sorted(Path(str(feature.__file__)).parent.glob("*.py")))
+
+
+def test_every_folder_is_in_the_list() -> None:
+    folders = {path.parent.name for path in (_REPOSITORY / "pier_megatron" / "features").glob("*/feature.py")}
+    assert set(_NAMED) == folders
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_feature_has_what_the_protocol_names(name: str) -> None:
+    feature = _NAMED[name]
+    for part, expected in vars(Feature).items():
+        if inspect.isfunction(expected) and not part.startswith("_"):
+            parameters = list(inspect.signature(expected).parameters)[1:]
+            assert list(inspect.signature(getattr(feature, part)).parameters) == parameters, part
+    assert feature.Settings in WITH_ANY_OPTIMIZER
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_page_names_flags_and_refusals(name: str) -> None:
+    """The page of a feature has each of its flags; what it says is refused stands in the code, and the other way round."""
+    page, code = (_REPOSITORY / "docs" / f"{name}.md").read_text(), source(_NAMED[name])
+    assert [flag_of(field.name) for field in dataclasses.fields(_NAMED[name].Settings) if flag_of(field.name) not in page] == []
+    table = page.split("## What is refused")[1].split("|\n\n")[0]
+    whats = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
+    shown = {flag for what in whats for flag in re.findall(r"`(--[\w-]+)", what)}
+    assert {flag for flag in shown if flag not in code and flag[2:].replace("-", "_") not in code} == set()
+    assert {refused_flag(_STORED_AS.get(attribute, attribute)) for attribute in _NAMED[name].REFUSED} <= shown
