@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
-from pier_megatron.commands.experts.jobs import Job, run_all
+from pier_megatron.commands.experts.jobs import ExpertJob, run_all
 from pier_megatron.megatron_api.tracker import tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
@@ -126,7 +126,7 @@ def _train_seeds(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]])
         )
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         command = [*launcher, "-m", "pier_megatron", "--device", "cpu", str(_SCRIPT), *arguments.split()]
-        jobs.append(Job(f"seed model {size}", command, [place % 2], folder / "seeds" / f"{size}.txt"))
+        jobs.append(ExpertJob(f"seed model {size}", command, [place % 2], folder / "seeds" / f"{size}.txt"))
     if run_all(jobs):
         sys.exit("A seed model failed.")
 

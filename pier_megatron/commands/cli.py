@@ -23,7 +23,7 @@ COMMANDS = {
 def parser() -> argparse.ArgumentParser:
     """Builds the parser, which shtab, for one, makes shell completion of."""
     from pier_megatron.commands import evaluate, export, lighthouse, plot
-    from pier_megatron.commands.demo import run as demo
+    from pier_megatron.commands.demo import command as demo
     from pier_megatron.commands.doctor import command as doctor
     from pier_megatron.commands.experts import command as experts
     from pier_megatron.commands.plan import command as plan

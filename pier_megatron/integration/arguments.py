@@ -18,7 +18,7 @@ from pier_megatron.flags import WITH_ANY_OPTIMIZER, add_pier_arguments
 from pier_megatron.integration import refusals
 from pier_megatron.integration.inner import requirements
 from pier_megatron.megatron_api import run, versions
-from pier_megatron.megatron_api.arguments import uses_pier
+from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.settings import Settings, flag_of, given
 
 

@@ -8,7 +8,7 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from pier_megatron.integration import islands
 from pier_megatron.integration.copies import Copies
-from pier_megatron.integration.gradients import GradientAveraging
+from pier_megatron.integration.gradient_averaging import GradientAveraging
 from pier_megatron.integration.resting import Clock
 from pier_megatron.outer import OuterLoop
 

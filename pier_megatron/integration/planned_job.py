@@ -24,7 +24,7 @@ from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.arguments import flag, uses_pier
+from pier_megatron.megatron_api.args import flag, uses_pier
 from pier_megatron.megatron_api.batches import counted
 from pier_megatron.megatron_api.tracker import stored_checkpoint
 from pier_megatron.outer.description import ENTRY, Description

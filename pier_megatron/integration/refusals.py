@@ -6,7 +6,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.integration.inner.requirements import are_shared_out
-from pier_megatron.megatron_api.arguments import captures_full_iterations, flag, strings
+from pier_megatron.megatron_api.args import captures_full_iterations, flag, strings
 
 # What cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is not set;
 # every other value that is neither None, False nor 0 is refused.

@@ -26,7 +26,7 @@ from pier_megatron.integration.inner.choice import commit_main_parameters, owner
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of_iteration
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.arguments import uses_pier
+from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
 from pier_megatron.outer.elastic import Islands
 

@@ -34,7 +34,7 @@ from pier_megatron.features import compression
 from pier_megatron.features.layered import feature as layered
 from pier_megatron.features.skipping import feature as skipping
 from pier_megatron.features.skipping.paths import Paths
-from pier_megatron.integration import current, gradients, startup, training
+from pier_megatron.integration import current, gradient_averaging, startup, training
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.outer import OuterLoop, rounds
@@ -61,13 +61,13 @@ def _no_commit(directory: Path) -> Patch:
 
 def _no_rescaling(directory: Path) -> Patch:
     """The published code's: gradients summed over one group are divided by the size of all."""
-    averaging = gradients.GradientAveraging
+    averaging = gradient_averaging.GradientAveraging
     return mock.patch.object(averaging, "over_own_group", lambda self: self._set(instances=1, scale=1))
 
 
 def _never_synchronous(directory: Path) -> Patch:
     """The lazy start averages gradients over one group, like the local phase."""
-    averaging = gradients.GradientAveraging
+    averaging = gradient_averaging.GradientAveraging
     return mock.patch.object(averaging, "over_all_groups", averaging.over_own_group)
 
 

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from pier_megatron.commands import cli
-from pier_megatron.commands.demo import report, run
-from pier_megatron.commands.demo.report import Curve, verdict
+from pier_megatron.commands.demo import command, comparison
+from pier_megatron.commands.demo.comparison import Curve, verdict
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
-from pier_megatron.cpu import nodes
 from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError
 from pier_megatron.errors import PierConfigError
+from pier_megatron.processes import running
 
 
 def curve(*points: tuple[float, float]) -> Curve:
@@ -53,7 +53,7 @@ def test_curve_leaves_the_test_loss_out(tmp_path: Path) -> None:
     ):
         writer.add_scalar(name, value, step, walltime=when)
     writer.close()
-    found = report.curve(TensorBoardLog(tmp_path), "lm loss validation")
+    found = comparison.curve(TensorBoardLog(tmp_path), "lm loss validation")
     assert found == Curve([20, 40], [20.0, 40.0], [4.0, 3.0])
 
 
@@ -105,7 +105,7 @@ def test_emulated_link_has_its_rate(two_nodes: EmulatedNodes, tmp_path: Path) ->
 def test_what_runs_ends_with_all_that_it_has_started() -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(100)"
     starts = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(100)"
-    with nodes.running([sys.executable, "-c", starts], subprocess.DEVNULL, {}) as process:
+    with running([sys.executable, "-c", starts], subprocess.DEVNULL, {}) as process:
         deadline = time.monotonic() + 10
         while not (children := psutil.Process(process.pid).children()):
             assert time.monotonic() < deadline
@@ -127,12 +127,12 @@ def test_demo_deletes_only_what_it_has_written(tmp_path: Path) -> None:
     assert precious.exists()
     assert not (tmp_path / "corpus").exists()
     with pytest.raises(PierConfigError, match=rf"--output {tmp_path}: the demo would replace {tmp_path}/pier,"):
-        run._make_empty(tmp_path / "pier")
+        command._make_empty(tmp_path / "pier")
     for _ in range(2):
-        run._make_empty(tmp_path / "synchronous")
+        command._make_empty(tmp_path / "synchronous")
         (tmp_path / "synchronous" / "log0.txt").touch()
     (tmp_path / "pier-muon").mkdir()
-    run._make_empty(tmp_path / "pier-muon")
+    command._make_empty(tmp_path / "pier-muon")
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -150,7 +150,7 @@ def test_progress_is_shown_of_the_node_that_says_it(node: int, tmp_path: Path, c
 
 def test_readme_shows_the_preset_that_the_demo_trains_with() -> None:
     parser = argparse.ArgumentParser()
-    run.add_arguments(parser)
+    command.add_arguments(parser)
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     diff = readme.partition("```diff\n")[2].partition("```")[0]
     assert f"--optimizer pier --pier-preset {parser.get_default('preset')} ..." in diff
@@ -172,8 +172,8 @@ def test_lines_name_preset_seed_and_final_loss(tmp_path: Path, monkeypatch: pyte
                 writer.add_scalar(scalar, 6.0 - index - step / 4, step, walltime=100 + step)
         writer.close()
     drawn: dict[str, str] = {}
-    monkeypatch.setattr(report, "_draw", lambda path, logs, validation, labels, title, rate: drawn.update(labels))
-    said = report.summarise(tmp_path, runs, 100)
+    monkeypatch.setattr(comparison, "_draw", lambda path, logs, validation, labels, title, rate: drawn.update(labels))
+    said = comparison.summarise(tmp_path, runs, 100)
     assert "Pier (pier-rising) reached a validation loss of 5.000 " in said
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous Muon after ", said)
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous AdamW after ", said)

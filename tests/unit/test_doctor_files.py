@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands.doctor import files
+from pier_megatron.commands.doctor import job_files
 from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.exchange.authentication import new_secret
 
 
 def look(arguments: str) -> Findings:
     findings = Findings()
-    files.look(files.paths(f"--mock-data {arguments}".split()), findings)
+    job_files.look(job_files.paths(f"--mock-data {arguments}".split()), findings)
     return findings
 
 
@@ -62,6 +62,6 @@ def test_lists_of_data_that_are_none(text: str, tmp_path: Path) -> None:
     lists = tmp_path / "lists.json"
     lists.write_text(text)
     findings = Findings()
-    files.look(files.paths(["--per-split-data-args-path", str(lists)]), findings)
+    job_files.look(job_files.paths(["--per-split-data-args-path", str(lists)]), findings)
     [error] = findings.errors
     assert error.startswith(f"--per-split-data-args-path {lists}: cannot be read (")

@@ -6,7 +6,7 @@ import pytest
 
 from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.doctor.launch import look, look_at_unknown
-from pier_megatron.commands.doctor.sources import Sources
+from pier_megatron.commands.doctor.script_sources import ScriptSources
 from pier_megatron.commands.launch_command import LaunchCommand
 
 _REGISTERS = "import pier_megatron\npier_megatron.register()\n"
@@ -43,7 +43,7 @@ def written(folder: Path, files: dict[str, str]) -> LaunchCommand:
 )
 def test_a_script_registers_by_way_of_what_it_imports(files: dict[str, str], tmp_path: Path) -> None:
     command, findings = written(tmp_path, files), Findings()
-    look(command, Sources.of(command), findings)
+    look(command, ScriptSources.of(command), findings)
     assert findings.verdict == "OK", findings.errors
     assert "is made known by" in findings.notes[0]
 
@@ -51,13 +51,13 @@ def test_a_script_registers_by_way_of_what_it_imports(files: dict[str, str], tmp
 def test_what_megatron_imports_is_not_followed(tmp_path: Path) -> None:
     files = {"train.py": "import megatron.training\n", "megatron/training/__init__.py": "import own\n", "own.py": _REGISTERS}
     command, findings = written(tmp_path, files), Findings()
-    look(command, Sources.of(command), findings)
+    look(command, ScriptSources.of(command), findings)
     assert "Put -m pier_megatron before" in findings.errors[0]
 
 
 def test_flag_that_looks_like_one_of_megatrons_may_be_added_far_away(tmp_path: Path) -> None:
     files = {"train.py": "import mine\n", "mine.py": "import flags\n", "flags.py": "add('--hidden-sizes')\n"}
     findings = Findings()
-    look_at_unknown(["--hidden-sizes", "3"], ["--hidden-size"], Sources.of(written(tmp_path, files)), findings)
+    look_at_unknown(["--hidden-sizes", "3"], ["--hidden-size"], ScriptSources.of(written(tmp_path, files)), findings)
     assert findings.verdict == "OK", findings.errors
     assert "flags.py adds it" in findings.notes[0]

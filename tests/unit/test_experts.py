@@ -16,8 +16,8 @@ import yaml
 from pier_megatron.commands import cli
 from pier_megatron.commands.experts import jobs, mix, mixture, score, train
 from pier_megatron.commands.experts.budget import apportioned, shares
-from pier_megatron.commands.experts.description import VARIANTS, Ensemble
-from pier_megatron.commands.experts.jobs import Job, run_all
+from pier_megatron.commands.experts.ensemble import VARIANTS, Ensemble
+from pier_megatron.commands.experts.jobs import ExpertJob, run_all
 from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _check_scoring, _places, _write_scripts
 from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
@@ -181,8 +181,8 @@ def test_a_trained_plan_takes_more_variants_and_no_other_change(tmp_path: Path) 
 
 
 def test_failure_of_one_job_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def job(name: str, script: str, *devices: int) -> Job:
-        return Job(name, ["bash", "-c", script], devices, tmp_path / f"{name}.txt")
+    def job(name: str, script: str, *devices: int) -> ExpertJob:
+        return ExpertJob(name, ["bash", "-c", script], devices, tmp_path / f"{name}.txt")
 
     order = tmp_path / "order"
     started = [
@@ -193,7 +193,7 @@ def test_failure_of_one_job_does_not_stop_the_others(tmp_path: Path, capsys: pyt
     ]
     read: dict[str, str] = {}
 
-    def progress(job: Job, lines: str) -> str | None:
+    def progress(job: ExpertJob, lines: str) -> str | None:
         read[job.name] = read.get(job.name, "") + lines
         return f"wrote {lines.split()[0]}" if lines.startswith("first") else None
 

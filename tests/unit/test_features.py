@@ -11,7 +11,7 @@ import pytest
 
 from pier_megatron.features import FEATURES, Feature
 from pier_megatron.flags import WITH_ANY_OPTIMIZER
-from pier_megatron.megatron_api.arguments import flag as refused_flag
+from pier_megatron.megatron_api.args import flag as refused_flag
 from pier_megatron.settings import flag_of
 
 _REPOSITORY = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pier_megatron.commands.plan.cluster import CLUSTERS, FLOPS_SPREAD, LINK_SPREAD, Cluster
-from pier_megatron.commands.plan.compression import savings, savings_of_gradients, table
+from pier_megatron.commands.plan.compression_gain import savings, savings_of_gradients, table
 from pier_megatron.commands.plan.model import Job, Way, achieved, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

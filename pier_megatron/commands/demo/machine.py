@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pier_megatron.commands.megatron_log import PROGRESS
-from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError, running
+from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError
 from pier_megatron.cpu.preparations import missing_cpu_flags
+from pier_megatron.processes import running
 
 _NODES = 2
 _PORT = 29611

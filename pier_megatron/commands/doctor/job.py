@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 
 from pier_megatron import features
-from pier_megatron.commands.doctor import files, launch
+from pier_megatron.commands.doctor import job_files, launch
 from pier_megatron.commands.doctor.findings import Findings
-from pier_megatron.commands.doctor.sources import Sources
+from pier_megatron.commands.doctor.script_sources import ScriptSources
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.config import PierConfig
 from pier_megatron.integration.datasets import compiled_for_another_python
-from pier_megatron.megatron_api.arguments import flag, uses_pier
+from pier_megatron.megatron_api.args import flag, uses_pier
 
 # What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {
@@ -42,9 +42,9 @@ def examine(command: LaunchCommand, findings: Findings) -> None:
     """
     where = f"{_count(command.nodes, 'node')} of {_count(command.ranks_per_node, 'rank')}"
     findings.notes.append(f"{where}, Python {platform.python_version()}, {_versions()}")
-    sources, given = Sources.of(command), files.paths(command.arguments)
+    sources, given = ScriptSources.of(command), job_files.paths(command.arguments)
     launch.look(command, sources, findings)
-    files.look(given, findings)
+    job_files.look(given, findings)
     with findings.collecting():
         args = _parse(command, sources, findings)
         if _validate(args, command, findings):
@@ -53,7 +53,7 @@ def examine(command: LaunchCommand, findings: Findings) -> None:
         _look_at_network(findings)
 
 
-def _parse(command: LaunchCommand, sources: Sources, findings: Findings) -> argparse.Namespace:
+def _parse(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> argparse.Namespace:
     """Megatron's arguments, as typed."""
     args, unknown = command.parsed_arguments()
 
@@ -151,10 +151,10 @@ def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings:
     from pier_megatron.integration.planned_job import parameters_of_model
 
     parameters = parameters_of_model(args)
-    if args.save is None or files.is_in_object_store(args.save) or parameters is None:
+    if args.save is None or job_files.is_in_object_store(args.save) or parameters is None:
         return
     parts = bytes_per_parameter(args, config)
-    each, free = sum(parts.values()), shutil.disk_usage(files.nearest(Path(args.save))).free
+    each, free = sum(parts.values()), shutil.disk_usage(job_files.nearest(Path(args.save))).free
     needed = each * parameters
     arithmetic = " + ".join(f"{size:g} ({name})" for name, size in parts.items())
     findings.notes.append(

@@ -4,7 +4,7 @@ import os
 import re
 
 from pier_megatron.commands.doctor.findings import Findings
-from pier_megatron.commands.doctor.sources import Sources
+from pier_megatron.commands.doctor.script_sources import ScriptSources
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import suggestion
 
@@ -16,7 +16,7 @@ _WRAPPER = (
 )
 
 
-def look(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
+def look(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:
     """Looks at everything but the script's own arguments."""
     _look_at_script(command, sources, findings)
     if command.launcher == "python":
@@ -25,7 +25,7 @@ def look(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
         _look_at_torchrun(command, findings)
 
 
-def _look_at_script(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
+def _look_at_script(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:
     script, needing = command.script, None if command.has_plugin else _needing_plugin(command.arguments)
     if sources.script is None:
         what = "no such module" if command.is_module else "no such file"
@@ -53,7 +53,7 @@ def _needing_plugin(arguments: tuple[str, ...]) -> str | None:
     return next((word for word in arguments if word.startswith("--pier-")), None)
 
 
-def _look_at_variables(command: LaunchCommand, sources: Sources, findings: Findings) -> None:
+def _look_at_variables(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:
     """What the processes find in their environment where no torchrun sets it."""
     around = command.surroundings
     # A script may read Slurm's variables by itself.
@@ -115,7 +115,7 @@ def _look_at_torchrun(command: LaunchCommand, findings: Findings) -> None:
         )
 
 
-def look_at_unknown(unknown: list[str], known: list[str], sources: Sources, findings: Findings) -> None:
+def look_at_unknown(unknown: list[str], known: list[str], sources: ScriptSources, findings: Findings) -> None:
     """Looks at words that Megatron's parser does not know: flags of the script's own, or misspelt ones.
 
     Args:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from pier_megatron.commands.experts.description import DENSE
+from pier_megatron.commands.experts.ensemble import DENSE
 from pier_megatron.commands.experts.planned import Plan
 from pier_megatron.megatron_api.tracker import tracker_of
 

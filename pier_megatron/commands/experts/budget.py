@@ -4,11 +4,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from pier_megatron.commands.experts.description import DENSE, HOMOGENEOUS, UNEQUAL_ITERATIONS, Ensemble
+from pier_megatron.commands.experts.ensemble import DENSE, HOMOGENEOUS, UNEQUAL_ITERATIONS, Ensemble
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class BudgetedExpert:
     """What one expert is to be.
 
     Attributes:
@@ -24,7 +24,7 @@ class Share:
     iterations: int
 
 
-def shares(ensemble: Ensemble, variant: str, operations: Mapping[str, float]) -> list[Share]:
+def shares(ensemble: Ensemble, variant: str, operations: Mapping[str, float]) -> list[BudgetedExpert]:
     """Shares the operations of the homogeneous variant between the experts of a variant.
 
     The total is met as near as whole iterations allow: within half an iteration of all experts together.
@@ -37,14 +37,14 @@ def shares(ensemble: Ensemble, variant: str, operations: Mapping[str, float]) ->
     domains, size = ensemble.domains, ensemble.homogeneous
     together = len(domains) * ensemble.iterations
     if variant == DENSE:
-        return [Share(DENSE, tuple(domains), size, together)]
+        return [BudgetedExpert(DENSE, tuple(domains), size, together)]
     if variant == UNEQUAL_ITERATIONS:
         iterations = apportioned(together, [domain.difficulty for domain in domains.values()])
-        return [Share(name, (name,), size, number) for name, number in zip(domains, iterations, strict=True)]
+        return [BudgetedExpert(name, (name,), size, number) for name, number in zip(domains, iterations, strict=True)]
     sizes = [size if variant == HOMOGENEOUS else domain.size for domain in domains.values()]
     of_an_iteration = math.fsum(operations[name] for name in sizes)
     number = max(round(together * operations[size] / of_an_iteration), 1)
-    return [Share(name, (name,), of_it, number) for name, of_it in zip(domains, sizes, strict=True)]
+    return [BudgetedExpert(name, (name,), of_it, number) for name, of_it in zip(domains, sizes, strict=True)]
 
 
 def apportioned(total: int, weights: Sequence[float]) -> list[int]:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pier_megatron.cpu.nodes import running
 from pier_megatron.errors import PierConfigError
+from pier_megatron.processes import running
 
 _POLL = 0.2
 
@@ -21,7 +21,7 @@ _RAISED = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception): ")
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ExpertJob:
     """A command.
 
     Attributes:
@@ -39,7 +39,9 @@ class Job:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def run_all(jobs: Sequence[Job], progress: Callable[[Job, str], str | None] = lambda job, log: None) -> list[Job]:
+def run_all(
+    jobs: Sequence[ExpertJob], progress: Callable[[ExpertJob, str], str | None] = lambda job, log: None
+) -> list[ExpertJob]:
     """Runs jobs to their end, each as soon as its devices are free, and says of each what becomes of it.
 
     Args:
@@ -51,7 +53,7 @@ def run_all(jobs: Sequence[Job], progress: Callable[[Job, str], str | None] = la
     """
     waiting, failed = list(jobs), []
     with contextlib.ExitStack() as stack:
-        under_way: dict[str, tuple[Job, subprocess.Popen[str], _Log]] = {}
+        under_way: dict[str, tuple[ExpertJob, subprocess.Popen[str], _Log]] = {}
         while waiting or under_way:
             taken = {device for job, _, _ in under_way.values() for device in job.devices}
             for job in [*waiting]:
@@ -95,7 +97,7 @@ def gpu_environment(devices: Sequence[int]) -> dict[str, str]:
     return {_GPUS: ",".join(names[device] for device in devices)}
 
 
-def _started(stack: contextlib.ExitStack, job: Job) -> tuple[Job, "subprocess.Popen[str]", "_Log"]:
+def _started(stack: contextlib.ExitStack, job: ExpertJob) -> tuple[ExpertJob, "subprocess.Popen[str]", "_Log"]:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     log = stack.enter_context(job.log.open("a"))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

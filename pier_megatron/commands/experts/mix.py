@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pier_megatron.commands.experts import average, mixture
-from pier_megatron.commands.experts.description import DENSE
+from pier_megatron.commands.experts.ensemble import DENSE
 from pier_megatron.commands.experts.planned import Plan
 from pier_megatron.commands.experts.score import read_scores, scored_models
 from pier_megatron.errors import PierConfigError

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pier_megatron.commands.experts.budget import Share, shares
-from pier_megatron.commands.experts.description import DENSE, Ensemble, Machines
+from pier_megatron.commands.experts.budget import BudgetedExpert, shares
+from pier_megatron.commands.experts.ensemble import DENSE, Ensemble, Machines
 from pier_megatron.commands.experts.planned import PLAN, Expert, Model, Plan
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.launch_command import LaunchCommand
@@ -110,7 +110,7 @@ def _understood(ensemble: Ensemble, what: str, nodes: int, ranks_per_node: int, 
         raise PierConfigError(f"{what}: {error}") from error
 
 
-def _arguments(ensemble: Ensemble, share: Share, folder: Path) -> tuple[str, ...]:
+def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple[str, ...]:
     """What Megatron is told of one expert beside its size: schedule, data and checkpoints."""
     size = ensemble.sizes[share.size]
     domains = [ensemble.domains[name] for name in share.domains]
@@ -132,7 +132,7 @@ def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, fl
     """Memory of a rank in bytes, and hours of the training, by the planner."""
     from pier_megatron.integration import planned_job
     from pier_megatron.integration.arguments import config_from_args
-    from pier_megatron.megatron_api.arguments import uses_pier
+    from pier_megatron.megatron_api.args import uses_pier
 
     job = sizes_of(args)
     config = config_from_args(args) if uses_pier(args) else None

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pier_megatron.commands.experts import average
-from pier_megatron.commands.experts.jobs import Job, gpu_environment, run_all
+from pier_megatron.commands.experts.jobs import ExpertJob, gpu_environment, run_all
 from pier_megatron.commands.experts.planned import Plan, torchrun
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
 from pier_megatron.commands.experts.train import untrained
@@ -128,7 +128,7 @@ def _places(plan: Plan, models: Sequence[Scored]) -> list[range]:
     return found
 
 
-def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> Job:
+def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> ExpertJob:
     """The job that scores a model on all domains."""
     from pier_megatron.integration.scoring import VARIABLE
 
@@ -142,7 +142,7 @@ def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> Job:
     log = plan.folder / model.name / "scores" / "log.txt"
     log.unlink(missing_ok=True)
     arguments = scoring_arguments(size.arguments, size.micro_batch, str(model.checkpoints), list(plan.domains.values()))
-    return Job(model.name, torchrun(plan, len(devices), arguments), devices, log, environment)
+    return ExpertJob(model.name, torchrun(plan, len(devices), arguments), devices, log, environment)
 
 
 def accept(plan: Plan, model: Scored) -> None:

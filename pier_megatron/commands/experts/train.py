@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from pier_megatron.commands.experts.jobs import Job, gpu_environment, run_all
+from pier_megatron.commands.experts.jobs import ExpertJob, gpu_environment, run_all
 from pier_megatron.commands.experts.planned import Expert, Plan
 from pier_megatron.commands.megatron_log import PROGRESS
 from pier_megatron.errors import PierConfigError
@@ -47,11 +47,11 @@ def run(options: argparse.Namespace) -> int:
     return 1 if unfinished else 0
 
 
-def _job(plan: Plan, expert: Expert) -> Job:
+def _job(plan: Plan, expert: Expert) -> ExpertJob:
     """The job that trains an expert on this machine."""
     folder = plan.folder / expert.name
     environment = gpu_environment(expert.devices) if plan.device == "cuda" else {}
-    return Job(expert.name, [str(folder / "launch.sh")], expert.devices, folder / "log.txt", environment)
+    return ExpertJob(expert.name, [str(folder / "launch.sh")], expert.devices, folder / "log.txt", environment)
 
 
 def untrained(plan: Plan) -> list[Expert]:
@@ -85,7 +85,7 @@ class _Progress:
     def __init__(self) -> None:
         self._begun: set[str] = set()
 
-    def __call__(self, job: Job, lines: str) -> str | None:
+    def __call__(self, job: ExpertJob, lines: str) -> str | None:
         said = None
         for done, of, loss in PROGRESS.findall(lines):
             if int(done) * _TENTHS // int(of) > (int(done) - 1) * _TENTHS // int(of) or job.name not in self._begun:

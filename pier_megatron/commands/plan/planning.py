@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan import compression, fit, loss, measured, sizes, stock, ways
+from pier_megatron.commands.plan import compression_gain, fit, loss, measured, sizes, stock, ways
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, predict
-from pier_megatron.commands.plan.skipping import predict_skipping
+from pier_megatron.commands.plan.skipping_gain import predict_skipping
 from pier_megatron.commands.plan.verdict import gain_of, verdict
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -114,7 +114,7 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         "bytes in pairs per outer step and rank": 4 * job.owned if config.groups > 1 else 0.0,
         # JSON has no infinity.
         "break-even interval": None if job.groups == 1 or math.isinf(break_even) else break_even,
-        "compression": [dataclasses.asdict(saving) for saving in compression.savings(job, cluster, prediction.compute)],
+        "compression": [dataclasses.asdict(saving) for saving in compression_gain.savings(job, cluster, prediction.compute)],
         "modes": modes,
         "mode of the job": own,
         "sites": cluster.sites(job.gpus),

@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 from typing import Any
 
-from pier_megatron.commands.plan import compression
+from pier_megatron.commands.plan import compression_gain
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.fit import does_not_fit
 from pier_megatron.commands.plan.model import HIDING, Job, predict
-from pier_megatron.commands.plan.skipping import describe_skipping, predict_skipping
+from pier_megatron.commands.plan.skipping_gain import describe_skipping, predict_skipping
 
 
 def verdict(needed: float, cluster: Cluster, remedy: tuple[str, float] | None, source: str) -> str:
@@ -41,7 +41,7 @@ def make_plan(args: argparse.Namespace, job: Job, cluster: Cluster) -> dict[str,
     return {
         "compute": prediction.compute,
         "wire": wire,
-        "compression": [dataclasses.asdict(saving) for saving in compression.savings(job, cluster, prediction.compute)],
+        "compression": [dataclasses.asdict(saving) for saving in compression_gain.savings(job, cluster, prediction.compute)],
         "modes": _modes(args, job, cluster, prediction.compute, wire, skipping),
         "skipping": skipping,
     }
@@ -63,7 +63,7 @@ def _modes(
     modes = {"synchronous": compute + wire, "synchronous, overlap flags": hidden}
     codec = compressed(args).get("dp") if args.pier_compress is not None else None
     if codec is not None:
-        [saving] = compression.savings_of_gradients(job, cluster, compute, codec.name)
+        [saving] = compression_gain.savings_of_gradients(job, cluster, compute, codec.name)
         flag = f"--pier-compress {args.pier_compress} (gradients {codec.name})"
         modes[f"synchronous, {flag}"] = compute + wire - saving.gain
         modes[f"synchronous, overlap flags, {flag}"] = hidden - saving.gain_behind_compute
@@ -81,6 +81,6 @@ def describe(plan: dict[str, Any]) -> list[str]:
         f"{plan['gpus']} GPUs, {plan['parameters per rank'] / 1e9:.2f} G parameters per rank",
         f"an iteration: {plan['compute'] * 1e3:,.0f} ms of compute, {plan['wire'] * 1e3:,.0f} ms of gradients and parameters "
         "between replicas",
-        *compression.table([compression.Saving(**saving) for saving in plan["compression"]]),
+        *compression_gain.table([compression_gain.CodecGain(**saving) for saving in plan["compression"]]),
         *describe_skipping(plan["skipping"]),
     ]

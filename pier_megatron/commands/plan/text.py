@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pier_megatron.commands.plan import compression, loss, stock, ways
-from pier_megatron.commands.plan.skipping import describe_skipping
+from pier_megatron.commands.plan import compression_gain, loss, stock, ways
+from pier_megatron.commands.plan.skipping_gain import describe_skipping
 
 
 def lines(plan: dict[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ def _of_groups(plan: dict[str, Any]) -> list[str]:
         f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
-        *compression.table([compression.Saving(**saving) for saving in plan["compression"]]),
+        *compression_gain.table([compression_gain.CodecGain(**saving) for saving in plan["compression"]]),
         *describe_skipping(plan["skipping"], " of the local phase"),
         f"blocking Pier is faster than synchronous training with overlap flags {faster}",
     ]

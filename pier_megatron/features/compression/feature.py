@@ -8,7 +8,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, Codec
 from pier_megatron.features.compression.policy import DIMENSIONS, has_feedback, parse_policy, policy
 from pier_megatron.features.feature import Cost
-from pier_megatron.megatron_api.arguments import captures_full_iterations, flag, uses_pier
+from pier_megatron.megatron_api.args import captures_full_iterations, flag, uses_pier
 from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import setting
 

@@ -15,7 +15,7 @@ from typing import Any
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.feature import Cost
 from pier_megatron.megatron_api import batches, versions
-from pier_megatron.megatron_api.arguments import uses_pier
+from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import setting
 

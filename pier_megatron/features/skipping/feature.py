@@ -18,7 +18,7 @@ from pier_megatron.features.skipping.paths import Paths, most, search, wanted
 from pier_megatron.features.skipping.schedule import Pipeline
 from pier_megatron.features.skipping.simulator import BACKWARD, makespan
 from pier_megatron.megatron_api import batches, versions
-from pier_megatron.megatron_api.arguments import flag
+from pier_megatron.megatron_api.args import flag
 from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import SEED, setting
 from pier_megatron.values import numbers, share

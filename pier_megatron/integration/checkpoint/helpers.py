@@ -17,7 +17,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.arguments import uses_pier
+from pier_megatron.megatron_api.args import uses_pier
 
 # Whether processes that are forked now are helpers.
 _is_starting = False

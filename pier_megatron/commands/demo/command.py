@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from pier_megatron.commands.demo import corpus, report
+from pier_megatron.commands.demo import comparison, corpus
 from pier_megatron.commands.demo.machine import this_machine
 from pier_megatron.cpu.preparations import silence_missing_extensions
 from pier_megatron.errors import PierConfigError
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
                 status = machine.train([*_arguments(options, data, folder), *optimizer, *given], folder)
                 if status:
                     return status
-        print(report.summarise(output, list(runs), options.rate if machine.nodes else None))
+        print(comparison.summarise(output, list(runs), options.rate if machine.nodes else None))
     except KeyboardInterrupt:
         print("\nInterrupted: all processes and emulated links are gone.")
         return 130

@@ -10,7 +10,7 @@ from pier_megatron.commands.launch_command import LaunchCommand
 
 
 @dataclasses.dataclass(frozen=True)
-class Sources:
+class ScriptSources:
     """What a script says.
 
     Attributes:
@@ -22,7 +22,7 @@ class Sources:
     texts: dict[Path, str]
 
     @classmethod
-    def of(cls, command: LaunchCommand) -> "Sources":
+    def of(cls, command: LaunchCommand) -> "ScriptSources":
         """Reads the script of a job."""
         if command.is_module:
             script = _file(command.script.split("."), [Path.cwd(), *map(Path, sys.path)])

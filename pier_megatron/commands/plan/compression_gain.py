@@ -16,7 +16,7 @@ _GRADIENT, _PARAMETER, _ACTIVATION = 4.0, 2.0, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Saving:
+class CodecGain:
     """What a codec does to an iteration.
 
     Attributes:
@@ -46,7 +46,7 @@ class Saving:
         return max(self.wire - self.hidden, 0.0) - max(self.compressed - self.hidden, 0.0) - self.coding
 
 
-def savings(job: Job, cluster: Cluster, compute: float) -> Iterator[Saving]:
+def savings(job: Job, cluster: Cluster, compute: float) -> Iterator[CodecGain]:
     """Predicts what policies save.
 
     Args:
@@ -61,10 +61,10 @@ def savings(job: Job, cluster: Cluster, compute: float) -> Iterator[Saving]:
         elements = job.sent_between_stages
         wire, compressed = (elements * size / bandwidth for size in (_ACTIVATION, _bytes("int8")))
         coding = _CODING * elements / cluster.memory_bandwidth
-        yield Saving("activations and gradients between stages", "pp=int8", wire, compressed, coding, 0.0)
+        yield CodecGain("activations and gradients between stages", "pp=int8", wire, compressed, coding, 0.0)
 
 
-def savings_of_gradients(job: Job, cluster: Cluster, compute: float, codec: str) -> Iterator[Saving]:
+def savings_of_gradients(job: Job, cluster: Cluster, compute: float, codec: str) -> Iterator[CodecGain]:
     """As :func:`savings`, of gradients with one codec."""
     coding = _CODING * job.shard / cluster.memory_bandwidth
     places = {
@@ -77,14 +77,14 @@ def savings_of_gradients(job: Job, cluster: Cluster, compute: float, codec: str)
         if ranks > 1:
             wire = seconds_between_replicas(job, cluster, ranks, times * _GRADIENT + beside)
             compressed = seconds_between_replicas(job, cluster, ranks, times * _bytes(codec) + beside)
-            yield Saving(what, f"dp={codec}", wire, compressed, times * coding, HIDING * compute)
+            yield CodecGain(what, f"dp={codec}", wire, compressed, times * coding, HIDING * compute)
 
 
 def _bytes(codec: str) -> float:
     return CODECS[codec].nbytes(BLOCK) / BLOCK
 
 
-def table(found: list[Saving]) -> list[str]:
+def table(found: list[CodecGain]) -> list[str]:
     """Lists them for people."""
     return [
         f"--pier-compress {saving.policy}, {saving.what}: {saving.compressed * 1e3:,.1f} ms on the wire and "
@@ -93,7 +93,7 @@ def table(found: list[Saving]) -> list[str]:
     ]
 
 
-def _worth(saving: Saving) -> str:
+def _worth(saving: CodecGain) -> str:
     if saving.gain <= 0:
         return f"costs {-saving.gain * 1e3:,.1f} ms of an iteration more than it saves"
     if saving.hidden and saving.gain_behind_compute <= 0:
