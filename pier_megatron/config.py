@@ -150,7 +150,7 @@ class PierConfig(Settings):
     @property
     def pulls(self) -> bool:
         """Whether slow weights cross the groups, ahead of the outer step that needs them."""
-        return self.subgroup is not None and self.sends_differences and self.subgroup_gamma != 0
+        return not self.has_common_anchor and self.sends_differences and self.subgroup_gamma != 0
 
     def pull_at(self, iteration: int) -> float:
         """``gamma / eta(t)``, what the momentum takes of the distance of slow weights to the mean of those that meet."""
@@ -220,7 +220,7 @@ class PierConfig(Settings):
         """Whether all groups hold the same parameters at the end of ``iteration`` (1-based)."""
         if self.is_lazy(iteration) or iteration == self.train_iters:
             return True
-        return self.subgroup is None and self.overlap == 0 and self.fragments == 1 and self.is_outer_step(iteration)
+        return self.has_common_anchor and self.overlap == 0 and self.fragments == 1 and self.is_outer_step(iteration)
 
     def outer_steps(self) -> Iterator[int]:
         """The iterations after which an outer step begins, in order."""

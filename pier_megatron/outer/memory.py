@@ -15,7 +15,7 @@ _FP32 = 4
 
 def wire_of(config: PierConfig) -> Wire:
     """Returns what sums cost in the outer steps of a run."""
-    return Wire(config.codec, config.groups) if config.subgroup is None else DirectWire(config.codec, config.subgroup)
+    return DirectWire(config.codec, config.subgroup) if config.subgroup else Wire(config.codec, config.groups)
 
 
 def bytes_of_outer_step(config: PierConfig, numel: int, exactly: bool = False) -> int:

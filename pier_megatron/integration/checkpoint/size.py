@@ -31,7 +31,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     if config.islands:
         # Each in a folder of its own.
         sizes = {name: groups * size for name, size in sizes.items()}
-    sizes["outer state"] = _FP32 * len(COMMON) * (config.groups if config.subgroup is not None else 1)
+    sizes["outer state"] = _FP32 * len(COMMON) * (1 if config.has_common_anchor else config.groups)
     own = _groups_apart(args, config, groups)
     if own:
         sizes[f"inner state of {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
@@ -47,6 +47,6 @@ def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int) -> 
         return 0
     interval = args.save_interval or config.sync_interval
     after_outer_steps = interval % config.sync_interval == 0 and not config.overlap and config.fragments == 1
-    if not after_outer_steps or config.subgroup is not None:
+    if not after_outer_steps or not config.has_common_anchor:
         return groups
     return 0 if config.islands else groups - 1
