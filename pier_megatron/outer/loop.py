@@ -176,13 +176,10 @@ class OuterLoop:
         An outer step that this island was due to take when it was saved, and could not for lack of others, is taken first.
 
         Raises:
-            PierConfigError: If it cannot be one of them.
+            PierConfigError: If it cannot be one of them, or the loop was built without elastic islands.
             RuntimeError: If too few are there.
         """
-        is_left = self.last_common_step < self.iteration
-        self._steps.take(self.progress, self.config.fragments_due(self.iteration) if is_left else ())
-        if self.is_deserted:
-            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self.config.island_wait} minutes.")
+        self._steps.join(self.progress)
 
     def skip_iteration(self) -> None:
         """An iteration in which nobody trains: the clock goes on, and what is due is done."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.elastic import ElasticParticipants, Islands
 from pier_megatron.outer.participants import DrawnParticipants, Participants
@@ -72,6 +73,18 @@ class OuterSteps:
             with self.participants.phase("agree", iteration):
                 self._weights.agree_on_mean()
             progress.is_synchronised = True
+
+    def join(self, progress: Progress) -> None:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
+        if not isinstance(self.participants, ElasticParticipants):
+            raise PierConfigError(
+                "OuterLoop.join() meets elastic islands, but this loop was built without islands. Pass "
+                "OuterLoop(..., islands=Islands(...)), or do not call join(): groups of one launch are together from the start."
+            )
+        is_left = progress.last_common_step < progress.iteration
+        self.take(progress, self._config.fragments_due(progress.iteration) if is_left else ())
+        if self.participants.is_deserted:
+            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self._config.island_wait} minutes.")
 
     def take(self, progress: Progress, fragments: Sequence[int]) -> None:
         """Takes an outer step, or begins it if it is to be hidden behind training.
