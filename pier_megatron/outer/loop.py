@@ -14,6 +14,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.elastic import Islands
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
+from pier_megatron.outer.rules import OptimizerFactory
 from pier_megatron.outer.share import Share, moments_of, whole_parameters
 from pier_megatron.outer.snapshot import Progress, Snapshot
 from pier_megatron.outer.state import COMMON, Shards
@@ -45,6 +46,7 @@ class OuterLoop:
         on_change: Callable[[], None] = lambda: None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
         islands: Islands | None = None,
+        outer_optimizer: OptimizerFactory | None = None,
     ) -> None:
         """Takes over parameters that are the same in all groups.
 
@@ -59,17 +61,17 @@ class OuterLoop:
             on_change: Called after the parameters have changed, on all ranks of the group.
             report: Called for each outer step once its numbers are there, on every rank.
             islands: Elastic islands; ``exchange`` is then that of this group alone.
+            outer_optimizer: Factory of the outer optimizer, see :meth:`for_optimizer`; None for the built-in rules.
 
         Raises:
             TypeError: If a parameter is not float32.
         """
-        self.config, self.exchange = config, exchange
+        self.config, self.exchange, self.progress = config, exchange, Progress()
         self._share = Share(shards, config, group, device, inner_state)
         self.device, self.states = self._share.device, self._share.states
         self._weights = Weights(self._share, exchange, on_change)
         self.reports = OuterStepReports(config, report)
-        self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands)
-        self.progress = Progress()
+        self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands, outer_optimizer)
 
     @classmethod
     def for_optimizer(
@@ -80,6 +82,7 @@ class OuterLoop:
         *,
         group: dist.ProcessGroup | None = None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
+        outer_optimizer: OptimizerFactory | None = None,
     ) -> Self:
         """Builds the loop over the parameters of an inner optimizer, of which every rank of a group holds all.
 
@@ -89,12 +92,17 @@ class OuterLoop:
             exchange: Collectives between the ranks that have the same place in their groups, one rank of each group.
             group: Ranks of this group, which train copies of the same parameters; None if it is this rank alone.
             report: Called for each outer step once its numbers are there, on every rank.
+            outer_optimizer: Factory of the outer optimizer, such as ``functools.partial(torch.optim.SGD, lr=0.7)``; None for
+                the built-in rules. Its gradients are mean pseudo-gradients in flat pieces, so it must work element by element.
+                One that needs whole matrices or norms of tensors (LAMB, Adafactor) would be wrong, and cannot be recognised in
+                general. In a momentum warmup (docs/api.md) it takes steps that leave the parameters where they are.
 
         Raises:
             TypeError: If a parameter is not float32, or is sharded over ranks.
+            PierConfigError: If a setting cannot be used with an ``outer_optimizer``.
         """
         shards, moments = [[whole_parameters(optimizer, group)]], functools.partial(moments_of, optimizer)
-        return cls(shards, config, exchange, group=group, inner_state=moments, report=report)
+        return cls(shards, config, exchange, group=group, inner_state=moments, report=report, outer_optimizer=outer_optimizer)
 
     @property
     def iteration(self) -> int:
@@ -176,13 +184,10 @@ class OuterLoop:
         An outer step that this island was due to take when it was saved, and could not for lack of others, is taken first.
 
         Raises:
-            PierConfigError: If it cannot be one of them.
+            PierConfigError: If it cannot be one of them, or the loop was built without elastic islands.
             RuntimeError: If too few are there.
         """
-        is_left = self.last_common_step < self.iteration
-        self._steps.take(self.progress, self.config.fragments_due(self.iteration) if is_left else ())
-        if self.is_deserted:
-            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self.config.island_wait} minutes.")
+        self._steps.join(self.progress)
 
     def skip_iteration(self) -> None:
         """An iteration in which nobody trains: the clock goes on, and what is due is done."""
@@ -192,17 +197,14 @@ class OuterLoop:
     def reset(self, iteration: int | None = None) -> None:
         """Takes the present parameters, which all groups share, for the anchor, without momentum; may set the clock."""
         self._weights.become_anchor()
-        for state in self.states:
-            state.momentum.zero_()
-        self._steps.participants.pulls.restart()
+        self._steps.reset()
         self.progress.iteration = self.iteration if iteration is None else iteration
         self.progress.last_common_step, self.progress.trained = self.iteration, 0
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.
 
-        Waits for everything that is on its way between the groups, and applies nothing before its time. The flat buffers in it
-        are the loop's own.
+        Waits for what is on its way between the groups, and applies nothing before its time. Its tensors are the loop's own.
         """
         return self._steps.snapshot(self.progress)
 
@@ -221,7 +223,7 @@ class OuterLoop:
         The parameters have been restored before.
 
         Raises:
-            PierConfigError: If this run would fall back into the lazy start.
+            PierConfigError: If this run would fall back into the lazy start, or has another outer optimizer.
         """
         self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
         self.progress = dataclasses.replace(snapshot.progress)
@@ -236,8 +238,7 @@ class OuterLoop:
     def anchor_in_model(self, as_mean: bool = False) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Inside, the parameters are what all groups agreed on last; where they never do, the group's own slow weights.
 
-        For evaluation and saving while the groups have drifted apart or an exchange is under way: training goes on as if nobody
-        had looked.
+        For evaluation and saving between outer steps: training then continues as if nobody had looked.
 
         Args:
             as_mean: Show the mean of all groups' slow weights instead, at the cost of an all-reduce.

@@ -14,7 +14,7 @@ from pier_megatron.exchange.pairs import Subgroup, draw_subgroups
 from pier_megatron.outer.pulls import Pulls
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import DISTANCE, OuterRound, Stopwatch
-from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OuterRule
+from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OptimizerRule, OuterRule
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.verdicts import DivergedError, Judge, KnownVerdicts, Verdicts
@@ -24,6 +24,7 @@ class Participants:
     """All groups take part in every outer step, and agree after it.
 
     Attributes:
+        optimizer: Rule of every outer step, in place of the built-in ones; None unless the caller has chosen it.
         audience: Groups whose sums the report of an outer step is made of.
         judge: Judge of this group's pseudo-gradients.
         restarts: Restarts of groups that were excluded.
@@ -31,9 +32,12 @@ class Participants:
         is_deserted: Whether too few groups have come for longer than this one waits.
     """
 
-    def __init__(self, config: PierConfig, share: Share, everyone: GroupExchange) -> None:
+    def __init__(
+        self, config: PierConfig, share: Share, everyone: GroupExchange, optimizer: OptimizerRule | None = None
+    ) -> None:
         """Begins with healthy groups; ``everyone`` connects all groups that are known beforehand."""
         self._config, self._share, self._everyone = config, share, everyone
+        self.optimizer = optimizer
         self.audience = everyone
         self.judge = Judge(config, share)
         self.restarts = Restarts(config, everyone.size, share)
@@ -46,7 +50,7 @@ class Participants:
 
     def rule_at(self, iteration: int) -> OuterRule:
         """Returns the rule of outer steps that begin after ``iteration``."""
-        return Nesterov(self._config.momentum_at(iteration), self._config.learning_rate_at(iteration))
+        return self.optimizer or Nesterov(self._config.momentum_at(iteration), self._config.learning_rate_at(iteration))
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
         """Brings the participants of an outer step together.

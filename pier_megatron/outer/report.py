@@ -15,6 +15,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.outer.noise import IntervalNoise
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
+from pier_megatron.outer.rules import OptimizerRule
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
 
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
@@ -36,7 +37,8 @@ class OuterStepReport:
     Attributes:
         iteration: Iterations completed.
         pseudo_gradient_norm: L2 norm of the mean pseudo-gradient over the whole model.
-        momentum_norm: L2 norm of the outer momentum over the whole model, after the update.
+        momentum_norm: L2 norm of the outer momentum over the whole model, after the update. This and ``mu`` and ``eta`` are
+            None with an outer optimizer that the caller has chosen.
         cosine_min: Smallest cosine, over the contributing groups, of a group's pseudo-gradient to the mean one. 1 means
             that all groups moved the same way; groups that moved at random are near ``1 / sqrt(groups)``.
         cosine_mean: Mean of those cosines.
@@ -59,11 +61,11 @@ class OuterStepReport:
 
     iteration: int
     pseudo_gradient_norm: float
-    momentum_norm: float
+    momentum_norm: float | None
     cosine_min: float
     cosine_mean: float
-    mu: float
-    eta: float
+    mu: float | None
+    eta: float | None
     bytes_sent: int
     seconds: float
     noise_to_signal: float | None = None
@@ -81,9 +83,11 @@ class OuterStepReport:
             for group in groups
         )
         return (
-            f" outer step after iteration {self.iteration:8d} | mu: {self.mu:.3f} | eta: {self.eta:.3f} | "
-            f"pseudo-gradient norm: {self.pseudo_gradient_norm:.4E} | momentum norm: {self.momentum_norm:.4E} | "
-            f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
+            f" outer step after iteration {self.iteration:8d} | "
+            + (f"mu: {self.mu:.3f} | eta: {self.eta:.3f} | " if self.mu is not None else "")
+            + f"pseudo-gradient norm: {self.pseudo_gradient_norm:.4E} | "
+            + (f"momentum norm: {self.momentum_norm:.4E} | " if self.momentum_norm is not None else "")
+            + f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
             + (f"noise to signal: {self.noise_to_signal:.2f} | " if self.noise_to_signal is not None else "")
             + (f"spread of weights: {self.spread:.3E} | " if self.spread is not None else "")
             + ("WEIGHTS DRIFT APART, see docs/troubles.md | " if self.spread_grows else "")
@@ -187,18 +191,19 @@ class OuterStepReports:
         is_ahead = bool(sums[:, DISTANCE].any())
         is_known = is_common or is_ahead or counted[round_.exchange.rank]
         found = spread(sums[contributes], len(groups) if is_ahead else sum(counted)) if is_known else None
+        is_built_in = not isinstance(round_.rule, OptimizerRule)
         left_out = [index for index, counts in enumerate(counted) if not counts]
         return OuterStepReport(
             iteration=round_.begun,
             pseudo_gradient_norm=pseudo_gradient,
-            momentum_norm=momentum,
+            momentum_norm=momentum if is_built_in else None,
             cosine_min=cosine_min,
             cosine_mean=cosine_mean,
             noise_to_signal=self._noise.add(
                 self._config.fragments_due(round_.begun), _squares(round_, sums[contributes], counted)
             ),
-            mu=self._config.momentum_at(round_.begun),
-            eta=self._config.learning_rate_at(round_.begun),
+            mu=self._config.momentum_at(round_.begun) if is_built_in else None,
+            eta=self._config.learning_rate_at(round_.begun) if is_built_in else None,
             bytes_sent=round_.bytes_sent,
             seconds=round_.stopwatch.seconds(),
             spread=found,

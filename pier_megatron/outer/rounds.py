@@ -32,19 +32,20 @@ _PARTS_TO_COMPARE = 16
 _CHECKSUMS_BELOW = 2**31
 
 
-def momentum_warmup(stagings: Sequence[Staging], mu: float) -> None:
+def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
     """Builds up the outer momentum while the groups are still identical, hence without communication.
 
-    Computes ``momentum = mu * momentum + (anchor - parameters)``, then ``anchor = parameters``; arXiv 2511.17849,
-    algorithm 1.
+    Takes an outer step, then ``anchor = parameters``. With :class:`pier_megatron.outer.rules.Nesterov` that is
+    ``momentum = mu * momentum + (anchor - parameters)``; arXiv 2511.17849, algorithm 1.
 
     Args:
         stagings: Stagings of the outer states, which are changed in place.
-        mu: Outer momentum coefficient.
+        rule: Rule that descends along pseudo-gradients.
     """
     for staged in one_ahead(staging.lend(chunk, COMMON) for staging in stagings for chunk in staging.state.chunks):
         staged.subtract_parameters()
-        torch.add(staged.own, staged.momentum, alpha=mu, out=staged.momentum)
+        rule.send(staged)
+        rule.update(staged, is_alone=False)
         staged.chunk.copy_parameters_to(staged.anchor)
         staged.give_back(COMMON)
 

@@ -4,13 +4,21 @@ A rule is all that distinguishes one outer optimizer from another. When groups m
 what happens to the progress of a group meanwhile is the business of :mod:`pier_megatron.outer.rounds`, whatever the rule.
 """
 
+import copy
 import dataclasses
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor, nn
 
+from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, Staged
-from pier_megatron.outer.state import ANCHOR
+from pier_megatron.outer.state import ANCHOR, OuterState
+
+OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+"""Builds an optimizer over parameters, as the class of an optimizer does, or a ``functools.partial`` of it."""
 
 
 class OuterRule(Protocol):
@@ -48,8 +56,23 @@ class OuterRule(Protocol):
         """
 
 
+class _OfMean:
+    """What rules have in common that descend along the mean pseudo-gradient of all groups."""
+
+    has_common_anchor: ClassVar[bool] = True
+    sent_of: ClassVar[tuple[str, ...]] = (OWN,)
+
+    def send(self, staged: Staged) -> None:
+        """Sends the pseudo-gradient."""
+        staged.shared.copy_(staged.own)
+
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
+        """Takes the mean over the groups that count."""
+        staged.shared.div_(counted)
+
+
 @dataclasses.dataclass(frozen=True)
-class Nesterov:
+class Nesterov(_OfMean):
     """Nesterov momentum in PyTorch's form on the mean pseudo-gradient; arXiv 2311.08105, section 2.
 
     ``momentum = mu * momentum + delta``, ``anchor = anchor - eta * (delta + mu * momentum)`` with
@@ -62,16 +85,6 @@ class Nesterov:
 
     mu: float
     eta: float
-    has_common_anchor: ClassVar[bool] = True
-    sent_of: ClassVar[tuple[str, ...]] = (OWN,)
-
-    def send(self, staged: Staged) -> None:
-        """Sends the pseudo-gradient."""
-        staged.shared.copy_(staged.own)
-
-    def combine(self, staged: Staged, size: int, counted: int) -> None:
-        """Takes the mean over the groups that count."""
-        staged.shared.div_(counted)
 
     def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step."""
@@ -85,6 +98,73 @@ class Nesterov:
         else:
             anchor.add_(delta, alpha=-self.eta)
         anchor.add_(momentum, alpha=-self.eta * self.mu)
+
+
+class OptimizerRule(_OfMean):
+    """Any optimizer of PyTorch on the mean pseudo-gradient: one for each chunk, whose flat parameter is the anchor.
+
+    It keeps its own state, and the outer momentum stays zero.
+    """
+
+    def __init__(self, factory: OptimizerFactory, states: Sequence[OuterState]) -> None:
+        """Lays optimizers over the anchors of the outer states.
+
+        Raises:
+            TypeError: If ``factory`` is an optimizer.
+        """
+        if isinstance(factory, torch.optim.Optimizer):
+            raise TypeError(
+                f"outer_optimizer is a {type(factory).__name__}, but has to build one for each flat piece of the parameters: "
+                "pass functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), for example."
+            )
+        self._factory, self._states = factory, states
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins again without state."""
+        anchors = {chunk: nn.Parameter(chunk.of(state.anchor)) for state in self._states for chunk in state.chunks}
+        self._optimizers = {chunk: self._factory([anchor]) for chunk, anchor in anchors.items()}
+
+    def update(self, staged: Staged, is_alone: bool) -> None:
+        """Takes the step of the chunk's optimizer."""
+        optimizer = self._optimizers[staged.chunk]
+        [anchor] = optimizer.param_groups[0]["params"]
+        anchor.grad = staged.shared
+        optimizer.step()
+        anchor.grad = None
+
+    def state_dicts(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """Returns the optimizers' own state dicts, each with the start of its chunk."""
+        return [(chunk.start, optimizer.state_dict()) for chunk, optimizer in self._optimizers.items()]
+
+    def load_state_dicts(self, saved: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """Takes over copies of what :meth:`state_dicts` has returned for chunks that are cut alike."""
+        for optimizer, (_, state_dict) in zip(self._optimizers.values(), saved, strict=True):
+            # An optimizer keeps the tensors that it loads, and its next step would change those of a snapshot.
+            optimizer.load_state_dict(copy.deepcopy(dict(state_dict)))
+
+
+def check_outer_optimizer(config: PierConfig, is_elastic: bool) -> None:
+    """Refuses settings with which an optimizer cannot take the place of the built-in rules.
+
+    Raises:
+        PierConfigError: If there is one.
+    """
+    own = "it has its own. Give it to the factory, and drop this"
+    problems = (
+        (config.outer_lr is not None, f"--pier-outer-lr {config.outer_lr}", own),
+        (config.outer_momentum is not None, f"--pier-outer-momentum {config.outer_momentum}", own),
+        (config.offload, "--pier-offload", "its state stays where the parameters are, and needs the anchor there. Drop this"),
+        (
+            config.subgroup is not None,
+            f"{config.subgroup} groups that meet (--pier-preset noloco or --pier-subgroup-size)",
+            "groups then keep anchors of their own, which only NoLoCo's rule pulls together. Let all groups meet",
+        ),
+        (is_elastic, "--pier-lighthouse", "an island that joins would lack its state. Use groups of one launch"),
+    )
+    for is_given, setting, reason in problems:
+        if is_given:
+            raise PierConfigError(f"{setting} cannot be used with an outer_optimizer: {reason}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class Snapshot:
         pulled: Fragments whose momentum is ready for their next outer step.
         restarted: Iteration of the last restart of a group, by group; only groups that had one.
         outliers: Statistics of the norms of pseudo-gradients, by fragment: norms seen, mean, variance.
+        optimizers: State dicts of the outer optimizer, each with the start of its chunk; None with the built-in rules.
     """
 
     progress: Progress
@@ -79,6 +81,8 @@ class Snapshot:
     pulled: Sequence[int] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     outliers: Mapping[int, tuple[int, float, float]] = dataclasses.field(default_factory=dict)
+    # A default of the class: files of older versions do not have it.
+    optimizers: Sequence[tuple[int, Mapping[str, Any]]] | None = None
 
 
 torch.serialization.add_safe_globals([Progress, StateBuffers, RoundBuffers, Snapshot])

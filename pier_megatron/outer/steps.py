@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.elastic import ElasticParticipants, Islands
 from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.restarts import NEVER
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
+from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule, check_outer_optimizer
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot
 from pier_megatron.outer.weights import Weights
@@ -33,6 +35,7 @@ class OuterSteps:
         weights: Weights,
         reports: OuterStepReports,
         islands: Islands | None,
+        outer_optimizer: OptimizerFactory | None,
     ) -> None:
         """Begins with none under way.
 
@@ -43,13 +46,17 @@ class OuterSteps:
             weights: Parameters of this rank.
             reports: Takes note of outer steps.
             islands: Islands among which this one is; None unless groups come and go.
+            outer_optimizer: Factory of the outer optimizer; None for the built-in rules.
         """
         self._config, self._share, self._exchange, self._weights, self._reports = config, share, exchange, weights, reports
+        if outer_optimizer is not None:
+            check_outer_optimizer(config, is_elastic=islands is not None or config.lighthouse is not None)
         self.participants: Participants
         if islands is not None:
             self.participants = ElasticParticipants(config, share, exchange, islands, weights)
         elif config.has_common_anchor:
-            self.participants = Participants(config, share, exchange)
+            optimizer = OptimizerRule(outer_optimizer, share.states) if outer_optimizer is not None else None
+            self.participants = Participants(config, share, exchange, optimizer)
         else:
             self.participants = DrawnParticipants(config, share, exchange)
         self.rounds: list[OuterRound] = []
@@ -59,8 +66,11 @@ class OuterSteps:
         config, iteration = self._config, progress.iteration
         if not progress.is_local:
             if config.is_momentum_warmup(iteration):
+                rule = self.participants.optimizer or Nesterov(
+                    config.momentum_at(iteration), config.learning_rate_at(iteration)
+                )
                 with self.participants.phase("momentum_warmup", iteration):
-                    momentum_warmup(self._share.stagings, config.momentum_at(iteration))
+                    momentum_warmup(self._share.stagings, rule)
             return
         self.participants.pulls.proceed(iteration)
         for round_ in list(self.rounds):
@@ -72,6 +82,18 @@ class OuterSteps:
             with self.participants.phase("agree", iteration):
                 self._weights.agree_on_mean()
             progress.is_synchronised = True
+
+    def join(self, progress: Progress) -> None:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
+        if not isinstance(self.participants, ElasticParticipants):
+            raise PierConfigError(
+                "OuterLoop.join() meets elastic islands, but this loop was built without islands. Pass "
+                "OuterLoop(..., islands=Islands(...)), or do not call join(): groups of one launch are together from the start."
+            )
+        is_left = progress.last_common_step < progress.iteration
+        self.take(progress, self._config.fragments_due(progress.iteration) if is_left else ())
+        if self.participants.is_deserted:
+            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self._config.island_wait} minutes.")
 
     def take(self, progress: Progress, fragments: Sequence[int]) -> None:
         """Takes an outer step, or begins it if it is to be hidden behind training.
@@ -124,9 +146,18 @@ class OuterSteps:
         self._reports.add(round_, sums, restarted)
         self.participants.pulls.begin(round_.begun, iteration)
 
+    def reset(self) -> None:
+        """Forgets the outer momentum, or what the outer optimizer keeps."""
+        for state in self._share.states:
+            state.momentum.zero_()
+        if self.participants.optimizer is not None:
+            self.participants.optimizer.restart()
+        self.participants.pulls.restart()
+
     def snapshot(self, progress: Progress) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.snapshot`."""
         judge, pulls, restarts = self.participants.judge, self.participants.pulls, self.participants.restarts
+        optimizer = self.participants.optimizer
         pulls.finish(range(self._config.fragments))
         rounds = [round_.settle() for round_ in self.rounds]
         own = [restarts.last, *(round_.verdicts.own for round_ in self.rounds)]
@@ -139,6 +170,7 @@ class OuterSteps:
             sorted(pulls.done),
             {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
             judge.outliers.state_dict() if judge.outliers else {},
+            optimizer.state_dicts() if optimizer is not None else None,
         )
 
     def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
@@ -151,6 +183,16 @@ class OuterSteps:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Takes over everything from a snapshot but the progress."""
+        optimizer, saved = self.participants.optimizer, snapshot.optimizers or ()
+        needed = optimizer.state_dicts() if optimizer is not None else ()
+        if [start for start, _ in saved] != [start for start, _ in needed]:
+            raise PierConfigError(
+                f"outer_optimizer: the snapshot holds its state for {len(saved)} chunks of the parameters, and this loop has "
+                f"{len(needed)} (0: the built-in rules), or cuts them elsewhere. Continue with the outer_optimizer, "
+                "--pier-chunk-mib and --pier-fragments of the run that was saved, on the same kind of device."
+            )
+        if optimizer is not None:
+            optimizer.load_state_dicts(saved)
         for state, buffers in zip(self._share.states, snapshot.states, strict=True):
             state.restore(buffers)
         judge, pulls, restarts = self.participants.judge, self.participants.pulls, self.participants.restarts

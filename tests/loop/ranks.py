@@ -6,6 +6,7 @@ group and iteration, so ``pier_megatron.reference`` can train on the same.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import multiprocessing
 import tempfile
@@ -26,7 +27,7 @@ from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
-from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
@@ -53,12 +54,14 @@ class Settings:
         ranks_in_group: That share the parameters of each.
         config: Of Pier, beside the groups.
         sabotage: Name of a bug planted in it, see :data:`BUGS`.
+        outer_optimizer: Whether PyTorch's SGD takes the outer steps, with the learning rate and the momentum of the config.
     """
 
     groups: int
     ranks_in_group: int
     config: dict[str, Any]
     sabotage: str | None = None
+    outer_optimizer: bool = False
 
     def pier(self) -> PierConfig:
         return PierConfig(groups=self.groups, **self.config)
@@ -116,6 +119,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "the anchor stays where the run began": (Weights, "become_anchor", lambda weights: None),
     "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
     "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
+    "the outer optimizer begins again": (OptimizerRule, "load_state_dicts", lambda rule, saved: None),
     "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
 }
 
@@ -174,8 +178,14 @@ class Rank:
         between, inside = self._communicators.of(settings)
         config = settings.pier()
         exchange, report = GroupExchange(between, config.codec), self.reports.append
+        outer: OptimizerFactory | None = None
+        if settings.outer_optimizer:
+            assert config.outer_lr is not None
+            assert config.outer_momentum is not None
+            outer = functools.partial(torch.optim.SGD, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True)
+            config = dataclasses.replace(config, outer_lr=None, outer_momentum=None)
         if settings.ranks_in_group == 1:
-            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report)
+            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report, outer_optimizer=outer)
         else:
             shards = [Shards(split), Shards(copied, is_counted=self._part == 0)]
             self.loop = OuterLoop([shards], config, exchange, group=inside, inner_state=self._moments, report=report)

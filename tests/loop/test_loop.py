@@ -20,9 +20,11 @@ _BASE: dict[str, Any] = {"train_iters": 12, "sync_interval": 3, "lazy_start_iter
 Command = tuple[int | str, dict[str, Any]]
 
 
-def program(*commands: Command, groups: int = 2, sabotage: str | None = None, **config: Any) -> Program:
+def program(
+    *commands: Command, groups: int = 2, sabotage: str | None = None, outer_optimizer: bool = False, **config: Any
+) -> Program:
     """A run: a number of iterations with what happens in each of them, or the name of another command."""
-    planned = Program(Settings(groups, 1, _BASE | config, sabotage))
+    planned = Program(Settings(groups, 1, _BASE | config, sabotage, outer_optimizer))
     for what, arguments in commands:
         planned.commands += [("iterate", arguments)] * what if isinstance(what, int) else [(what, arguments)]
     return planned
@@ -43,6 +45,7 @@ QUIET: dict[str, Any] = {}
 _BAD = {"bad": [1]}
 
 _PAIRS: dict[str, Any] = {"preset": "noloco"}
+_SGD: dict[str, Any] = {"outer_optimizer": True, "outer_lr": 0.7, "outer_momentum": 0.6}
 
 # What happens, with which settings, and the bug under which the run must be seen to go wrong.
 _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
@@ -91,6 +94,21 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
     "a group diverges that sits out, then in a pair": (
         [(4, QUIET), (1, {"bad": [0]}), (9, QUIET), (1, {"bad": [0, 2]}), (6, QUIET)],
         {**_PAIRS, "train_iters": 21, "subgroup_seed": 4},
+        "nobody is restarted",
+    ),
+    "an outer optimizer of PyTorch, stopped": (
+        [(7, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
+        _SGD,
+        "the outer optimizer begins again",
+    ),
+    "an outer optimizer of PyTorch, low bits in flight, stopped behind a group that diverges": (
+        [(4, QUIET), (1, _BAD), (2, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
+        {**_SGD, "fragments": 3, "overlap": 2, "exchange_dtype": "int8"},
+        "the outer optimizer begins again",
+    ),
+    "a group diverges under an outer optimizer of PyTorch": (
+        [(4, QUIET), (1, _BAD), (7, QUIET)],
+        _SGD,
         "nobody is restarted",
     ),
     "evaluation fails between outer steps": (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pier_megatron import PierConfig
+from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.membership import Outcome
@@ -58,3 +58,11 @@ def test_anchor_of_an_island_that_was_lost_is_not_taken_for_the_own_one() -> Non
     with pytest.raises(LeftBehindError, match="Island 0 lost those whose anchor it was to take over"):
         joins.join()
     assert len(membership.quorums) == 2
+
+
+def test_loop_without_islands_has_nobody_to_join() -> None:
+    config = PierConfig(train_iters=20, groups=1, sync_interval=4, lazy_start_iters=0)
+    alone = OuterLoop([[Shards([torch.randn(10)])]], config, GroupExchange())
+    with pytest.raises(PierConfigError, match=r"join\(\) meets elastic islands.*without islands.*islands=Islands"):
+        alone.join()
+    assert alone.iteration == 0

@@ -114,7 +114,7 @@ def test_momentum_warmup_does_not_move_the_parameters(layout: dict[str, int]) ->
     before = seen(state.anchor)
     for parameter in parameters:
         parameter.add_(0.5)
-    momentum_warmup([Staging(state)], mu=0.9)
+    momentum_warmup([Staging(state)], Nesterov(0.9, 0.0))
     torch.testing.assert_close(seen(state.momentum), torch.full_like(before, 0.9 * 2.0 - 0.5))
     torch.testing.assert_close(seen(state.anchor), seen(*parameters), rtol=0, atol=0)
     torch.testing.assert_close(seen(state.anchor), before + 0.5)
