@@ -28,7 +28,7 @@ from pier_megatron.integration.samples import check_groups_read_different_sample
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
-from pier_megatron.outer.elastic import Islands
+from pier_megatron.outer.elastic import ElasticMembership
 
 _TRAINING = "megatron.training.training"
 
@@ -113,7 +113,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
 
 def _membership(
     config: PierConfig, island: islands.Island | None, shards: Sequence[Sequence[Shards]], device: torch.device
-) -> Islands | None:
+) -> ElasticMembership | None:
     if config.lighthouse is None or island is None:
         return None
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < island.world.size() and is_loopback(config.island_address):
@@ -135,7 +135,7 @@ def _membership(
         config.groups,
         config.secret_file,
     )
-    return Islands(membership, island.index, 60 * config.island_wait)
+    return ElasticMembership(membership, island.index, 60 * config.island_wait)
 
 
 def _own_rank(config: PierConfig) -> Rank:

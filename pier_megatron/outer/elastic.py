@@ -33,7 +33,7 @@ class LeftBehindError(RuntimeError):
     """The other islands went on without this one."""
 
 
-class Membership(Protocol):
+class Quorums(Protocol):
     """Who is there; see :class:`pier_megatron.exchange.membership.Membership`."""
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
@@ -44,16 +44,16 @@ class Membership(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Islands:
+class ElasticMembership:
     """The islands that a group is one of.
 
     Attributes:
-        membership: Islands that are there.
+        quorums: Quorums of the islands that are there.
         own: Index of this one among all that may be there.
         wait_seconds: How long it tries to come together with enough others.
     """
 
-    membership: Membership
+    quorums: Quorums
     own: int
     wait_seconds: float
 
@@ -93,7 +93,9 @@ _TO_REJOIN = "What it learned since is lost; start it again, for example by torc
 class ElasticParticipants(Participants):
     """The islands that are there take part, and agree after the outer step."""
 
-    def __init__(self, config: PierConfig, share: Share, alone: GroupExchange, islands: Islands, weights: Weights) -> None:
+    def __init__(
+        self, config: PierConfig, share: Share, alone: GroupExchange, islands: ElasticMembership, weights: Weights
+    ) -> None:
         """Begins with an island that has not met the others.
 
         Args:
@@ -104,7 +106,7 @@ class ElasticParticipants(Participants):
             weights: Parameters of this rank.
         """
         super().__init__(config, share, alone)
-        self._membership, self._island, self._wait_seconds = islands.membership, islands.own, islands.wait_seconds
+        self._quorums, self._island, self._wait_seconds = islands.quorums, islands.own, islands.wait_seconds
         self._weights = weights
         self._has_own_anchor, self._is_new = True, True
         self._restarted: Sequence[int] = ()
@@ -161,7 +163,7 @@ class ElasticParticipants(Participants):
             own = self._standing(progress, fragments)
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
-                exchange = self._membership.meet(datetime.timedelta(seconds=within))
+                exchange = self._quorums.meet(datetime.timedelta(seconds=within))
                 formed = self._attempt(exchange, own, verdict)
                 outcome = Outcome.SUCCEEDED
             except (LeftBehindError, DivergedError, PierConfigError) as error:
@@ -171,7 +173,7 @@ class ElasticParticipants(Participants):
                 print(f" Pier: {where}: {_first_line(error)}; tries again", flush=True)
                 outcome = Outcome.FAILED if time.monotonic() < deadline else Outcome.GIVES_UP
             # By the ranks of an island together: one that ended or went on alone would leave the others waiting.
-            of_rank, outcome = outcome, self._membership.agree(exchange, outcome)
+            of_rank, outcome = outcome, self._quorums.agree(exchange, outcome)
             if outcome == Outcome.SUCCEEDED:
                 self._is_new, self._has_own_anchor = False, True
                 return formed
@@ -230,7 +232,7 @@ class ElasticParticipants(Participants):
             staged.give_back(COMMON)
 
 
-def _place(standing: Standing) -> tuple[int, ...]:
+def _how_far(standing: Standing) -> tuple[int, ...]:
     # Whose anchor is newest comes first: a step that is due on an older one would take the others back to it.
     return standing[_SYNCED], standing[_IS_DUE], standing[_ITERATION]
 
@@ -247,7 +249,7 @@ def _those_present(standings: Sequence[Standing]) -> list[int]:
 
     Of those with different anchors, most have the right one.
     """
-    furthest = [rank for rank, standing in enumerate(standings) if _place(standing) == max(map(_place, standings))]
+    furthest = [rank for rank, standing in enumerate(standings) if _how_far(standing) == max(map(_how_far, standings))]
     [(checksum, _)] = collections.Counter(standings[rank][_CHECKSUM] for rank in furthest).most_common(1)
     return [rank for rank in furthest if standings[rank][_CHECKSUM] == checksum]
 
@@ -265,7 +267,7 @@ def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int
                 f"Island {island} missed the outer step after iteration {source[_SYNCED]}: it is at iteration {iteration} with "
                 f"an anchor of its own, of iteration {synced}. {_TO_REJOIN}"
             )
-        elif rank not in present and _place(standing) == _place(source):
+        elif rank not in present and _how_far(standing) == _how_far(source):
             found[rank] = PierConfigError(
                 f"--pier-island {island} is at iteration {iteration} with another anchor than island {source[_ISLAND]}. All "
                 "need the same --seed, or checkpoints of one run."

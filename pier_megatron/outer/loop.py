@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer.elastic import Islands
+from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.rules import OptimizerFactory
 from pier_megatron.outer.share import Share, moments_of, whole_parameters
@@ -45,7 +45,7 @@ class OuterLoop:
         inner_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {},
         on_change: Callable[[], None] = lambda: None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
-        islands: Islands | None = None,
+        islands: ElasticMembership | None = None,
         outer_optimizer: OptimizerFactory | None = None,
     ) -> None:
         """Takes over parameters that are the same in all groups.

@@ -147,7 +147,7 @@ class Staging:
 
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
-        return self._kept.popleft() if self._kept else self._new(WORK, **self.state.place)
+        return self._kept.popleft() if self._kept else self._new(WORK, **self.state.factory_kwargs)
 
     def release(self, kept: Buffers) -> None:
         """Takes back what :meth:`keep` has set aside."""

@@ -103,7 +103,7 @@ class OuterState:
         numel: Number of parameters that this rank owns.
         device: Device of the parameters.
         offload: Whether the outer state is in host memory.
-        place: Device of the outer state, as arguments of what makes tensors.
+        factory_kwargs: Device of the outer state and pinning, as keyword arguments of ``torch.zeros``.
         flats: The flat buffers by name; float32, shape ``[numel]`` each. With error feedback one is the residual: what this
             group's own pseudo-gradients lost on the wire.
         chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
@@ -144,11 +144,11 @@ class OuterState:
         self.numel = sum(tensor.numel() for tensor in self._given)
         self.device = self._given[0].device if self._given else device or torch.device("cpu")
         self.offload = offload
-        self.place: dict[str, Any] = {"device": self.device}
+        self.factory_kwargs: dict[str, Any] = {"device": self.device}
         if offload:
-            self.place = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+            self.factory_kwargs = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         names = state_names(segment_numel is not None)
-        self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.place) for name in names}
+        self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
         self.reduced_residuals: dict[int, Tensor] = {}
         if segment_numel:

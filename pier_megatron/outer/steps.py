@@ -8,7 +8,7 @@ import torch
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer.elastic import ElasticParticipants, Islands
+from pier_megatron.outer.elastic import ElasticMembership, ElasticParticipants
 from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.restarts import NEVER
@@ -34,7 +34,7 @@ class OuterSteps:
         exchange: GroupExchange,
         weights: Weights,
         reports: OuterStepReports,
-        islands: Islands | None,
+        islands: ElasticMembership | None,
         outer_optimizer: OptimizerFactory | None,
     ) -> None:
         """Begins with none under way.
@@ -87,8 +87,9 @@ class OuterSteps:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
         if not isinstance(self.participants, ElasticParticipants):
             raise PierConfigError(
-                "OuterLoop.join() meets elastic islands, but this loop was built without islands. Pass "
-                "OuterLoop(..., islands=Islands(...)), or do not call join(): groups of one launch are together from the start."
+                "OuterLoop.join() meets elastic islands, but this loop was built without them. Pass "
+                "OuterLoop(..., islands=ElasticMembership(...)), or do not call join(): groups of one launch are together "
+                "from the start."
             )
         is_left = progress.last_common_step < progress.iteration
         self.take(progress, self._config.fragments_due(progress.iteration) if is_left else ())

@@ -37,7 +37,7 @@ from pier_megatron.commands import lighthouse
 from pier_megatron.exchange.authentication import new_secret
 from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.elastic import Islands
+from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 INTERVAL, MU, ETA = 5, 0.9, 0.7
@@ -336,7 +336,7 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
             GroupExchange(None, config.codec),
             group=world,
             inner_state=model.inner_state,
-            islands=Islands(membership, plan.index, plan.wait_seconds),
+            islands=ElasticMembership(membership, plan.index, plan.wait_seconds),
         )
 
     def note(round_: Any, sums: Any, restarted: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.elastic import Islands, LeftBehindError
+from pier_megatron.outer.elastic import ElasticMembership, LeftBehindError
 from pier_megatron.outer.verdicts import GOOD
 
 
@@ -53,7 +53,7 @@ def test_anchor_of_an_island_that_was_lost_is_not_taken_for_the_own_one() -> Non
     )
     membership = _Membership()
     joins = OuterLoop(
-        [[Shards([torch.randn(10)])]], config, GroupExchange(), islands=Islands(membership, own=0, wait_seconds=60)
+        [[Shards([torch.randn(10)])]], config, GroupExchange(), islands=ElasticMembership(membership, own=0, wait_seconds=60)
     )
     with pytest.raises(LeftBehindError, match="Island 0 lost those whose anchor it was to take over"):
         joins.join()

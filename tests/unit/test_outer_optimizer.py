@@ -13,7 +13,7 @@ from torch import Tensor
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, Snapshot
-from pier_megatron.outer.elastic import Islands
+from pier_megatron.outer.elastic import ElasticMembership
 
 LR, MU = 0.7, 0.6
 NESTEROV = functools.partial(torch.optim.SGD, lr=LR, momentum=MU, nesterov=True)
@@ -187,7 +187,7 @@ def test_what_cannot_be_right_is_refused(settings: dict[str, Any], message: str)
 
 
 def test_elastic_islands_are_refused() -> None:
-    islands = Islands(mock.Mock(), own=0, wait_seconds=60)
+    islands = ElasticMembership(mock.Mock(), own=0, wait_seconds=60)
     with pytest.raises(PierConfigError, match="an island that joins would lack its state"):
         OuterLoop(
             [[Shards([torch.zeros(3)])]], _config(), GroupExchange(), islands=islands, outer_optimizer=torch.optim.Adagrad

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint import stored_run
-from pier_megatron.integration.checkpoint.content import Place
+from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
 from pier_megatron.outer.description import Description
@@ -94,7 +94,7 @@ def test_elastic_island_goes_on_from_its_own_or_begins_anew(root: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run(Place):
+class Run(RunPosition):
     """The place of a group, in a layout that is the same everywhere."""
 
     def describe(self, iteration: int, **content: Any) -> Description:

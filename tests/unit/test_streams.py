@@ -15,7 +15,7 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer import Shards, flights, loop, rounds
-from pier_megatron.outer.elastic import Islands
+from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.rounds import Stopwatch
 from pier_megatron.outer.staging import Buffers, Staged, Staging
@@ -185,7 +185,7 @@ def _join_after_a_failure() -> int:
         mock.patch.object(OuterState, "copies_on_streams", True),
         detector.watching(),
     ):
-        islands = Islands(_Membership(_Furthest(detector)), own=0, wait_seconds=60)
+        islands = ElasticMembership(_Membership(_Furthest(detector)), own=0, wait_seconds=60)
         joins = loop.OuterLoop([[Shards([torch.randn(10)])]], config, GroupExchange(), islands=islands)
         detector.on_host |= {flat.untyped_storage().data_ptr() for state in joins.states for flat in state.flats.values()}
         joins.join()

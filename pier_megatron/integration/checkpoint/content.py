@@ -39,7 +39,7 @@ def layout_of(args: Any, ranks: int) -> dict[str, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RunPosition:
     """Where this rank stands among those that save and load together.
 
     Attributes:

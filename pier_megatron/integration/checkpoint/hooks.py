@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pier_megatron.integration import current, islands, startup
-from pier_megatron.integration.checkpoint.content import Place
+from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.checkpoint.stored_run import find
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
 
-def _place(optimizer: "PierOptimizer", group: int) -> Place:
+def _place(optimizer: "PierOptimizer", group: int) -> RunPosition:
     loop, island = optimizer.loop, islands.own()
-    return Place(
+    return RunPosition(
         config=loop.config,
         device_type=loop.device.type,
         group=group,

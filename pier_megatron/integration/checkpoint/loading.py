@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
+from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island, folder_of_island
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
@@ -53,7 +53,7 @@ class _Request:
 class Loading:
     """One load of a checkpoint, of Pier or of stock Megatron."""
 
-    def __init__(self, place: Place, loop: OuterLoop, stored: StoredRun | None) -> None:
+    def __init__(self, place: RunPosition, loop: OuterLoop, stored: StoredRun | None) -> None:
         """Prepares a load of what is ``stored`` into the parameters of ``place`` and into ``loop``."""
         self._place, self._loop = place, loop
         self._sources = Sources(place, stored) if stored is not None else None

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pier_megatron.integration.checkpoint.content import Place, sharded_object, without_sharded
+from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.random_states import random_states
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
@@ -21,7 +21,7 @@ class Saving:
 
     def __init__(
         self,
-        place: Place,
+        place: RunPosition,
         snapshot: Snapshot,
         checksums: Sequence[Mapping[str, int]],
         trained: Sequence[Tensor] | None,
@@ -33,7 +33,7 @@ class Saving:
             place: Groups, ranks and owners of this process.
             snapshot: State of the outer loop.
             checksums: Checksums of the outer state of each group that saves here, by name.
-            trained: Trained parameters, see :meth:`Place.inner_states`.
+            trained: Trained parameters, see :meth:`RunPosition.inner_states`.
             opt_param_scheduler: Megatron's.
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler

@@ -1,7 +1,7 @@
 """From which saved groups, and from which folders, a group goes on."""
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.checkpoint.content import Place
+from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
 from pier_megatron.outer.description import Description, checksum_name
 
@@ -13,7 +13,7 @@ class Sources:
         stored: Saved run.
     """
 
-    def __init__(self, place: Place, stored: StoredRun) -> None:
+    def __init__(self, place: RunPosition, stored: StoredRun) -> None:
         """Looks from ``place`` at what is stored."""
         self._place, self.stored = place, stored
         self._descriptions: dict[int, Description] = {}
