@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import current, islands, versions
+from pier_megatron.integration import current, island_world, islands, versions
 from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.integration.compression import traffic
 
@@ -78,7 +78,7 @@ def look_on(train_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
         _sent = traffic.counted()
     elif iteration == examined + 1:
         _looking.close()
-        with islands.in_the_launch():
+        with island_world.in_the_launch():
             group_of: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(group_of, group)
         if islands.rank_in_launch() == 0:

@@ -19,7 +19,7 @@ from pier_megatron.integration import (
     datasets,
     evaluation,
     examination,
-    islands,
+    island_world,
     logged_means,
     scoring,
     training,
@@ -127,14 +127,14 @@ TABLE = (
     # It sets one of Pier's own flags, which is checked further in.
     Seam(_ARGUMENTS, "validate_args", choice.validate, over=skipping.validate, imported_by=_INITIALIZE),
     # Islands.
-    Seam(_PARALLEL_STATE, "initialize_model_parallel", islands.form_islands),
-    Seam(_PARALLEL_STATE, "destroy_model_parallel", islands.return_to_the_launch),
-    Seam(_PARALLEL_STATE, "get_data_parallel_world_size", islands.count_all_islands),
-    Seam(_TRAINING, "build_train_valid_test_data_iterators", islands.read_own_samples),
-    Seam(_INITIALIZE, "_compile_dependencies", islands.one_after_the_other),
-    Seam("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", islands.hear_all_islands),
+    Seam(_PARALLEL_STATE, "initialize_model_parallel", island_world.form_islands),
+    Seam(_PARALLEL_STATE, "destroy_model_parallel", island_world.return_to_the_launch),
+    Seam(_PARALLEL_STATE, "get_data_parallel_world_size", island_world.count_all_islands),
+    Seam(_TRAINING, "build_train_valid_test_data_iterators", island_world.read_own_samples),
+    Seam(_INITIALIZE, "_compile_dependencies", island_world.one_after_the_other),
+    Seam("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", island_world.hear_all_islands),
     # All functions that print for the whole job are in one module.
-    Seam("megatron.training.utils", "print", islands.print_once, is_builtin=True),
+    Seam("megatron.training.utils", "print", island_world.print_once, is_builtin=True),
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
     Seam(_TRAINING, "get_megatron_optimizer", choice.compile_codecs, over=training.build_optimizer),
