@@ -8,6 +8,7 @@ import builtins
 import dataclasses
 import functools
 import importlib
+import inspect
 import operator
 import os
 from collections.abc import Callable, Iterable
@@ -53,7 +54,8 @@ class Seam:
         over: Function that an earlier row has put around the same one; None if there is none.
         releases: Releases that have the function.
         imported_by: Module that imports the function by name in some releases.
-        is_builtin: Whether the function is one of Python's, replaced in this module only.
+        called_by: Function of the module that calls this one, which is one of Python's; replaced where the caller is defined,
+            and nowhere else.
     """
 
     module: str
@@ -62,7 +64,7 @@ class Seam:
     over: Callable[..., Any] | None = None
     releases: tuple[str, ...] = ()
     imported_by: str | None = None
-    is_builtin: bool = False
+    called_by: str | None = None
 
     @property
     def exists(self) -> bool:
@@ -73,10 +75,12 @@ class Seam:
         """Returns the function that is there.
 
         Raises:
-            UnsupportedMegatronError: If there is none.
+            UnsupportedMegatronError: If there is none, or nothing that calls one of Python's.
         """
         module = importlib.import_module(self.module)
-        if self.is_builtin:
+        if self.called_by is not None:
+            if self.name not in inspect.unwrap(versions.require(self.module, self.called_by)).__code__.co_names:
+                raise versions.missing(f"{self.name}() in {self.module}.{self.called_by}")
             return vars(builtins)[self.name]
         found = versions.require(self.module, self.name)
         owner, _, attribute = self.name.rpartition(".")
@@ -92,6 +96,9 @@ class Seam:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return self.around(original, *args, **kwargs)
 
+        if self.called_by is not None:
+            inspect.unwrap(versions.require(self.module, self.called_by)).__globals__[self.name] = wrapper
+            return
         *path, attribute = self.name.split(".")
         owners = [functools.reduce(getattr, path, importlib.import_module(self.module))]
         if self.imported_by is not None and hasattr(other := importlib.import_module(self.imported_by), attribute):
@@ -133,8 +140,8 @@ TABLE = (
     Seam(_TRAINING, "build_train_valid_test_data_iterators", island_world.read_own_samples),
     Seam(_INITIALIZE, "_compile_dependencies", island_world.one_after_the_other),
     Seam("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", island_world.hear_all_islands),
-    # All functions that print for the whole job are in one module.
-    Seam("megatron.training.utils", "print", island_world.print_once, is_builtin=True),
+    # All functions that print for the whole job are in the same file, which has moved in 0.18.
+    Seam("megatron.training.utils", "print", island_world.print_once, called_by="print_rank_0"),
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
     Seam(_TRAINING, "get_megatron_optimizer", choice.compile_codecs, over=training.build_optimizer),
