@@ -9,6 +9,7 @@ the islands of a launch still share: the samples, which they divide and count to
 import contextlib
 import datetime
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -111,18 +112,27 @@ def return_to_the_launch(destroy_model_parallel: Callable[..., Any], *args: Any,
 
 
 @in_islands
-def count_all_islands(size: Callable[..., int], island: Island, /, *args: Any, **kwargs: Any) -> int:
-    """Answers with the data-parallel size of the job who asks without qualification, to count samples."""
-    return size(*args, **kwargs) * (1 if args or kwargs else island.count)
+def count_all_islands(train: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    """Lets Megatron's loop count the samples of all islands.
+
+    The loop multiplies by the data-parallel size in its own body, so no smaller function could be wrapped. Only the loop's own
+    name for ``parallel_state`` is replaced: everyone else asks for the size of the island's process groups, and gets it.
+    """
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    counting = types.SimpleNamespace(**vars(parallel_state))
+    counting.get_data_parallel_world_size = lambda: island.count * parallel_state.get_data_parallel_world_size()
+    with versions.replaced(versions.require("megatron.training", "training"), {"mpu": counting}):
+        return train(*args, **kwargs)
 
 
 @in_islands
 def read_own_samples(build_data_iterators: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
     """Gives each island its share of the samples, one island after the other."""
     parallel_state = versions.require("megatron.core", "parallel_state")
-    size = parallel_state.get_data_parallel_world_size() // island.count
-    rank = island.index * size + parallel_state.get_data_parallel_rank()
-    with island.in_turn(), versions.replaced(parallel_state, {"_MPU_DATA_PARALLEL_RANK": rank}):
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    # Megatron's own means to answer with another size and rank than those of the process group.
+    place = {"_MPU_DATA_PARALLEL_WORLD_SIZE": island.count * size, "_MPU_DATA_PARALLEL_RANK": island.index * size + rank}
+    with island.in_turn(), versions.replaced(parallel_state, place):
         return build_data_iterators(*args, **kwargs)
 
 

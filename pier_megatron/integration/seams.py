@@ -136,7 +136,7 @@ TABLE = (
     # Islands.
     Seam(_PARALLEL_STATE, "initialize_model_parallel", island_world.form_islands),
     Seam(_PARALLEL_STATE, "destroy_model_parallel", island_world.return_to_the_launch),
-    Seam(_PARALLEL_STATE, "get_data_parallel_world_size", island_world.count_all_islands),
+    Seam(_TRAINING, "train", island_world.count_all_islands),
     Seam(_TRAINING, "build_train_valid_test_data_iterators", island_world.read_own_samples),
     Seam(_INITIALIZE, "_compile_dependencies", island_world.one_after_the_other),
     Seam("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", island_world.hear_all_islands),
@@ -148,7 +148,7 @@ TABLE = (
     Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, releases=("0.17",)),
     Seam(_TRAINING, "setup_model_and_optimizer", training.join),
     Seam(_TRAINING, "setup_model_and_optimizer", skipping.set_up, over=training.join),
-    Seam(_TRAINING, "train", training.train),
+    Seam(_TRAINING, "train", training.train, over=island_world.count_all_islands),
     Seam(_TRAINING, "train_step", training.train_step),
     Seam(_TRAINING, "dummy_train_step", training.skip_iteration),
     Seam(_TRAINING, "get_forward_backward_func", layered.get_schedule),
@@ -211,11 +211,11 @@ NEEDED = (
     Needed("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
     Needed(
         _PARALLEL_STATE,
-        "RankGenerator get_data_parallel_group get_data_parallel_rank get_embedding_group get_expert_data_parallel_group "
-        "get_expert_tensor_parallel_group get_inter_distributed_optimizer_instance_group get_pipeline_model_parallel_group "
-        "get_pipeline_model_parallel_rank get_tensor_model_parallel_group get_tensor_model_parallel_rank "
-        "_DATA_PARALLEL_GROUP_WITH_CP _EXPERT_DATA_PARALLEL_GROUP _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP "
-        "_MPU_DATA_PARALLEL_RANK",
+        "RankGenerator get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_embedding_group "
+        "get_expert_data_parallel_group get_expert_tensor_parallel_group get_inter_distributed_optimizer_instance_group "
+        "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_tensor_model_parallel_group "
+        "get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP_WITH_CP _EXPERT_DATA_PARALLEL_GROUP "
+        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK _MPU_DATA_PARALLEL_WORLD_SIZE",
     ),
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", releases=("0.19",)),
     Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", releases=("0.19",)),
@@ -230,7 +230,7 @@ NEEDED = (
         "megatron.training.theoretical_memory_usage",
         "compute_activation_memory_without_sp compute_weight_and_optimizer_memory",
     ),
-    Needed(_TRAINING, "_TRAIN_START_TIME num_floating_point_operations update_train_iters"),
+    Needed(_TRAINING, "_TRAIN_START_TIME mpu num_floating_point_operations update_train_iters"),
     Needed("megatron.training.utils", "print_rank_last"),
 )
 """What Pier looks up by name while it runs."""
