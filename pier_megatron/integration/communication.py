@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration import current, islands
+from pier_megatron.integration import current, island_world, islands
 from pier_megatron.megatron_api import versions
 
 _TRAINING = "megatron.training.training"
@@ -90,7 +90,7 @@ def in_the_group(function: Callable[..., Any], optimizer: Any, /, *args: Any, **
 def vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, machine: Any, value: bool | list[bool]) -> Any:
     """Asks whether an iteration has to be run again: all groups, or only the own where the others train on other parameters."""
     if not optimizer.loop.is_local:
-        with islands.in_the_launch():
+        with island_world.in_the_launch():
             return reduce_any(machine, value)
     votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(votes, group=ranks_of_group(optimizer))

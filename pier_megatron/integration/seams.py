@@ -14,7 +14,7 @@ from pier_megatron.integration import (
     datasets,
     evaluation,
     examination,
-    islands,
+    island_world,
     logged_means,
     scoring,
     training,
@@ -42,19 +42,19 @@ TABLE = (
     Seam(_ARGUMENTS, "add_megatron_arguments", arguments.add_flags),
     Seam(_ARGUMENTS, "validate_args", arguments.validate, imported_by=_INITIALIZE),
     # Islands.
-    Seam(_PARALLEL_STATE, "initialize_model_parallel", islands.form_islands),
-    Seam(_PARALLEL_STATE, "destroy_model_parallel", islands.return_to_the_launch),
-    Seam(_PARALLEL_STATE, "get_data_parallel_world_size", islands.count_all_islands),
-    Seam(_TRAINING, "build_train_valid_test_data_iterators", islands.read_own_samples),
-    Seam(_INITIALIZE, "_compile_dependencies", islands.one_after_the_other),
-    Seam("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", islands.hear_all_islands),
-    # All functions that print for the whole job are in one module.
-    Seam("megatron.training.utils", "print", islands.print_once, is_builtin=True),
+    Seam(_PARALLEL_STATE, "initialize_model_parallel", island_world.form_islands),
+    Seam(_PARALLEL_STATE, "destroy_model_parallel", island_world.return_to_the_launch),
+    Seam(_TRAINING, "train", island_world.count_all_islands),
+    Seam(_TRAINING, "build_train_valid_test_data_iterators", island_world.read_own_samples),
+    Seam(_INITIALIZE, "_compile_dependencies", island_world.one_after_the_other),
+    Seam("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", island_world.hear_all_islands),
+    # All functions that print for the whole job are in the same file, which has moved in 0.18.
+    Seam("megatron.training.utils", "print", island_world.print_once, called_by="print_rank_0"),
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
     Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, releases=("0.17",)),
     Seam(_TRAINING, "setup_model_and_optimizer", training.join),
-    Seam(_TRAINING, "train", training.train),
+    Seam(_TRAINING, "train", training.train, over=island_world.count_all_islands),
     Seam(_TRAINING, "train_step", training.train_step),
     Seam(_TRAINING, "dummy_train_step", training.skip_iteration),
     Seam(_TRAINING, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
@@ -107,11 +107,11 @@ NEEDED = (
     Needed("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
     Needed(
         _PARALLEL_STATE,
-        "RankGenerator get_data_parallel_group get_data_parallel_rank get_embedding_group get_expert_data_parallel_group "
-        "get_expert_tensor_parallel_group get_inter_distributed_optimizer_instance_group get_pipeline_model_parallel_group "
-        "get_pipeline_model_parallel_rank get_tensor_model_parallel_group get_tensor_model_parallel_rank "
-        "_DATA_PARALLEL_GROUP_WITH_CP _EXPERT_DATA_PARALLEL_GROUP _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP "
-        "_MPU_DATA_PARALLEL_RANK",
+        "RankGenerator get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_embedding_group "
+        "get_expert_data_parallel_group get_expert_tensor_parallel_group get_inter_distributed_optimizer_instance_group "
+        "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_tensor_model_parallel_group "
+        "get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP_WITH_CP _EXPERT_DATA_PARALLEL_GROUP "
+        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK _MPU_DATA_PARALLEL_WORLD_SIZE",
     ),
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", releases=("0.19",)),
     Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", releases=("0.19",)),
@@ -126,7 +126,7 @@ NEEDED = (
         "megatron.training.theoretical_memory_usage",
         "compute_activation_memory_without_sp compute_weight_and_optimizer_memory",
     ),
-    Needed(_TRAINING, "_TRAIN_START_TIME num_floating_point_operations update_train_iters"),
+    Needed(_TRAINING, "_TRAIN_START_TIME mpu num_floating_point_operations update_train_iters"),
     Needed("megatron.training.utils", "print_rank_last"),
 )
 """What Pier looks up by name while it runs."""

@@ -16,7 +16,7 @@ from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, islands, refusals, run_identity, startup
+from pier_megatron.integration import current, island_world, islands, refusals, run_identity, startup
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
 from pier_megatron.integration.checkpoint.files import use_folders_of_island
 from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
@@ -71,7 +71,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
         use_folders_of_island(versions.megatron_args(), island.index)
         if island.is_job:
             use_index_of_island(versions.megatron_args(), island.index)
-    with islands.in_the_launch():
+    with island_world.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
         communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))

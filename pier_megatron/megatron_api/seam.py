@@ -4,6 +4,7 @@ import builtins
 import dataclasses
 import functools
 import importlib
+import inspect
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,7 +25,8 @@ class Seam:
         is_outermost: Whether it goes around whatever earlier rows have put there, in place of ``over``.
         releases: Releases that have the function.
         imported_by: Module that imports the function by name in some releases.
-        is_builtin: Whether the function is one of Python's, replaced in this module only.
+        called_by: Function of the module that calls this one, which is one of Python's; replaced where the caller is defined,
+            and nowhere else.
     """
 
     module: str
@@ -34,7 +36,7 @@ class Seam:
     is_outermost: bool = False
     releases: tuple[str, ...] = ()
     imported_by: str | None = None
-    is_builtin: bool = False
+    called_by: str | None = None
 
     @property
     def exists(self) -> bool:
@@ -45,10 +47,12 @@ class Seam:
         """Returns the function that is there.
 
         Raises:
-            UnsupportedMegatronError: If there is none.
+            UnsupportedMegatronError: If there is none, or nothing that calls one of Python's.
         """
         module = importlib.import_module(self.module)
-        if self.is_builtin:
+        if self.called_by is not None:
+            if self.name not in inspect.unwrap(versions.require(self.module, self.called_by)).__code__.co_names:
+                raise versions.missing(f"{self.name}() in {self.module}.{self.called_by}")
             return vars(builtins)[self.name]
         found = versions.require(self.module, self.name)
         owner, _, attribute = self.name.rpartition(".")
@@ -64,6 +68,9 @@ class Seam:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return self.around(original, *args, **kwargs)
 
+        if self.called_by is not None:
+            inspect.unwrap(versions.require(self.module, self.called_by)).__globals__[self.name] = wrapper
+            return
         *path, attribute = self.name.split(".")
         owners = [functools.reduce(getattr, path, importlib.import_module(self.module))]
         if self.imported_by is not None and hasattr(other := importlib.import_module(self.imported_by), attribute):

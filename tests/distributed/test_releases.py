@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -123,6 +124,11 @@ def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded]) -> No
 def test_islands_train_as_instances_do(runs: dict[str, Recorded]) -> None:
     assert runs["islands"].losses == runs["tp2"].losses
     assert runs["islands"].grad_norms == runs["tp2"].grad_norms
+
+
+def test_first_island_prints_alone(runs: dict[str, Recorded]) -> None:
+    for name in ("islands", "tp2"):
+        assert re.findall(r" iteration +(\d+)/ +12 \|", runs[name].printed) == [str(iteration) for iteration in range(1, 13)]
 
 
 def test_breadth_first_equals_depth_first(runs: dict[str, Recorded]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pier_megatron.integration import islands
+from pier_megatron.integration import island_world, islands
 from pier_megatron.integration.checkpoint.files import folder_of_island
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
@@ -68,7 +68,7 @@ def find(root: Path, step: int | None, accepts_changes: bool) -> StoredRun | Non
     """
     island = islands.own()
     looks = dist.get_rank() == 0
-    with islands.in_the_launch():
+    with island_world.in_the_launch():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, _iterations_in(root, island) if looks else {})
         iterations: dict[int, set[int]] = {}

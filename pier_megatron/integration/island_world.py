@@ -1,0 +1,158 @@
+"""Everything that is replaced so that stock Megatron takes one island of a launch for the whole world.
+
+``torchrun`` starts all ranks as ever, and Megatron's arguments speak of all of them; only its process groups are those of an
+island. Just before Megatron builds them, the ranks of the island become PyTorch's default group: what Megatron makes of it is
+stock and knows of no other island. ``docs/islands.md`` says why Megatron's own offsets do not replace this. The rest is what
+the islands of a launch still share: the samples, which they divide and count together, the files, the signals and the log.
+"""
+
+import contextlib
+import datetime
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pier_megatron.exchange.topology import DESCRIPTION
+from pier_megatron.integration import islands
+from pier_megatron.integration.islands import Island, in_islands
+from pier_megatron.megatron_api import versions
+
+# Where Megatron keeps the group between the instances of its distributed optimizer. An island has only one.
+_BETWEEN = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
+
+
+@contextlib.contextmanager
+def in_the_launch() -> Iterator[None]:
+    """Inside, PyTorch's default group is that of all ranks of the launch. Islands' groups do not know their ranks there."""
+    island = islands.own()
+    with contextlib.nullcontext() if island is None else _default_group(island.launch):
+        yield
+
+
+@contextlib.contextmanager
+def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+    before = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
+
+
+def form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Forms Megatron's process groups inside each island."""
+    settings = versions.require("megatron.training.global_vars", "_GLOBAL_ARGS")
+    if not getattr(settings, "pier_islands", None):
+        return initialize_model_parallel(*args, **kwargs)
+    launch, count = dist.group.WORLD, settings.pier_groups
+    assert launch is not None
+    if settings.pier_lighthouse is not None:
+        islands.set_own(Island(settings.pier_island, count, launch, launch))
+        # As Megatron's arguments speak of the whole run.
+        settings.world_size = count * launch.size()
+        return initialize_model_parallel(*args, **kwargs)
+    size = launch.size() // count
+    index = launch.rank() // size
+    blocks = [list(range(first, first + size)) for first in range(0, launch.size(), size)]
+    world = _new_world(launch, index, size, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
+    with _default_group(world):
+        result = initialize_model_parallel(*args, **kwargs)
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    between, _ = dist.new_subgroups_by_enumeration(
+        [list(alike) for alike in zip(*blocks, strict=True)], group_desc=f"{DESCRIPTION}BETWEEN_ISLANDS"
+    )
+    versions.assign(parallel_state, _BETWEEN, between)
+    inside = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    dense, expert = (
+        _over_all_islands([block[rank] for block in blocks for rank in dist.get_process_group_ranks(group)]) for group in inside
+    )
+    dist.group.WORLD = world
+    islands.set_own(Island(index, count, launch, world, between, dense, expert))
+    return result
+
+
+def _new_world(launch: dist.ProcessGroup, index: int, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Makes a default group of PyTorch's for the ranks of an island, on a store of its own."""
+    store = dist.PrefixStore(f"pier/island_{index}", distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    # PyTorch would put the rank in the island before every line of an error, behind that in the launch.
+    excepthook = sys.excepthook
+    with _default_group(None):
+        dist.init_process_group(
+            dist.get_backend(launch), store=store, rank=launch.rank() % size, world_size=size, timeout=timeout
+        )
+        world = dist.group.WORLD
+    sys.excepthook = excepthook
+    assert world is not None
+    return world
+
+
+def _over_all_islands(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Makes a group of the same ranks of all islands; called by all ranks, each with its own group's."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tuple(ranks))
+    own: dist.ProcessGroup
+    enumeration = [list(ranks) for ranks in sorted(set(everyone))]
+    own, _ = dist.new_subgroups_by_enumeration(enumeration, group_desc=f"{DESCRIPTION}OVER_ISLANDS")
+    return own
+
+
+def return_to_the_launch(destroy_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Makes the launch PyTorch's default group again."""
+    island = islands.own()
+    if island is not None:
+        dist.group.WORLD = island.launch
+        islands.set_own(None)
+    return destroy_model_parallel(*args, **kwargs)
+
+
+@in_islands
+def count_all_islands(train: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    """Lets Megatron's loop count the samples of all islands.
+
+    The loop multiplies by the data-parallel size in its own body, so no smaller function could be wrapped. Only the loop's own
+    name for ``parallel_state`` is replaced: everyone else asks for the size of the island's process groups, and gets it.
+    """
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    counting = types.SimpleNamespace(**vars(parallel_state))
+    counting.get_data_parallel_world_size = lambda: island.count * parallel_state.get_data_parallel_world_size()
+    with versions.replaced(versions.require("megatron.training", "training"), {"mpu": counting}):
+        return train(*args, **kwargs)
+
+
+@in_islands
+def read_own_samples(build_data_iterators: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    """Gives each island its share of the samples, one island after the other."""
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    # Megatron's own means to answer with another size and rank than those of the process group.
+    place = {"_MPU_DATA_PARALLEL_WORLD_SIZE": island.count * size, "_MPU_DATA_PARALLEL_RANK": island.index * size + rank}
+    with island.in_turn(), versions.replaced(parallel_state, place):
+        return build_data_iterators(*args, **kwargs)
+
+
+@in_islands
+def one_after_the_other(function: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    """Lets islands write files that all share one after the other."""
+    with island.in_turn():
+        return function(*args, **kwargs)
+
+
+@in_islands
+def hear_all_islands(signals_received: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+    """Looks for signals to any rank of the launch."""
+    with in_the_launch():
+        return signals_received(*args, **kwargs)
+
+
+def print_once(say: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Prints what Megatron prints for the whole job on one island only."""
+    island = islands.own()
+    if island is None or island.index == 0 or island.is_job:
+        say(*args, **kwargs)
