@@ -90,7 +90,15 @@ def main() -> None:
         "--only", nargs="+", default=[], metavar="ROW", help="these rows, beside those that others are compared with"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
+    parser.add_argument(
+        "--from", dest="measured", type=Path, metavar="JSON", help="print tables of docs/interconnect.json, measure nothing"
+    )
     options = parser.parse_args()
+    if options.measured:
+        for series, found in json.loads(options.measured.read_text()).items():
+            tables = (_table(rate, rows(found, rate)) for rate in rates(found))
+            print(f"## {series}\n\n{summary(found)}\n\n" + "\n\n".join(tables) + "\n")
+        return
     options.output.mkdir(parents=True, exist_ok=True)
     unknown = set(options.only) - _CONFIGURATIONS.keys()
     if unknown:
@@ -111,14 +119,14 @@ def main() -> None:
                         measured.setdefault(f"{rate:g} {name}", []).append(result)
                 # Not only at the end: hours may have gone into it.
                 (options.output / "interconnect.json").write_text(json.dumps(measured))
-    rows = {rate: _rows(measured, rate) for rate in options.rates}
-    table = "\n\n".join(_table(rate, found) for rate, found in rows.items())
+    found_at = {rate: rows(measured, rate) for rate in options.rates}
+    table = "\n\n".join(_table(rate, found) for rate, found in found_at.items())
     command = f"python benchmarks/interconnect.py --rates {' '.join(f'{rate:g}' for rate in options.rates)}"
     if options.only:
         command += " --only " + " ".join(map(repr, options.only))
     heading = f"`{command} --repetitions {options.repetitions}`, {date.today().isoformat()}\n\n"
     (options.output / "interconnect.md").write_text(heading + table + "\n")
-    _plot(options.output / "interconnect.png", rows)
+    _plot(options.output / "interconnect.png", found_at)
     print(f"\n{table}\n\nWritten to {options.output}")
 
 
@@ -155,9 +163,50 @@ def run(
     return {name: max((result[name] for result in alone), key=lambda run: sum(run["seconds"].values())) for name in alone[0]}
 
 
-def _rows(measured: dict[str, list[dict[str, Any]]], rate: float) -> list[dict[str, Any]]:
+def rates(measured: dict[str, list[dict[str, Any]]]) -> list[float]:
+    """The rates of the links in Mbit/s that were measured, the highest first."""
+    return sorted({float(name.split()[0]) for name in measured}, reverse=True)
+
+
+def times_wire(row: dict[str, Any], rate: float) -> float | None:
+    """Outer steps of an interval, in the time that their bytes take at the link's rate; None for a row without any."""
+    wire = row["outer bytes"] * 8 / (rate * 1e6)
+    return row["outer seconds"] / wire if row["outer steps"] and wire else None
+
+
+def headline(measured: dict[str, list[dict[str, Any]]]) -> str:
+    """What decides: mean iterations, outer steps included, of synchronous training and of Pier on links of each rate."""
+    found = {rate: {row["name"]: row["mean"] for row in rows(measured, rate)} for rate in rates(measured)}
+    lines = [f"| | {' | '.join(f'{rate:g} Mbit/s' for rate in found)} |", "|---" * (1 + len(found)) + "|"]
+    for label, name in (
+        ("synchronous", _SYNCHRONISED),
+        ("Pier, blocking", "Pier, blocking"),
+        ("Pier, overlapped by 25", "Pier, overlapped by 25"),
+        ("one group alone, no network", _LIMIT),
+    ):
+        lines.append(f"| {label} | {' | '.join(f'{at[name] * 1e3:.0f} ms' for at in found.values())} |")
+    gains = (at[_SYNCHRONISED] / at["Pier, blocking"] for at in found.values())
+    lines.append(f"| synchronous against Pier, blocking | {' | '.join(f'{gain:.1f} x' for gain in gains)} |")
+    return "\n".join(lines)
+
+
+def summary(measured: dict[str, list[dict[str, Any]]]) -> str:
+    """One table of all rates: the best interval against one group alone, and outer steps against the wire."""
+    columns = [f"{rate:g} Mbit/s, x alone | x wire" for rate in rates(measured)]
+    lines = [f"| | MB on the link per iteration | {' | '.join(columns)} |", "|---|---" + "|---|---" * len(columns) + "|"]
+    found = {rate: {row["name"]: row for row in rows(measured, rate)} for rate in rates(measured)}
+    for name in next(iter(found.values())):
+        cells = [f"{statistics.median(at[name]['bytes'] for at in found.values()) / 1e6:.2g}"]
+        for rate, at in found.items():
+            wire = times_wire(at[name], rate)
+            cells += [f"{at[name]['best'] / at[_LIMIT]['best']:.2f}", "" if wire is None else f"{wire:.2f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rows(measured: dict[str, list[dict[str, Any]]], rate: float) -> list[dict[str, Any]]:
     """One row per configuration, over all repetitions."""
-    rows = []
+    found = []
     for name, (_, iterations) in _CONFIGURATIONS.items():
         runs = measured.get(f"{rate:g} {name}")
         if runs is None:
@@ -166,7 +215,7 @@ def _rows(measured: dict[str, list[dict[str, Any]]], rate: float) -> list[dict[s
         steps = [
             [step for step in run["outer steps"] if iterations[0] - 1 < step["iteration"] <= iterations[-1]] for run in runs
         ]
-        rows.append(
+        found.append(
             {
                 "name": name,
                 "median": statistics.median(statistics.median(times) for times in seconds),
@@ -175,12 +224,12 @@ def _rows(measured: dict[str, list[dict[str, Any]]], rate: float) -> list[dict[s
                 "best": min(statistics.mean(times) for times in seconds),
                 "bytes": statistics.median(sum(run["bytes"][str(i)] for i in iterations) for run in runs) / len(iterations),
                 "silent bytes": statistics.median(statistics.median(run["bytes"][str(i)] for i in iterations) for run in runs),
-                "outer seconds": min(sum(step["seconds"] for step in found) for found in steps),
-                "outer bytes": statistics.median(sum(step["bytes"] for step in found) for found in steps),
+                "outer seconds": min(sum(step["seconds"] for step in interval) for interval in steps),
+                "outer bytes": statistics.median(sum(step["bytes"] for step in interval) for interval in steps),
                 "outer steps": len(steps[0]),
             }
         )
-    return rows
+    return found
 
 
 def _table(rate: float, rows: list[dict[str, Any]]) -> str:
@@ -197,7 +246,7 @@ def _table(rate: float, rows: list[dict[str, Any]]) -> str:
     for row in rows:
         wire = row["outer bytes"] * 8 / (rate * 1e6)
         outer = (
-            f"{row['outer seconds']:.3f} | {row['outer bytes'] / 1e6:.2f} | {wire:.3f} | {row['outer seconds'] / wire:.2f}"
+            f"{row['outer seconds']:.3f} | {row['outer bytes'] / 1e6:.2f} | {wire:.3f} | {times_wire(row, rate):.2f}"
             if row["outer steps"] and wire
             else " | | |"
         )

@@ -54,8 +54,8 @@ class Point:
         return None if self.lost is None else self.lost * (run.batch * SEQUENCE / run.groups) / (1 - 1 / run.groups)
 
     @property
-    def foretold(self) -> float | None:
-        """The gap that the plugin would foretell, where it would."""
+    def predicted(self) -> float | None:
+        """Gap that the plugin would predict; None where it predicts nothing."""
         run = self.run
         config = PierConfig(
             run.iterations,
@@ -147,16 +147,16 @@ def _points(survey: Survey, setting: Setting, inner: str) -> Iterator[Point]:
 
 def _table(points: Iterable[Point]) -> str:
     columns = ("width", "sequences", "iterations", "groups", "H", "bytes of a group in an iteration", "rates", "schedule")
-    measured = ("synchronous", "gap", "", "noise to signal", "lost", "critical bytes", "intervals per group")
+    measured = ("synchronous", "gap", "", "noise / signal", "lost", "critical bytes", "intervals per group")
     rows: list[Sequence[object]] = []
     for point in points:
-        run, foretold = point.run, point.foretold
+        run, predicted = point.run, point.predicted
         cells = [run.width, run.batch, run.iterations, run.groups, run.interval, run.batch * SEQUENCE // run.groups]
         cells += [_rates(run), run.method, *(f"{loss:.3f}" for loss in (point.synchronous, point.gap))]
         cells += [f"{point.gap / point.synchronous:.1%}", f"{point.noise:.2f}", _figure(point.lost, 2)]
-        cells += [_figure(point.critical, 0), _figure(point.lost_intervals, 2), _figure(foretold, 3)]
-        rows.append([*cells, _figure(foretold and point.gap / foretold, 2)])
-    return _markdown((*columns, *measured, "foretold", "true / foretold"), rows)
+        cells += [_figure(point.critical, 0), _figure(point.lost_intervals, 2), _figure(predicted, 3)]
+        rows.append([*cells, _figure(predicted and point.gap / predicted, 2)])
+    return _markdown((*columns, *measured, "predicted", "measured / predicted"), rows)
 
 
 def _rates(run: Run) -> str:

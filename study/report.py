@@ -5,7 +5,7 @@ import itertools
 import json
 import operator
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,22 +32,43 @@ from pier_megatron.schedules import PRESETS
 # No study has more.
 _SEEDS = range(1, 100)
 
+# One colour for each training in all panels of the picture; what is synchronous is black.
+_COLORS = {"diloco": "C0", "pier": "C1", "pier-rising": "C2", "pier-muon-annealed": "C4", SYNCHRONOUS: "black"}
+_SYNCHRONOUS_ADAMW = "synchronous AdamW"
+_GROUPS = (2, 4, 8, 16)
+
+_LEGEND = """Explanations: [study.md](study.md). Losses
+are nats per byte, mean ± standard deviation over three paired seeds.
+
+| column | meaning |
+|---|---|
+| H / (1 - mu) / T | momentum horizon as a share of the run |
+| loss at the switch | validation loss after the last iteration of the lazy start |
+| rise after it | highest loss of the first five outer steps minus the loss at the switch |
+| gap | final loss minus that of the synchronous run on the same batches |
+| cosine | cosine of a group's pseudo-gradient to the mean one, averaged over groups and outer steps |
+| momentum length | momentum over the mean pseudo-gradient, averaged over outer steps |"""
+
 # Outer steps after the switch among which the highest loss counts as the rise.
 _RISE_STEPS = 5
 
 
 def main() -> None:
-    """Writes ``study.md``, ``study.json`` and ``study.png``."""
+    """Writes ``study-tables.md``, ``study.json`` and ``study.png``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of the runs (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for what it writes (%(default)s)")
     parser.add_argument("--known", type=Path, metavar="JSON", help="a study.json, for the curves of rows that are not there")
+    parser.add_argument("--only-picture", action="store_true", help="draw study.png, and write nothing else")
     options = parser.parse_args()
     PRESETS.update(ABLATIONS)
     known = json.loads(options.known.read_text()) if options.known else {}
     results = Results(Study(options.runs.resolve(), known=known))
+    if options.only_picture:
+        _plot(results, options.output / "study.png")
+        return
     sections = [_sweep(results), *(_section(results, table) for table in TABLES), _spreads(results)]
-    heading = f"# Tables of the study\n\n`make study` or `python study/report.py`, {date.today().isoformat()}."
+    heading = f"# Study tables\n\n`make study` or `python study/report.py`, {date.today().isoformat()}. {_LEGEND}"
     (options.output / "study-tables.md").write_text("\n\n".join([heading, *sections]) + "\n")
     (options.output / "study.json").write_text(json.dumps(results.raw(), indent=1, sort_keys=True))
     _plot(results, options.output / "study.png")
@@ -172,7 +193,7 @@ def _section(results: Results, table: Table) -> str:
 def _spreads(results: Results) -> str:
     """Spread of the weights over groups that meet in pairs, against the inner learning rate."""
     columns = ("", "spread after 5 outer steps", "at the end", "over the learning rate", "at the end", "correlation")
-    lines = ["## Spread of weights over groups in pairs\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = ["## Spread of weights over gossip pairs\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for groups, interval in itertools.product((4, 8, 16), (20, 10)):
         found = [results.spread(row) for row in _of_all_seeds("noloco", {"groups": groups, "interval": interval})]
         there = [pairs for pairs in found if pairs]
@@ -211,43 +232,55 @@ def _spread(values: Iterable[float | None], sign: str = "", digits: int = 3) -> 
 
 
 def _plot(results: Results, path: Path) -> None:
-    """Gap over groups and over the interval, and the loss of one seed around the switch."""
+    """Draws the gap over groups and over the interval, with AdamW and with Muon inside, and the losses of one seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colors = {method: f"C{index}" for index, method in enumerate((*METHODS, SYNCHRONOUS))}
-    figure, axes = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
-    for axis, table, varied in ((axes[0], TABLES[0], "groups"), (axes[1], TABLES[1], "interval")):
-        for method in table.methods:
-            points = []
-            for changes in table.variants.values():
-                gaps = [gap for gap in map(results.gap, _of_all_seeds(method, changes)) if gap is not None]
-                if gaps:
-                    points.append((changes[varied], statistics.mean(gaps), statistics.stdev(gaps) if len(gaps) > 1 else 0.0))
-            if points:
-                places, means, spreads = zip(*points, strict=True)
-                axis.errorbar(places, means, spreads, marker="o", capsize=3, color=colors[method], label=method)
-        values = [changes[varied] for changes in table.variants.values()]
-        named = {"groups": "groups", "interval": "iterations between outer steps"}[varied]
-        axis.set(xscale="log", xlabel=named, ylabel="final loss above synchronous AdamW, nats per byte")
-        axis.set_xticks(values, labels=[str(value) for value in values])
-        axis.minorticks_off()
-        axis.axhline(0, color="black", linewidth=1.5, label="synchronous AdamW")
-        axis.set_ylim(bottom=-0.02)
-        axis.legend()
-        axis.grid(alpha=0.3)
-    shown = [Row(method, 1) for method in METHODS]
-    for row in (*shown, shown[0].baseline):
+    figure, axes = pyplot.subplots(2, 2, figsize=(13, 10), layout="constrained")
+    _plot_gaps(results, axes[0, 0], "groups", _GROUPS, METHODS, {})
+    axes[0, 0].set(title="AdamW inside, H = 20", ylabel=f"final loss above {_SYNCHRONOUS_ADAMW}, nats per byte")
+    _plot_gaps(results, axes[0, 1], "groups", _GROUPS, ("diloco", "pier-rising", "pier-muon-annealed"), {"inner": MUON})
+    axes[0, 1].set(title="Muon inside, H = 20", ylabel="final loss above synchronous Muon, nats per byte")
+    # Not H = 200: a lazy start lasts at least an interval, so that row differs in two settings.
+    _plot_gaps(results, axes[1, 0], "interval", (10, 20, 50), ("diloco", "pier-rising"), {})
+    axes[1, 0].set(title="AdamW inside, 4 groups", ylabel=f"final loss above {_SYNCHRONOUS_ADAMW}, nats per byte")
+    axes[1, 0].set(xlabel="H, iterations between outer steps")
+    losses, rows = axes[1, 1], [Row(method, 1) for method in METHODS]
+    for row in (*rows, rows[0].baseline):
         curve = results.curve(row)
         if curve:
-            axes[2].plot(*zip(*sorted(curve.items()), strict=True), color=colors[row.method], label=row.method, linewidth=1)
-    axes[2].set(xlabel="iteration", ylabel="validation loss, nats per byte", title="4 groups, H = 20, seed 1")
-    axes[2].legend()
-    axes[2].grid(alpha=0.3)
+            label = _SYNCHRONOUS_ADAMW if row.method == SYNCHRONOUS else row.method
+            losses.plot(*zip(*sorted(curve.items()), strict=True), color=_COLORS[row.method], label=label, linewidth=1.2)
+    losses.set(xlabel="iteration", ylabel="validation loss, nats per byte", title="AdamW inside, 4 groups, H = 20, seed 1")
+    losses.legend()
+    losses.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _plot_gaps(
+    results: Results, axes: Any, varied: str, values: Sequence[int], methods: Sequence[str], changes: dict[str, Any]
+) -> None:
+    """Draws a line for each method over what is varied, with standard deviations over seeds; rows not trained are missing."""
+    for method in methods:
+        points = []
+        for value in values:
+            gaps = [gap for gap in map(results.gap, _of_all_seeds(method, changes | {varied: value})) if gap is not None]
+            if gaps:
+                points.append((value, statistics.mean(gaps), statistics.stdev(gaps) if len(gaps) > 1 else 0.0))
+        if points:
+            places, means, spreads = zip(*points, strict=True)
+            axes.errorbar(places, means, spreads, marker="o", capsize=3, color=_COLORS[method], label=method)
+    synchronous = "synchronous Muon" if changes.get("inner") == MUON else _SYNCHRONOUS_ADAMW
+    axes.axhline(0, color=_COLORS[SYNCHRONOUS], linewidth=1.5, label=synchronous)
+    axes.set(xscale="log", xlabel=varied)
+    axes.set_xticks(values, labels=[str(value) for value in values])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=-0.02)
+    axes.legend()
+    axes.grid(alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ SYNCHRONOUS = "adamw"
 ADAM, MUON = "adam", "muon"
 METHODS = ("diloco", "pier", "pier-rising")
 
-# What a schedule owes to each of its parts.
+# Schedules with one part changed.
 _PIER, _RISING = PRESETS["pier"], PRESETS["pier-rising"]
 _UNLIMITED = "pier-rising without the limit"
 _SHORT_DILOCO = "diloco with momentum 0.5"
@@ -137,7 +137,7 @@ TABLES = (
     ),
     Table("Lazy start, 8 groups", _BOTH, {f"{share:.0%}": {"lazy_start": share, "groups": 8} for share in (0.1, 0.3)}),
     Table(
-        "What a schedule owes to its parts, 4 groups",
+        "Parts of a schedule, 4 groups",
         (
             *("local-sgd", "pier", "pier-cosine", "pier-rising"),
             *(name for name in ABLATIONS if name not in (_UNLIMITED, _SHORT_DILOCO)),
@@ -146,17 +146,17 @@ TABLES = (
     ),
     Table("Many groups", _BOTH, {"16 groups": {"groups": 16}}),
     Table(
-        "Groups that meet in pairs, at equal intervals",
+        "Gossip pairs, equal intervals",
         (*_BOTH, "noloco"),
         {f"{groups} groups": {"groups": groups} for groups in (4, 8, 16)},
     ),
     Table(
-        "Groups that meet in pairs, at half the interval: the bytes of an all-reduce at H = 20",
+        "Gossip pairs, half the interval: the bytes of an all-reduce at H = 20",
         ("noloco",),
         {f"{groups} groups, H = 10": {"groups": groups, "interval": 10} for groups in (4, 8, 16)},
     ),
-    Table("What pairs owe to the start and the schedule, 8 groups", tuple(IN_PAIRS), {"H = 20": {"groups": 8}}),
-    Table("Pairs without a lazy start, 8 groups", (*_BOTH, "noloco"), {"H = 20": {"groups": 8, "lazy_start": 0.0}}),
+    Table("Gossip pairs, start and schedule, 8 groups", tuple(IN_PAIRS), {"H = 20": {"groups": 8}}),
+    Table("Gossip pairs without a lazy start, 8 groups", (*_BOTH, "noloco"), {"H = 20": {"groups": 8, "lazy_start": 0.0}}),
     Table(
         "Weak scaling: the batch and the learning rate grow with the groups",
         _BOTH,
@@ -179,11 +179,11 @@ TABLES = (
         {f"{groups} groups": {"groups": groups, "learning_rate": 1.6e-2, "inner": MUON} for groups in (4, 8)},
     ),
     Table(
-        "Muon inside: an eighth of the bytes, four times as often",
+        "Muon inside: int4 at a quarter of the interval",
         ("pier-muon-annealed",),
         {"8 groups, H = 5, int4": {"groups": 8, "interval": 5, "dtype": "int4", "inner": MUON}},
     ),
-    Table("A momentum that falls back at the end, 4 groups", ("pier-rising", "pier-annealed"), {"H = 20": {}}),
+    Table("Annealed momentum, 4 groups", ("pier-rising", "pier-annealed"), {"H = 20": {}}),
 )
 
 
