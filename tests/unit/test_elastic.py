@@ -63,6 +63,6 @@ def test_anchor_of_an_island_that_was_lost_is_not_taken_for_the_own_one() -> Non
 def test_loop_without_islands_has_nobody_to_join() -> None:
     config = PierConfig(train_iters=20, groups=1, sync_interval=4, lazy_start_iters=0)
     alone = OuterLoop([[Shards([torch.randn(10)])]], config, GroupExchange())
-    with pytest.raises(PierConfigError, match=r"join\(\) meets elastic islands.*without islands.*islands=Islands"):
+    with pytest.raises(PierConfigError, match=r"join\(\) meets elastic islands.*without them.*islands=ElasticMembership"):
         alone.join()
     assert alone.iteration == 0
