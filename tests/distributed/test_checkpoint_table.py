@@ -126,7 +126,7 @@ def table(runs: dict[str, Recorded]) -> str:
 def test_page_shows_what_every_kind_of_run_goes_on_with(runs: dict[str, Recorded]) -> None:
     found = table(runs)
     print(found)
-    page = (REPOSITORY / "docs" / "reliability.md").read_text()
+    page = (REPOSITORY / "docs" / "checkpoints.md").read_text()
     shown = re.search(r"\| saved by 4 groups .*?(?=\n\n)", page, re.DOTALL)
     assert shown
     assert shown[0] == found

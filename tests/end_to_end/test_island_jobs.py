@@ -250,7 +250,7 @@ def test_elastic_islands_and_other_runs_load_each_other(tmp_path: Path, corpus: 
     relay.run("elastic islands", 16, (*launch, 14))
     found = "\n".join(["| saved by 2 groups | loaded by 2 groups | outcome |", "|---|---|---|", *relay.rows])
     print(found)
-    assert found in (REPOSITORY / "docs" / "reliability.md").read_text()
+    assert found in (REPOSITORY / "docs" / "checkpoints.md").read_text()
     check_that_a_third_island_starts_from_the_first(tmp_path / "three", corpus, launch[1])
 
 

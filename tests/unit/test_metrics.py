@@ -1,7 +1,10 @@
 """Norms, cosines and the line of the log."""
 
+import dataclasses
 import math
 import random
+import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -60,6 +63,22 @@ def test_line_and_scalars() -> None:
         assert part in line
     assert _REPORT.scalars()["pier/bytes-sent"] == 3e6
     assert _REPORT.scalars()["pier/groups-left-out"] == 1
+
+
+def test_page_has_every_metric() -> None:
+    """The names in the tables of ``docs/monitoring.md`` are those in the code, and the line's are explained."""
+    repository = Path(__file__).parents[2]
+    page = (repository / "docs" / "monitoring.md").read_text()
+    code = "".join(path.read_text() for path in sorted((repository / "pier_megatron").rglob("*.py")))
+    literal = re.findall(r'f"\{SCALAR_PREFIX\}([^"]+)"|SCALAR_PREFIX \+ "([^"]+)"', code)
+    names = {f"pier/{formatted or plain}" for formatted, plain in literal} | set(re.findall(r'f"(compressed/[^"]+)"', code))
+    # Every report with all that it may have.
+    names |= dataclasses.replace(_REPORT, noise_to_signal=1.0, spread=1.0).scalars().keys()
+    shown = set(re.findall(r"^\| `((?:pier|compressed)/[^`]+)`", page, re.MULTILINE))
+    assert shown == {re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), name) for name in names}
+    line = dataclasses.replace(_REPORT, noise_to_signal=1.0, spread=1.0, spread_grows=True, outliers=(1,)).line()
+    labels = re.findall(r"(?<=\| )[a-zA-Z][\w -]*[\w]|(?<=\| )[A-Z ,]+(?=:)", line)
+    assert [label for label in labels if label.split(", see")[0] not in page] == []
 
 
 class WandbStandIn:

@@ -26,7 +26,7 @@ _PAGES = sorted(
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md")
     for page in _REPOSITORY.glob(pattern)
 )
-_PROGRAMS = ("pier-megatron", "torchrun", "make", "pip", "pytest", "python", "shtab", "git", "train.sh", "sbatch")
+_PROGRAMS = ("pier-megatron", "torchrun", "make", "pip", "pytest", "python", "shtab", "git", "train.sh", "sbatch", "srun")
 
 
 def shown(text: str) -> Iterator[list[str]]:
@@ -74,7 +74,9 @@ def test_command_is_understood(page: str, command: str) -> None:
             understand_script(words)
         case "shtab":
             assert callable(getattr(sys.modules[words[2].rpartition(".")[0]], words[2].rpartition(".")[2]))
-        case "git" | "train.sh" | "sbatch":
+        case "srun" if ".py" in command:
+            understand_flags(list(LaunchCommand.parse([program, *words]).arguments))
+        case "git" | "train.sh" | "sbatch" | "srun":
             # Tested with all that they start: test_checkouts.py, test_examples.py.
             files = [word for word in (program, *words) if Path(word).suffix in (".sh", ".slurm", ".patch")]
             assert all((_REPOSITORY / word).exists() or (_REPOSITORY / "examples" / word).exists() for word in files)
@@ -100,6 +102,8 @@ def understand_own(words: list[str]) -> None:
     started = getattr(options, "command", [])
     if "torchrun" in started:
         understand_launch(started)
+    elif started[:1] == ["srun"] and ".py" in shlex.join(started):
+        understand_flags(list(LaunchCommand.parse(started).arguments))
     understand_flags(getattr(options, "arguments", []))
 
 
