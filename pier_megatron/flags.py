@@ -1,4 +1,4 @@
-"""The ``--pier-*`` flags, generated from the settings: for Megatron's parser, and to check a job before anything is imported."""
+"""The ``--pier-*`` flags, generated from the settings: for Megatron's parser, and to check a job before imports."""
 
 import argparse
 import dataclasses

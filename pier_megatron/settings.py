@@ -145,8 +145,7 @@ class Settings:
     )
     lazy_start_iters: int | None = setting(
         None,
-        "Length of the lazy start in iterations, a multiple of the sync interval. Default: from "
-        "--pier-lazy-start-fraction.",
+        "Length of the lazy start in iterations, a multiple of the sync interval. Default: from --pier-lazy-start-fraction.",
         accepts=whole(0, why="with 0 for a run without one"),
     )
     outer_lr: float | None = setting(
@@ -201,9 +200,7 @@ class Settings:
         "Drop the rounding errors of a low-bit exchange, which saves 4 bytes per owned parameter. Default: error feedback, "
         "they are added to the next exchange.",
     )
-    offload: bool = setting(
-        False, "Keep the outer state in pinned host memory. Default: on the device."
-    )
+    offload: bool = setting(False, "Keep the outer state in pinned host memory. Default: on the device.")
     chunk_mib: int | None = setting(
         None,
         "Size in MiB, counted in FP32, of the chunks in which buffers are exchanged and updated. Default: 64 on a GPU, 16 on a "

@@ -50,11 +50,11 @@ def drawn_from(path: Path) -> str | None:
 
 
 def curves() -> dict[str, Any]:
-    """``mu`` and ``eta`` of each preset at every tenth outer step of a run of 10,000 iterations, and at its first ones."""
+    """``mu`` and ``eta`` of each preset at the sync iterations of a run."""
     found: dict[str, Any] = {}
     for name in PRESETS:
         config = PierConfig(preset=name, **_RUN)
-        steps = [step for step in range(50, 10_001, 50)]
+        steps = range(_RUN["sync_interval"], _RUN["train_iters"] + 1, _RUN["sync_interval"])
         found[name] = [[step, round(config.momentum_at(step), 6), round(config.learning_rate_at(step), 6)] for step in steps]
     return found
 
@@ -110,13 +110,12 @@ def floors() -> dict[str, Any]:
     def reached(name: str) -> set[str]:
         return imports[name].union(*(reached(below) for below in imports[name]))
 
-    direct = {
+    return {
         name.split(".")[1]: sorted(
             below.split(".")[1] for below in imports[name] if not any(below in reached(n) for n in imports[name] - {below})
         )
         for name in names
     }
-    return direct
 
 
 _JOBS = {

@@ -1,6 +1,6 @@
 """Writes the generated parts of the reference pages, so that they say what the code says.
 
-A page marks each part with ``<!-- generated: NAME -->`` and ``<!-- generated: end -->``; what stands outside is written by hand.
+A page marks each part with ``<!-- generated: NAME -->`` and ``<!-- generated: end -->``; the rest is written by hand.
 ``--check`` writes nothing and lists the pages and pictures that are not what this script would write.
 """
 
@@ -131,7 +131,9 @@ def _known(function: ast.FunctionDef, where: ast.AST, module: ModuleType | None)
                 known.setdefault(node.targets[0].id, []).extend(_texts(node.value, known))
         elif isinstance(node, ast.For) and any(inner is where for inner in ast.walk(node)):
             names = _names(node.iter, function, module)
-            known |= {f"{call}(name)": [", ".join(_flag(call, name) for name in names)] for call in ("flag", "flag_of") if names}
+            known |= {
+                f"{call}(name)": [", ".join(_flag(call, name) for name in names)] for call in ("flag", "flag_of") if names
+            }
     return known
 
 
@@ -211,6 +213,17 @@ def refused_flags_table() -> str:
     return table(["flag of Megatron", "reason"], reasons)
 
 
+def parameters_table() -> str:
+    """Parameters of ``PierConfig``: each with its type, its default and the flag that sets it."""
+    rows = [["`train_iters`", "`int`", "", "`--train-iters`", "Number of iterations of the run."]]
+    for field in (field for field in dataclasses.fields(Settings) if field.metadata):
+        kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+        default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        text = code_flags(field.metadata["help"].partition(" Default: ")[0])
+        rows.append([f"`{field.name}`", f"`{kind}`", default, f"`{flag_of(field.name)}`", text])
+    return table(["parameter", "type", "default", "flag", "meaning"], rows)
+
+
 def _described(segments: Sequence[Segment]) -> str:
     """A schedule in words."""
     words = []
@@ -280,6 +293,8 @@ def generated(name: str) -> str:
             return refusals_table()
         case "refused":
             return refused_flags_table()
+        case "parameters":
+            return parameters_table()
         case "presets":
             return presets_table()
         case "options":

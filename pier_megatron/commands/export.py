@@ -46,8 +46,8 @@ def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=name_or_folder,
         metavar="NAME_OR_DIR",
-        help="Hugging Face tokenizer of the model, such as gpt2 for Megatron's GPT2BPETokenizer (default: what the run had as "
-        "--tokenizer-model of a HuggingFaceTokenizer, otherwise none)",
+        help="Hugging Face tokenizer of the model, such as gpt2 for Megatron's GPT2BPETokenizer (default: the "
+        "--tokenizer-model of the run if it was a HuggingFaceTokenizer, otherwise none)",
     )
 
 

@@ -1,4 +1,4 @@
-"""The outer loop of one rank: when groups meet, and what they do then. Plain PyTorch; Megatron is one of its users."""
+"""The outer loop of one rank: when outer steps are due and what they do. Plain PyTorch; Megatron is one of its users."""
 
 import contextlib
 import dataclasses
@@ -130,7 +130,10 @@ class OuterLoop:
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock to the iteration (1-based) that begins, before its first micro-batch.
 
-        The clock counts iterations that were skipped too, so all groups agree on it without talking.
+        The clock counts skipped iterations too, so that all groups agree on it without communication.
+
+        Args:
+            iteration: Iteration that begins, counted from 1.
 
         Raises:
             RuntimeError: If it is not the one after the last.
@@ -157,8 +160,8 @@ class OuterLoop:
         """Does what is due after the inner step, whether or not this group has taken it: the others wait for it.
 
         Args:
-            has_trained: Whether this group has read its samples of the iteration. It has not where the iteration is skipped, or
-                where it rests for groups that are slower.
+            has_trained: Whether this group has trained on its samples of the iteration; False if the iteration is skipped or the
+                group rests.
 
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
@@ -190,7 +193,11 @@ class OuterLoop:
         self.end_iteration(has_trained=False)
 
     def reset(self, iteration: int | None = None) -> None:
-        """Takes the present parameters, which all groups share, for the anchor, without momentum; may set the clock."""
+        """Takes the present parameters, which all groups share, for the anchor, and sets the momentum to zero.
+
+        Args:
+            iteration: Iteration to set the clock to; None leaves it.
+        """
         self._weights.become_anchor()
         for state in self.states:
             state.momentum.zero_()
@@ -219,6 +226,9 @@ class OuterLoop:
         """Continues from a snapshot of an equally configured run over the same shards; rounds and residuals may be missing.
 
         The parameters have been restored before.
+
+        Args:
+            snapshot: Snapshot that :meth:`snapshot` has returned.
 
         Raises:
             PierConfigError: If this run would fall back into the lazy start.

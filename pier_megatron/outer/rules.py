@@ -25,18 +25,19 @@ class OuterRule(Protocol):
     sent_of: ClassVar[tuple[str, ...]]
 
     def send(self, staged: Staged) -> None:
-        """Writes what this group sends to ``staged.shared``, given its pseudo-gradient in ``staged.own``.
+        """Writes what this group sends to ``staged.shared``.
 
-        That is zero if it does not count.
+        Args:
+            staged: Buffers, with this group's pseudo-gradient in ``staged.own``; zero if the group is excluded.
         """
 
     def combine(self, staged: Staged, size: int, counted: int) -> None:
-        """Makes of the sum in ``staged.shared`` what this group is to descend along.
+        """Turns the sum in ``staged.shared`` into the direction that this group descends along.
 
         Args:
             staged: Buffers, with the sum over the participants of what they sent in ``staged.shared``.
-            size: How many groups met.
-            counted: How many of them count.
+            size: Number of participants.
+            counted: Number of participants that are not excluded.
         """
 
     def update(self, staged: Staged, is_alone: bool) -> None:
@@ -66,15 +67,15 @@ class Nesterov:
     sent_of: ClassVar[tuple[str, ...]] = (OWN,)
 
     def send(self, staged: Staged) -> None:
-        """Sends the pseudo-gradient."""
+        """Sends the pseudo-gradient; see :meth:`OuterRule.send`."""
         staged.shared.copy_(staged.own)
 
     def combine(self, staged: Staged, size: int, counted: int) -> None:
-        """Takes the mean over the groups that count."""
+        """Takes the mean over groups that are not excluded; see :meth:`OuterRule.combine`."""
         staged.shared.div_(counted)
 
     def update(self, staged: Staged, is_alone: bool) -> None:
-        """Takes the step."""
+        """Takes the step; see :meth:`OuterRule.update`."""
         delta, anchor, momentum = staged.shared, staged.anchor, staged.momentum
         torch.add(delta, momentum, alpha=self.mu, out=momentum)
         if is_alone:
