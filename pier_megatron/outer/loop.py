@@ -160,8 +160,8 @@ class OuterLoop:
         """Does what is due after the inner step, whether or not this group has taken it: the others wait for it.
 
         Args:
-            has_trained: Whether this group has trained on its samples of the iteration; False if the iteration is skipped or the
-                group rests.
+            has_trained: Whether this group has trained on its samples of the iteration; False if the iteration is skipped or
+                the group rests.
 
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
