@@ -83,6 +83,6 @@ def test_every_public_parameter_is_described(name: str) -> None:
 
 @pytest.mark.parametrize("diff", re.findall(r"```diff\n(.*?)```", (_DOCS / "architecture.md").read_text(), re.DOTALL))
 def test_diffs_of_the_architecture_apply(diff: str) -> None:
-    command = ["git", "apply", "--check", "--recount", "-"]
+    command = ["git", "apply", "--check", "-"]
     done = subprocess.run(command, input=diff, cwd=_REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
