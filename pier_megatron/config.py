@@ -55,7 +55,7 @@ class PierConfig(Settings):
             )
         if self.sync_seconds is not None and self.lighthouse is None:
             raise PierConfigError(
-                f"--pier-sync-seconds {self.sync_seconds} is for islands that are jobs of their own (--pier-lighthouse). "
+                f"--pier-sync-seconds {self.sync_seconds} is for elastic islands (--pier-lighthouse). "
                 "Groups of one launch take outer steps by --pier-sync-interval alone."
             )
         if self.inner_optimizer != "adam" and not self.islands:
@@ -67,9 +67,9 @@ class PierConfig(Settings):
         names = ("island", "island_address", "secret_file", "island_timeout", "island_wait") if self.lighthouse is None else ()
         for name in (name for name in names if getattr(self, name) != getattr(Settings, name)):
             raise PierConfigError(
-                f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for islands that are jobs of their "
-                "own. Without a lighthouse this job would train alone, as would the others, and all would save to one --save "
-                "folder. Add --pier-lighthouse URL, or drop it."
+                f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for elastic islands. Without a "
+                "lighthouse this job would train alone, as would the others, and all would save to one --save folder. Add "
+                "--pier-lighthouse URL, or drop it."
             )
 
     def _check_subgroups(self) -> None:
@@ -141,7 +141,7 @@ class PierConfig(Settings):
 
     @property
     def sends_differences(self) -> bool:
-        """Whether groups that meet send their pseudo-gradients, and their slow weights apart from them, ahead.
+        """Whether participants send their pseudo-gradients, and separately, ahead, their slow weights.
 
         With gamma = eta the sum of parameters says all. But those cross the groups exactly or not at all.
         """
@@ -326,7 +326,7 @@ class PierConfig(Settings):
             is_local: Whether the run was in its local phase there.
 
         Raises:
-            PierConfigError: If the run was in its local phase at ``iteration``, where it goes on; with what fits.
+            PierConfigError: If the run was in its local phase at ``iteration``; with the value that fits.
         """
         if not is_local or not self.is_lazy(iteration + 1):
             return

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until it is told to end, or makes a secret.
+    """Serves until SIGINT or SIGTERM, or writes a secret.
 
     Raises:
         PierConfigError: If it cannot listen, torchft is missing, or the secret's file cannot be created.

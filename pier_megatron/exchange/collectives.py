@@ -162,7 +162,7 @@ class GroupExchange(Exchange):
 
 
 class Sum:
-    """A sum over the groups under way; this one is that of a single group, which is there from the start."""
+    """A sum over the groups under way; this one is that of a single group, complete from the start."""
 
     def advance(self) -> None:
         """Begins what follows on what has arrived. Call it once on every rank, before :meth:`finish`."""

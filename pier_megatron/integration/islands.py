@@ -1,9 +1,9 @@
-"""Groups that are Megatron worlds of their own, in one launch.
+"""Groups that are separate Megatron worlds (islands), in one launch.
 
 ``torchrun`` starts all ranks as ever, and Megatron's arguments speak of all of them; only its process groups are those of an
 island. Just before Megatron builds them, the ranks of the island become PyTorch's default group: what Megatron makes of it is
-stock and knows of no other island. What is left to do is told here: which samples an island reads, what all islands do in turn
-or decide together, and who speaks.
+stock and knows of no other island. The rest is in this module: which samples an island reads, what all islands do in turn or
+decide together, and which of them prints.
 """
 
 import contextlib

@@ -188,7 +188,7 @@ class OuterLoop:
             raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self.config.island_wait} minutes.")
 
     def skip_iteration(self) -> None:
-        """An iteration in which nobody trains: the clock goes on, and what is due is done."""
+        """Skips an iteration, in which no group trains: the clock advances, and what is due is done."""
         self.begin_iteration(self.iteration + 1)
         self.end_iteration(has_trained=False)
 
@@ -246,8 +246,8 @@ class OuterLoop:
     def anchor_in_model(self, as_mean: bool = False) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Inside, the parameters are what all groups agreed on last; where they never do, the group's own slow weights.
 
-        For evaluation and saving while the groups have drifted apart or an exchange is under way: training goes on as if nobody
-        had looked.
+        For evaluation and saving while the groups have drifted apart or an exchange is under way: training is not
+        affected.
 
         Args:
             as_mean: Show the mean of all groups' slow weights instead, at the cost of an all-reduce.

@@ -90,7 +90,7 @@ class Nesterov:
 
 @dataclasses.dataclass(frozen=True)
 class NoLoCo:
-    """Heavy-ball momentum among the few groups that meet; arXiv 2506.10911, equations 2 and 3 with the sign of its equation 32.
+    """Heavy-ball momentum among a few participants; arXiv 2506.10911, equations 2 and 3 with the sign of its equation 32.
 
     ``momentum = alpha * momentum + anchor - mean(parameters)``, ``anchor = anchor - beta * momentum``: the paper's ``delta``
     is ``-beta * momentum``, and its gamma is beta, so that pseudo-gradients and anchors need not cross apart. A group that does

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import check_prose
 import pytest
 import write_reference
 
@@ -86,3 +87,10 @@ def test_diffs_of_the_architecture_apply(diff: str) -> None:
     command = ["git", "apply", "--check", "-"]
     done = subprocess.run(command, input=diff, cwd=_REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_prose_is_checked_outside_of_code() -> None:
+    page = "The job goes\non without it.\n\n```\nanew\n```\n`anew` [a](anew.md) is foretold\n"
+    assert [(line, word) for line, word, _ in check_prose.of_page(page)] == [(1, "goes on without"), (7, "foretold")]
+    module = 'def f():\n    """Begins anew."""\n    x = "anew"\n    p.add_argument("--a", help="in vain")\n'
+    assert [(line, word) for line, word, _ in check_prose.of_module(module)] == [(2, "anew"), (4, "in vain")]

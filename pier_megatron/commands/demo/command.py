@@ -118,7 +118,7 @@ def _check_own(folder: Path) -> None:
 
 
 def _make_empty(folder: Path) -> None:
-    """Makes a folder anew, marked as the demo's own."""
+    """Empties the demo's folder, or creates it, and marks it as its own."""
     _check_own(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
