@@ -42,7 +42,7 @@ def torchft(module: str) -> Any:
     except ImportError as error:
         raise PierConfigError(
             f"--pier-lighthouse needs torchft, which cannot be imported ({error}). Install it with pip install "
-            "'pier-megatron[islands]'."
+            "'torchft>=0.2', the extra [islands] of this plugin."
         ) from error
 
 

@@ -14,6 +14,7 @@ import write_reference
 
 import pier_megatron
 from pier_megatron import outer, reference, schedules
+from pier_megatron.exchange import authentication, codecs
 
 _REPOSITORY = Path(__file__).parents[2]
 _DOCS = _REPOSITORY / "docs"
@@ -38,6 +39,8 @@ def literal(path: str, name: str) -> int:
 
 _FIGURES: dict[str, Callable[[], int]] = {
     r"(\d+) refused command lines": lambda: literal("tests/end_to_end/test_arguments.py", "_REFUSED"),
+    r"FP32 scale for every (\d+) elements": lambda: codecs.BLOCK,
+    r"of at least (\d+) bytes": lambda: authentication._LEAST_SECRET,
     r"(\d+) refused checkpoints and set-ups": lambda: literal("tests/distributed/test_refusals.py", "_REFUSED"),
 }
 
@@ -52,7 +55,7 @@ def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
 
 def public_functions() -> Iterator[tuple[str, Any]]:
     """Functions and methods of the public API, by name."""
-    owners = [pier_megatron.PierConfig, *(getattr(outer, name) for name in outer.__all__)]
+    owners = [pier_megatron.PierConfig, pier_megatron.PierOptimizer, *(getattr(outer, name) for name in outer.__all__)]
     owners += [thing for thing in vars(schedules).values() if inspect.isclass(thing) and thing.__module__ == schedules.__name__]
     for owner in owners:
         for name, member in vars(owner).items():
