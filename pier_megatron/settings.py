@@ -80,7 +80,7 @@ class Settings:
     islands: bool = setting(
         False,
         "Make each group a separate Megatron world (island) of consecutive ranks, instead of an instance of the distributed "
-        "optimizer. No collective of Megatron's spans islands. Needed for Muon inside and for elastic islands. Default: "
+        "optimizer. No process group of Megatron's spans islands. Needed for Muon inside and for elastic islands. Default: "
         "instances.",
     )
     inner_optimizer: str = setting(
