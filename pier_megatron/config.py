@@ -1,4 +1,4 @@
-"""What a person has chosen about Pier, resolved and checked before anything is built.
+"""Settings of a run with Pier, resolved and checked before anything is built.
 
 Every check names the flag, its value, the arithmetic and a remedy, because it is read at 3 a.m. next to a failed job.
 """
@@ -55,7 +55,7 @@ class PierConfig(Settings):
             )
         if self.sync_seconds is not None and self.lighthouse is None:
             raise PierConfigError(
-                f"--pier-sync-seconds {self.sync_seconds} is for islands that are jobs of their own (--pier-lighthouse). "
+                f"--pier-sync-seconds {self.sync_seconds} is for elastic islands (--pier-lighthouse). "
                 "Groups of one launch take outer steps by --pier-sync-interval alone."
             )
         if self.inner_optimizer != "adam" and not self.islands:
@@ -67,9 +67,9 @@ class PierConfig(Settings):
         names = ("island", "island_address", "secret_file", "island_timeout", "island_wait") if self.lighthouse is None else ()
         for name in (name for name in names if getattr(self, name) != getattr(Settings, name)):
             raise PierConfigError(
-                f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for islands that are jobs of their "
-                "own. Without a lighthouse this job would train alone, as would the others, and all would save to one --save "
-                "folder. Add --pier-lighthouse URL, or drop it."
+                f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for elastic islands. Without a "
+                "lighthouse this job would train alone, as would the others, and all would save to one --save folder. Add "
+                "--pier-lighthouse URL, or drop it."
             )
 
     def _check_subgroups(self) -> None:
@@ -141,7 +141,7 @@ class PierConfig(Settings):
 
     @property
     def sends_differences(self) -> bool:
-        """Whether groups that meet send their pseudo-gradients, and their slow weights apart from them, ahead.
+        """Whether participants send their pseudo-gradients, and separately, ahead, their slow weights.
 
         With gamma = eta the sum of parameters says all. But those cross the groups exactly or not at all.
         """
@@ -153,18 +153,29 @@ class PierConfig(Settings):
         return not self.has_common_anchor and self.sends_differences and self.subgroup_gamma != 0
 
     def pull_at(self, iteration: int) -> float:
-        """``gamma / eta(t)``, what the momentum takes of the distance of slow weights to the mean of those that meet."""
+        """``gamma / eta(t)``, the share of the distance of the anchor to the participants' mean that the momentum takes.
+
+        Args:
+            iteration: Iteration, counted from 1.
+        """
         return 1.0 if self.subgroup_gamma is None else self.subgroup_gamma / self.learning_rate_at(iteration)
 
     def chunk_mib_on(self, device_type: str) -> int:
         """Size in MiB of the pieces in which buffers on a ``cpu`` or a ``cuda`` device are exchanged.
 
         A piece is cut into one segment for each group, and segments far below a MiB are bound by latency.
+
+        Args:
+            device_type: Type of the device, ``cpu`` or ``cuda``.
         """
         return self.chunk_mib or max(_CHUNK_MIB[device_type], self.groups)
 
     def chunk_numel_on(self, device_type: str) -> int:
-        """Largest number of elements of such a piece."""
+        """Largest number of elements of such a piece.
+
+        Args:
+            device_type: Type of the device, ``cpu`` or ``cuda``.
+        """
         return self.chunk_mib_on(device_type) * 2**20 // 4
 
     @cached_property
@@ -186,21 +197,36 @@ class PierConfig(Settings):
         return self._preset.warmup_momentum is not None
 
     def is_lazy(self, iteration: int) -> bool:
-        """Whether gradients of ``iteration`` (1-based) are averaged over all groups."""
+        """Whether gradients are averaged over all groups.
+
+        Args:
+            iteration: Iteration, counted from 1.
+        """
         return iteration <= self.lazy_start
 
     def is_momentum_warmup(self, iteration: int) -> bool:
-        """Whether the momentum warmup runs after ``iteration`` (1-based)."""
+        """Whether the momentum warmup runs after an iteration.
+
+        Args:
+            iteration: Iteration, counted from 1.
+        """
         return self.warms_momentum and self.is_lazy(iteration) and iteration % self.sync_interval == 0
 
     def is_outer_step(self, iteration: int) -> bool:
-        """Whether any fragment's outer step begins after ``iteration`` (1-based)."""
+        """Whether any fragment's outer step begins after an iteration.
+
+        Args:
+            iteration: Iteration, counted from 1.
+        """
         return bool(self.fragments_due(iteration))
 
     def fragments_due(self, iteration: int) -> range:
-        """Fragments whose outer step begins after ``iteration`` (1-based).
+        """Fragments whose outer step begins after an iteration.
 
         Each has one every H iterations, evenly spread, the last fragment at multiples of H; after the last iteration all do.
+
+        Args:
+            iteration: Iteration, counted from 1.
         """
         if self.is_lazy(iteration):
             return range(0)
@@ -212,12 +238,21 @@ class PierConfig(Settings):
         return range(begin, end)
 
     def next_outer_step(self, fragment: int, iteration: int) -> int | None:
-        """The iteration after which a fragment's next outer step begins, later than ``iteration``; None if there is none."""
+        """The iteration after which a fragment's next outer step begins; None if there is none.
+
+        Args:
+            fragment: Number of the fragment, from 0.
+            iteration: Iteration, counted from 1, that the outer step is later than.
+        """
         later = range(iteration + 1, min(iteration + self.sync_interval, self.train_iters) + 1)
         return next((t for t in later if fragment in self.fragments_due(t)), None)
 
     def is_synchronised(self, iteration: int) -> bool:
-        """Whether all groups hold the same parameters at the end of ``iteration`` (1-based)."""
+        """Whether all groups hold the same parameters at the end of an iteration.
+
+        Args:
+            iteration: Iteration, counted from 1.
+        """
         if self.is_lazy(iteration) or iteration == self.train_iters:
             return True
         return self.has_common_anchor and self.overlap == 0 and self.fragments == 1 and self.is_outer_step(iteration)
@@ -227,7 +262,11 @@ class PierConfig(Settings):
         return (iteration for iteration in range(self.lazy_start + 1, self.train_iters + 1) if self.is_outer_step(iteration))
 
     def momentum_at(self, iteration: int) -> float:
-        """``mu(t)``, the outer momentum coefficient."""
+        """``mu(t)``, the outer momentum coefficient.
+
+        Args:
+            iteration: Iteration, counted from 1.
+        """
         if self.outer_momentum is not None:
             return self.outer_momentum
         if self.is_lazy(iteration):
@@ -239,7 +278,11 @@ class PierConfig(Settings):
         return min(mu, max(limit, self._preset.warmup_momentum or 0.0))
 
     def learning_rate_at(self, iteration: int) -> float:
-        """``eta(t)``, the outer learning rate; 0 during the lazy start, where parameters do not change."""
+        """``eta(t)``, the outer learning rate; 0 in the lazy start, in which no outer step changes the parameters.
+
+        Args:
+            iteration: Iteration, counted from 1.
+        """
         if self.is_lazy(iteration):
             return 0.0
         if self.outer_lr is not None:
@@ -252,6 +295,10 @@ class PierConfig(Settings):
 
     def check_data_parallel_size(self, data_parallel_size: int, context_parallel_size: int = 1) -> None:
         """Refuses groups that would not be whole model replicas; context parallelism does not count in their number.
+
+        Args:
+            data_parallel_size: Number of model replicas.
+            context_parallel_size: Number of ranks that share the sequences of a replica.
 
         Raises:
             PierConfigError: If the replicas do not divide among the groups.
@@ -274,8 +321,12 @@ class PierConfig(Settings):
     def check_resumable(self, iteration: int, is_local: bool) -> None:
         """Refuses to fall back into the lazy start: it averages gradients, which groups that have drifted apart do not share.
 
+        Args:
+            iteration: Iteration at which the run resumes.
+            is_local: Whether the run was in its local phase there.
+
         Raises:
-            PierConfigError: If the run was in its local phase at ``iteration``, where it goes on; with what fits.
+            PierConfigError: If the run was in its local phase at ``iteration``; with the value that fits.
         """
         if not is_local or not self.is_lazy(iteration + 1):
             return
@@ -288,7 +339,13 @@ class PierConfig(Settings):
         )
 
     def check_interval(self, flag: str, interval: int, purpose: str, remedy: str = "") -> None:
-        """Refuses an interval at which the groups would not agree on the parameters; ``purpose`` is what happens then.
+        """Refuses an interval at which the groups would not agree on the parameters.
+
+        Args:
+            flag: Flag that sets the interval.
+            interval: Interval in iterations.
+            purpose: What happens at that interval, for the message.
+            remedy: Other ways out, for the end of the message.
 
         Raises:
             PierConfigError: If the interval is no multiple of the sync interval.

@@ -1,4 +1,4 @@
-"""What a person is told before anything goes wrong."""
+"""Refusals: errors of configuration, and the parts that their messages have in common."""
 
 from collections.abc import Iterable
 

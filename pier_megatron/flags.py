@@ -1,4 +1,4 @@
-"""The ``--pier-*`` flags, made of the settings: for Megatron's parser, and for a look at a job before anything is imported."""
+"""The ``--pier-*`` flags, generated from the settings: for Megatron's parser, and to check a job before imports."""
 
 import argparse
 import dataclasses
@@ -19,13 +19,13 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
     group = parser.add_argument_group(
         "pier",
-        "Relaxed global communication (arXiv 2511.17849); needs --optimizer pier, which by itself trains with AdamW inside.",
+        "Relaxed global communication (arXiv 2511.17849). These flags need --optimizer pier, whose default is AdamW inside.",
     )
     lazy_start = group.add_mutually_exclusive_group()
     for setting in dataclasses.fields(Settings):
         if setting.metadata:
             _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
-    inside = parser.add_argument_group("pier inside a group", "With every --optimizer.")
+    inside = parser.add_argument_group("pier inside a group", "These flags work with every --optimizer.")
     for setting in (setting for kind in WITH_ANY_OPTIMIZER for setting in dataclasses.fields(kind)):
         _add_argument(inside, setting)
 

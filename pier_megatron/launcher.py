@@ -33,10 +33,14 @@ def main(argv: Sequence[str]) -> None:
         "--device",
         choices=DEVICES.names,
         default="cuda",
-        help="cuda (default): on GPUs; cpu: run Megatron on the CPU and gloo, for trying things out",
+        help="cuda (default): run on GPUs; cpu: run Megatron on the CPU and gloo, to try things out",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="such as the pretrain_gpt.py of a Megatron-LM checkout")
-    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="training script, such as the pretrain_gpt.py of a Megatron-LM checkout"
+    )
+    parser.add_argument(
+        "arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script, with --optimizer pier"
+    )
     options = parser.parse_args(argv)
     script = Path(options.script)
     if not script.is_file():

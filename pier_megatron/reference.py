@@ -3,7 +3,7 @@
 This is the oracle of the tests: what the distributed implementation computes must equal what this page computes.
 
 References: Fan & Zhang, "Pier: Efficient Large Language Model pretraining with Relaxed Global Communication",
-arXiv 2511.17849, built on DiLoCo, arXiv 2311.08105; Kolehmainen et al., "NoLoCo", arXiv 2506.10911, where groups meet in pairs.
+arXiv 2511.17849, built on DiLoCo, arXiv 2311.08105; Kolehmainen et al., "NoLoCo", arXiv 2506.10911, for gossip pairs.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def train(
         fragment_masks: Masks of the elements that belong to each fragment, by parameter; None: one fragment, all of them.
         on_iteration: Called at the end of each iteration with all groups' parameters.
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
-        outliers: Groups that do not count in the outer steps that begin after an iteration, by iteration.
+        outliers: Groups that are excluded from the outer steps that begin after an iteration, by iteration.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -71,7 +71,7 @@ def train(
     restarted = [-1] * config.groups  # Iteration at whose end a group was restarted last.
 
     def land(exchange: _Exchange, t: int) -> None:
-        """Outer step of one fragment, in each subgroup of groups that meet."""
+        """Outer step of one fragment, in each subgroup."""
         for met in _meetings(config, exchange.begun):
             finite = [group for group in met if all(bool(tensor.isfinite().all()) for tensor in exchange.sent[group])]
             good = [group for group in finite if group not in (outliers or {}).get(exchange.begun, ())]

@@ -1,4 +1,4 @@
-"""What a person chooses about Pier: each setting with its flag, its default and what ``--help`` says of it."""
+"""Settings of Pier: each with its flag, its default, its help text and the values that it accepts."""
 
 import argparse
 import dataclasses
@@ -33,7 +33,7 @@ def flag_of(setting: str) -> str:
 
 
 def given(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of a class that are given on the command line, by name.
+    """Settings of a class that the command line sets, by name.
 
     Args:
         kind: Dataclass of settings.
@@ -48,9 +48,9 @@ def setting(default: Any, text: str, metavar: str | None = None, accepts: Callab
 
     Args:
         default: Its default.
-        text: What ``--help`` says of it; of the default too, unless its value says it.
-        metavar: What stands for its value there.
-        accepts: What its value may be, see :mod:`pier_megatron.values`; None for a switch and for any text.
+        text: Help text; ends with a sentence "Default: ..." where the value of the default does not explain itself.
+        metavar: Placeholder for its value in the help.
+        accepts: Values that it accepts, see :mod:`pier_megatron.values`; None for a switch and for any text.
     """
     told = text if "Default:" in text else f"{text} Default: {default}."
     return dataclasses.field(default=default, metadata={"help": told, "metavar": metavar, "accepts": accepts})
@@ -58,7 +58,7 @@ def setting(default: Any, text: str, metavar: str | None = None, accepts: Callab
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings as they are given. The ``--pier-*`` flags and their help are made of them.
+    """Settings as the user gives them. The ``--pier-*`` flags, their help and ``docs/flags.md`` are generated from them.
 
     The symbols in :class:`pier_megatron.config.PierConfig` are those of arXiv 2511.17849.
     """
@@ -66,174 +66,176 @@ class Settings:
     train_iters: int
     groups: int = setting(
         dataclasses.MISSING,
-        "Number of groups that train apart between outer steps; each holds DP / groups model replicas. Default: one per node, "
-        "or per domain of --pier-ranks-per-domain.",
+        "Number of groups, which train apart between outer steps. Each holds DP / groups model replicas. Default: one per "
+        "node, or per domain of --pier-ranks-per-domain.",
         accepts=whole(1),
     )
     ranks_per_domain: int | None = setting(
         None,
-        "Number of consecutive ranks that share a fast network, where that is not the node: more where it spans nodes, as 72 "
-        "in an NVL72. Tensor parallelism stays inside. Default: the ranks of a node.",
+        "Number of consecutive ranks on one fast network, if it is not the node: 72 in an NVL72. Tensor parallelism stays "
+        "inside it. Default: the ranks of a node.",
         metavar="N",
         accepts=whole(1),
     )
     islands: bool = setting(
         False,
-        "Make each group a Megatron world of its own, of consecutive ranks, in place of an instance of the distributed "
-        "optimizer: nothing of Megatron's spans groups, and the inner optimizer may be another one.",
+        "Make each group a separate Megatron world (island) of consecutive ranks, instead of an instance of the distributed "
+        "optimizer. No process group of Megatron's spans islands. Needed for Muon inside and for elastic islands. Default: "
+        "instances.",
     )
     inner_optimizer: str = setting(
         "adam",
-        "What trains inside a group: AdamW, or Megatron's Muon with its own --muon-... flags, which needs --pier-islands and "
-        "the package emerging-optimizers; with --use-distributed-optimizer in its layer-wise form, where data-parallel ranks "
-        "share the work out.",
+        "Optimizer inside a group: AdamW, or Megatron's Muon with its own flags (--muon-momentum and others). Muon needs "
+        "--pier-islands and the package emerging-optimizers; --use-distributed-optimizer selects its layer-wise form, which "
+        "shards the work over data-parallel ranks.",
         accepts=one_of(INNER_OPTIMIZERS),
     )
     lighthouse: str | None = setting(
         None,
-        "Address of a torchft lighthouse, such as http://10.0.0.1:29510: each island is a job of its own, which joins those "
-        "that are there and may leave. Default: all islands are in one launch.",
+        "Address of a torchft lighthouse, such as http://10.0.0.1:29510. Makes this job one elastic island, which may join and "
+        "leave the run. Implies --pier-islands. Default: all groups are in one launch.",
         metavar="URL",
         accepts=url,
     )
     island: int | None = setting(
         None,
-        "With --pier-lighthouse, which of the --pier-groups islands this job is, from 0. Default: none.",
+        "Number of this island, from 0 to --pier-groups less 1; needed with --pier-lighthouse. Default: none.",
         metavar="N",
         accepts=whole(0),
     )
     island_address: str = setting(
         "127.0.0.1",
-        "With --pier-lighthouse, the address at which other islands reach this node.",
+        "Address at which other islands reach this node, with --pier-lighthouse.",
         metavar="ADDRESS",
         accepts=address,
     )
     secret_file: str | None = setting(
         None,
-        "With --pier-lighthouse, a file with a secret that all islands share and others must not read: an island that does not "
-        "prove to have it is refused. pier-megatron lighthouse --new-secret makes one. Default: none, whoever comes is let in.",
+        "File with the secret that all islands of a run share, with --pier-lighthouse; only its owner may read it. An island "
+        "that does not prove that it has the secret is refused. pier-megatron lighthouse --new-secret creates the file. "
+        "Default: none, every island is admitted.",
         metavar="FILE",
         # An island's first rank reads it; its other nodes need no copy.
         accepts=any_path,
     )
     island_timeout: int = setting(
         120,
-        "With --pier-lighthouse, seconds after which an exchange is taken again without islands that do not answer.",
+        "Seconds after which an outer step is retried without islands that do not answer, with --pier-lighthouse.",
         accepts=whole(1, LONGEST),
     )
     island_wait: int = setting(
         30,
-        "With --pier-lighthouse, minutes to wait for enough islands before the job saves and ends.",
+        "Minutes to wait for a quorum of islands before the job saves and ends, with --pier-lighthouse.",
         accepts=whole(1, LONGEST // 60),
     )
-    sync_interval: int = setting(50, "Iterations between outer steps.", accepts=whole(1))
+    sync_interval: int = setting(50, "Number of iterations between outer steps (H).", accepts=whole(1))
     sync_seconds: float | None = setting(
         None,
-        "With --pier-lighthouse, seconds of training after which an island rests until the next outer step, so that faster "
-        "ones need not wait for it; the mean is weighted by what each has read. Default: none rests.",
+        "Seconds of training after which a slow island rests until the next outer step, with --pier-lighthouse, so that "
+        "faster islands need not wait for it. The mean is then weighted by the iterations that each has trained. Default: "
+        "islands do not rest.",
         metavar="SECONDS",
         accepts=positive(LONGEST),
     )
-    preset: str = setting("pier", "Schedule of outer momentum and outer learning rate over the run.", accepts=one_of(PRESETS))
+    preset: str = setting("pier", "Schedule of the outer momentum and the outer learning rate.", accepts=one_of(PRESETS))
     lazy_start_fraction: float = setting(
         0.1,
-        "Share of the run, in [0, 1), that starts fully synchronous; rounded to the nearest multiple of the sync interval.",
+        "Fraction of the run, at its start, that is fully synchronous; rounded to the nearest multiple of the sync interval.",
         accepts=share("such as 0.1"),
     )
     lazy_start_iters: int | None = setting(
         None,
-        "The same in iterations, a multiple of the sync interval. Default: from the fraction.",
+        "Length of the lazy start in iterations, a multiple of the sync interval. Default: from --pier-lazy-start-fraction.",
         accepts=whole(0, why="with 0 for a run without one"),
     )
     outer_lr: float | None = setting(
         None,
-        "Constant outer learning rate (dimensionless) in place of the preset's schedule. Default: the preset's.",
+        "Constant outer learning rate (eta, dimensionless), instead of the preset's schedule. Default: the preset's.",
         accepts=positive(100, "because with 0 no outer step moves anything; about 1 is customary"),
     )
     outer_momentum: float | None = setting(
         None,
-        "Constant outer momentum coefficient, in [0, 1), in place of the preset's schedule, momentum warmup included. "
-        "Default: the preset's.",
+        "Constant outer momentum coefficient (mu), also in the momentum warmup, instead of the preset's schedule. Default: the "
+        "preset's.",
         accepts=share("because the momentum sums about 1 / (1 - mu) pseudo-gradients, which has no limit at 1"),
     )
     subgroup_size: int | None = setting(
         None,
-        "Number of groups that meet at an outer step, drawn anew for each: NoLoCo (arXiv 2506.10911). Default: all, or 2 with "
-        "--pier-preset noloco.",
+        "Number of participants of an outer step; for each one the groups are divided at random into sets of this size: NoLoCo "
+        "(arXiv 2506.10911). Default: all groups, or 2 with --pier-preset noloco.",
         metavar="N",
         accepts=whole(2, why="or left out for outer steps of all groups together"),
     )
     subgroup_gamma: float | None = setting(
         None,
-        "How strongly slow weights are pulled to the mean of the groups that meet, NoLoCo's gamma. Default: the outer learning "
-        "rate, with which half as many bytes cross in FP32.",
+        "Strength with which the anchor of a group is pulled to the mean of the participants, NoLoCo's gamma. Default: the "
+        "outer learning rate, with which FP32 needs half as many bytes.",
         metavar="GAMMA",
         accepts=Number(float, 0.0, 100.0, why="because a negative pull drives groups apart; about 1 is customary"),
     )
-    subgroup_seed: int = setting(0, "Seed of the drawing.", metavar="SEED", accepts=SEED)
+    subgroup_seed: int = setting(0, "Seed of the random subgroups.", metavar="SEED", accepts=SEED)
     evaluate_mean: bool = setting(
         False,
-        "Where groups never agree, evaluate the mean of their slow weights, at the cost of an all-reduce of the parameters. "
-        "Default: each its own, and log mean and spread of the losses.",
+        "Evaluate the mean of the groups' anchors, in runs in which they differ; costs an all-reduce of the parameters. "
+        "Default: each group evaluates its own anchor, and the log has mean and spread of the losses.",
     )
     overlap: int = setting(
         0,
-        "Iterations over which an exchange is hidden behind training; its result is applied that much later, on top of what "
-        "each group has learned meanwhile. Default: 0, wait for it.",
+        "Number of iterations behind which an exchange is hidden. Its result is applied that much later, on top of the inner "
+        "steps taken meanwhile. Default: 0, wait for it.",
         metavar="ITERS",
         accepts=whole(0),
     )
     fragments: int = setting(
         1,
-        "Number of parts of the parameters that are exchanged in turn, spread over the sync interval, which divides the peak "
-        "bandwidth.",
+        "Number of fragments of the parameters, which are exchanged in turn over the sync interval; divides the peak bandwidth "
+        "by as much.",
         accepts=whole(1),
     )
     exchange_dtype: str = setting(
-        "fp32", "Type of pseudo-gradients on the wire; integers are scaled by blocks.", accepts=one_of(CODECS)
+        "fp32", "Codec of pseudo-gradients on the wire; integers have a scale per block.", accepts=one_of(CODECS)
     )
     no_error_feedback: bool = setting(
         False,
-        "Drop what a low-bit exchange rounds away; saves 4 bytes per owned parameter. Default: add it to the next one.",
+        "Drop the rounding errors of a low-bit exchange, which saves 4 bytes per owned parameter. Default: error feedback, "
+        "they are added to the next exchange.",
     )
-    offload: bool = setting(
-        False, "Keep the outer state in pinned host memory instead of on the device. Default: on the device."
-    )
+    offload: bool = setting(False, "Keep the outer state in pinned host memory. Default: on the device.")
     chunk_mib: int | None = setting(
         None,
-        "Size in MiB, of FP32, of the pieces in which buffers are exchanged and updated. Default: 64 on a GPU, 16 on a CPU, or "
-        "the number of groups if that is more.",
+        "Size in MiB, counted in FP32, of the chunks in which buffers are exchanged and updated. Default: 64 on a GPU, 16 on a "
+        "CPU, or the number of groups if that is more.",
         metavar="MIB",
         accepts=whole(1, 2**20),
     )
     outlier_zscore: float | None = setting(
         None,
-        "Leave a group out of a round if the norm of its pseudo-gradient is more than this many standard deviations above the "
-        "moving mean of its own history. Default: never.",
+        "Number of standard deviations by which the norm of a group's pseudo-gradient may exceed the moving mean of its own "
+        "history; above it the group is excluded from the outer round. Default: no limit.",
         metavar="Z",
         accepts=positive(1e6, "of which 3 is customary"),
     )
     save_inner_state: str = setting(
         "all",
-        "Groups whose inner optimizer state a checkpoint holds: all, which resumes exactly, or the first only, with whose "
+        "Groups whose inner optimizer state a checkpoint holds: all, which resumes exactly, or only the first, from whose "
         "state all groups then continue.",
         accepts=one_of(("all", "first")),
     )
     load_inner_state: str = setting(
         "mean",
-        "Inner state of a group if their number has changed: the mean over the saved groups that it takes the place of, or "
-        "that of the first saved group.",
+        "Inner state of a group after the number of groups has changed: the mean over the saved groups that it replaces, or "
+        "the state of the first saved group.",
         accepts=one_of(("mean", "first")),
     )
     override_checkpoint: bool = setting(
-        False, "Go on from a checkpoint of a run with other settings or another group layout. Default: refuse."
+        False, "Resume from a checkpoint of a run with other settings or another group layout. Default: refuse."
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class PluginSettings:
-    """What concerns the plugin with every optimizer, beside the settings of :data:`pier_megatron.features.FEATURES`."""
+    """Settings of the plugin that hold with every optimizer, besides those of :data:`pier_megatron.features.FEATURES`."""
 
     try_any_megatron: bool = setting(
-        False, "Run on a release of Megatron on which the plugin has not been tested. Default: refuse."
+        False, "Run on a release of Megatron that the plugin has not been tested on. Default: refuse."
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Yields:")
 _CLIPPED = re.compile(r"(Of|For|As|That|Whose|Who|When|Where|Which|In which|By which|To|From|With|At|On|By) ", re.IGNORECASE)
 _CLIPPED_HELP = re.compile(r"(Of|For|As|That|Whose|When) ", re.IGNORECASE)
-_HELPERS = ("add_argument", "_setting")
+_HELPERS = ("add_argument", "setting")
 
 
 def clipped(path: Path) -> Iterator[tuple[int, str]]:

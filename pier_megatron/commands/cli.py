@@ -10,13 +10,13 @@ from pier_megatron.version import __version__
 
 COMMANDS = {
     "demo": "watch a small GPT train with Pier, on GPUs or on the CPU",
-    "doctor": "check a job before it is queued",
-    "plan": "predict what a job will cost and win on a cluster",
+    "doctor": "check the launch command of a job before it is queued",
+    "plan": "predict memory, iteration times and GPU-hours of a job on a cluster",
     "plot": "overlay runs from their TensorBoard logs",
     "export": "turn a checkpoint into a Hugging Face GPT-2",
     "evaluate": "run the paper's thirteen downstream tasks on a model",
-    "experts": "plan, train, score and mix experts that never talk",
-    "lighthouse": "let islands that are jobs find each other",
+    "experts": "plan, train, score and mix experts that train without communication",
+    "lighthouse": "run the rendezvous server for elastic islands",
 }
 
 

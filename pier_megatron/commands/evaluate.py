@@ -58,17 +58,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=name_or_folder,
         required=True,
         metavar="DIR_OR_NAME",
-        help="a Hugging Face model, such as what pier-megatron export wrote, or a checkpoint that export would take",
+        help="Hugging Face model, such as the output of pier-megatron export, or a checkpoint that export accepts",
     )
     add_tokenizer_argument(parser)
-    parser.add_argument("--tasks", nargs="+", default=list(PAPER), metavar="TASK", help="the harness's (the paper's thirteen)")
     parser.add_argument(
-        "--include-path", type=existing_folder, metavar="DIR", help="folder with further tasks, as the harness's YAML"
+        "--tasks", nargs="+", default=list(PAPER), metavar="TASK", help="tasks of the harness (the paper's thirteen)"
     )
     parser.add_argument(
-        "--batch-size", type=_batch_size, default="8", help="sequences at a time, or auto for what fits a GPU (%(default)s)"
+        "--include-path", type=existing_folder, metavar="DIR", help="folder with further tasks in the harness's YAML"
     )
-    parser.add_argument("--device", type=_device, help="cuda, cuda:1, cpu (a GPU if there is one)")
+    parser.add_argument(
+        "--batch-size",
+        type=_batch_size,
+        default="8",
+        help="number of sequences at a time, or auto for as many as fit a GPU (%(default)s)",
+    )
+    parser.add_argument("--device", type=_device, help="device: cuda, cuda:1 or cpu (a GPU if there is one)")
     parser.add_argument(
         "--output", type=file_to_write, default=Path("evaluation.json"), metavar="FILE", help="file for results (%(default)s)"
     )

@@ -46,8 +46,8 @@ def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=name_or_folder,
         metavar="NAME_OR_DIR",
-        help="Hugging Face tokenizer of the model, such as gpt2 for Megatron's GPT2BPETokenizer (default: what the run had as "
-        "--tokenizer-model of a HuggingFaceTokenizer, otherwise none)",
+        help="Hugging Face tokenizer of the model, such as gpt2 for Megatron's GPT2BPETokenizer (default: the "
+        "--tokenizer-model of the run if it was a HuggingFaceTokenizer, otherwise none)",
     )
 
 
@@ -76,7 +76,10 @@ def require_packages(*names: str) -> None:
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise PierConfigError(f"needs {', '.join(missing)}, not installed: pip install 'pier-megatron[downstream]'")
+        raise PierConfigError(
+            f"needs {', '.join(missing)}, not installed: pip install transformers 'lm-eval[hf]', the extra [downstream] of "
+            "this plugin."
+        )
 
 
 def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""``pier-megatron lighthouse``: where islands that are jobs of their own find each other, torchft's lighthouse."""
+"""``pier-megatron lighthouse``: the rendezvous server at which elastic islands find each other, torchft's lighthouse."""
 
 import argparse
 import signal
@@ -12,43 +12,45 @@ from pier_megatron.values import LAST_PORT, LONGEST, address, file_to_write, who
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--islands", type=whole(1), metavar="N", help="how many islands there may be, --pier-groups")
+    what.add_argument("--islands", type=whole(1), metavar="N", help="largest number of islands, as --pier-groups")
     what.add_argument(
         "--new-secret",
         type=file_to_write,
         metavar="FILE",
-        help="only write a random secret to a new file, for --pier-secret-file of all islands",
+        help="write a random secret for --pier-secret-file to a new file, and end",
     )
     parser.add_argument(
         "--min-islands",
         type=whole(1),
         metavar="N",
-        help="how many have to be there for an outer step; with at most half of --islands, parts that lose sight of each other "
-        "can go on apart. Default: more than half",
+        help="smallest number of islands that form a quorum; with half of --islands or fewer, islands that lose contact may "
+        "continue as two runs. Default: more than half",
     )
     parser.add_argument(
-        "--address", type=address, default="127.0.0.1", help="at which to listen. Default: %(default)s, this machine only"
+        "--address", type=address, default="127.0.0.1", help="address to listen at. Default: %(default)s, this machine only"
     )
-    parser.add_argument("--port", type=whole(0, LAST_PORT), default=29510, help="Default: %(default)s; 0 for any")
+    parser.add_argument(
+        "--port", type=whole(0, LAST_PORT), default=29510, help="port to listen at; 0 for any. Default: %(default)s"
+    )
     parser.add_argument(
         "--join-timeout",
         type=whole(1, LONGEST),
         default=600,
         metavar="SECONDS",
-        help="how long those who have come to an outer step wait for islands that are alive and do not come: longer than any "
-        "island trains between two of them. Default: %(default)s",
+        help="time that islands at an outer step wait for others that are alive; longer than any island trains between two "
+        "outer steps. Default: %(default)s",
     )
     parser.add_argument(
         "--heartbeat-timeout",
         type=whole(1, LONGEST),
         default=5,
         metavar="SECONDS",
-        help="after which an island that is not heard of is given up. Default: %(default)s",
+        help="silence after which an island counts as dead. Default: %(default)s",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until it is told to end, or makes a secret.
+    """Serves until SIGINT or SIGTERM, or writes a secret.
 
     Raises:
         PierConfigError: If it cannot listen, torchft is missing, or the secret's file cannot be created.

@@ -76,7 +76,7 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy_to_other_processes() -> None:
-    """Gives other processes copies of tensors, as those that write checkpoints take from a device before training goes on."""
+    """Gives other processes copies of tensors, as those that write checkpoints take from a device before training continues."""
     ForkingPickler.register(torch.Tensor, lambda tensor: reductions.reduce_tensor(tensor.detach().clone()))
 
 

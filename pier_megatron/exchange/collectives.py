@@ -64,11 +64,11 @@ class Exchange(abc.ABC):
     asked for.
 
     Attributes:
-        codec: What sums look like on the wire.
-        groups: The groups that meet here, by their index among all groups, in order.
-        size: How many they are.
+        codec: Codec of sums on the wire.
+        groups: Indices of the participants among all groups, in order.
+        size: Number of participants.
         rank: Index of this rank's group among them.
-        wire: What sums cost.
+        wire: Cost of sums.
     """
 
     def __init__(self, codec: Codec, groups: Sequence[int], rank: int, wire: "Wire") -> None:
@@ -102,7 +102,7 @@ class GroupExchange(Exchange):
     """Collectives between all groups.
 
     Attributes:
-        process_group: One rank of each group, in group order; None if there is a single group.
+        process_group: Communicator of one rank of each group, in group order; None if there is a single group.
     """
 
     def __init__(
@@ -114,9 +114,8 @@ class GroupExchange(Exchange):
         """Wraps the plugin's own communicator.
 
         Args:
-            process_group: One rank of each group, in group order. None stands for a single group, as does one rank: there
-                is nobody to talk to.
-            codec: What sums look like on the wire.
+            process_group: Communicator of one rank of each group, in group order; None, or a single rank, for a single group.
+            codec: Codec of sums on the wire.
             groups: Numbers of these groups among all; by default, all of them.
         """
         size, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
@@ -124,7 +123,13 @@ class GroupExchange(Exchange):
         self.process_group = process_group if size > 1 else None
 
     def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":
-        """Begins to sum ``vector`` over all groups; see :meth:`Exchange.sum`."""
+        """Begins to sum a vector over all groups; see :meth:`Exchange.sum`.
+
+        Args:
+            vector: FP32 vector of this group; holds the sum once the result has been waited for.
+            residual: Error feedback of a low-bit codec, or None for none.
+            exactly: Whether to send FP32 and sum in group order, whatever the codec.
+        """
         if self.process_group is None:
             return Sum()
         if exactly:
@@ -134,20 +139,30 @@ class GroupExchange(Exchange):
         return _EncodedSum(self, self.codec, vector, residual)
 
     def gather(self, vector: Tensor) -> "Gathered":
-        """Begins to collect a short vector of each group, shape ``[n]``."""
+        """Begins to collect a short vector of each group.
+
+        Args:
+            vector: Vector of this group, of a shape ``[n]`` that is the same in all.
+        """
         vectors = [vector.clone() for _ in range(self.size)]
         if self.process_group is None:
             return Gathered(vectors, [Computed(vector.device)])
         return Gathered(vectors, [dist.all_gather(vectors, vector, group=self.process_group, async_op=True)])
 
     def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
-        """Copies a tensor of one group to others; see :meth:`Exchange.broadcast`."""
+        """Copies a tensor of one group to others, in place; called by all groups.
+
+        Args:
+            tensor: Tensor that is copied in the source, and written in the targets.
+            source: Index of the group that has it.
+            targets: Indices of the groups that receive it.
+        """
         received = tensor if self.rank in (*targets, source) else torch.empty_like(tensor)
         dist.broadcast(received, group=self.process_group, group_src=source)
 
 
 class Sum:
-    """A sum over the groups under way; this one is that of a single group, which is there from the start."""
+    """A sum over the groups under way; this one is that of a single group, complete from the start."""
 
     def advance(self) -> None:
         """Begins what follows on what has arrived. Call it once on every rank, before :meth:`finish`."""

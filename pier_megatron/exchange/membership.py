@@ -1,4 +1,4 @@
-"""Which islands are there when groups are jobs that come and go: torchft's lighthouse, quorum and process groups.
+"""Membership of elastic islands: torchft's lighthouse, quorum and process groups.
 
 Nothing here decides anything together with others; all of that is torchft's (https://github.com/pytorch/torchft, in the extra
 ``islands``). What islands send each other is tensors and the texts of torchft's own messages: nothing is unpickled.
@@ -42,7 +42,7 @@ def torchft(module: str) -> Any:
     except ImportError as error:
         raise PierConfigError(
             f"--pier-lighthouse needs torchft, which cannot be imported ({error}). Install it with pip install "
-            "'pier-megatron[islands]'."
+            "'torchft>=0.2', the extra [islands] of this plugin."
         ) from error
 
 
@@ -118,7 +118,7 @@ class Membership:
         self._group = _reconfigurable_group(dist.get_backend(world), address, timeout)
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
-        """Waits until the islands that are there have come together; called by all ranks of each, and then :meth:`agree`.
+        """Waits until the islands have formed a quorum; called by all ranks of each, and then :meth:`agree`.
 
         Args:
             within: How long to wait for them.
@@ -298,7 +298,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _reconfigurable_group(backend: str, address: str, timeout: datetime.timedelta) -> Any:
-    """Communicator that can be made anew with others; over gloo it listens at the address alone, if that is this node's."""
+    """Communicator that can get other members; over gloo it listens only at the address, if that is this node's."""
     groups = torchft("process_group")
     if backend == "nccl":
         return groups.ProcessGroupNCCL(timeout=timeout)

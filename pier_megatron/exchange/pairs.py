@@ -1,4 +1,4 @@
-"""Groups that meet a few at a time, in pairs as a rule: who meets whom, and what they send each other.
+"""Gossip among a few groups at a time, as a rule pairs: how participants are drawn, and what they send each other.
 
 Nothing here waits for a group that is not met. Reference: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training
 Method for Large Models", arXiv 2506.10911.
@@ -20,7 +20,7 @@ def draw_subgroups(groups: int, size: int, seed: int, iteration: int) -> list[tu
     """Draws which groups meet after an iteration; the same on every rank, without talking.
 
     Returns:
-        Every group once, in subgroups of ``size``; the last has what is left, which may be a single group that sits out.
+        Every group once, in subgroups of ``size``; the last has the remainder, which may be a single group that sits out.
     """
     order = list(range(groups))
     random.Random(f"{seed}/{iteration}").shuffle(order)

@@ -1,6 +1,6 @@
 """What an iteration of a job sends to whom, for ``pier-megatron doctor --start``.
 
-The job begins anew, keeps its hands off everything that it would load, save or report to, and ends early. Only the index of
+The job starts from its first iteration, loads, saves and reports nothing, and ends early. Only the index of
 its data set is made where the job itself would make it.
 """
 

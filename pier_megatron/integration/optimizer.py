@@ -47,11 +47,11 @@ class PierOptimizer(ChainedOptimizer):
     Each :meth:`step` is Megatron's own, then one call of the outer loop.
 
     Attributes:
-        loop: The outer loop, over the FP32 main parameters that this rank owns.
-        copies: The check that copies of a parameter stay equal, whenever the loop has changed the parameters.
-        clock: Clock by which this island rests; None where outer steps do not go by one.
-        saving: While a checkpoint is saved, what the plugin adds to it.
-        loading: While one is loaded, what the plugin asks of it.
+        loop: Outer loop, over the FP32 main parameters that this rank owns.
+        copies: Check that copies of a parameter stay equal, whenever the loop has changed the parameters.
+        clock: Clock by which this island rests; None if it never does.
+        saving: Additions of the plugin to the checkpoint that is being saved, or None.
+        loading: Requests of the plugin to the checkpoint that is being loaded, or None.
         has_seen_samples: Whether this process knows that the groups read different data, at a resume as at the beginning.
     """
 
@@ -63,7 +63,15 @@ class PierOptimizer(ChainedOptimizer):
         copies: Copies,
         clock: Clock | None,
     ) -> None:
-        """Takes over what Megatron built for the chunks of a model: optimizers that have not stepped."""
+        """Takes over what Megatron built for the chunks of a model: optimizers that have not stepped.
+
+        Args:
+            optimizer: Megatron's optimizer.
+            model_chunks: Virtual stages of the model on this rank, in order.
+            loop: Outer loop over the FP32 main parameters that this rank owns.
+            copies: Check that copies of a parameter stay equal.
+            clock: Clock by which this island rests, or None.
+        """
         # The layer-wise optimizer is a chain with ways of its own, and becomes a link.
         super().__init__(optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer])
         # Not all optimizers know them.
@@ -75,7 +83,11 @@ class PierOptimizer(ChainedOptimizer):
         self._gradients = GradientAveraging(self.model_chunks, loop.config.groups, islands.own())
 
     def begin_iteration(self, iteration: int) -> None:
-        """Sets the clock (1-based) and the averaging domain of the gradients, before the first micro-batch."""
+        """Sets the clock and the averaging domain of the gradients, before the first micro-batch.
+
+        Args:
+            iteration: Iteration that begins, counted from 1.
+        """
         self.loop.begin_iteration(iteration)
         if self.loop.is_local:
             self._gradients.over_own_group()
@@ -100,7 +112,13 @@ class PierOptimizer(ChainedOptimizer):
         return result
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> dict[Any, Any]:
-        """As Megatron's, with what the groups have of their own and what they have in common beyond the model."""
+        """Returns Megatron's sharded state, with the state of each group and the outer state.
+
+        Args:
+            model_sharded_state_dict: Sharded state of the model.
+            is_loading: Whether the result describes what to load.
+            kwargs: Further arguments of Megatron's.
+        """
         if is_loading and self.loading is not None:
             self.loading.begin(kwargs.get("metadata"))
         stock: dict[Any, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
@@ -110,6 +128,10 @@ class PierOptimizer(ChainedOptimizer):
         return stock if part is None else part.complete(stock, model_sharded_state_dict, kwargs.get("metadata"))
 
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
-        """As Megatron's; takes over what :meth:`sharded_state_dict` has asked for."""
+        """Loads what :meth:`sharded_state_dict` has asked for.
+
+        Args:
+            state_dict: State that was read.
+        """
         if self.loading is None or not self.loading.restore(state_dict, super().load_state_dict):
             super().load_state_dict(state_dict)

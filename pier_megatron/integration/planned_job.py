@@ -162,7 +162,7 @@ def _settle_iterations(args: argparse.Namespace) -> None:
 def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
     """Parameters of the fullest tensor- and pipeline-parallel shard of a validated job's model, by Megatron's own estimate.
 
-    None if their number hangs on the tokenizer, which has not been loaded.
+    None if their number depends on the tokenizer, which has not been loaded.
     """
     sized = _with_vocabulary(args)
     if sized is None:

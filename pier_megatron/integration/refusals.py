@@ -130,7 +130,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
 
 
 def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
-    """Refuses what an outer step that may have to be taken again, or an island that joins, does not go with."""
+    """Refuses what is incompatible with outer steps that are retried, and with islands that join."""
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(args, name, None):
             raise PierConfigError(
@@ -144,8 +144,8 @@ def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
         )
     if config.overlap:
         raise PierConfigError(
-            f"--pier-overlap {config.overlap} cannot be used with --pier-lighthouse: an exchange that fails has to be taken "
-            "again before anything has been learned on top of it."
+            f"--pier-overlap {config.overlap} cannot be used with --pier-lighthouse: an exchange that fails has to be "
+            "retried before anything has been learned on top of it."
         )
     if config.fragments > 1:
         raise PierConfigError(
@@ -160,11 +160,11 @@ def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
     if config.has_error_feedback:
         raise PierConfigError(
             f"--pier-exchange-dtype {config.exchange_dtype} with --pier-lighthouse: what the codec drops cannot be made up for "
-            "after an outer step that is taken again. Add --pier-no-error-feedback."
+            "after an outer step that is retried. Add --pier-no-error-feedback."
         )
     if config.outlier_zscore is not None:
         raise PierConfigError(
-            "--pier-outlier-zscore cannot be used with --pier-lighthouse: an outer step that is taken again would count twice "
+            "--pier-outlier-zscore cannot be used with --pier-lighthouse: an outer step that is retried would count twice "
             "in the history of norms."
         )
 
@@ -181,8 +181,8 @@ def check_lazy_start(config: PierConfig, iteration: int) -> None:
     """
     if config.is_lazy(iteration + 1):
         raise PierConfigError(
-            f"--pier-lighthouse at iteration {iteration} of a lazy start of {config.lazy_start}: islands that come and go "
-            "cannot train synchronously. Run the lazy start in one launch, without --pier-lighthouse, and --load its "
+            f"--pier-lighthouse at iteration {iteration} of a lazy start of {config.lazy_start}: elastic islands cannot "
+            "train synchronously. Run the lazy start in one launch, without --pier-lighthouse, and --load its "
             "checkpoint with --pier-override-checkpoint; or pass --pier-lazy-start-iters 0."
         )
 

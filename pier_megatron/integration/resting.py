@@ -16,16 +16,16 @@ from pier_megatron.outer import OuterLoop
 
 
 class Clock:
-    """When an island that is a job of its own rests."""
+    """Decides when an elastic island rests."""
 
     def __init__(self, loop: OuterLoop, seconds: float, island: int, world: dist.ProcessGroup, device: torch.device) -> None:
         """Begins with an island that has not trained yet.
 
         Args:
             loop: Outer loop of the island.
-            seconds: After which it rests.
-            island: Its index.
-            world: Its ranks.
+            seconds: Seconds of training after which it rests.
+            island: Index of the island.
+            world: Ranks of the island.
             device: Device of their collectives.
         """
         self._loop, self._seconds, self._island, self._world, self._device = loop, seconds, island, world, device
@@ -35,12 +35,12 @@ class Clock:
         self._rests: set[int] = set()
 
     def begin_iteration(self) -> None:
-        """Starts anew with the first iteration after an outer step."""
+        """Restarts with the first iteration after an outer step."""
         if self._last_step != self._loop.last_common_step:
             self._last_step, self._begun = self._loop.last_common_step, time.monotonic()
 
     def end_iteration(self, scheduler: Any) -> None:
-        """Has Megatron pass what is left of the interval if the time is up; called by all ranks of the island.
+        """Has Megatron pass the remainder of the interval if the time is up; called by all ranks of the island.
 
         Args:
             scheduler: Learning-rate scheduler, which advances as in islands that do not rest.

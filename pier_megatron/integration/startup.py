@@ -118,7 +118,7 @@ def _members(topology: Topology, config: PierConfig) -> list[str]:
         return topology.describe()
     return [
         f"island {config.island}, at {config.island_address}: this job; whoever else is there is known at {config.lighthouse}",
-        f"an exchange is taken again after {config.island_timeout} s without an answer; too few islands for "
+        f"an outer step is retried after {config.island_timeout} s without an answer; too few islands for "
         f"{config.island_wait} min end the job with a save",
     ]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a Pier run holds beside Megatron's own content, and which runs may go on from it.
+"""What a checkpoint of a Pier run holds beside Megatron's own content, and which runs may resume from it.
 
 Megatron's keys hold the weights that all groups agree on and the inner optimizer's state of group 0, so that everything
 that reads a stock checkpoint reads this one. Beside them stand the outer state, once, and what each group has of its own; where
@@ -137,7 +137,7 @@ class Description:
         return dataclasses.asdict(self)
 
     def is_exact_for(self, present: "Description") -> bool:
-        """Whether a run goes on from here as if it had never stopped: same settings, same shape."""
+        """Whether a run resumes from here as if it had never stopped: same settings, same shape."""
         return not self._changes(present) and self.chunk_mib == present.chunk_mib
 
     @property
@@ -152,7 +152,7 @@ class Description:
 
     @property
     def in_common(self) -> dict[str, Any]:
-        """What islands that are jobs must all have alike, by what a user calls it."""
+        """Settings that must be equal in all elastic islands, by the user's names."""
         settings = {flag_of(name): value for name, value in self.settings.items()}
         return settings | dict(self.layout) | {flag_of("chunk_mib"): self.chunk_mib, "pier_megatron": self.version}
 
@@ -223,10 +223,10 @@ class Description:
         return bool(fragments == present.settings["fragments"] and (fragments == 1 or self.has_layout_of(present)))
 
     def sources(self, group: int, groups: int, rule: str) -> list[int]:
-        """Saved groups whose inner state a group goes on with, as their mean.
+        """Saved groups of whose inner states a group takes the mean.
 
-        A group of its own number goes on with its own. With another number of groups, those whose share of the data-parallel
-        ranks overlaps with that of the new one: after a merger several, after a split one.
+        If the number of groups is the same, each takes its own. Otherwise it takes those whose share of the data-parallel ranks
+        overlaps with its own: several after a merger, one after a split.
 
         Args:
             group: Index of the group that loads.
@@ -246,7 +246,7 @@ class Description:
         return sorted({source if source in self.own_inner_state else 0 for source in overlapping})
 
     def outer_sources(self, group: int, present: "Description", rule: str) -> list[int | None]:
-        """Saved groups whose outer state a group goes on with, as their mean; None stands for that of all groups.
+        """Saved groups of whose outer states a group takes the mean; None stands for that of all groups.
 
         Args:
             group: Index of the group that loads.

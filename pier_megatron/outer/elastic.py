@@ -1,7 +1,7 @@
-"""Outer steps among islands that come and go: taken again by those who are left, until all of them have it.
+"""Outer steps of elastic islands: survivors retry a step that failed, until all of them have it.
 
 An outer step is applied only when every rank of every island has all that it needs. Until then nothing has changed, so that a
-step which failed is simply taken again. An island that joins takes over the anchor and the momentum from one that is there,
+step which failed is simply retried. An island that joins takes over the anchor and the momentum from one that is there,
 sends nothing, and comes to the same new anchor by the same update.
 """
 
@@ -30,7 +30,7 @@ from pier_megatron.outer.weights import Weights
 
 
 class LeftBehindError(RuntimeError):
-    """The other islands went on without this one."""
+    """The other islands continued without this one."""
 
 
 class Quorums(Protocol):
@@ -255,7 +255,7 @@ def _those_present(standings: Sequence[Standing]) -> list[int]:
 
 
 def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int, LeftBehindError | PierConfigError]:
-    """Why islands cannot go on with those present, by rank in the quorum."""
+    """Why islands cannot continue with those present, by rank in the quorum."""
     source = standings[present[0]]
     found: dict[int, LeftBehindError | PierConfigError] = {}
     for rank, standing in enumerate(standings):

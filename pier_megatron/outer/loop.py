@@ -1,4 +1,4 @@
-"""The outer loop of one rank: when groups meet, and what they do then. Plain PyTorch; Megatron is one of its users."""
+"""The outer loop of one rank: when outer steps are due and what they do. Plain PyTorch; Megatron is one of its users."""
 
 import contextlib
 import dataclasses
@@ -138,7 +138,10 @@ class OuterLoop:
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock to the iteration (1-based) that begins, before its first micro-batch.
 
-        The clock counts iterations that were skipped too, so all groups agree on it without talking.
+        The clock counts skipped iterations too, so that all groups agree on it without communication.
+
+        Args:
+            iteration: Iteration that begins, counted from 1.
 
         Raises:
             RuntimeError: If it is not the one after the last.
@@ -165,8 +168,8 @@ class OuterLoop:
         """Does what is due after the inner step, whether or not this group has taken it: the others wait for it.
 
         Args:
-            has_trained: Whether this group has read its samples of the iteration. It has not where the iteration is skipped, or
-                where it rests for groups that are slower.
+            has_trained: Whether this group has trained on its samples of the iteration; False if the iteration is skipped or
+                the group rests.
 
         Raises:
             DivergedError: If an outer step is due and no group has finite parameters.
@@ -190,12 +193,16 @@ class OuterLoop:
         self._steps.join(self.progress)
 
     def skip_iteration(self) -> None:
-        """An iteration in which nobody trains: the clock goes on, and what is due is done."""
+        """Skips an iteration, in which no group trains: the clock advances, and what is due is done."""
         self.begin_iteration(self.iteration + 1)
         self.end_iteration(has_trained=False)
 
     def reset(self, iteration: int | None = None) -> None:
-        """Takes the present parameters, which all groups share, for the anchor, without momentum; may set the clock."""
+        """Takes the present parameters, which all groups share, for the anchor, and sets the momentum to zero.
+
+        Args:
+            iteration: Iteration to set the clock to; None leaves it.
+        """
         self._weights.become_anchor()
         self._steps.reset()
         self.progress.iteration = self.iteration if iteration is None else iteration
@@ -221,6 +228,9 @@ class OuterLoop:
         """Continues from a snapshot of an equally configured run over the same shards; rounds and residuals may be missing.
 
         The parameters have been restored before.
+
+        Args:
+            snapshot: Snapshot that :meth:`snapshot` has returned.
 
         Raises:
             PierConfigError: If this run would fall back into the lazy start, or has another outer optimizer.

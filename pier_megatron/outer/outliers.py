@@ -52,5 +52,5 @@ class OutlierDetector:
         return dict(self._history)
 
     def load_state_dict(self, state: Mapping[int, tuple[int, float, float]]) -> None:
-        """Goes on from saved statistics."""
+        """Restores saved statistics."""
         self._history = dict(state)

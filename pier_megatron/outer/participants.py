@@ -1,6 +1,6 @@
 """Which groups take part in an outer step: all of them, a few that are drawn for it, or the islands that are there.
 
-The choice is made once, when the loop is built. Islands that come and go are in :mod:`pier_megatron.outer.elastic`.
+The choice is made once, when the loop is built. Elastic islands are in :mod:`pier_megatron.outer.elastic`.
 """
 
 import contextlib

@@ -49,8 +49,8 @@ class OuterStepReport:
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
         seconds: Time that training stood still for it, the wait for the slowest group included; on a GPU that of its stream.
-        not_finite: Groups that were left out because their parameters were not finite.
-        outliers: Groups that were left out because their pseudo-gradients were too long.
+        not_finite: Groups that were excluded because their parameters were not finite.
+        outliers: Groups that were excluded because their pseudo-gradients were too long.
         spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
             parameters: of the weights that they met with, or of their slow weights if those crossed ahead. None for one group,
             where slow weights did not cross ahead in this process (in the first outer step after a resume), and where it is

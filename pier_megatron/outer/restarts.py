@@ -1,7 +1,7 @@
-"""Which groups have to be restarted from their anchor because they were left out of a round.
+"""Which groups have to be restarted from their anchor because they were excluded from a round.
 
-A group is *healthy*, or it is *left out*: its parameters are not finite, or its pseudo-gradient is too long to be trusted.
-It stays left out until the round in which that was seen has ended, is then restarted as a whole (every fragment of its
+A group is *healthy*, or it is *excluded*: its parameters are not finite, or its pseudo-gradient is too long to be trusted.
+It stays excluded until the round in which that was seen has ended, is then restarted as a whole (every fragment of its
 parameters becomes the anchor, its moments those of a group that counted) and is healthy again. The groups of that round know
 all of this; others need not.
 """
@@ -22,7 +22,7 @@ NEVER = -1
 
 
 class Restarts:
-    """Restarts groups, and says when a run has nothing left to go on from.
+    """Restarts excluded groups, and stops a run in which no group is left to continue from.
 
     Attributes:
         last: Iteration at whose end this rank's group was restarted last, or :data:`NEVER`.
@@ -34,9 +34,9 @@ class Restarts:
         self._interval, self._groups, self._share = config.sync_interval, groups, share
 
     def check(self, round_: OuterRound, iteration: int) -> None:
-        """Stops a run of which nothing is left after ``iteration``. Waits for all groups that meet.
+        """Stops a run in which no group can continue after ``iteration``. Waits for all participants.
 
-        A few groups cannot know that of the others. If none of them is left they begin anew, but not twice running.
+        A subgroup does not know the verdicts of others. If none of its groups is good it restarts, but not twice in a row.
 
         Raises:
             DivergedError: If no group counts.
@@ -46,12 +46,12 @@ class Restarts:
             round_.verdicts.check(iteration)
 
     def restart_excluded(self, round_: OuterRound, iteration: int) -> list[int]:
-        """Hands moments over to groups that were left out of a round; called by all that met, after each.
+        """Hands moments over to groups that were excluded from a round; called by all participants, after each.
 
         What made the parameters of a group useless is in its moments too, and would make the next ones useless.
 
         Returns:
-            Those that have to go back to their anchor now, by their index among those that met; none in nearly all rounds.
+            Groups that have to return to their anchor now, by their index among the participants; none in nearly all rounds.
         """
         exchange, counted = round_.exchange, round_.verdicts.counted()
         if all(counted):
@@ -77,10 +77,10 @@ def hand_over(
     """Gives ``groups`` the inner optimizer's moments of the ``source``; called by all groups of the exchange.
 
     Args:
-        moments: This group's, in the same order in all groups; changed in place in ``groups``.
+        moments: Moments of this group, in the same order in all groups; changed in place in ``groups``.
         exchange: Collectives between the groups.
         groups: Groups that take over moments, by their index in the exchange.
-        source: Whose; None if there is nobody to take them from, so that moments begin anew.
+        source: Group whose moments are copied, or None to restart them at zero.
         device: Device of the collective.
     """
     numbers = exchange.gather(torch.tensor([len(moments)], device=device)).result()

@@ -33,18 +33,19 @@ class OuterRule(Protocol):
     sent_of: ClassVar[tuple[str, ...]]
 
     def send(self, staged: Staged) -> None:
-        """Writes what this group sends to ``staged.shared``, given its pseudo-gradient in ``staged.own``.
+        """Writes what this group sends to ``staged.shared``.
 
-        That is zero if it does not count.
+        Args:
+            staged: Buffers, with this group's pseudo-gradient in ``staged.own``; zero if the group is excluded.
         """
 
     def combine(self, staged: Staged, size: int, counted: int) -> None:
-        """Makes of the sum in ``staged.shared`` what this group is to descend along.
+        """Turns the sum in ``staged.shared`` into the direction that this group descends along.
 
         Args:
             staged: Buffers, with the sum over the participants of what they sent in ``staged.shared``.
-            size: How many groups met.
-            counted: How many of them count.
+            size: Number of participants.
+            counted: Number of participants that are not excluded.
         """
 
     def update(self, staged: Staged, is_alone: bool) -> None:
@@ -87,7 +88,7 @@ class Nesterov(_OfMean):
     eta: float
 
     def update(self, staged: Staged, is_alone: bool) -> None:
-        """Takes the step."""
+        """Takes the step; see :meth:`OuterRule.update`."""
         delta, anchor, momentum = staged.shared, staged.anchor, staged.momentum
         torch.add(delta, momentum, alpha=self.mu, out=momentum)
         if is_alone:
@@ -169,7 +170,7 @@ def check_outer_optimizer(config: PierConfig, is_elastic: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class NoLoCo:
-    """Heavy-ball momentum among the few groups that meet; arXiv 2506.10911, equations 2 and 3 with the sign of its equation 32.
+    """Heavy-ball momentum among a few participants; arXiv 2506.10911, equations 2 and 3 with the sign of its equation 32.
 
     ``momentum = alpha * momentum + anchor - mean(parameters)``, ``anchor = anchor - beta * momentum``: the paper's ``delta``
     is ``-beta * momentum``, and its gamma is beta, so that pseudo-gradients and anchors need not cross apart. A group that does

@@ -36,7 +36,7 @@ class Shards:
     """Main parameters that are treated alike.
 
     Attributes:
-        tensors: FP32, contiguous, of any shape. They are read and written in place.
+        tensors: FP32 tensors, contiguous, of any shape, read and written in place.
         is_counted: Whether a norm over the model counts them on this rank; another rank of the group does if not.
         is_tied: Whether another pipeline stage holds the same parameters, laid out differently. They are exchanged at the
             same time, in the last fragment, and exactly, so that both copies see the same.
@@ -53,6 +53,9 @@ class Shards:
         """Whether sums over the groups are those of FP32 numbers in group order, so that all copies see the same bits.
 
         Sums of encoded numbers are in that order, too; of copies at the same place they are the same.
+
+        Args:
+            codec: Codec of the exchange.
         """
         return self.is_tied or (self.is_copied and codec.lossless)
 

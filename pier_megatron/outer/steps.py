@@ -45,7 +45,7 @@ class OuterSteps:
             exchange: Collectives between all groups that are known beforehand.
             weights: Parameters of this rank.
             reports: Takes note of outer steps.
-            islands: Islands among which this one is; None unless groups come and go.
+            islands: Elastic islands, of which this is one; None for groups of one launch.
             outer_optimizer: Factory of the outer optimizer; None for the built-in rules.
         """
         self._config, self._share, self._exchange, self._weights, self._reports = config, share, exchange, weights, reports

@@ -17,11 +17,11 @@ GOOD, NOT_FINITE, OUTLIER, ABSENT = 1, 0, -1, -2
 
 
 class DivergedError(RuntimeError):
-    """No group has a pseudo-gradient that can be used: nothing to go on from."""
+    """No group has a pseudo-gradient that can be used: no group to continue from."""
 
 
 class Verdicts:
-    """What the groups that meet say of their pseudo-gradients of one round.
+    """Verdicts of the participants of one round on their pseudo-gradients.
 
     Attributes:
         own: Verdict on this group, the same on all its ranks.
@@ -34,13 +34,13 @@ class Verdicts:
         self._known: tuple[int, ...] | None = None
 
     def all(self) -> tuple[int, ...]:
-        """The verdicts in group order. Waits for all groups that meet."""
+        """The verdicts in group order. Waits for all participants."""
         if self._known is None:
             self._known = tuple(self._under_way.result().flatten().tolist())
         return self._known
 
     def counted(self) -> list[bool]:
-        """Which groups count in the mean. Waits for all that meet.
+        """Which groups count in the mean. Waits for all participants.
 
         What is unusual in every group alike (a batch that all found hard) is unusual in none: where nobody is good,
         outliers count.
@@ -54,7 +54,7 @@ class Verdicts:
         return self.own == GOOD or (self.own == OUTLIER and self.counted()[self._exchange.rank])
 
     def check(self, iteration: int) -> None:
-        """Stops a run of which nothing is left after ``iteration``. Waits for all groups that meet.
+        """Stops a run in which no group can continue after ``iteration``. Waits for all participants.
 
         Raises:
             DivergedError: If no group counts.

@@ -41,7 +41,7 @@ _REFUSED = {
     f"{_PIER} --pier-islands --save /nowhere --save-interval 50 --pier-save-inner-state first": ["--pier-islands", "Save all"],
     f"{_PIER} --pier-lighthouse http://h:1": ["--pier-groups 2 and --pier-island None", "from 0"],
     f"{_JOB} --pier-island 2": ["--pier-groups 2 and --pier-island 2", "from 0"],
-    f"{_JOB} --pier-overlap 5": ["--pier-overlap 5 cannot be used with --pier-lighthouse", "taken again"],
+    f"{_JOB} --pier-overlap 5": ["--pier-overlap 5 cannot be used with --pier-lighthouse", "retried"],
     f"{_JOB} --pier-fragments 2": ["--pier-fragments 2 cannot be used with --pier-lighthouse", "joins"],
     f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "nothing in common"],
     f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],

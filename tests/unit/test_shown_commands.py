@@ -70,6 +70,8 @@ def test_command_is_understood(page: str, command: str) -> None:
             extras = {extra for found in re.findall(r"\[([\w,]+)\]", command) for extra in found.split(",")}
             project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text())["project"]
             assert extras <= project["optional-dependencies"].keys()
+        case "python" if words[:2] == ["-m", "pier_megatron"]:
+            understand_flags(words[2:])
         case "python" | "pytest":
             understand_script(words)
         case "shtab":

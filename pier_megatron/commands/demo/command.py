@@ -45,7 +45,7 @@ _MARKER = ".pier-megatron-demo"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's own flags."""
     parser.add_argument(
-        "--output", type=folder_to_write, default=Path("runs/demo"), help="folder for what it writes (%(default)s)"
+        "--output", type=folder_to_write, default=Path("runs/demo"), help="folder for its results (%(default)s)"
     )
     parser.add_argument("--iterations", type=whole(2), default=120, help="length of each training (%(default)s)")
     parser.add_argument("--sync-interval", type=whole(1), default=20, help="iterations between outer steps (%(default)s)")
@@ -118,7 +118,7 @@ def _check_own(folder: Path) -> None:
 
 
 def _make_empty(folder: Path) -> None:
-    """Makes a folder anew, marked as the demo's own."""
+    """Empties the demo's folder, or creates it, and marks it as its own."""
     _check_own(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start",
         action="store_true",
-        help="also begin the job anew where you are, without its lazy start and without loading or saving anything, until its "
-        "first iteration between outer steps is over, and list the collectives of that iteration",
+        help="also start the job on this machine, without its lazy start, loading and saving nothing, for one iteration "
+        "between outer steps, and list the collectives of that iteration",
     )
     add_command_argument(parser)
 

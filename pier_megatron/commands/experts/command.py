@@ -29,10 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             added[name].add_argument("folder", type=existing_folder, metavar="FOLDER", help=folder)
     plan, train, export = added["plan"], added["train"], added["export"]
     plan.add_argument("file", type=existing_file, metavar="FILE.yaml", help="description of the ensemble: docs/experts.md")
-    plan.add_argument("--output", type=folder_to_write, default=Path("runs/experts"), help="folder for all of it (%(default)s)")
+    plan.add_argument(
+        "--output", type=folder_to_write, default=Path("runs/experts"), help="folder for plan, jobs and results (%(default)s)"
+    )
     train.add_argument("--submit", action="store_true", help="hand the jobs to Slurm (sbatch) instead of running them here")
     export.add_argument(
-        "--output", type=folder_to_write, required=True, metavar="DIR", help="folder for the models, one in it for each"
+        "--output", type=folder_to_write, required=True, metavar="DIR", help="folder for the models, with a folder for each"
     )
     add_tokenizer_argument(export)
     added["score"].epilog = export.epilog = TRUSTED_ONLY

@@ -29,7 +29,7 @@ def cached_prior(scores: Array) -> Array:
 
     As the public code of HDEE has it (gensyn-ai/hdee, ``eval_ensemble.py``): from ``log prior = 0`` on, after sequence ``k``,
     counted from 0, ``log prior <- log(0.3^(k+1) prior + posterior)`` with the posterior after the whole sequence under the
-    prior before it. There the prior begins anew with every batch; here it does not.
+    prior before it. There the prior restarts with every batch; here it does not.
 
     Args:
         scores: Log-likelihoods of the sequences, of which :data:`CACHED_SEQUENCES` are used.

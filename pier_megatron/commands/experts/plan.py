@@ -111,7 +111,7 @@ def _understood(ensemble: Ensemble, what: str, nodes: int, ranks_per_node: int, 
 
 
 def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple[str, ...]:
-    """What Megatron is told of one expert beside its size: schedule, data and checkpoints."""
+    """Megatron's arguments for one expert beside its size: schedule, data and checkpoints."""
     size = ensemble.sizes[share.size]
     domains = [ensemble.domains[name] for name in share.domains]
     # A blend of several datasets says how much of each.

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log",
         type=_folder_or_file,
         metavar="PATH",
-        help="a short run of the job: its output, or its TensorBoard folder (--log-timers-to-tensorboard), for TFLOP/s; "
-        "the folder of a run with Pier also for what groups cost in loss",
+        help="output of a short run of the job, or its TensorBoard folder (--log-timers-to-tensorboard), for TFLOP/s; the "
+        "folder of a run with Pier also predicts the loss",
     )
     parser.add_argument(
         "--plot",

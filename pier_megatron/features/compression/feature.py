@@ -27,9 +27,10 @@ class Settings:
 
     compress: str | None = setting(
         None,
-        "Compress what travels inside a group (arXiv 2409.02423): hybrid (gradients int8, activations between stages bf16, the "
-        "outer step int8), aggressive (gradients int4 with error feedback), naive (int8 everywhere, to compare with), or "
-        "DIMENSION=CODEC of dp, pp, gather, tp, outer; several with commas, as in hybrid,pp=int8,outer=off. Default: nothing.",
+        "Codecs of the traffic inside a group (arXiv 2409.02423): hybrid (gradients int8, activations between stages bf16, the "
+        "outer step int8), aggressive (gradients int4 with error feedback), naive (int8 everywhere, for comparison), or "
+        "DIMENSION=CODEC with dp, pp, gather, tp, outer; several separated by commas, as in hybrid,pp=int8,outer=off. Default: "
+        "no compression.",
         metavar="POLICY",
         accepts=policy,
     )

@@ -242,6 +242,6 @@ class _Summed(Sum):
 
 
 def _drop_what_is_not_finite(residual: Residual | None) -> None:
-    """It would never leave again, also where the step that brought it is skipped or its group begins anew."""
+    """It would never leave again, also where the step that brought it is skipped or its group is restarted."""
     for dropped in (residual.sent, residual.reduced) if residual is not None else ():
         dropped.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

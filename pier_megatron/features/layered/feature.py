@@ -32,9 +32,9 @@ class Settings:
 
     layered: bool = setting(
         False,
-        "Breadth-first pipelines (arXiv 2106.02679, 2211.05953): every virtual stage takes all micro-batches of a step before "
-        "the next one begins, which leaves --overlap-grad-reduce more to hide behind and keeps more activations. Default: "
-        "Megatron's depth-first order, whose losses it gives to the last bit without dropout.",
+        "Breadth-first pipeline (BFS; arXiv 2106.02679, 2211.05953): every virtual stage takes all micro-batches of a step "
+        "before the next stage begins. --overlap-grad-reduce can hide more, and more activations are kept. Without dropout, "
+        "losses equal those of the default bit for bit. Default: Megatron's depth-first order.",
     )
 
 

@@ -47,16 +47,16 @@ class Settings:
 
     skip_fraction: float = setting(
         0.0,
-        "Share of all pairs of a micro-batch and a virtual pipeline stage that are left out in training, in [0, 1), by a table "
-        "that is the same in every step (SkipPipe, arXiv 2502.19913). Changes what is learned: a trade of quality for time.",
+        "Fraction of the pairs of a micro-batch and a virtual pipeline stage that training skips, by a table that is the same "
+        "in every step (SkipPipe, arXiv 2502.19913). Trades model quality for time.",
         metavar="SHARE",
         accepts=share("such as 0.25"),
     )
-    skip_seed: int = setting(0, "Seed of the drawing of that table.", metavar="SEED", accepts=SEED)
+    skip_seed: int = setting(0, "Seed of the random search for that table.", metavar="SEED", accepts=SEED)
     eval_skip: str | None = setting(
         None,
-        "Virtual pipeline stages that evaluation leaves out, such as 1,2,5, numbered from 0 in the order of the layers; never "
-        "the first or the last. Default: none.",
+        "Virtual pipeline stages that evaluation skips, such as 1,2,5, numbered from 0 in the order of the layers; never the "
+        "first or the last. Default: none.",
         metavar="STAGES",
         accepts=numbers,
     )

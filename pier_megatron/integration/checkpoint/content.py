@@ -100,7 +100,7 @@ class RunPosition:
         ]
 
     def exact_tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
-        """What only a run of the same shape can go on with: residuals and exchanges under way."""
+        """What only a run of the same shape can use: residuals and exchanges under way."""
         tensors = {
             f"{index}.{name}": residual
             for index, state in enumerate(snapshot.states)

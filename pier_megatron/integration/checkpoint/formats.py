@@ -1,6 +1,6 @@
 """Tensors of the main parameters of a distributed optimizer, saved and loaded in Megatron's own formats.
 
-The formats know how parameters are sharded and, some of them, how to shard them anew. They ask the optimizer for a main
+The formats know how parameters are sharded and some of them reshard. They ask the optimizer for a main
 parameter and its state, one model parameter at a time; a :class:`ShardedState` answers in its place.
 """
 

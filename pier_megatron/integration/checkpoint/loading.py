@@ -1,4 +1,4 @@
-"""How a run goes on from what was stored of another one."""
+"""How a run resumes from a checkpoint of its own or of another run."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ class _Request:
 
     Attributes:
         saved: What the checkpoint says of itself.
-        is_exact: Whether this run goes on as if it had never stopped.
+        is_exact: Whether this run continues as if it had never stopped.
         same_layout: Whether the ranks of a group share the model as they did.
         changes: What is different, one phrase each.
         metadata: Metadata of the checkpoint.
         sources: Folders and groups from which each group continues.
-        inner_sources: Saved groups whose inner state this group goes on with, as their mean.
+        inner_sources: Saved groups of whose inner states this group takes the mean.
         outer_sources: The same for the outer state; none if the first island hands it out.
         snapshot: Snapshot for the outer loop; its tensors are what is read into.
         stock: Megatron's own description of the optimizer's state.
@@ -252,7 +252,7 @@ class Loading:
             opt_param_scheduler: Megatron's.
 
         Returns:
-            What the run goes on from, or None if it begins.
+            Request that the run resumes from, or None if it begins.
 
         Raises:
             DamagedCheckpointError: If the outer state is not what was saved.

@@ -21,7 +21,7 @@ def random_states() -> Any:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Goes on from :func:`random_states`."""
+    """Restores what :func:`random_states` returned."""
     tensor_parallel = versions.require("megatron.core", "tensor_parallel")
     tracker = tensor_parallel.get_cuda_rng_tracker()
     graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)

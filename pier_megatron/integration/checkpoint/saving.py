@@ -120,7 +120,7 @@ class Saving:
 def _copy_host_memory(state: dict[Any, Any]) -> None:
     """Replaces sharded tensors in host memory by copies, for a save that goes on behind training.
 
-    What is on a device Megatron copies before training goes on. A buffer on the host it would give to the process that writes:
+    Megatron copies what is on a device before training continues. A buffer on the host it would give to the writing process:
     moved out of pinned into shared memory, and read while the next outer steps change it.
     """
     mapping = versions.require("megatron.core.dist_checkpointing", "mapping")

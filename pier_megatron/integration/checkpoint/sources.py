@@ -1,4 +1,4 @@
-"""From which saved groups, and from which folders, a group goes on."""
+"""From which saved groups, and from which folders, a group resumes."""
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.content import RunPosition
@@ -7,7 +7,7 @@ from pier_megatron.outer.description import Description, checksum_name
 
 
 class Sources:
-    """The saved groups that each group of this run goes on from.
+    """Saved groups that each group of this run resumes from.
 
     Attributes:
         stored: Saved run.
@@ -25,7 +25,7 @@ class Sources:
         return self.of_inner(self._description(self._nearest()), self._place.group)[0]
 
     def of_inner(self, saved: Description, group: int) -> list[int]:
-        """Saved groups whose inner state a group goes on with, as their mean."""
+        """Saved groups of whose inner states a group takes the mean."""
         config, there = self._place.config, self.stored.islands
         if there and (self._place.is_job or config.groups == saved.settings["groups"]):
             return [group if group in there else 0]

@@ -64,7 +64,7 @@ def find(root: Path, step: int | None, accepts_changes: bool) -> StoredRun | Non
         accepts_changes: Whether the user has said that the run may go on differently.
 
     Returns:
-        The checkpoint; None if an elastic island has nothing to go on from, and begins anew.
+        The checkpoint; None if an elastic island finds none and starts without one.
     """
     island = islands.own()
     looks = dist.get_rank() == 0

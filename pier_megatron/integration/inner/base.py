@@ -38,7 +38,7 @@ class InnerOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def take_settings(self, settings: Mapping[str, Any]) -> None:
-        """Goes on with the settings of another one with the same groups of parameters."""
+        """Takes over the settings of another one with the same groups of parameters."""
 
     def is_counted(self, is_expert: bool) -> bool:
         """Whether norms over the model count this rank's main parameters, those of experts or the others."""

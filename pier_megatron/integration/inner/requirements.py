@@ -37,7 +37,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def are_shared_out(args: argparse.Namespace) -> bool:
-    """Whether the data-parallel ranks of a group share the main parameters out, of arguments that have been validated."""
+    """Whether the data-parallel ranks of a group shard the main parameters, by arguments that have been validated."""
     return bool(args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False))
 
 

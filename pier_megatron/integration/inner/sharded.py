@@ -30,5 +30,5 @@ class ShardedOptimizer(InnerOptimizer):
         return settings
 
     def take_settings(self, settings: Mapping[str, Any]) -> None:
-        """Goes on with other settings; may put other tensors in the place of those that were there."""
+        """Takes over other settings; may put other tensors in the place of those that were there."""
         self.optimizer.load_state_dict(settings)

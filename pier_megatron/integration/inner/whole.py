@@ -18,8 +18,8 @@ class WholeOptimizer(InnerOptimizer):
     """A ``Float16OptimizerWithFloat16Params`` or an ``FP32Optimizer``.
 
     Attributes:
-        is_shared_out: Whether data-parallel ranks have shared the parameters out among themselves, each to step some for all:
-            Megatron's layer-wise optimizer. Else each steps all of them.
+        is_shared_out: Whether data-parallel ranks shard the parameters, each stepping some for all: Megatron's layer-wise
+            optimizer. Otherwise each steps all of them.
     """
 
     def __init__(self, optimizer: Any, is_shared_out: bool) -> None:
@@ -59,7 +59,7 @@ class WholeOptimizer(InnerOptimizer):
         return {"optimizer": {"param_groups": groups}}
 
     def take_settings(self, settings: Mapping[str, Any]) -> None:
-        """Goes on with other settings; tensors stay."""
+        """Takes over other settings; tensors stay."""
         for group, taken in zip(self.optimizer.optimizer.param_groups, settings["optimizer"]["param_groups"], strict=True):
             counts_for_all = _STEP in group
             group |= {name: value for name, value in taken.items() if name != _STEP or counts_for_all}

@@ -1,0 +1,99 @@
+"""The reference pages say what the code says: generated parts, figures, public parameters, diffs of the architecture."""
+
+import ast
+import inspect
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import check_prose
+import pytest
+import write_reference
+
+import pier_megatron
+from pier_megatron import outer, reference, schedules
+from pier_megatron.exchange import authentication, codecs
+
+_REPOSITORY = Path(__file__).parents[2]
+_DOCS = _REPOSITORY / "docs"
+
+
+def test_generated_parts_are_what_the_code_says() -> None:
+    stale = write_reference.stale(write=False)
+    assert not stale, f"Run: .venv/bin/python tools/write_reference.py, and commit {', '.join(stale)}."
+
+
+def test_every_preset_has_a_purpose() -> None:
+    assert write_reference._PURPOSES.keys() == schedules.PRESETS.keys()
+
+
+def literal(path: str, name: str) -> int:
+    """Number of entries of a dictionary in a test file, which is not imported: it starts processes."""
+    for node in ast.parse((_REPOSITORY / path).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return len(node.value.keys) if isinstance(node.value, ast.Dict) else 0
+    raise AssertionError(f"{path} has no {name}")
+
+
+_FIGURES: dict[str, Callable[[], int]] = {
+    r"(\d+) refused command lines": lambda: literal("tests/end_to_end/test_arguments.py", "_REFUSED"),
+    r"FP32 scale for every (\d+) elements": lambda: codecs.BLOCK,
+    r"of at least (\d+) bytes": lambda: authentication._LEAST_SECRET,
+    r"(\d+) refused checkpoints and set-ups": lambda: literal("tests/distributed/test_refusals.py", "_REFUSED"),
+}
+
+
+@pytest.mark.parametrize("words", _FIGURES)
+def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
+    pages = {page.name: " ".join(page.read_text().split()) for page in _DOCS.glob("*.md")}
+    found = [(name, int(number)) for name, text in pages.items() for number in re.findall(words, text)]
+    assert found
+    assert [(name, number) for name, number in found if number != _FIGURES[words]()] == []
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """Functions and methods of the public API, by name."""
+    owners = [pier_megatron.PierConfig, pier_megatron.PierOptimizer, *(getattr(outer, name) for name in outer.__all__)]
+    owners += [thing for thing in vars(schedules).values() if inspect.isclass(thing) and thing.__module__ == schedules.__name__]
+    for owner in owners:
+        for name, member in vars(owner).items():
+            member = getattr(member, "__func__", member)
+            made = name == "__init__" and hasattr(owner, "__dataclass_fields__")
+            if inspect.isfunction(member) and (not name.startswith("_") or name == "__init__") and not made:
+                yield f"{owner.__name__}.{name}", member
+    for module in (pier_megatron, schedules, reference):
+        for name, member in vars(module).items():
+            if inspect.isfunction(member) and member.__module__ == module.__name__ and not name.startswith("_"):
+                yield name, member
+
+
+_PUBLIC = {name: function for name, function in public_functions() if "Protocol" not in str(function)}
+
+
+def test_public_functions_are_found() -> None:
+    assert len(_PUBLIC) > 30
+
+
+@pytest.mark.parametrize("name", _PUBLIC)
+def test_every_public_parameter_is_described(name: str) -> None:
+    text = inspect.getdoc(_PUBLIC[name]) or ""
+    names = [parameter for parameter in inspect.signature(_PUBLIC[name]).parameters if parameter not in ("self", "cls")]
+    if "see :meth:" in text or "See :meth:" in text or name == "OuterRule.__init__":
+        return
+    assert [parameter for parameter in names if not re.search(rf"^    {parameter}: ", text, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("diff", re.findall(r"```diff\n(.*?)```", (_DOCS / "architecture.md").read_text(), re.DOTALL))
+def test_diffs_of_the_architecture_apply(diff: str) -> None:
+    command = ["git", "apply", "--check", "-"]
+    done = subprocess.run(command, input=diff, cwd=_REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_prose_is_checked_outside_of_code() -> None:
+    page = "The job goes\non without it.\n\n```\nanew\n```\n`anew` [a](anew.md) is foretold\n"
+    assert [(line, word) for line, word, _ in check_prose.of_page(page)] == [(1, "goes on without"), (7, "foretold")]
+    module = 'def f():\n    """Begins anew."""\n    x = "anew"\n    p.add_argument("--a", help="in vain")\n'
+    assert [(line, word) for line, word, _ in check_prose.of_module(module)] == [(2, "anew"), (4, "in vain")]

@@ -1,0 +1,191 @@
+"""Pictures of the reference pages: curves of the presets, and the floors of the package with what they import."""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pier_megatron.config import PierConfig
+from pier_megatron.schedules import PRESETS
+
+_REPOSITORY = Path(__file__).parents[1]
+_RUN = {"train_iters": 10_000, "groups": 4, "sync_interval": 50}
+_KEY = "Drawn from"
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture, known by the data that it is drawn from: pixels differ from one matplotlib to the next.
+
+    Attributes:
+        data: Function that collects the data, plain values.
+        paint: Function that draws them and returns matplotlib's figure.
+    """
+
+    data: Callable[[], Any]
+    paint: Callable[[Any], Any]
+
+    def fingerprint(self) -> str:
+        """Digest of the data and of the code that draws them."""
+        text = json.dumps(self.data(), sort_keys=True) + inspect.getsource(self.paint)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def draw(self, path: Path) -> None:
+        """Writes the picture, with the digest in it."""
+        self.paint(self.data()).savefig(path, dpi=110, metadata={_KEY: self.fingerprint(), "Software": ""})
+
+
+def drawn_from(path: Path) -> str | None:
+    """Digest of the data that a picture was drawn from; None if there is none."""
+    from PIL import Image
+
+    if not path.exists():
+        return None
+    with Image.open(path) as image:
+        return image.info.get(_KEY)
+
+
+def curves() -> dict[str, Any]:
+    """``mu`` and ``eta`` of each preset at the sync iterations of a run."""
+    found: dict[str, Any] = {}
+    for name in PRESETS:
+        config = PierConfig(preset=name, **_RUN)
+        steps = range(_RUN["sync_interval"], _RUN["train_iters"] + 1, _RUN["sync_interval"])
+        found[name] = [[step, round(config.momentum_at(step), 6), round(config.learning_rate_at(step), 6)] for step in steps]
+    return found
+
+
+def paint_curves(data: dict[str, Any]) -> Any:
+    """Draws momentum and learning rate of the presets, one column for each kind of them."""
+    from matplotlib.figure import Figure
+
+    kinds = {
+        "Pier, as published": ("pier", "pier-cosine"),
+        "for fewer outer steps": ("pier-rising", "pier-annealed", "pier-muon", "pier-muon-annealed"),
+        "other methods": ("diloco", "noloco", "local-sgd"),
+    }
+    assert sorted(name for names in kinds.values() for name in names) == sorted(data)
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True, sharey="row")
+    styles = (("#1f5fa8", "-", 2.0), ("#d1782a", "--", 2.0), ("#2d8a57", "-", 2.0), ("#8d4aa0", "--", 2.0))
+    for column, (title, names) in enumerate(kinds.items()):
+        axes[0, column].set_title(title, fontsize=11)
+        for (color, line, width), name in zip(styles, names, strict=False):
+            share = [100 * step / _RUN["train_iters"] for step, _, _ in data[name]]
+            for row in (0, 1):
+                heights = [point[row + 1] for point in data[name]]
+                axes[row, column].plot(share, heights, line, color=color, linewidth=width, label=name)
+        axes[1, column].set_xlabel("% of the run")
+        axes[1, column].legend(fontsize=9, loc="lower right")
+        for row in (0, 1):
+            axes[row, column].axvspan(0, 10, color="0.92", zorder=0)
+            axes[row, column].grid(color="0.88", linewidth=0.6)
+            axes[row, column].spines[["top", "right"]].set_visible(False)
+            axes[row, column].set_xlim(0, 100)
+    axes[0, 0].set_ylabel("outer momentum mu")
+    axes[1, 0].set_ylabel("outer learning rate eta")
+    axes[0, 0].text(0.8, 0.04, "lazy start", fontsize=8, color="0.35", rotation=90, va="bottom")
+    return figure
+
+
+def floors() -> dict[str, Any]:
+    """Floors of the package and which of them import which, without imports that a longer way implies."""
+    import grimp
+
+    project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text())
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    names = [name.strip() for layer in layers for name in layer.split("|")]
+    graph = grimp.build_graph("pier_megatron", cache_dir=None)
+    imports: dict[str, set[str]] = {name: set() for name in names}
+    for module in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(module):
+            above, below = (next((n for n in names if m == n or m.startswith(f"{n}.")), "") for m in (module, imported))
+            if above and below and above != below:
+                imports[above].add(below)
+
+    def reached(name: str) -> set[str]:
+        return imports[name].union(*(reached(below) for below in imports[name]))
+
+    return {
+        name.split(".")[1]: sorted(
+            below.split(".")[1] for below in imports[name] if not any(below in reached(n) for n in imports[name] - {below})
+        )
+        for name in names
+    }
+
+
+_JOBS = {
+    "__main__": "python -m pier_megatron",
+    "commands": "pier-megatron",
+    "launcher": "runs a training script",
+    "cpu": "stands in for CUDA",
+    "integration": "Megatron's training loop",
+    "flags": "the --pier-* flags",
+    "features": "inside a group",
+    "megatron_api": "access to Megatron",
+    "outer": "the outer loop",
+    "reference": "all of it in float64",
+    "config": "resolved and checked",
+    "settings": "flags, defaults, help",
+    "exchange": "collectives, codecs",
+    "schedules": "mu and eta",
+    "values": "what flags accept",
+}
+_PLACES = {
+    "__main__": 0.3,
+    "commands": 1.9,
+    "launcher": 0.3,
+    "cpu": 0.9,
+    "integration": 2.1,
+    "flags": 1.6,
+    "features": 1.6,
+    "megatron_api": 1.1,
+    "outer": 2.7,
+    "reference": 3.5,
+    "config": 3.1,
+    "settings": 2.1,
+    "exchange": 3.1,
+    "schedules": 2.1,
+    "values": 0.3,
+}
+"""From left to right, for lines that cross little."""
+
+_EVERYWHERE = ("errors", "processes", "version")
+"""Leaves that are left out of the picture."""
+
+
+def paint_floors(data: dict[str, Any]) -> Any:
+    """Draws each floor as a box above all that it imports."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+    imports = {name: [n for n in below if n not in _EVERYWHERE] for name, below in data.items() if name not in _EVERYWHERE}
+
+    def depth(name: str) -> int:
+        return 1 + max((depth(above) for above, below in imports.items() if name in below), default=-1)
+
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    axes = figure.subplots()
+    axes.set_axis_off()
+    heights = {name: -float(depth(name)) for name in imports}
+    for name, level in heights.items():
+        x = _PLACES[name]
+        knows = {"integration": "#cfe0f3", "commands": "#e4edf7", "features": "#f6e3cf", "megatron_api": "#f6e3cf"}
+        color = knows.get(name, "#eeeeee")
+        axes.add_patch(FancyBboxPatch((x - 0.4, level - 0.22), 0.8, 0.44, "round,pad=0.02", facecolor=color, edgecolor="0.4"))
+        axes.text(x, level + 0.07, name, ha="center", va="center", fontsize=10, family="monospace")
+        axes.text(x, level - 0.11, _JOBS[name], ha="center", va="center", fontsize=7.5, color="0.3")
+        for below in imports[name]:
+            begin, end = (x, level - 0.24), (_PLACES[below], heights[below] + 0.25)
+            axes.add_patch(FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=9, color="0.45", linewidth=0.9))
+    axes.set_xlim(-0.2, 4.0)
+    axes.set_ylim(min(heights.values()) - 0.3, 0.3)
+    return figure
+
+
+PICTURES = {"presets.png": Picture(curves, paint_curves), "architecture.png": Picture(floors, paint_floors)}
+"""Pictures in ``docs/`` by file name."""

@@ -1,0 +1,340 @@
+"""Writes the generated parts of the reference pages, so that they say what the code says.
+
+A page marks each part with ``<!-- generated: NAME -->`` and ``<!-- generated: end -->``; the rest is written by hand.
+``--check`` writes nothing and lists the pages and pictures that are not what this script would write.
+"""
+
+import argparse
+import ast
+import dataclasses
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path[:0] = [str(REPOSITORY), str(Path(__file__).parent)]
+
+import reference_pictures  # noqa: E402
+
+from pier_megatron import features, values  # noqa: E402
+from pier_megatron.commands import cli  # noqa: E402
+from pier_megatron.features.compression.policy import DIMENSIONS, POLICIES, policy  # noqa: E402
+from pier_megatron.flags import WITH_ANY_OPTIMIZER  # noqa: E402
+from pier_megatron.integration import arguments, refusals  # noqa: E402
+from pier_megatron.integration.inner import requirements  # noqa: E402
+from pier_megatron.megatron_api import args as megatron_args  # noqa: E402
+from pier_megatron.schedules import PRESETS, Preset, Segment  # noqa: E402
+from pier_megatron.settings import Settings, flag_of  # noqa: E402
+from pier_megatron.values import Choice, Number  # noqa: E402
+
+_MARK = re.compile(r"(<!-- generated: (?!end)(.+?) -->\n).*?(<!-- generated: end -->)", re.DOTALL)
+
+_TEXTS: dict[Callable[..., Any], str] = {
+    values.any_path: "path",
+    values.address: "IP address or host name",
+    values.url: "`http://ADDRESS:PORT`",
+    values.numbers: "whole numbers separated by commas",
+    values.existing_file: "file",
+    values.existing_folder: "folder",
+    values.file_to_write: "file, may be new",
+    values.folder_to_write: "folder, may be new",
+    values.png_to_write: "`.png` file, may be new",
+    policy: f"{', '.join(f'`{name}`' for name in POLICIES)}, or pairs of {', '.join(f'`{name}`' for name in DIMENSIONS)} "
+    "with a codec",
+}
+"""Values that parsers of ``pier_megatron.values`` accept, where these do not say so themselves."""
+
+_START_UP = ("config.py", "integration/arguments.py", "integration/refusals.py", "integration/inner/requirements.py")
+"""Modules whose refusals the start of every run with Pier checks, beside those of features."""
+
+_PURPOSES = {
+    "pier": ("arXiv 2511.17849, section 4", "thousands of outer steps: the paper's runs have some 1800"),
+    "pier-cosine": ("the later code of the paper's authors", "comparison with that code"),
+    "pier-rising": ("[study](study.md#how-pier-rising-was-found)", "a few to hundreds of outer steps, AdamW inside"),
+    "pier-annealed": ("[study](study.md)", "a hundred outer steps and more, AdamW inside"),
+    "pier-muon": ("[study](study.md#muon-inside)", "few outer steps, Muon inside"),
+    "pier-muon-annealed": ("[study](study.md#muon-inside)", "a hundred outer steps and more, Muon inside"),
+    "diloco": ("arXiv 2311.08105", "comparison with DiLoCo"),
+    "noloco": ("arXiv 2506.10911", "[gossip pairs](pairs.md): heavy ball among two groups at a time"),
+    "local-sgd": ("plain averaging", "comparison: the mean of the groups, no outer momentum"),
+}
+"""Source of each preset, and what it is for."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n" for cells in lines)
+
+
+def code_flags(text: str) -> str:
+    """Sets the flags in a sentence as code."""
+    return re.sub(r"(?<![\w`-])(--[a-z][\w-]*\w)", r"`\1`", text)
+
+
+def accepted(accepts: Any) -> str:
+    """What a flag accepts, in words."""
+    if isinstance(accepts, Choice):
+        return ", ".join(f"`{name}`" for name in accepts.names)
+    if not isinstance(accepts, Number):
+        return _TEXTS.get(accepts, "")
+    if accepts.kind is int:
+        return f"{accepts.low:.0f} or more" if accepts.high >= values.LARGEST else f"{accepts.low:.0f} to {accepts.high:.0f}"
+    least = f"above {accepts.low:g}, " if accepts.open_low else f"{accepts.low:g} "
+    return f"{least}{'to below' if accepts.open_high else 'up to' if accepts.open_low else 'to'} {accepts.high:.15g}"
+
+
+def settings_table(kinds: Sequence[type[Any]]) -> str:
+    """Flags of settings: what each does, accepts and defaults to, and the flags that start-up checks it with."""
+    checked = checked_together()
+    rows = []
+    for field in (field for kind in kinds for field in dataclasses.fields(kind) if field.metadata):
+        flag, accepts = flag_of(field.name), field.metadata["accepts"]
+        text, _, default = field.metadata["help"].partition(" Default: ")
+        is_switch = field.type in (bool, "bool")
+        metavar = "" if is_switch else " " + (field.metadata["metavar"] or ("NAME" if isinstance(accepts, Choice) else "N"))
+        others = ", ".join(f"`{other}`" for other in sorted(checked.get(flag, ())))
+        given = default.removesuffix(".")
+        is_value = given == str(field.default)
+        shown = "off" if given == "False" else f"`{given}`" if is_value else code_flags(given)
+        rows.append([f"`{flag}{metavar}`", code_flags(text), "" if is_switch else accepted(accepts), shown, others])
+    return table(["flag", "what it does", "accepts", "default", "checked with"], rows)
+
+
+def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
+    """The text of each refusal of a module, with ``…`` for what depends on the run."""
+    tree = ast.parse(path.read_text())
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                call = node.exc if isinstance(node, ast.Raise) else None
+                if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+                    continue
+                known = _known(function, node, module)
+                if call.func.id == "PierConfigError":
+                    yield from _texts(call.args[0], known)
+                elif call.func.id == "no_multiple":
+                    for given, why in itertools.product(_texts(call.args[0], known), _texts(call.args[3], known)):
+                        yield f"{given} is no multiple of --pier-sync-interval: {why}."
+
+
+def _known(function: ast.FunctionDef, where: ast.AST, module: ModuleType | None) -> dict[str, list[str]]:
+    """What names in a function stand for in its messages, where the source says it."""
+    known: dict[str, list[str]] = {"_flags(args)": ["--pier-skip-fraction or --pier-eval-skip"]}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if isinstance(node.value, ast.JoinedStr | ast.Constant):
+                known.setdefault(node.targets[0].id, []).extend(_texts(node.value, known))
+        elif isinstance(node, ast.For) and any(inner is where for inner in ast.walk(node)):
+            names = _names(node.iter, function, module)
+            known |= {
+                f"{call}(name)": [", ".join(_flag(call, name) for name in names)] for call in ("flag", "flag_of") if names
+            }
+    return known
+
+
+def _flag(call: str, name: str) -> str:
+    return flag_of(name) if call == "flag_of" else megatron_args.flag(name)
+
+
+def _names(iterable: ast.expr, function: ast.FunctionDef, module: ModuleType | None) -> list[str]:
+    """Names of settings or arguments that a loop goes over."""
+    if isinstance(iterable, ast.GeneratorExp):
+        iterable = iterable.generators[0].iter
+    if isinstance(iterable, ast.Name):
+        found = [n.value for n in ast.walk(function) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == iterable.id]
+        iterable = found[0] if found else iterable
+    if isinstance(iterable, ast.IfExp):
+        iterable = iterable.body
+    if isinstance(iterable, ast.Tuple):
+        literal = ast.literal_eval(iterable)
+        return [each if isinstance(each, str) else each[0] for each in literal]
+    owner = iterable.func.value if isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute) else iterable
+    value = getattr(module, owner.id, ()) if isinstance(owner, ast.Name) else ()
+    return [name for name in value if isinstance(name, str)] if isinstance(value, Mapping | tuple) else []
+
+
+def _texts(node: ast.expr, known: dict[str, list[str]]) -> list[str]:
+    """All readings of a string expression."""
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(parts) for parts in itertools.product(*(_texts(value, known) for value in node.values))]
+    if isinstance(node, ast.FormattedValue):
+        return known.get(ast.unparse(node.value), ["…"])
+    return known.get(ast.unparse(node), ["…"])
+
+
+def start_up_refusals() -> list[tuple[str, str]]:
+    """What start-up refuses in a run with Pier or a feature, and its reason with the remedy; in the order of the code."""
+    modules = {"config.py": None, "integration/arguments.py": arguments, "integration/refusals.py": refusals}
+    package = REPOSITORY / "pier_megatron"
+    sources = [(package / name, modules.get(name, requirements)) for name in _START_UP]
+    sources += [(Path(str(feature.__file__)), feature) for feature in features.FEATURES]  # type: ignore[attr-defined]
+    found: dict[str, str] = {}
+    for path, module in sources:
+        for message in messages(path, module):
+            what, why = (*re.split(r": |\.$|\. (?=[A-Z])", re.sub(r"\s*\(…\)", "", message), maxsplit=1), "")[:2]
+            if "--" in what and not what.startswith("…"):
+                found.setdefault(what, _without_gaps(why))
+    return list(found.items())
+
+
+def _without_gaps(why: str) -> str:
+    """The sentences of a reason that depend on nothing in the run."""
+    sentences = re.split(r"(?<=\.) (?=[A-Z…])", why)
+    return " ".join(sentence for sentence in sentences if sentence.count("…") <= 1 and sentence.strip("…. ")) or why
+
+
+def checked_together() -> dict[str, set[str]]:
+    """For each flag of Pier's, the other flags that one and the same refusal names before it gives its reason."""
+    found: dict[str, set[str]] = {}
+    for what, _ in start_up_refusals():
+        named = set(re.findall(r"--[a-z][\w-]*", what))
+        for flag in named:
+            found.setdefault(flag, set()).update(named - {flag, "--optimizer"})
+    return found
+
+
+def refusals_table() -> str:
+    """What start-up refuses, apart from the flags of Megatron's that no run with Pier may have."""
+    flags = ", ".join(map(megatron_args.flag, refusals._REFUSED))
+    rows = [[code_flags(what), code_flags(why)] for what, why in start_up_refusals() if not what.startswith(flags)]
+    return table(["refused", "reason and remedy"], rows)
+
+
+def refused_flags_table() -> str:
+    """Flags of Megatron's that no run with Pier may have."""
+    reasons = [[f"`{megatron_args.flag(name)}`", code_flags(reason)] for name, reason in refusals._REFUSED.items()]
+    return table(["flag of Megatron", "reason"], reasons)
+
+
+def parameters_table() -> str:
+    """Parameters of ``PierConfig``: each with its type, its default and the flag that sets it."""
+    rows = [["`train_iters`", "`int`", "", "`--train-iters`", "Number of iterations of the run."]]
+    for field in (field for field in dataclasses.fields(Settings) if field.metadata):
+        kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+        default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        text = code_flags(field.metadata["help"].partition(" Default: ")[0])
+        rows.append([f"`{field.name}`", f"`{kind}`", default, f"`{flag_of(field.name)}`", text])
+    return table(["parameter", "type", "default", "flag", "meaning"], rows)
+
+
+def _described(segments: Sequence[Segment]) -> str:
+    """A schedule in words."""
+    words = []
+    for segment in segments:
+        length = "" if segment.length is None else f" for {segment.length:.0%} of the run".replace("%", " %")
+        if segment.start == segment.end:
+            words.append(f"{segment.start:g}{length}")
+        else:
+            shape = "cosine" if segment.shape.__name__ == "_cosine" else "linear"
+            words.append(f"{segment.start:g} to {segment.end:g}{length}, {shape}")
+    return "; then ".join(words)
+
+
+def _momentum(preset: Preset) -> str:
+    limit = preset.longest_horizon
+    return _described(preset.momentum) + (f"; `1 / (1 - mu)` at most {limit:.0%} of the outer steps" if limit else "").replace(
+        "%", " %"
+    )
+
+
+def presets_table() -> str:
+    """Presets: schedules, source and purpose."""
+    rows = []
+    for name, preset in PRESETS.items():
+        warmup = "no momentum warmup" if preset.warmup_momentum is None else f"{preset.warmup_momentum:g}"
+        source, purpose = _PURPOSES[name]
+        rows.append([f"`{name}`", purpose, warmup, _momentum(preset), _described(preset.learning_rate), source])
+    return table(["preset", "for", "`mu` in the lazy start", "`mu` after it", "`eta` after it", "source"], rows)
+
+
+def _parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = cli.parser()
+    for word in words:
+        choices = next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parser = choices[word]
+    return parser
+
+
+def options_table(command: str) -> str:
+    """Options of a command."""
+    rows = []
+    for action in _parser_of(command.split())._actions:
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+            continue
+        name = (action.option_strings or [""])[-1]
+        metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+        shown = f"{name} {metavar}".strip() if action.nargs != 0 and not (name and action.choices) else name
+        text = str(action.help or "") % {"default": action.default, "prog": "pier-megatron"}
+        rows.append([f"`{shown}`" + (" (needed)" if action.required and name else ""), code_flags(text), accepted_by(action)])
+    return table(["option", "what it does", "accepts"], rows)
+
+
+def accepted_by(action: argparse.Action) -> str:
+    """What an option of a command accepts, in words."""
+    if action.choices:
+        return "a [preset](presets.md)" if set(action.choices) == set(PRESETS) else ", ".join(f"`{c}`" for c in action.choices)
+    return accepted(action.type) if action.nargs != 0 else ""
+
+
+def generated(name: str) -> str:
+    """The generated part of that name."""
+    kind, _, rest = name.partition(" ")
+    match kind:
+        case "flags":
+            return settings_table([Settings]) if rest == "of Pier" else settings_table(WITH_ANY_OPTIMIZER)
+        case "refusals":
+            return refusals_table()
+        case "refused":
+            return refused_flags_table()
+        case "parameters":
+            return parameters_table()
+        case "presets":
+            return presets_table()
+        case "options":
+            return options_table(rest)
+    raise ValueError(f"{name}: no generated part of that name.")
+
+
+def written(text: str) -> str:
+    """A page with its generated parts as they should be."""
+    return _MARK.sub(lambda mark: f"{mark[1]}\n{generated(mark[2])}\n{mark[3]}", text)
+
+
+def stale(write: bool) -> list[str]:
+    """Names of the pages and pictures that are not as they should be; writes them."""
+    found = []
+    for page in sorted((REPOSITORY / "docs").glob("*.md")):
+        text = page.read_text()
+        if (right := written(text)) != text:
+            found.append(f"docs/{page.name}")
+            if write:
+                page.write_text(right)
+    for name, picture in reference_pictures.PICTURES.items():
+        path = REPOSITORY / "docs" / name
+        if reference_pictures.drawn_from(path) != picture.fingerprint():
+            found.append(f"docs/{name}")
+            if write:
+                picture.draw(path)
+    return found
+
+
+def main() -> int:
+    """Writes what is out of date, or with ``--check`` only lists it and returns 1."""
+    parser = argparse.ArgumentParser(description="Writes the generated parts of docs/*.md and their pictures.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
+    options = parser.parse_args()
+    found = stale(write=not options.check)
+    for name in found:
+        print(f"{name}: {'out of date' if options.check else 'written'}")
+    return int(bool(found) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
