@@ -187,8 +187,7 @@ def _number_of_nodes() -> int:
 def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Checks Pier's settings and those of features before and after Megatron checks its own."""
     run.begin()
-    used = features.used(args)
-    for feature in used:
+    for feature in features.used(args):
         feature.prepare(args)
     if uses_pier(args):
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
@@ -202,6 +201,8 @@ def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest:
         if saves_behind and not args.async_save:
             args.pier_waits_for_saves = True
         check_arguments(args)
+    # Megatron's validation also fills in what a script gives as defaults.
+    used = features.used(args)
     for feature in used:
         feature.check(args)
     if args.rank == 0:
