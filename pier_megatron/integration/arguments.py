@@ -187,7 +187,12 @@ def _number_of_nodes() -> int:
 def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Checks Pier's settings and those of features before and after Megatron checks its own."""
     run.begin()
-    for feature in features.used(args):
+    # Megatron fills them in as well, but later than they are looked at here.
+    defaults = versions.given(validate_args, (args, *rest), kwargs).get("defaults", {})
+    ours = {name: value for name, value in defaults.items() if name.startswith("pier_")}
+    vars(args).update({name: value for name, value in ours.items() if getattr(args, name, None) is None})
+    used = features.used(args)
+    for feature in used:
         feature.prepare(args)
     if uses_pier(args):
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
@@ -201,8 +206,6 @@ def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest:
         if saves_behind and not args.async_save:
             args.pier_waits_for_saves = True
         check_arguments(args)
-    # Megatron's validation also fills in what a script gives as defaults.
-    used = features.used(args)
     for feature in used:
         feature.check(args)
     if args.rank == 0:

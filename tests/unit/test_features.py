@@ -55,28 +55,34 @@ def test_page_names_flags_and_refusals(name: str) -> None:
     assert {refused_flag(_STORED_AS.get(attribute, attribute)) for attribute in _NAMED[name].REFUSED} <= shown
 
 
-def validated(**filled_in: Any) -> argparse.Namespace:
-    """Arguments behind the plugin's validation around one that fills these in, as Megatron's does with a script's defaults."""
-    given = argparse.Namespace(async_save=False, world_size=1, rank=0, pipeline_model_parallel_size=2)
+def validated(**defaults: Any) -> argparse.Namespace:
+    """Arguments behind the plugin's validation around one that takes a script's defaults, as Megatron's does."""
+    given = argparse.Namespace(async_save=False, world_size=1, rank=0, pipeline_model_parallel_size=2, overlap_p2p_comm=False)
     given.virtual_pipeline_model_parallel_size = given.pier_skip_fraction = None
 
-    def validate_args(args: argparse.Namespace) -> argparse.Namespace:
-        vars(args).update(filled_in)
+    def validate_args(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
+        vars(args).update(defaults)
         return args
 
-    result = arguments.validate(validate_args, given)
-    assert result is given
+    assert arguments.validate(validate_args, given, defaults) is given
     return given
 
 
-@pytest.mark.parametrize("setting", [{"pier_skip_fraction": 0.25}, {"pier_eval_skip": "1"}])
-def test_what_a_script_sets_as_a_default_is_checked(setting: dict[str, Any]) -> None:
-    with pytest.raises(PierConfigError, match=r"2 pipeline ranks x 1 virtual stages = 2, but the first and the last"):
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"pier_skip_fraction": 0.25}, "2 pipeline ranks x 1 virtual stages = 2, but the first and the last"),
+        ({"pier_eval_skip": "1"}, "2 pipeline ranks x 1 virtual stages = 2, but the first and the last"),
+        ({"pier_layered": True}, "--pier-layered with --pipeline-model-parallel-size 2 and --no-overlap-p2p-communication"),
+    ],
+)
+def test_what_a_script_sets_as_a_default_is_checked(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(PierConfigError, match=words):
         validated(**setting)
 
 
 def test_validation_begins_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     current.set_optimizer(object())  # type: ignore[arg-type]
-    validated()
+    assert validated(lr=0.1).lr == 0.1
     assert current.pier_optimizer() is None
     assert capsys.readouterr().out == ""
