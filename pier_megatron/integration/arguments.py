@@ -187,6 +187,10 @@ def _number_of_nodes() -> int:
 def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
     """Checks Pier's settings and those of features before and after Megatron checks its own."""
     run.begin()
+    # Megatron fills them in as well, but later than they are looked at here.
+    defaults = versions.given(validate_args, (args, *rest), kwargs).get("defaults", {})
+    ours = {name: value for name, value in defaults.items() if name.startswith("pier_")}
+    vars(args).update({name: value for name, value in ours.items() if getattr(args, name, None) is None})
     used = features.used(args)
     for feature in used:
         feature.prepare(args)

@@ -1,5 +1,6 @@
 """What holds for every feature inside a group, found by the list of them."""
 
+import argparse
 import dataclasses
 import inspect
 import re
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.features import FEATURES, Feature
 from pier_megatron.flags import WITH_ANY_OPTIMIZER
+from pier_megatron.integration import arguments, current
 from pier_megatron.megatron_api.args import flag as refused_flag
 from pier_megatron.settings import flag_of
 
@@ -50,3 +53,36 @@ def test_page_names_flags_and_refusals(name: str) -> None:
     shown = {flag for what in whats for flag in re.findall(r"`(--[\w-]+)", what)}
     assert {flag for flag in shown if flag not in code and flag[2:].replace("-", "_") not in code} == set()
     assert {refused_flag(_STORED_AS.get(attribute, attribute)) for attribute in _NAMED[name].REFUSED} <= shown
+
+
+def validated(**defaults: Any) -> argparse.Namespace:
+    """Arguments behind the plugin's validation around one that takes a script's defaults, as Megatron's does."""
+    given = argparse.Namespace(async_save=False, world_size=1, rank=0, pipeline_model_parallel_size=2, overlap_p2p_comm=False)
+    given.virtual_pipeline_model_parallel_size = given.pier_skip_fraction = None
+
+    def validate_args(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
+        vars(args).update(defaults)
+        return args
+
+    assert arguments.validate(validate_args, given, defaults) is given
+    return given
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"pier_skip_fraction": 0.25}, "2 pipeline ranks x 1 virtual stages = 2, but the first and the last"),
+        ({"pier_eval_skip": "1"}, "2 pipeline ranks x 1 virtual stages = 2, but the first and the last"),
+        ({"pier_layered": True}, "--pier-layered with --pipeline-model-parallel-size 2 and --no-overlap-p2p-communication"),
+    ],
+)
+def test_what_a_script_sets_as_a_default_is_checked(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(PierConfigError, match=words):
+        validated(**setting)
+
+
+def test_validation_begins_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    current.set_optimizer(object())  # type: ignore[arg-type]
+    assert validated(lr=0.1).lr == 0.1
+    assert current.pier_optimizer() is None
+    assert capsys.readouterr().out == ""
