@@ -4,8 +4,8 @@
     pip install '.[data]'
     python prepare_openwebtext.py --output /data/openwebtext
 
-Documents keep their order, and each ends with the tokenizer's end-of-text token. The work is done in shards: interrupted, and
-started again with the same command, it goes on with those that are missing, and the result is the same to the byte.
+Documents keep their order, and each ends with the tokenizer's end-of-text token. The script works in shards: restarted
+with the same command, it makes only those that are missing, and the result is the same to the byte.
 """
 
 import argparse
