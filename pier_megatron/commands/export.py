@@ -76,7 +76,7 @@ def require_packages(*names: str) -> None:
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise PierConfigError(f"needs {', '.join(missing)}, not installed: pip install 'pier-megatron[downstream]'")
+        raise PierConfigError(f"needs {', '.join(missing)}, not installed: pip install transformers 'lm-eval[hf]'")
 
 
 def export(checkpoint: Path, output: Path, tokenizer: str | None = None) -> list[str]:

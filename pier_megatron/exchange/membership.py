@@ -41,8 +41,7 @@ def torchft(module: str) -> Any:
         return importlib.import_module(f"torchft.{module}")
     except ImportError as error:
         raise PierConfigError(
-            f"--pier-lighthouse needs torchft, which cannot be imported ({error}). Install it with pip install "
-            "'pier-megatron[islands]'."
+            f"--pier-lighthouse needs torchft, which cannot be imported ({error}). Install it: pip install 'torchft>=0.2'."
         ) from error
 
 

@@ -85,7 +85,7 @@ def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
         said += compared("pier-muon", "synchronous-muon")
         said.append(compared("pier-muon", "synchronous")[0])
     else:
-        said.append("Muon was not trained: pip install 'pier-megatron[muon]'")
+        said.append("Muon was not trained: pip install 'emerging-optimizers>=0.2'")
     seed = logs["pier"].arguments["seed"]
     labels = {name: f"{title}, seed {seed}: {validation[name].losses[-1]:.3f}" for name, title in titles.items()}
     _draw(output / "loss.png", logs, validation, labels, said[0], megabits)
