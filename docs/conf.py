@@ -15,10 +15,15 @@ author = "the pier_megatron authors"
 version = release = __version__
 project_copyright = f"{datetime.date.today().year}, {author}"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 # The source directory is the repository's root, so that links are the same here and where the repository is browsed.
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "examples/README.md"]
+include_patterns = ["*.md", "docs/*.md", "examples/README.md"]
+
+# A fence that names no language is output or a diagram.
+highlight_language = "none"
+# Nobody pastes a diff.
+copybutton_selector = "div:not(.highlight-diff) > div.highlight > pre"
 
 # Anchors of headings, as a browser of the repository makes them.
 myst_heading_anchors = 4
@@ -26,6 +31,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 templates_path = ["templates"]
 html_additional_pages = {"index": "redirect.html"}
 html_title = f"pier_megatron {__version__}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes of OpenWebText, or of text of your own, what the recipes train on: tokens in Megatron's indexed format.
 
-    pip install '.[data]'
+    pip install datasets transformers tqdm
     python prepare_openwebtext.py --output /data/openwebtext
 
 Documents keep their order, and each ends with the tokenizer's end-of-text token. The script works in shards: restarted

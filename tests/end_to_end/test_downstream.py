@@ -274,7 +274,7 @@ def test_bad_input_of_evaluate_is_refused(
 
 
 def test_missing_packages_are_named() -> None:
-    with pytest.raises(PierConfigError, match=r"needs not_a_package, not installed: pip install 'pier-megatron\[downstream\]'"):
+    with pytest.raises(PierConfigError, match=r"needs not_a_package, not installed: pip install transformers 'lm-eval\[hf\]'"):
         require_packages("torch", "not_a_package")
 
 

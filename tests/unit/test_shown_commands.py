@@ -32,11 +32,12 @@ _PROGRAMS = ("pier-megatron", "torchrun", "make", "pip", "pytest", "python", "sh
 def shown(text: str) -> Iterator[list[str]]:
     """The words of each command in the code of a page, without what a reader fills in or leaves out."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    unmarked = [re.sub(r"^[+-] ", "", block, flags=re.MULTILINE) for block in blocks]  # marks of a diff
+    lines = [line for block in unmarked for line in block.replace("\\\n", " ").splitlines()]
     rest = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
     for code in (*lines, *spans):
-        code = re.sub(r"^[+-] |\[--[^]]*\]|(^|\s)#.*|\.\.\.", " ", code).replace("$NODE", "0")
+        code = re.sub(r"\[--[^]]*\]|(^|\s)#.*|\.\.\.", " ", code).replace("$NODE", "0")
         try:
             words = shlex.split(code.split(" > ")[0])
         except ValueError:
@@ -160,6 +161,12 @@ def understand_script(words: list[str]) -> None:
     for name in sys.modules.keys() - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == path.parent:
             del sys.modules[name]
+
+
+def test_readme_reaches_its_table_of_features_soon() -> None:
+    before, heading, _ = (_REPOSITORY / "README.md").read_text().partition("\n## Features\n")
+    assert heading
+    assert len(before.split()) <= 500
 
 
 def test_files_that_pages_name_are_there() -> None:
