@@ -86,7 +86,7 @@ def _outcome(runs: dict[str, Recorded], source: Shape, target: Shape, groups: in
     assert len(inner) == 1
     [inner_of] = inner
     outer_of = _of_whom([rank["start anchor"][0] for rank in loaded.ranks], [rank["anchor"][_AT][0] for rank in saved.ranks])
-    if "Pier goes on exactly" in loaded.printed:
+    if "Pier resumes exactly" in loaded.printed:
         assert (inner_of, outer_of) == ("own", "own")
         for mine, theirs in zip(loaded.ranks, saved.ranks, strict=True):
             assert torch.equal(mine["main"][_AT + 1], theirs["main"][_AT + 1])

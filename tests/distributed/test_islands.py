@@ -170,7 +170,7 @@ def test_island_without_a_checkpoint_of_its_own(runs: dict[str, Recorded]) -> No
         "--pier-override-checkpoint",
     ):
         assert all(part in rank["error"] for rank in runs["lost"].ranks)
-    assert "goes on exactly" not in runs["replaced"].printed
+    assert "resumes exactly" not in runs["replaced"].printed
     assert "of island 1, which takes the inner state of island 0" in runs["replaced"].printed
     for group in range(2):
         for first, loaded in zip(runs["plain"].of_group(0), runs["replaced"].of_group(group), strict=True):

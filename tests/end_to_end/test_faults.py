@@ -48,7 +48,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     for fault, rank in (("disk is full", 1), ("dies while saving", 0)):
         attempt = job.run(faults=[{"fault": fault, "rank": rank, "iteration": 16}])
         assert attempt.wait() != 0
-        assert "Pier goes on exactly from iteration 8" in attempt.log
+        assert "Pier resumes exactly from iteration 8" in attempt.log
         assert job.last_saved() == 8
         seen |= attempt.losses()
 
@@ -64,7 +64,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     faults = [{"fault": "started an hour ago", "rank": rank, "iteration": 14} for rank in (0, 1)]
     attempt = job.run(faults=faults, flags="--exit-duration-in-mins 30")
     assert attempt.wait() == 0, attempt.log[-5000:]
-    assert "Pier goes on exactly from iteration 13" in attempt.log
+    assert "Pier resumes exactly from iteration 13" in attempt.log
     assert job.last_saved() == 16
     seen |= attempt.losses()
     with job.started(flags=f"{_BEHIND_TRAINING} --exit-signal-handler") as attempt:
@@ -81,7 +81,7 @@ def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
         flags=f"{_BEHIND_TRAINING} --ckpt-step 16",
     )
     assert attempt.wait() == 0, attempt.log[-5000:]
-    assert attempt.log.count("Pier goes on exactly from iteration 16") == 2
+    assert attempt.log.count("Pier resumes exactly from iteration 16") == 2
     seen |= attempt.losses()
 
     # What the doctor says of the checkpoint before a job is queued.

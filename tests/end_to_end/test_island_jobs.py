@@ -230,7 +230,7 @@ class Relay:
         saved = jobs[0] if len(jobs) == 1 else Job(folder, self._corpus)
         if source is not None:
             theirs, job, step = source
-            said = {"exact" if f"Pier goes on exactly from iteration {step}" in attempt.log else "own" for attempt in attempts}
+            said = {"exact" if f"Pier resumes exactly from iteration {step}" in attempt.log else "own" for attempt in attempts}
             [outcome] = said
             assert outcome == "exact" or all(f"from iteration {step}; with changes" in attempt.log for attempt in attempts)
             # It depends on every group's parameters, moments, samples and random states, and on anchor and momentum.
@@ -265,7 +265,7 @@ def check_that_a_third_island_starts_from_the_first(folder: Path, corpus: tuple[
     with lighthouse(least=3) as place, started(islands, flags=place) as attempts:
         assert [attempt.wait() for attempt in attempts] == [0, 0, 0]
     for attempt, source in zip(attempts, (0, 1, 0), strict=True):
-        assert "goes on exactly" not in attempt.log
+        assert "resumes exactly" not in attempt.log
         assert "with changes: --pier-groups 2 is now 3" in attempt.log
         assert f"the first group with the inner state of saved group {source}\n" in attempt.log
         assert ("of island 2, which takes the inner state of island 0" in attempt.log) == (attempt is attempts[2])

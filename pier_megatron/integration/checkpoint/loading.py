@@ -320,8 +320,8 @@ class _Mean:
 def _resumption(request: _Request) -> str:
     saved = request.saved
     if request.is_exact and saved.holds_all_groups:
-        return f" Pier goes on exactly from iteration {saved.iteration}"
-    lines = [f" Pier goes on from iteration {saved.iteration}"]
+        return f" Pier resumes exactly from iteration {saved.iteration}"
+    lines = [f" Pier resumes from iteration {saved.iteration}"]
     if request.changes:
         lines.append(f"with changes: {', '.join(request.changes)}")
     lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, request.inner_sources))}")
