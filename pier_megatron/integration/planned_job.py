@@ -254,7 +254,7 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
         return f"{folder}: a stock checkpoint; Pier begins from its weights, without outer momentum"
     saved = Description.from_metadata(metadata[ENTRY])
     present = Description.of_run(config, saved.iteration, layout_of(args, ranks_in_group), "cuda")
-    changes = saved.check(present, config.override_checkpoint)
+    changes = saved.check(present, config.override_checkpoint) + features.changes(metadata, args)
     how = f"with changes: {', '.join(changes)}" if changes else "and the job resumes exactly"
     return f"{folder}: whole, of iteration {saved.iteration}, by pier_megatron {saved.version}, {how}"
 

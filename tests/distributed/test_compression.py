@@ -90,6 +90,7 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
         # Where a run saves is part of it.
         Run("resumed at 3", resumed + "--ckpt-step 3 --save {directory}/resumed", ["main"], ["small pieces"], saves=[5]),
         Run("resumed at 5", resumed + "--ckpt-step 5", ["main"], ["small pieces"]),
+        Run("resumed otherwise", resumed + "--ckpt-step 5 --pier-compress aggressive", [], ["small pieces"]),
         *(
             Run(f"copied, {name}", f"{argv} --save {{directory}}/copied/{name}", ["main"], saves=[3])
             for name, argv in _COPIED.items()
@@ -112,6 +113,13 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
 
 
 @pytest.mark.parametrize("name", _ROUTES)
+def test_a_resume_with_another_codec_is_not_called_exact(runs: dict[str, Recorded]) -> None:
+    assert "Pier resumes exactly from iteration 5" in runs["resumed at 5"].printed
+    changed = "--pier-compress aggressive,gather=int8 is now aggressive"
+    said = f"Pier resumes from iteration 5; with other features inside groups: {changed}; with the whole state"
+    assert said in runs["resumed otherwise"].printed
+
+
 def test_the_way_alone_changes_nothing(runs: dict[str, Recorded], name: str) -> None:
     plain, exact = runs[name], runs[f"{name}, exact"]
     assert len(plain.losses) >= 3

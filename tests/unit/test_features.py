@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pier_megatron import features
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features import FEATURES, Feature
 from pier_megatron.flags import WITH_ANY_OPTIMIZER
@@ -86,3 +87,14 @@ def test_validation_begins_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert validated(lr=0.1).lr == 0.1
     assert current.pier_optimizer() is None
     assert capsys.readouterr().out == ""
+
+
+def test_changed_features_are_named_and_older_checkpoints_say_nothing() -> None:
+    args = argparse.Namespace(pier_compress="hybrid", pier_skip_fraction=None, pier_layered=True)
+    saved = {features.ENTRY: {"--pier-layered": True, "--pier-skip-fraction": 0.25}}
+    assert features.changes(saved, args) == [
+        "--pier-skip-fraction 0.25 is now None",
+        "--pier-compress None is now hybrid",
+    ]
+    assert features.changes({features.ENTRY: features.settings(args)}, args) == []
+    assert features.changes({}, args) == []

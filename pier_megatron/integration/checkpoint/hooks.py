@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pier_megatron import features
 from pier_megatron.integration import current, islands, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.loading import Loading
@@ -40,6 +41,7 @@ def describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer", 
     metadata = build_metadata(*args, **kwargs)
     if isinstance(pier.saving, Saving):
         metadata[ENTRY] = pier.saving.description.to_metadata()
+        metadata[features.ENTRY] = features.settings(versions.megatron_args())
     return metadata
 
 

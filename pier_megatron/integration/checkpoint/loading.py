@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pier_megatron import features
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island, folder_of_island
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
@@ -318,10 +319,13 @@ class _Mean:
 
 
 def _resumption(request: _Request) -> str:
-    saved = request.saved
+    saved, changed = request.saved, features.changes(request.metadata, versions.megatron_args())
+    inside = f"with other features inside groups: {', '.join(changed)}"
     if request.is_exact and saved.holds_all_groups:
-        return f" Pier resumes exactly from iteration {saved.iteration}"
-    lines = [f" Pier resumes from iteration {saved.iteration}"]
+        return (
+            f" Pier resumes {'with all its state, ' + inside + ',' if changed else 'exactly'} from iteration {saved.iteration}"
+        )
+    lines = [f" Pier resumes from iteration {saved.iteration}", *([inside] if changed else [])]
     if request.changes:
         lines.append(f"with changes: {', '.join(request.changes)}")
     lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, request.inner_sources))}")
