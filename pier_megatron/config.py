@@ -5,24 +5,18 @@ Every check names the flag, its value, the arithmetic and a remedy, because it i
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from functools import cached_property
 
 from pier_megatron.errors import PierConfigError, division, no_multiple
-from pier_megatron.exchange.codecs import CODECS, Codec
-from pier_megatron.schedules import PRESETS, Preset, value_at
+from pier_megatron.run_schedule import RunSchedule
 from pier_megatron.settings import Settings, flag_of
 from pier_megatron.values import Choice, Number
-
-# What a few kernels and a message take time for, against which their overhead is small.
-_CHUNK_MIB = {"cpu": 16, "cuda": 64}
 
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
 _LONG_HORIZON = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
-class PierConfig(Settings):
+class PierConfig(RunSchedule):
     """The hyperparameters of a run with Pier; the symbols are those of arXiv 2511.17849.
 
     ``T`` is ``train_iters``, ``G`` groups, ``H`` the sync interval, ``W`` the lazy start in iterations, ``P`` fragments.
@@ -113,185 +107,6 @@ class PierConfig(Settings):
                 "left for the local phase, so this would be a synchronous run. Shorten the lazy start or "
                 "--pier-sync-interval, or train with --optimizer adam."
             )
-
-    @property
-    def _preset(self) -> Preset:
-        return PRESETS[self.preset]
-
-    @property
-    def codec(self) -> Codec:
-        """What pseudo-gradients look like on the wire."""
-        return CODECS[self.exchange_dtype]
-
-    @property
-    def has_error_feedback(self) -> bool:
-        """Whether what a low-bit exchange rounds away is kept for the next one."""
-        return not (self.codec.lossless or self.no_error_feedback)
-
-    @property
-    def subgroup(self) -> int | None:
-        """How many groups meet at an outer step; None if all do and agree."""
-        size = self.subgroup_size or self._preset.subgroup_size
-        return None if size is None else min(size, self.groups)
-
-    @property
-    def has_common_anchor(self) -> bool:
-        """Whether all groups take part in every outer step, and hold the same anchor after it."""
-        return self.subgroup is None
-
-    @property
-    def sends_differences(self) -> bool:
-        """Whether participants send their pseudo-gradients, and separately, ahead, their slow weights.
-
-        With gamma = eta the sum of parameters says all. But those cross the groups exactly or not at all.
-        """
-        return self.subgroup_gamma is not None or not self.codec.lossless
-
-    @property
-    def pulls(self) -> bool:
-        """Whether slow weights cross the groups, ahead of the outer step that needs them."""
-        return not self.has_common_anchor and self.sends_differences and self.subgroup_gamma != 0
-
-    def pull_at(self, iteration: int) -> float:
-        """``gamma / eta(t)``, the share of the distance of the anchor to the participants' mean that the momentum takes.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        return 1.0 if self.subgroup_gamma is None else self.subgroup_gamma / self.learning_rate_at(iteration)
-
-    def chunk_mib_on(self, device_type: str) -> int:
-        """Size in MiB of the pieces in which buffers on a ``cpu`` or a ``cuda`` device are exchanged.
-
-        A piece is cut into one segment for each group, and segments far below a MiB are bound by latency.
-
-        Args:
-            device_type: Type of the device, ``cpu`` or ``cuda``.
-        """
-        return self.chunk_mib or max(_CHUNK_MIB[device_type], self.groups)
-
-    def chunk_numel_on(self, device_type: str) -> int:
-        """Largest number of elements of such a piece.
-
-        Args:
-            device_type: Type of the device, ``cpu`` or ``cuda``.
-        """
-        return self.chunk_mib_on(device_type) * 2**20 // 4
-
-    @cached_property
-    def lazy_start(self) -> int:
-        """``W``: number of fully synchronous iterations at the start."""
-        if self.lazy_start_iters is not None:
-            return self.lazy_start_iters
-        # Half rounds up: the longer lazy start is the safer one.
-        return int(self.lazy_start_fraction * self.train_iters / self.sync_interval + 0.5) * self.sync_interval
-
-    @property
-    def local_intervals(self) -> float:
-        """Sync intervals of the local phase; the last one may be cut short."""
-        return (self.train_iters - self.lazy_start) / self.sync_interval
-
-    @property
-    def warms_momentum(self) -> bool:
-        """Whether the momentum is built up during the lazy start."""
-        return self._preset.warmup_momentum is not None
-
-    def is_lazy(self, iteration: int) -> bool:
-        """Whether gradients are averaged over all groups.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        return iteration <= self.lazy_start
-
-    def is_momentum_warmup(self, iteration: int) -> bool:
-        """Whether the momentum warmup runs after an iteration.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        return self.warms_momentum and self.is_lazy(iteration) and iteration % self.sync_interval == 0
-
-    def is_outer_step(self, iteration: int) -> bool:
-        """Whether any fragment's outer step begins after an iteration.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        return bool(self.fragments_due(iteration))
-
-    def fragments_due(self, iteration: int) -> range:
-        """Fragments whose outer step begins after an iteration.
-
-        Each has one every H iterations, evenly spread, the last fragment at multiples of H; after the last iteration all do.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        if self.is_lazy(iteration):
-            return range(0)
-        if iteration == self.train_iters:
-            return range(self.fragments)
-        # Fragment f is due when the interval is (f + 1) / P through.
-        through = (iteration - 1) % self.sync_interval + 1
-        begin, end = ((self.fragments * n) // self.sync_interval for n in (through - 1, through))
-        return range(begin, end)
-
-    def next_outer_step(self, fragment: int, iteration: int) -> int | None:
-        """The iteration after which a fragment's next outer step begins; None if there is none.
-
-        Args:
-            fragment: Number of the fragment, from 0.
-            iteration: Iteration, counted from 1, that the outer step is later than.
-        """
-        later = range(iteration + 1, min(iteration + self.sync_interval, self.train_iters) + 1)
-        return next((t for t in later if fragment in self.fragments_due(t)), None)
-
-    def is_synchronised(self, iteration: int) -> bool:
-        """Whether all groups hold the same parameters at the end of an iteration.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        if self.is_lazy(iteration) or iteration == self.train_iters:
-            return True
-        return self.has_common_anchor and self.overlap == 0 and self.fragments == 1 and self.is_outer_step(iteration)
-
-    def outer_steps(self) -> Iterator[int]:
-        """The iterations after which an outer step begins, in order."""
-        return (iteration for iteration in range(self.lazy_start + 1, self.train_iters + 1) if self.is_outer_step(iteration))
-
-    def momentum_at(self, iteration: int) -> float:
-        """``mu(t)``, the outer momentum coefficient.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        if self.outer_momentum is not None:
-            return self.outer_momentum
-        if self.is_lazy(iteration):
-            return self._preset.warmup_momentum or 0.0
-        mu = value_at(self._preset.momentum, *self._local_progress(iteration))
-        if self._preset.longest_horizon is None:
-            return mu
-        limit = 1 - 1 / (self._preset.longest_horizon * self.local_intervals)
-        return min(mu, max(limit, self._preset.warmup_momentum or 0.0))
-
-    def learning_rate_at(self, iteration: int) -> float:
-        """``eta(t)``, the outer learning rate; 0 in the lazy start, in which no outer step changes the parameters.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        if self.is_lazy(iteration):
-            return 0.0
-        if self.outer_lr is not None:
-            return self.outer_lr
-        return value_at(self._preset.learning_rate, *self._local_progress(iteration))
-
-    def _local_progress(self, iteration: int) -> tuple[float, float]:
-        """Fractions of the whole run: behind us since the lazy start, and in all since the lazy start."""
-        return (iteration - self.lazy_start) / self.train_iters, 1 - self.lazy_start / self.train_iters
 
     def check_data_parallel_size(self, data_parallel_size: int, context_parallel_size: int = 1) -> None:
         """Refuses groups that would not be whole model replicas; context parallelism does not count in their number.
@@ -385,7 +200,3 @@ class PierConfig(Settings):
                     "--pier-subgroup-gamma, or take the momentum of --pier-preset noloco, 0.5."
                 ]
         return []
-
-    def momentum_horizon(self) -> float:
-        """``H / (1 - mu) / T`` with the final ``mu``: the share of the run that the outer momentum remembers."""
-        return self.sync_interval / (1 - self.momentum_at(self.train_iters)) / self.train_iters
