@@ -1,6 +1,8 @@
 """The console command ``pier-megatron``."""
 
 import argparse
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -57,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads the output has seen enough, as head has. Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except PierConfigError as error:
         print(f"pier-megatron {options.name}: {error}", file=sys.stderr)
         return 2

@@ -99,7 +99,7 @@ def fewer(groups: int) -> list[int]:
 def at_start(config: PierConfig) -> str | None:
     """What to expect of the loss, for the start-up block; None where the settings do not say it."""
     share_of = shares(config)
-    return None if share_of is None or config.groups == 1 else _text("expect at best", config, share_of)
+    return None if share_of is None or config.groups == 1 else _text("expect about", config, share_of)
 
 
 def after(config: PierConfig, noise: float | None, iteration: int) -> str | None:

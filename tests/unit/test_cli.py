@@ -1,8 +1,13 @@
 """The words of ``pier-megatron`` itself."""
 
+import os
+import signal
+import sys
+from pathlib import Path
+
 import pytest
 
-from pier_megatron.commands import cli
+from pier_megatron.commands import cli, plot
 from pier_megatron.version import __version__
 
 
@@ -38,3 +43,12 @@ def test_commands_that_read_checkpoints_warn_of_them(command: str, capsys: pytes
     with pytest.raises(SystemExit):
         cli.main([*command.split(), "--help"])
     assert "use trusted checkpoints only" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    monkeypatch.setattr(plot, "run", lambda options: print("a line") or 0)
+    assert cli.main(["plot", str(tmp_path)]) == 128 + signal.SIGPIPE
+    sys.stdout.close()

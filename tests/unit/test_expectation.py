@@ -44,7 +44,7 @@ def test_start_says_what_to_expect_with_muon() -> None:
     all_groups, four, two = (f"{math.exp(-2.3 * groups * 20 / 10_000):.1%}" for groups in (8, 4, 2))
     said = at_start(with_muon(train_iters=10_000))
     assert said is not None
-    assert f"at best the loss of a synchronous run of {all_groups} of the iterations" in said
+    assert f"expect about the loss of a synchronous run of {all_groups} of the iterations" in said
     assert f", with 4 groups {four}, with 2 groups {two} (" in said
     assert after(with_muon(), 4.0, 10_200) is None
     assert at_start(config()) is None
@@ -100,7 +100,7 @@ def test_plan_of_one_group_loses_nothing(run_with_eight_groups: Path) -> None:
 def test_plan_needs_no_log_with_muon(run_with_eight_groups: Path) -> None:
     found = loss.expected_shares(None, with_muon(), global_batch=64)
     assert found["shares"] == {groups: share_by_settings(with_muon(), groups) for groups in (16, 8, 4, 2)}
-    assert "from the settings, at best" in loss.text(found, 8)
+    assert "from the settings, by the median of small runs" in loss.text(found, 8)
     assert "shares" not in loss.expected_shares(None, config(), global_batch=64)
     with pytest.raises(PierConfigError, match="leave --log out"):
         loss.expected_shares(loss.read(run_with_eight_groups), with_muon(), global_batch=64)

@@ -99,7 +99,7 @@ def text(loss: dict[str, Any], groups: int) -> str:
     if "shares" not in loss:
         return f"Loss: not known. {loss['why']}"
     others = ", ".join(f"{share:.1%} with {number}" for number, share in loss["shares"].items() if number != groups)
-    known_from = "the settings, at best"
+    known_from = "the settings, by the median of small runs"
     if "noise to signal" in loss:
         known_from = f"noise to signal {loss['noise to signal']:.2f} with {loss['groups of the run']} groups"
     return (
