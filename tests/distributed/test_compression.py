@@ -112,7 +112,6 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     return launch(directory, corpus, trainings)
 
 
-@pytest.mark.parametrize("name", _ROUTES)
 def test_a_resume_with_another_codec_is_not_called_exact(runs: dict[str, Recorded]) -> None:
     assert "Pier resumes exactly from iteration 5" in runs["resumed at 5"].printed
     changed = "--pier-compress aggressive,gather=int8 is now aggressive"
@@ -120,6 +119,7 @@ def test_a_resume_with_another_codec_is_not_called_exact(runs: dict[str, Recorde
     assert said in runs["resumed otherwise"].printed
 
 
+@pytest.mark.parametrize("name", _ROUTES)
 def test_the_way_alone_changes_nothing(runs: dict[str, Recorded], name: str) -> None:
     plain, exact = runs[name], runs[f"{name}, exact"]
     assert len(plain.losses) >= 3
