@@ -320,12 +320,14 @@ class _Mean:
 
 def _resumption(request: _Request) -> str:
     saved, changed = request.saved, features.changes(request.metadata, versions.megatron_args())
-    inside = f"with other features inside groups: {', '.join(changed)}"
-    if request.is_exact and saved.holds_all_groups:
-        return (
-            f" Pier resumes {'with all its state, ' + inside + ',' if changed else 'exactly'} from iteration {saved.iteration}"
-        )
-    lines = [f" Pier resumes from iteration {saved.iteration}", *([inside] if changed else [])]
+    is_whole = request.is_exact and saved.holds_all_groups
+    if is_whole and not changed:
+        return f" Pier resumes exactly from iteration {saved.iteration}"
+    lines = [f" Pier resumes from iteration {saved.iteration}"]
+    if changed:
+        lines.append(f"with other features inside groups: {', '.join(changed)}")
+    if is_whole:
+        return "; ".join([*lines, "with the whole state"])
     if request.changes:
         lines.append(f"with changes: {', '.join(request.changes)}")
     lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, request.inner_sources))}")
