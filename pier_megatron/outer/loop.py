@@ -248,7 +248,7 @@ class OuterLoop:
     def anchor_in_model(self, as_mean: bool = False) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Inside, the parameters are what all groups agreed on last; where they never do, the group's own slow weights.
 
-        For evaluation and saving between outer steps: training then continues as if nobody had looked.
+        Evaluation and saving between outer steps use it: training then continues as if nobody had looked.
 
         Args:
             as_mean: Show the mean of all groups' slow weights instead, at the cost of an all-reduce.
