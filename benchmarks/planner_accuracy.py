@@ -42,24 +42,20 @@ _PUBLISHED_OUTER_STEP = {"perlmutter": 0.35, "vista": 0.16}
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """One published time, and what the planner says.
+class Prediction:
+    """A published figure of a run, and what the planner says.
 
     Attributes:
         run: Name of the run.
-        what: Synchronous or local iteration.
-        published: Seconds.
-        plain: Seconds as a user gets them.
-        measured: Seconds with TFLOP/s measured.
-        is_fitted: Whether constants were chosen on it.
+        published: Published figure.
+        plain: Figure as a user gets it.
+        measured: Figure with TFLOP/s measured.
     """
 
     run: str
-    what: str
     published: float
     plain: float
     measured: float
-    is_fitted: bool
 
     @property
     def error(self) -> float:
@@ -73,34 +69,29 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gain:
+class Point(Prediction):
+    """One published time, in seconds.
+
+    Attributes:
+        what: Synchronous or local iteration.
+        is_fitted: Whether constants were chosen on it.
+    """
+
+    what: str
+    is_fitted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain(Prediction):
     """Speed-up of one published run over synchronous training, lazy start included and nothing overlapped.
 
     Attributes:
-        run: Name of the run.
-        published: Speed-up from published times.
-        plain: Speed-up as a user gets it.
         spread: Lowest and highest speed-up that the verdict then names.
-        measured: Speed-up with TFLOP/s measured.
-        measured_spread: The same spread with them.
+        measured_spread: The same spread with TFLOP/s measured.
     """
 
-    run: str
-    published: float
-    plain: float
     spread: tuple[float, float]
-    measured: float
     measured_spread: tuple[float, float]
-
-    @property
-    def error(self) -> float:
-        """Error of the speed-up as a user gets it."""
-        return self.plain / self.published - 1
-
-    @property
-    def measured_error(self) -> float:
-        """The same with TFLOP/s measured."""
-        return self.measured / self.published - 1
 
 
 def points() -> list[Point]:
@@ -116,12 +107,12 @@ def _points(row: dict[str, str]) -> list[Point]:
     if row["ddp_ms"]:
         fitted = is_source or (is_first and not row["local_ms"])
         times = (float(row["ddp_ms"]) / 1e3, plain.synchronous, measured.synchronous)
-        found.append(Point(_name(row), "synchronous", *times, fitted))
+        found.append(Point(_name(row), *times, "synchronous", fitted))
     if row["local_ms"]:
         interval = int(row["H"])
         local = measured.local + _outer_step(row, cluster) / interval
         times = (float(row["local_ms"]) / 1e3, plain.mean_iteration(Way(interval)), local)
-        found.append(Point(_name(row), f"local, H = {interval}", *times, is_first or is_source))
+        found.append(Point(_name(row), *times, f"local, H = {interval}", is_first or is_source))
     return found
 
 
@@ -139,7 +130,7 @@ def gains() -> list[Gain]:
             low, high = (_gain(job, each, interval) for each in cluster.spread(is_measured=False))
             measured_low, measured_high = (_gain(job, each, interval) for each in at_measured.spread(is_measured=True))
             plain = _gain(job, cluster, interval)
-            found.append(Gain(_name(row), published, plain, (low, high), measured, (measured_low, measured_high)))
+            found.append(Gain(_name(row), published, plain, measured, (low, high), (measured_low, measured_high)))
     return found
 
 
