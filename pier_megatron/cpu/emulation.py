@@ -124,8 +124,9 @@ def _as_it_is(function: Any = None, **options: Any) -> Any:
     return function if function is not None else lambda decorated: decorated
 
 
+@functools.cache
 def install() -> None:
-    """Makes ``torch.cuda`` denote the CPU in this process. Call it before Megatron is imported.
+    """Makes ``torch.cuda`` denote the CPU in this process, once. Call it before Megatron is imported.
 
     The change is global and permanent for the process, hence for programs that own theirs (the launcher, the tests).
     """

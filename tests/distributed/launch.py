@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TOOLS, WARM = REPOSITORY / "tools", REPOSITORY / "tests" / "warm"
 
 # Where the tests train: the smallest GPT with every kind of parameter.
 _MODEL = (
@@ -141,11 +142,11 @@ class Server:
         """Starts it, with another megatron-core release than the installed one if asked."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         # What stands in for a GPU had better find none.
-        environment = os.environ | _environment(megatron) | {"CUDA_VISIBLE_DEVICES": ""}
+        variables = os.environ | environment(megatron) | {"CUDA_VISIBLE_DEVICES": ""}
         pipe = subprocess.PIPE
         command = [sys.executable, str(Path(__file__).parent / "worker.py")]
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment, text=True, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=self._log, env=variables, text=True, start_new_session=True
         )
 
     def __enter__(self) -> "Server":
@@ -194,7 +195,7 @@ def torchrun(world_size: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
 
 
-def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **environment: str) -> str:
+def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **variables: str) -> str:
     """Runs a command to its end.
 
     Returns:
@@ -203,22 +204,27 @@ def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **e
     Raises:
         AssertionError: If it failed, with the end of what it printed.
     """
-    variables = os.environ | _environment(megatron) | environment
+    variables = os.environ | environment(megatron) | variables
     with log.open("w") as output:
         process = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT, timeout=_TIMEOUT)
     assert process.returncode == 0, _errors(" ".join(command), log)
     return log.read_text()
 
 
-def _environment(megatron: Path | None) -> dict[str, str]:
-    path = [str(folder) for folder in (megatron, REPOSITORY, REPOSITORY / "tools") if folder is not None]
+def environment(megatron: Path | None = None) -> dict[str, str]:
+    """Variables of a process that trains, with another megatron-core release than the installed one if asked."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = dict.fromkeys(
+        filter(None, [*([] if megatron is None else [str(megatron)]), *map(str, (WARM, REPOSITORY, TOOLS)), *given])
+    )
     return {
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": os.pathsep.join(path),
         # Megatron's Makefile for its dataset helper calls python3.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }
+        # Another release is not the one that has been imported.
+    } | ({} if megatron is None else {"PIER_TEST_WARM": ""})
 
 
 def _newest(directory: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from typing import Any
 import forked_ranks
 import psutil
 import torch
-from launch import REPOSITORY, torchrun
+from launch import REPOSITORY, environment, torchrun
 
 _MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -57,9 +57,7 @@ class Job:
         command += ["-m", "pier_megatron", "--device", "cpu", str(script), *self._arguments, *flags.split()]
         self._attempts += 1
         losses = self.folder / f"losses{self._attempts}.txt"
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(REPOSITORY),
+        variables = environment() | {
             "PYTHONUNBUFFERED": "1",
             "PIER_TEST_FAULTS": json.dumps(list(faults)),
             "PIER_TEST_FOLDER": str(self.folder),
@@ -68,9 +66,14 @@ class Job:
         if restarts:
             # What the doctor advises. torchrun then takes a port of those that connections are given, long before rank 0
             # listens there: each restart takes another one instead.
-            environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PIER_TEST_PORT": str(forked_ranks.free_port())}
+            variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PIER_TEST_PORT": str(forked_ranks.free_port())}
         process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         attempt = Attempt(process, self.folder, losses)
         try:

@@ -1,0 +1,101 @@
+"""Imports what many processes of the tests would import, and runs each of them as a fork: see ``sitecustomize.py``.
+
+``python warm_process.py ADDRESS MODULE...`` prints a line when it listens at the socket ADDRESS.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+from typing import Any
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
+    left, parts = int.from_bytes(head, "little"), []
+    while left:
+        parts.append(connection.recv(left))
+        left -= len(parts[-1])
+    return json.loads(b"".join(parts)), descriptors
+
+
+def _become(job: dict[str, Any], descriptors: list[int]) -> None:
+    """Makes this process what the one that asks would have been without its imports."""
+    os.setsid()
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=job["is_unbuffered"])  # type: ignore[union-attr]
+    module, *arguments = job["words"]
+    # Where ``python -m`` looks first.
+    sys.path[:] = [job["folder"], *(folder for folder in job["path"] if folder != job["folder"])]
+    sys.argv = [module, *arguments]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    random.seed()
+
+
+def _next_job(address: str) -> str:
+    """Returns in a fork that has become the process that asked for it, the name of the module to run."""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(address)
+    server.listen(100)
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector = selectors.DefaultSelector()
+    selector.register(server, selectors.EVENT_READ)
+    selector.register(ended, selectors.EVENT_READ)
+    deputies: dict[int, socket.socket] = {}
+    print("ready", flush=True)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is server:
+                deputy, _ = server.accept()
+                job, descriptors = _receive(deputy)
+                child = os.fork()
+                if child == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for opened in (selector, server, deputy, *deputies.values()):
+                        opened.close()
+                    os.close(ended)
+                    os.close(wake)
+                    _become(job, descriptors)
+                    return str(job["words"][0])
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                deputies[child] = deputy
+                selector.register(deputy, selectors.EVENT_READ, child)
+                deputy.sendall(child.to_bytes(8, "little"))
+            elif key.fileobj == ended:
+                os.read(ended, 4096)
+                while deputies and (found := os.waitpid(-1, os.WNOHANG))[0]:
+                    with deputies.pop(found[0]) as deputy, contextlib.suppress(KeyError, BrokenPipeError):
+                        selector.unregister(deputy)
+                        deputy.sendall(found[1].to_bytes(8, "little"))
+            elif key.data in deputies:
+                # Somebody has killed the deputy, and meant the one that it stands for.
+                selector.unregister(deputies[key.data])
+                os.kill(key.data, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    place, *modules = sys.argv[1:]
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    runpy._run_module_as_main(_next_job(place))  # type: ignore[attr-defined]
