@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pier_megatron.errors import PierConfigError, suggestion
 from pier_megatron.features import FEATURES
@@ -30,7 +30,7 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         _add_argument(inside, setting)
 
 
-def _add_argument(where: Any, setting: Any) -> None:
+def _add_argument(where: argparse._ActionsContainer, setting: dataclasses.Field[object]) -> None:
     told, metavar, accepts = (setting.metadata[name] for name in ("help", "metavar", "accepts"))
     # Of "int | None" the first.
     kind = next(iter(typing.get_args(setting.type)), setting.type)
