@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pier_megatron import features
 from pier_megatron.config import PierConfig
@@ -178,7 +177,7 @@ def parameters_of_model(args: argparse.Namespace) -> int | None:
     return parameters_of_largest_shard(_with(args, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
 
 
-def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | changes)
 
 

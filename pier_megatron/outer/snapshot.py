@@ -2,10 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 
 @dataclasses.dataclass
@@ -82,7 +85,7 @@ class Snapshot:
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     outliers: Mapping[int, tuple[int, float, float]] = dataclasses.field(default_factory=dict)
     # A default of the class: files of older versions do not have it.
-    optimizers: Sequence[tuple[int, Mapping[str, Any]]] | None = None
+    optimizers: "Sequence[tuple[int, StateDict]] | None" = None
 
 
 torch.serialization.add_safe_globals([Progress, StateBuffers, RoundBuffers, Snapshot])
