@@ -11,8 +11,10 @@ from pier_megatron.features import FEATURES
 from pier_megatron.settings import PluginSettings, Settings, flag_of
 from pier_megatron.values import Choice
 
-WITH_ANY_OPTIMIZER = (*(feature.Settings for feature in FEATURES), PluginSettings)
-"""Dataclasses of settings that work with every ``--optimizer``."""
+WITH_ANY_OPTIMIZER = tuple(
+    setting for kind in (*(feature.Settings for feature in FEATURES), PluginSettings) for setting in dataclasses.fields(kind)
+)
+"""Settings that work with every ``--optimizer``."""
 
 
 def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +28,7 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         if setting.metadata:
             _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
     inside = parser.add_argument_group("pier inside a group", "These flags work with every --optimizer.")
-    for setting in (setting for kind in WITH_ANY_OPTIMIZER for setting in dataclasses.fields(kind)):
+    for setting in WITH_ANY_OPTIMIZER:
         _add_argument(inside, setting)
 
 

@@ -24,7 +24,7 @@ from pier_megatron.settings import Settings, flag_of, given
 
 def uses_group_settings(args: argparse.Namespace) -> bool:
     """Whether this run was started with a flag that acts inside a group, with whatever optimizer."""
-    return any(given(kind, args) for kind in WITH_ANY_OPTIMIZER)
+    return any(getattr(args, f"pier_{setting.name}", None) is not None for setting in WITH_ANY_OPTIMIZER)
 
 
 def config_from_args(args: argparse.Namespace) -> PierConfig:

@@ -64,7 +64,7 @@ def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> Planned
     """
     args, unknown = validated_arguments(ranks, ranks_per_node, argv)
     if not uses_pier(args) and not uses_group_settings(args):
-        flags = ", ".join(flag_of(setting.name) for kind in WITH_ANY_OPTIMIZER for setting in dataclasses.fields(kind))
+        flags = ", ".join(flag_of(setting.name) for setting in WITH_ANY_OPTIMIZER)
         raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
     return PlannedJob(args, config_from_args(args) if uses_pier(args) else None, unknown)
 
