@@ -124,7 +124,7 @@ def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataPar
             # race that PyTorch mended long before the releases that are supported.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if islands.rank_in_launch() == 0:
-        print(startup.describe(topology, loop, args.log_interval, refusals.disappointments(args, config)), flush=True)
+        print(startup.describe(topology, loop, args.log_interval, refusals.warnings(args, config)), flush=True)
     return pier
 
 
