@@ -39,8 +39,8 @@ class Clock:
 
     def begin_iteration(self) -> None:
         """Restarts with the first iteration after an outer step."""
-        if self._last_step != self._loop.last_common_step:
-            self._last_step, self._begun = self._loop.last_common_step, time.monotonic()
+        if self._last_step != self._loop.progress.last_common_step:
+            self._last_step, self._begun = self._loop.progress.last_common_step, time.monotonic()
 
     def end_iteration(self, scheduler: "OptimizerParamScheduler") -> None:
         """Has Megatron pass the remainder of the interval if the time is up; called by all ranks of the island.

@@ -189,7 +189,7 @@ def join[**P](setup_model_and_optimizer: Callable[P, _SetUp], /, *args: P.args, 
     if pier is None or island is None or not island.is_job:
         return model, optimizer, scheduler
     settings, loop = versions.megatron_args(), pier.loop
-    before, stepped = loop.iteration, loop.last_common_step
+    before, stepped = loop.iteration, loop.progress.last_common_step
     loop.join()
     refusals.check_lazy_start(loop.config, loop.iteration)
     if loop.iteration != before:
@@ -203,7 +203,7 @@ def join[**P](setup_model_and_optimizer: Callable[P, _SetUp], /, *args: P.args, 
             scheduler.step((len(passed) - skipped) * size)
         if islands.rank_in_launch() == 0:
             print(f" Pier: island {island.index} joins the others at iteration {loop.iteration}", flush=True)
-    if settings.save and loop.iteration == loop.config.train_iters and loop.last_common_step > stepped:
+    if settings.save and loop.iteration == loop.config.train_iters and loop.progress.last_common_step > stepped:
         # The outer step of the last iteration, taken here: nothing follows that would save it.
         save = versions.require(_TRAINING, "save_checkpoint")
         save(loop.iteration, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
