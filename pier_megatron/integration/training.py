@@ -242,12 +242,7 @@ def train_step[**P, R: tuple[object, ...]](
 
 
 @current.in_pier_runs
-def skip_iteration(
-    _: Callable[..., None],
-    optimizer: "PierOptimizer",
-    /,
-    data_iterator: DataIterator,
-) -> None:
+def skip_iteration(_: Callable[..., None], optimizer: "PierOptimizer", /, data_iterator: DataIterator) -> None:
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
     pass_samples(data_iterator)
