@@ -61,6 +61,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_docstrings.py pier_megatron
+	$(BIN)/python tools/check_limits.py pier_megatron
 	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md docs examples pier_megatron
 
 typecheck: setup

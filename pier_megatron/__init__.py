@@ -3,7 +3,7 @@
 Reference: Fan & Zhang, "Pier: Efficient Large Language Model pretraining with Relaxed Global Communication", arXiv 2511.17849.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -23,7 +23,7 @@ def register() -> None:
     seams.register()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "type[PierOptimizer]":
     # PierOptimizer extends a class of Megatron, whose import must not happen before the launcher has prepared it.
     if name == "PierOptimizer":
         from pier_megatron.integration.optimizer import PierOptimizer

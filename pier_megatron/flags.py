@@ -4,15 +4,17 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pier_megatron.errors import PierConfigError, suggestion
 from pier_megatron.features import FEATURES
 from pier_megatron.settings import PluginSettings, Settings, flag_of
 from pier_megatron.values import Choice
 
-WITH_ANY_OPTIMIZER = (*(feature.Settings for feature in FEATURES), PluginSettings)
-"""Dataclasses of settings that work with every ``--optimizer``."""
+WITH_ANY_OPTIMIZER = tuple(
+    setting for kind in (*(feature.Settings for feature in FEATURES), PluginSettings) for setting in dataclasses.fields(kind)
+)
+"""Settings that work with every ``--optimizer``."""
 
 
 def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +28,11 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         if setting.metadata:
             _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
     inside = parser.add_argument_group("pier inside a group", "These flags work with every --optimizer.")
-    for setting in (setting for kind in WITH_ANY_OPTIMIZER for setting in dataclasses.fields(kind)):
+    for setting in WITH_ANY_OPTIMIZER:
         _add_argument(inside, setting)
 
 
-def _add_argument(where: Any, setting: Any) -> None:
+def _add_argument(where: argparse._ActionsContainer, setting: dataclasses.Field[object]) -> None:
     told, metavar, accepts = (setting.metadata[name] for name in ("help", "metavar", "accepts"))
     # Of "int | None" the first.
     kind = next(iter(typing.get_args(setting.type)), setting.type)

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.schedules import PRESETS
@@ -19,6 +19,9 @@ from pier_megatron.values import (
     whole,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 SEED = whole(0, 2**63 - 1)
 """Seeds of random numbers."""
 
@@ -32,7 +35,7 @@ def flag_of(setting: str) -> str:
     return not_called_after_it.get(setting, "--pier-" + setting.replace("_", "-"))
 
 
-def given(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+def given(kind: "type[DataclassInstance]", args: argparse.Namespace) -> dict[str, Any]:
     """Settings of a class that the command line sets, by name.
 
     Args:

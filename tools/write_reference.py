@@ -88,11 +88,11 @@ def accepted(accepts: Any) -> str:
     return f"{least}{'to below' if accepts.open_high else 'up to' if accepts.open_low else 'to'} {accepts.high:.15g}"
 
 
-def settings_table(kinds: Sequence[type[Any]]) -> str:
+def settings_table(settings: Sequence[dataclasses.Field[Any]]) -> str:
     """Flags of settings: what each does, accepts and defaults to, and the flags that start-up checks it with."""
     checked = checked_together()
     rows = []
-    for field in (field for kind in kinds for field in dataclasses.fields(kind) if field.metadata):
+    for field in (setting for setting in settings if setting.metadata):
         flag, accepts = flag_of(field.name), field.metadata["accepts"]
         text, _, default = field.metadata["help"].partition(" Default: ")
         is_switch = field.type in (bool, "bool")
@@ -288,7 +288,7 @@ def generated(name: str) -> str:
     kind, _, rest = name.partition(" ")
     match kind:
         case "flags":
-            return settings_table([Settings]) if rest == "of Pier" else settings_table(WITH_ANY_OPTIMIZER)
+            return settings_table(dataclasses.fields(Settings)) if rest == "of Pier" else settings_table(WITH_ANY_OPTIMIZER)
         case "refusals":
             return refusals_table()
         case "refused":

@@ -6,7 +6,7 @@ Knows the names and the layout of what Megatron stores, but needs nothing of its
 import argparse
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pier_megatron.errors import PierConfigError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ELSEWHERE = "Models of other architectures are what NVIDIA's Megatron Bridge converts."
 
 # What changes the function that a model computes: Megatron's flag, the argument behind it, its value in GPT-2.
-_GPT2_ARCHITECTURE: tuple[tuple[str, str, Any], ...] = (
+_GPT2_ARCHITECTURE: tuple[tuple[str, str, str | bool | None], ...] = (
     ("--position-embedding-type", "position_embedding_type", "learned_absolute"),
     ("--normalization", "normalization", "LayerNorm"),
     ("--apply-layernorm-1p", "layernorm_zero_centered_gamma", False),

@@ -4,10 +4,13 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.values import existing_folder, folder_to_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What is drawn of the outer loop, with its axis.
 _OUTER = {
@@ -114,7 +117,7 @@ def _hours(log: TensorBoardLog, scalar: str) -> tuple[list[float], list[float]]:
     return [(time - begin) / 3600 for time in series.times], list(series.values)
 
 
-def _written(figure: Any, path: Path) -> Path:
+def _written(figure: "Figure", path: Path) -> Path:
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=130)

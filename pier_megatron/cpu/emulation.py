@@ -47,14 +47,15 @@ def _send_tensors_to_cpu() -> None:
     for owner in (torch, torch.Tensor):
         for name in _CONSTRUCTORS.intersection(dir(owner)):
             setattr(owner, name, _with_device_on_cpu(getattr(owner, name)))
-    to, type_of = torch.Tensor.to, torch.Tensor.type
+    to: Callable[..., torch.Tensor] = torch.Tensor.to
+    type_of: Callable[..., str | torch.Tensor] = torch.Tensor.type
 
     @functools.wraps(to)
-    def to_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to_cpu(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return to(tensor, *map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
 
     @functools.wraps(type_of)
-    def cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def cuda_type(tensor: torch.Tensor, *args: object, **kwargs: object) -> str | torch.Tensor:
         result = type_of(tensor, *args, **kwargs)
         # Megatron tells dtypes apart by strings such as "torch.cuda.HalfTensor".
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
@@ -65,9 +66,9 @@ def _send_tensors_to_cpu() -> None:
         setattr(torch.Tensor, name, lambda tensor, *args, **kwargs: tensor)
 
 
-def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_device_on_cpu[R](function: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(function)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+    def on_cpu(*args: object, **kwargs: object) -> R:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
         return function(*args, **kwargs)
@@ -80,7 +81,7 @@ def _copy_to_other_processes() -> None:
     ForkingPickler.register(torch.Tensor, lambda tensor: reductions.reduce_tensor(tensor.detach().clone()))
 
 
-def _on_cpu(device: Any) -> Any:
+def _on_cpu(device: object) -> object:
     """Returns the CPU for anything that denotes a CUDA device, and everything else unchanged."""
     is_index = isinstance(device, int) and not isinstance(device, bool)
     is_cuda_name = isinstance(device, str) and device.startswith("cuda")
@@ -93,7 +94,7 @@ class _Stream:
 
     priority_range = staticmethod(lambda: (0, 0))
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = _CPU
 
     def wait_stream(self, stream: "_Stream") -> None: ...
@@ -119,7 +120,7 @@ class _Stream:
         return 0.0
 
 
-def _as_it_is(function: Any = None, **options: Any) -> Any:
+def _as_it_is[F](function: F | None = None, **options: object) -> F | Callable[[F], F]:
     """Stands in for ``torch.compile``, as a function or as a decorator with options."""
     return function if function is not None else lambda decorated: decorated
 
@@ -197,11 +198,11 @@ def install() -> None:
     products.install()
 
 
-def _keeping_random_state(function: Callable[..., None]) -> Callable[..., None]:
+def _keeping_random_state[**P](function: Callable[P, None]) -> Callable[P, None]:
     """Undoes what a function does to the random state: a data loader draws a seed for its workers when it starts."""
 
     @functools.wraps(function)
-    def keeping(*args: Any, **kwargs: Any) -> None:
+    def keeping(*args: P.args, **kwargs: P.kwargs) -> None:
         state = torch.get_rng_state()
         function(*args, **kwargs)
         torch.set_rng_state(state)

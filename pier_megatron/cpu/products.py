@@ -7,7 +7,6 @@ computed in FP32 and rounded, which is what the units do, up to the order in whi
 import functools
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def in_fp32(product: Callable[..., Tensor], dtypes: Iterable[torch.dtype]) -> Ca
     slow = frozenset(dtypes)
 
     @functools.wraps(product)
-    def wide(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def wide(*args: object, out: Tensor | None = None, **kwargs: object) -> Tensor:
         found = {value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
         if len(found) != 1 or not found <= slow:
             return product(*args, **kwargs) if out is None else product(*args, out=out, **kwargs)
@@ -52,7 +51,7 @@ def in_fp32(product: Callable[..., Tensor], dtypes: Iterable[torch.dtype]) -> Ca
     return wide
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: object) -> object:
     return value.float() if isinstance(value, Tensor) else value
 
 

@@ -6,7 +6,6 @@ to the largest integer, so one outlier costs precision in its own block only.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +62,6 @@ def _dequantise(integers: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 @functools.cache
-def _fused_on_gpu(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:
+def _fused_on_gpu[**P, R](function: Callable[P, R], on_gpu: bool) -> Callable[P, R]:
     """A dozen kernels of a pass over memory each become one or two; what the function says is the reference for them."""
     return torch.compile(function, dynamic=True) if on_gpu else function

@@ -9,7 +9,7 @@ import datetime
 import enum
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Membership:
         world: dist.ProcessGroup,
         codec: Codec,
         timeout: datetime.timedelta,
-        run: Mapping[str, Any],
+        run: Said,
         most: int,
         secret_file: str | None = None,
     ) -> None:
@@ -184,7 +184,7 @@ class Membership:
         )
         return store, coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
 
-    def _quorum(self, within: datetime.timedelta) -> dict[str, Any]:
+    def _quorum(self, within: datetime.timedelta) -> Said:
         """Who is there. One rank asks and tells the others: asked by each, torchft could tell them of different quorums."""
         self._meetings += 1
         key = f"meetings/{self._meetings}"
@@ -200,7 +200,7 @@ class Membership:
             self._store.set(key, json.dumps(said))
             self._store.delete_key(f"meetings/{self._meetings - 1}")
         self._store.wait([key], within + _CONNECT + self._timeout)
-        told: dict[str, Any] = json.loads(self._store.get(key))
+        told: Said = json.loads(self._store.get(key))
         if "refusal" in told:
             raise PierConfigError(told["refusal"])
         if "error" in told:
@@ -210,14 +210,14 @@ class Membership:
     def _said(self) -> Said:
         return {"is_new": self._is_new, "run": self._run, "store": self._at}
 
-    def _admit(self, quorum: Mapping[str, Any]) -> dict[str, Any]:
+    def _admit(self, quorum: Said) -> Said:
         """Asks the islands of a quorum who they are, and leaves out those that do not prove that they belong to the run.
 
         Islands of another run are kept apart, since a collective of tensors of unequal size can end the process of either.
         """
         own, names = quorum["own"], quorum["islands"]
         said = ask([name for name in names if name != own], self._secret, _CONNECT.total_seconds()) | {own: self._said()}
-        known = {name: said[name] for name in names if said.get(name)}
+        known = {name: answer for name in names if (answer := said.get(name))}
         strangers = [name for name in names if name not in known]
         for name in strangers:
             how = "proves nothing: it has another --pier-secret-file, or none" if name in said else "does not answer"
@@ -247,7 +247,7 @@ class Membership:
         first = next(iter(known.values()))
         return {"admitted": list(known), "store": f"{first['store']}/pier/{quorum['step']}"}
 
-    def _ask(self, within: datetime.timedelta) -> dict[str, Any]:
+    def _ask(self, within: datetime.timedelta) -> Said:
         patience = 0.0
         while True:
             quorum = self._client._quorum(
@@ -275,7 +275,7 @@ class Membership:
         }
 
 
-def _members(quorum: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+def _members(quorum: Said) -> tuple[int, tuple[str, ...]]:
     """What tells a communicator from another."""
     return quorum["id"], tuple(quorum["islands"])
 
@@ -285,11 +285,11 @@ def _island(name: str) -> int:
     return int(name.split("/")[0])
 
 
-def _common_run(said: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[int]]:
+def _common_run(said: Sequence[Said]) -> tuple[Said, list[int]]:
     """The run of those who have met before, or else of most; and the places of those of another one."""
     met_before = [each for each in said if not each["is_new"]] or said
     [(text, _)] = collections.Counter(json.dumps(each["run"], sort_keys=True) for each in met_before).most_common(1)
-    common: dict[str, Any] = json.loads(text)
+    common: Said = json.loads(text)
     return common, [place for place, each in enumerate(said) if each["run"] != common]
 
 

@@ -27,7 +27,7 @@ def used(args: argparse.Namespace) -> list[Feature]:
     return [feature for feature in FEATURES if feature.is_used(args)]
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
+def settings(args: argparse.Namespace) -> dict[str, object]:
     """The settings of features that a run was started with, by flag."""
     return {flag_of(name): value for feature in FEATURES for name, value in given(feature.Settings, args).items()}
 

@@ -3,9 +3,12 @@
 import argparse
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pier_megatron.megatron_api.seam import Seam
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +31,9 @@ class Feature(Protocol):
     feature.
     """
 
-    Settings: type[Any]
-    """Dataclass of its settings, of which the flags are made."""
+    @property
+    def Settings(self) -> "type[DataclassInstance]":  # noqa: N802
+        """Dataclass of its settings, of which the flags are made."""
 
     @property
     def REFUSED(self) -> Collection[str]:  # noqa: N802

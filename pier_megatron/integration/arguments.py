@@ -8,8 +8,8 @@ optimizer with one instance per group, which is what Pier is to Megatron; with i
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Concatenate
 
 from pier_megatron import features
 from pier_megatron.config import PierConfig
@@ -24,7 +24,7 @@ from pier_megatron.settings import Settings, flag_of, given
 
 def uses_group_settings(args: argparse.Namespace) -> bool:
     """Whether this run was started with a flag that acts inside a group, with whatever optimizer."""
-    return any(given(kind, args) for kind in WITH_ANY_OPTIMIZER)
+    return any(getattr(args, f"pier_{setting.name}", None) is not None for setting in WITH_ANY_OPTIMIZER)
 
 
 def config_from_args(args: argparse.Namespace) -> PierConfig:
@@ -46,7 +46,9 @@ def unknown_words() -> list[str]:
     return run.part(_Unknown).words
 
 
-def add_flags(add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_flags(
+    add_megatron_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
     """Adds the ``--pier-*`` flags and the optimizer ``pier`` to Megatron's parser."""
     parser = add_megatron_arguments(parser)
     add_pier_arguments(parser)
@@ -61,17 +63,19 @@ def add_flags(add_megatron_arguments: Callable[..., Any], parser: argparse.Argum
     parser.format_help = format_help  # type: ignore[method-assign]
     parse = parser.parse_known_args
 
-    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
-        namespace, unknown = parse(*args, **kwargs)
+    def parse_known_args(
+        args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, unknown = parse(args, namespace)
         run.part(_Unknown).words = unknown
         try:
-            _translate(namespace)
+            _translate(parsed)
         except PierConfigError as error:
             parser.error(str(error))
-        return namespace, unknown
+        return parsed, unknown
 
     # parse_args calls parse_known_args, so this is the one place behind both.
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
     return parser
 
 
@@ -184,7 +188,13 @@ def _number_of_nodes() -> int:
     )
 
 
-def validate(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def validate[**P, R](
+    validate_args: Callable[Concatenate[argparse.Namespace, P], R],
+    args: argparse.Namespace,
+    /,
+    *rest: P.args,
+    **kwargs: P.kwargs,
+) -> R:
     """Checks Pier's settings and those of features before and after Megatron checks its own."""
     run.begin()
     # Megatron fills them in as well, but later than they are looked at here.

@@ -7,8 +7,8 @@ them: it knows neither their ranks nor their bytes.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron.integration import islands
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +48,14 @@ class CollectiveCensus(TorchDispatchMode):
         self.collectives: list[Collective] = []
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: "OpOverload[..., object]",
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
-        names = (argument.name for argument in func._schema.arguments)  # type: ignore[attr-defined]
+        names = (argument.name for argument in func._schema.arguments)
         given = dict(zip(names, args, strict=False)) | kwargs
         group = next((found for found in map(_as_group, given.items()) if found is not None), None)
         # What takes a process group is a collective, whatever library it is from.
@@ -73,7 +80,7 @@ def table(collectives: list[Collective]) -> list[str]:
     ]
 
 
-def _as_group(argument: tuple[str, Any]) -> dist.ProcessGroup | None:
+def _as_group(argument: tuple[str, object]) -> dist.ProcessGroup | None:
     """The process group that an argument stands for: itself, boxed or by its name."""
     name, value = argument
     if isinstance(value, dist.ProcessGroup):
@@ -94,7 +101,7 @@ def _ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...
     return everyone if peer is None else tuple(sorted({islands.rank_in_launch(), everyone[peer]}))
 
 
-def _nbytes_of_input(name: str, given: Mapping[str, Any]) -> int:
+def _nbytes_of_input(name: str, given: Mapping[str, object]) -> int:
     if "barrier" in name or "recv" in name:
         return 0
     # Of outputs and inputs the inputs come last; functional collectives are given outputs by name.
@@ -102,7 +109,7 @@ def _nbytes_of_input(name: str, given: Mapping[str, Any]) -> int:
     return _nbytes(tensors[-1]) if tensors else 0
 
 
-def _nbytes(value: Any) -> int:
+def _nbytes(value: object) -> int:
     if isinstance(value, torch.Tensor):
         return value.nbytes
     return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0

@@ -7,13 +7,20 @@ statistics, the vote on rerunning the iteration, the questions whether to exit a
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from pier_megatron.integration import current, island_world, islands
 from pier_megatron.megatron_api import versions
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 _TRAINING = "megatron.training.training"
 
@@ -24,7 +31,7 @@ _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WI
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
 
 
-def ranks_of_group(optimizer: Any) -> dist.ProcessGroup:
+def ranks_of_group(optimizer: "ChainedOptimizer") -> dist.ProcessGroup:
     """All ranks of this rank's group; ``optimizer`` is Megatron's."""
     island = islands.own()
     found: dist.ProcessGroup = optimizer.get_grad_stats_parallel_group() if island is None else island.world
@@ -32,7 +39,7 @@ def ranks_of_group(optimizer: Any) -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def confined_to_group(model_chunk: Any) -> Iterator[None]:
+def confined_to_group(model_chunk: "DistributedDataParallel") -> Iterator[None]:
     """Inside, the data-parallel group of the iteration is the part of it in this rank's Pier group.
 
     Args:
@@ -46,7 +53,7 @@ def confined_to_group(model_chunk: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def over_all_groups(model_chunk: Any) -> Iterator[None]:
+def over_all_groups(model_chunk: "DistributedDataParallel") -> Iterator[None]:
     """Inside, the data-parallel group is over all groups, as it is anyway unless they are islands; see above."""
     island = islands.own()
     if island is None or island.dense is None or island.expert is None:
@@ -57,7 +64,9 @@ def over_all_groups(model_chunk: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _averaging_over(model_chunk: Any, dense: dist.ProcessGroup, expert: dist.ProcessGroup) -> Iterator[None]:
+def _averaging_over(
+    model_chunk: "DistributedDataParallel", dense: dist.ProcessGroup, expert: dist.ProcessGroup
+) -> Iterator[None]:
     """Not for the construction of models or optimizers, which size their buffers by the same groups."""
     parallel_state = versions.require("megatron.core", "parallel_state")
     collection = _process_group_collection(model_chunk)
@@ -72,7 +81,7 @@ def _averaging_over(model_chunk: Any, dense: dist.ProcessGroup, expert: dist.Pro
         yield
 
 
-def _process_group_collection(module: Any) -> Any:
+def _process_group_collection(module: "DistributedDataParallel") -> "ProcessGroupCollection | None":
     """The collection that a model carries below its wrappers, or None."""
     while not hasattr(module, "pg_collection") and hasattr(module, "module"):
         module = module.module
@@ -80,14 +89,16 @@ def _process_group_collection(module: Any) -> Any:
 
 
 @current.in_the_local_phase
-def in_the_group(function: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def in_the_group[**P, R](function: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Sums over the own group what differs between groups in the local phase."""
     with confined_to_group(optimizer.model_chunks[0]):
         return function(*args, **kwargs)
 
 
 @current.in_pier_runs
-def vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, machine: Any, value: bool | list[bool]) -> Any:
+def vote_of_those_who_average(
+    reduce_any: Callable[..., bool | tuple[bool, ...]], optimizer: "PierOptimizer", machine: object, value: bool | list[bool]
+) -> bool | tuple[bool, ...]:
     """Asks whether an iteration has to be run again: all groups, or only the own where the others train on other parameters."""
     if not optimizer.loop.is_local:
         with island_world.in_the_launch():
@@ -98,9 +109,11 @@ def vote_of_those_who_average(reduce_any: Callable[..., Any], optimizer: Any, ma
 
 
 @current.in_pier_runs
-def ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def ask_to_exit_when_together[**P, R](
+    decide: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> R:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
-    asked: dict[str, Any] = {}
+    asked: dict[str, object] = {}
     if optimizer.loop.is_deserted:
         asked = {"exit_duration_in_mins": -1.0}
     elif islands.is_job():
@@ -126,13 +139,14 @@ def _limit_for_all(island: islands.Island, minutes: float | None) -> float | Non
 
 @current.in_the_local_phase
 def ask_for_saves_when_together(
-    finalize: Callable[..., Any], optimizer: Any, /, blocking: bool = False, *args: Any, **kwargs: Any
-) -> Any:
+    finalize: Callable[..., None], optimizer: "PierOptimizer", /, blocking: bool = False, *args: object, **kwargs: object
+) -> None:
     """Asks whether a save in the background has finished only where the groups meet: all ranks must agree on the answer."""
-    return finalize(blocking, *args, **kwargs) if _are_together(optimizer) or blocking else None
+    if _are_together(optimizer) or blocking:
+        finalize(blocking, *args, **kwargs)
 
 
-def _are_together(optimizer: Any) -> bool:
+def _are_together(optimizer: "PierOptimizer") -> bool:
     """Whether the groups meet in this iteration anyway: at an outer step of all, or else where the mean loss is logged."""
     loop = optimizer.loop
     if islands.is_job():

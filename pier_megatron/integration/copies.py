@@ -8,7 +8,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from pier_megatron.integration import islands
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.state import sum_of_bits
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
 # Of parameters that only data-parallel ranks hold copies of, one in so many is compared at a time.
 _TURNS = 16
@@ -64,7 +67,9 @@ class _Domain:
 class Copies:
     """Compares sums of bits over the ranks that hold copies. The device does so behind what it has been told before."""
 
-    def __init__(self, members: Sequence[InnerOptimizer], model_chunks: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, members: Sequence[InnerOptimizer], model_chunks: "Sequence[DistributedDataParallel]", device: torch.device
+    ) -> None:
         """Looks at the parameters of this rank.
 
         Args:
@@ -155,7 +160,7 @@ class Copies:
         return shared + whole
 
 
-def _domains(model_chunks: Sequence[Any]) -> list[_Domain]:
+def _domains(model_chunks: "Sequence[DistributedDataParallel]") -> list[_Domain]:
     parallel_state = versions.require("megatron.core", "parallel_state")
     dense: list[_Parameter] = []
     expert: list[_Parameter] = []

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Concatenate
 
 from pier_megatron.megatron_api import run
 
@@ -26,7 +26,9 @@ def pier_optimizer() -> "PierOptimizer | None":
     return run.part(_Training).optimizer
 
 
-def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
+def in_pier_runs[**P, R](
+    around: "Callable[Concatenate[Callable[..., R], PierOptimizer, P], R]",
+) -> Callable[Concatenate[Callable[..., R], P], R]:
     """For what is put around a function of Megatron: calls it in runs with Pier, and the function alone in all others.
 
     Args:
@@ -34,20 +36,23 @@ def in_pier_runs(around: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(around)
-    def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def choose(function: Callable[..., R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         optimizer = pier_optimizer()
         return function(*args, **kwargs) if optimizer is None else around(function, optimizer, *args, **kwargs)
 
     return choose
 
 
-def in_the_local_phase(around: Callable[..., Any]) -> Callable[..., Any]:
+def in_the_local_phase[**P, R](
+    around: "Callable[Concatenate[Callable[..., R], PierOptimizer, P], R]",
+) -> Callable[Concatenate[Callable[..., R], P], R]:
     """As :func:`in_pier_runs`, but only in iterations of the local phase."""
 
     @functools.wraps(around)
-    def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def choose(function: Callable[..., R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         optimizer = pier_optimizer()
-        is_local = optimizer is not None and optimizer.loop.is_local
-        return around(function, optimizer, *args, **kwargs) if is_local else function(*args, **kwargs)
+        if optimizer is None or not optimizer.loop.is_local:
+            return function(*args, **kwargs)
+        return around(function, optimizer, *args, **kwargs)
 
     return choose

@@ -1,5 +1,6 @@
 """Megatron's compiled dataset helper."""
 
+import argparse
 import importlib.machinery
 import importlib.util
 import shutil
@@ -8,7 +9,6 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pier_megatron.errors import PierConfigError
 
@@ -32,7 +32,7 @@ def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
         compile_helpers()
 
 
-def use_index_of_island(args: Any, index: int) -> None:
+def use_index_of_island(args: argparse.Namespace, index: int) -> None:
     """Gives an island that is a job a place of its own for the index of its data sets.
 
     Megatron makes the index on the first rank while the others wait. Ranks of other jobs do not, and would read what is half

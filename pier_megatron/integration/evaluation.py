@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,17 @@ from pier_megatron.integration.communication import confined_to_group, over_all_
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.report import SCALAR_PREFIX
 
+if TYPE_CHECKING:
+    from pier_megatron.integration.optimizer import PierOptimizer
+
+# What Megatron's evaluation returns: losses by name, None if its time was up, and what else there is.
+_Evaluated = tuple[dict[str, torch.Tensor] | None, *tuple[object, ...]]
+
 
 @current.in_pier_runs
-def look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def look_at_what_groups_agree_on[**P, R](
+    evaluate: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> R:
     """Shows the anchor to evaluation where the groups hold different parameters by design."""
     loop = optimizer.loop
     with contextlib.nullcontext() if loop.is_synchronised else loop.anchor_in_model(as_mean=loop.config.evaluate_mean):
@@ -22,7 +30,9 @@ def look_at_what_groups_agree_on(evaluate: Callable[..., Any], optimizer: Any, /
 
 
 @current.in_pier_runs
-def evaluate_each(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def evaluate_each[**P](
+    evaluate: Callable[P, _Evaluated], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> _Evaluated:
     """Where each group evaluates weights of its own, on its share of the samples, says how far apart they are."""
     loop = optimizer.loop
     if not loop.is_local or loop.config.has_common_anchor or loop.config.evaluate_mean or loop.is_synchronised:
@@ -35,7 +45,7 @@ def evaluate_each(evaluate: Callable[..., Any], optimizer: Any, /, *args: Any, *
     if losses is None or group is None:
         # Its time is up, in the middle of it, or there is one group.
         return losses, *others
-    of_groups: list[Any] = [None] * group.size()
+    of_groups: list[dict[str, float]] = [{}] * group.size()
     dist.all_gather_object(of_groups, {name: float(loss) for name, loss in losses.items()}, group=group)
     _say_spread(of_groups, loop.iteration)
     device = torch.cuda.current_device()

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Concatenate
 
 import torch.distributed as dist
 
@@ -24,7 +24,7 @@ VARIABLE = "PIER_MEGATRON_DOCTOR"
 """Environment variable that tells the processes of a job that they are looked at."""
 
 # What would reach beyond the iterations that are looked at, as arguments of Megatron's in any release.
-_CONFINED: Mapping[str, Any] = {
+_CONFINED: Mapping[str, object] = {
     name: value
     for names, value in (
         ("load pretrained_checkpoint ckpt_step ckpt_convert_format ckpt_convert_save", None),
@@ -43,7 +43,13 @@ _CONFINED: Mapping[str, Any] = {
 }
 
 
-def confine(validate_args: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+def confine[**P, R](
+    validate_args: Callable[Concatenate[argparse.Namespace, P], R],
+    args: argparse.Namespace,
+    /,
+    *rest: P.args,
+    **kwargs: P.kwargs,
+) -> R:
     """Takes from the arguments what would reach beyond the iterations that are looked at."""
     if getattr(args, "pier_lighthouse", None) is not None:
         raise PierConfigError(
@@ -71,11 +77,11 @@ class _Look:
     sent: traffic.Bytes = dataclasses.field(default_factory=traffic.Bytes)
 
 
-def leave_out(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+def leave_out(function: Callable[..., object], /, *args: object, **kwargs: object) -> None:
     """Does nothing in place of a function that parses the command line for itself and writes into the folder of ``--save``."""
 
 
-def look_on(train_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Counts what crosses the groups in one iteration, then ends the job on all ranks."""
     look = run.part(_Look)
     optimizer = current.pier_optimizer()
@@ -91,7 +97,7 @@ def look_on(train_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
     elif look.begun == examined + 1:
         look.looking.close()
         with island_world.in_the_launch():
-            group_of: list[Any] = [None] * dist.get_world_size()
+            group_of = [0] * dist.get_world_size()
             dist.all_gather_object(group_of, group)
         if islands.rank_in_launch() == 0:
             print("\n".join(_findings(f"iteration {examined}, {place}", group_of)), flush=True)

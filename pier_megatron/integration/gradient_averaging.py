@@ -7,12 +7,17 @@ distributed optimizer it averages by one all-reduce, and the phases are the grou
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pier_megatron.integration.islands import Island
 from pier_megatron.megatron_api import versions
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 
 class GradientAveraging:
@@ -21,7 +26,7 @@ class GradientAveraging:
     Switch only between iterations: a reduction in flight would end in another domain than it began in.
     """
 
-    def __init__(self, model_chunks: Sequence[Any], groups: int, island: Island | None) -> None:
+    def __init__(self, model_chunks: "Sequence[DistributedDataParallel]", groups: int, island: Island | None) -> None:
         """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them.
 
         Args:
@@ -40,8 +45,8 @@ class GradientAveraging:
         dense = [group for chunk in model_chunks for group in chunk.bucket_groups]
         expert = [group for chunk in model_chunks for group in chunk.expert_parallel_bucket_groups]
         self._scaling = [(bucket, bucket.gradient_scaling_factor) for group in dense + expert for bucket in group.buckets]
-        self._configs: list[Any] = []
-        self._all_reduced: list[tuple[Any, Any, Any]] = []
+        self._configs: list[DistributedDataParallelConfig] = []
+        self._all_reduced: list[tuple[_ParamAndGradBucketGroup, dist.ProcessGroup, dist.ProcessGroup | None]] = []
         if chunk.ddp_config.use_distributed_optimizer:
             self._configs = list({id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values())
             if island is not None and island.between is not None:

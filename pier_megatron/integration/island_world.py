@@ -11,7 +11,6 @@ import datetime
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -43,7 +42,7 @@ def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
         dist.group.WORLD = before
 
 
-def form_islands(initialize_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def form_islands[**P, R](initialize_model_parallel: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Forms Megatron's process groups inside each island."""
     settings = versions.require("megatron.training.global_vars", "_GLOBAL_ARGS")
     if not getattr(settings, "pier_islands", None):
@@ -95,7 +94,7 @@ def _new_world(launch: dist.ProcessGroup, index: int, size: int, timeout: dateti
 
 def _over_all_islands(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Makes a group of the same ranks of all islands; called by all ranks, each with its own group's."""
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, tuple(ranks))
     own: dist.ProcessGroup
     enumeration = [list(ranks) for ranks in sorted(set(everyone))]
@@ -103,7 +102,7 @@ def _over_all_islands(ranks: Sequence[int]) -> dist.ProcessGroup:
     return own
 
 
-def return_to_the_launch(destroy_model_parallel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def return_to_the_launch[**P, R](destroy_model_parallel: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Makes the launch PyTorch's default group again."""
     island = islands.own()
     if island is not None:
@@ -113,7 +112,7 @@ def return_to_the_launch(destroy_model_parallel: Callable[..., Any], *args: Any,
 
 
 @in_islands
-def count_all_islands(train: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+def count_all_islands[**P, R](train: Callable[P, R], island: Island, /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Lets Megatron's loop count the samples of all islands.
 
     The loop multiplies by the data-parallel size in its own body, so no smaller function could be wrapped. Only the loop's own
@@ -127,7 +126,7 @@ def count_all_islands(train: Callable[..., Any], island: Island, /, *args: Any, 
 
 
 @in_islands
-def read_own_samples(build_data_iterators: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+def read_own_samples[**P, R](build_data_iterators: Callable[P, R], island: Island, /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Gives each island its share of the samples, one island after the other."""
     parallel_state = versions.require("megatron.core", "parallel_state")
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -138,20 +137,20 @@ def read_own_samples(build_data_iterators: Callable[..., Any], island: Island, /
 
 
 @in_islands
-def one_after_the_other(function: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+def one_after_the_other[**P, R](function: Callable[P, R], island: Island, /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Lets islands write files that all share one after the other."""
     with island.in_turn():
         return function(*args, **kwargs)
 
 
 @in_islands
-def hear_all_islands(signals_received: Callable[..., Any], island: Island, /, *args: Any, **kwargs: Any) -> Any:
+def hear_all_islands[**P, R](signals_received: Callable[P, R], island: Island, /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Looks for signals to any rank of the launch."""
     with in_the_launch():
         return signals_received(*args, **kwargs)
 
 
-def print_once(say: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def print_once[**P](say: Callable[P, None], /, *args: P.args, **kwargs: P.kwargs) -> None:
     """Prints what Megatron prints for the whole job on one island only."""
     island = islands.own()
     if island is None or island.index == 0 or island.is_job:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Concatenate
 
 import torch.distributed as dist
 
@@ -84,7 +84,9 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(first + rank for rank in ranks)
 
 
-def in_islands(around: Callable[..., Any]) -> Callable[..., Any]:
+def in_islands[**P, R](
+    around: Callable[Concatenate[Callable[..., R], Island, P], R],
+) -> Callable[Concatenate[Callable[..., R], P], R]:
     """For what is put around a function of Megatron: calls it where groups are islands, and the function alone elsewhere.
 
     Args:
@@ -92,7 +94,7 @@ def in_islands(around: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(around)
-    def choose(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def choose(function: Callable[..., R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **kwargs) if _island is None else around(function, _island, *args, **kwargs)
 
     return choose

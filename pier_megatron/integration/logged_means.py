@@ -3,8 +3,8 @@
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from pier_megatron.integration.communication import confined_to_group, over_all_
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterStepReport
 from pier_megatron.outer.report import SCALAR_PREFIX
+
+if TYPE_CHECKING:
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 # Where Megatron counts iterations among the sums of the losses.
 _ADVANCED, _NAN = "advanced iterations", "nan iterations"
@@ -81,7 +84,7 @@ def _by_name(mappings: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 @current.in_pier_runs
-def average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def average_over_groups[R](training_log: Callable[..., R], optimizer: "PierOptimizer", /, *args: object, **kwargs: object) -> R:
     """Averages what Megatron logs over the groups."""
     if not optimizer.loop.is_local:
         with over_all_groups(optimizer.model_chunks[0]):
@@ -97,7 +100,7 @@ def average_over_groups(training_log: Any, optimizer: Any, /, *args: Any, **kwar
     if group is None:
         return training_log(*args, **kwargs)
     own = _of_own_group(given.arguments, optimizer.loop.reports.latest)
-    everyone: list[Any] = [None] * group.size()
+    everyone = [own] * group.size()
     # As objects: the groups need not know the same names, and a collective of another length in one of them would hang.
     dist.all_gather_object(everyone, own, group=group)
     found = means(everyone)
@@ -153,7 +156,7 @@ def _replace(logged: dict[str, Any], own: GroupLog, everyone: Means) -> None:
         sums[_NAN] = sums.get(_NAN, 0) + _has_nan(own.losses) - _has_nan(everyone.losses)
 
 
-def _restore_sums(sums: dict[str, Any], own: GroupLog) -> None:
+def _restore_sums(sums: dict[str, torch.Tensor], own: GroupLog) -> None:
     for name, loss in own.losses.items():
         sums[name] = _tensor([own.sums.get(name, 0.0) + (0.0 if own.skipped else loss)])
 

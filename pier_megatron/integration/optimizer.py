@@ -1,7 +1,7 @@
 """Megatron's optimizer with the outer loop around it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
@@ -11,12 +11,17 @@ from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.gradient_averaging import GradientAveraging
 from pier_megatron.integration.resting import Clock
 from pier_megatron.outer import OuterLoop
+from pier_megatron.outer.description import Metadata
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+    from megatron.core.distributed import DistributedDataParallel
 
 
 class Completion(Protocol):
     """What the plugin adds to the optimizer's state in a checkpoint."""
 
-    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
+    def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
         """Completes the optimizer's sharded state.
 
         Args:
@@ -29,10 +34,10 @@ class Completion(Protocol):
 class Restoration(Completion, Protocol):
     """What the plugin asks of a checkpoint."""
 
-    def begin(self, metadata: Any) -> None:
+    def begin(self, metadata: Metadata) -> None:
         """Looks at what a checkpoint says of itself, before Megatron asks it for what another run may have stored."""
 
-    def restore(self, state: dict[Any, Any], load_stock: Callable[[dict[Any, Any]], None]) -> bool:
+    def restore(self, state: "StateDict", load_stock: "Callable[[StateDict], None]") -> bool:
         """Takes over what was read; returns whether it was Pier's, so that Megatron has nothing left to do.
 
         Args:
@@ -58,7 +63,7 @@ class PierOptimizer(ChainedOptimizer):
     def __init__(
         self,
         optimizer: ChainedOptimizer,
-        model_chunks: Sequence[Any],
+        model_chunks: "Sequence[DistributedDataParallel]",
         loop: OuterLoop,
         copies: Copies,
         clock: Clock | None,
@@ -111,7 +116,9 @@ class PierOptimizer(ChainedOptimizer):
         self.copies.check(waits=self.loop.is_local and self.loop.is_synchronised)
         return result
 
-    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> dict[Any, Any]:
+    def sharded_state_dict(
+        self, model_sharded_state_dict: "ShardedStateDict", is_loading: bool = False, **kwargs: Any
+    ) -> "ShardedStateDict":
         """Returns Megatron's sharded state, with the state of each group and the outer state.
 
         Args:
@@ -119,15 +126,16 @@ class PierOptimizer(ChainedOptimizer):
             is_loading: Whether the result describes what to load.
             kwargs: Further arguments of Megatron's.
         """
+        metadata: Metadata = kwargs.get("metadata") or {}
         if is_loading and self.loading is not None:
-            self.loading.begin(kwargs.get("metadata"))
-        stock: dict[Any, Any] = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            self.loading.begin(metadata)
+        stock: ShardedStateDict = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         if not is_loading:
             self.copies.check(waits=True)
         part = self.loading if is_loading else self.saving
-        return stock if part is None else part.complete(stock, model_sharded_state_dict, kwargs.get("metadata"))
+        return stock if part is None else part.complete(stock, model_sharded_state_dict, metadata)
 
-    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+    def load_state_dict(self, state_dict: "StateDict") -> None:
         """Loads what :meth:`sharded_state_dict` has asked for.
 
         Args:

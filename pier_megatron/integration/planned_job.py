@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pier_megatron import features
 from pier_megatron.config import PierConfig
@@ -65,7 +64,7 @@ def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> Planned
     """
     args, unknown = validated_arguments(ranks, ranks_per_node, argv)
     if not uses_pier(args) and not uses_group_settings(args):
-        flags = ", ".join(flag_of(setting.name) for kind in WITH_ANY_OPTIMIZER for setting in dataclasses.fields(kind))
+        flags = ", ".join(flag_of(setting.name) for setting in WITH_ANY_OPTIMIZER)
         raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
     return PlannedJob(args, config_from_args(args) if uses_pier(args) else None, unknown)
 
@@ -178,7 +177,7 @@ def parameters_of_model(args: argparse.Namespace) -> int | None:
     return parameters_of_largest_shard(_with(args, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
 
 
-def _with(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | changes)
 
 

@@ -187,7 +187,7 @@ def check_lazy_start(config: PierConfig, iteration: int) -> None:
         )
 
 
-def disappointments(args: argparse.Namespace, config: PierConfig) -> list[str]:
+def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
     """What works, but not as the user may expect, one sentence each; of arguments that have been validated."""
     found = []
     if getattr(args, "pier_waits_for_saves", False):

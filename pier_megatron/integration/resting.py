@@ -5,7 +5,7 @@ their samples are left out, and the one in which the outer step is due is traine
 """
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ import torch.distributed as dist
 from pier_megatron.integration.samples import samples_of_iteration
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 class Clock:
@@ -31,15 +34,15 @@ class Clock:
         self._loop, self._seconds, self._island, self._world, self._device = loop, seconds, island, world, device
         self._last_step: int | None = None
         self._begun = 0.0
-        self._scheduler: Any = None
+        self._scheduler: OptimizerParamScheduler | None = None
         self._rests: set[int] = set()
 
     def begin_iteration(self) -> None:
         """Restarts with the first iteration after an outer step."""
-        if self._last_step != self._loop.last_common_step:
-            self._last_step, self._begun = self._loop.last_common_step, time.monotonic()
+        if self._last_step != self._loop.progress.last_common_step:
+            self._last_step, self._begun = self._loop.progress.last_common_step, time.monotonic()
 
-    def end_iteration(self, scheduler: Any) -> None:
+    def end_iteration(self, scheduler: "OptimizerParamScheduler") -> None:
         """Has Megatron pass the remainder of the interval if the time is up; called by all ranks of the island.
 
         Args:
@@ -70,6 +73,7 @@ class Clock:
         iteration = self._loop.iteration
         if iteration not in self._rests:
             return
+        assert self._scheduler is not None
         settings = versions.megatron_args()
         self._rests.remove(iteration)
         settings.iterations_to_skip.remove(iteration)

@@ -3,7 +3,7 @@
 import itertools
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,15 +11,20 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import GroupExchange
 
+if TYPE_CHECKING:
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+type DataIterator = RerunDataIterator | list[RerunDataIterator | None] | None
+"""Megatron's, one for each model chunk where there are several; None on ranks that read nothing."""
+
 _BATCHES = "megatron.core.num_microbatches_calculator"
 
 
-def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExchange, device: torch.device) -> None:
+def check_groups_read_different_samples(data_iterator: DataIterator, exchange: GroupExchange, device: torch.device) -> None:
     """Refuses groups whose next micro-batch is the same; called by all ranks, before their first iteration.
 
     Args:
-        data_iterator: Megatron's, one for each model chunk where there are several; None on ranks that read nothing. The
-            micro-batch is looked at and put back.
+        data_iterator: Megatron's; the micro-batch is looked at and put back.
         exchange: Collectives between the groups.
         device: Device of these collectives.
 
@@ -39,14 +44,14 @@ def check_groups_read_different_samples(data_iterator: Any, exchange: GroupExcha
             )
 
 
-def pass_samples(data_iterator: Any) -> None:
+def pass_samples(data_iterator: DataIterator) -> None:
     """Reads the micro-batches of an iteration that is not trained, on every rank that reads any.
 
     Megatron's own ``dummy_train_step`` reads from one iterator and on the first tensor-parallel rank only: that is not enough
     where a rank has several model chunks, where it has none to read for, and where all tensor-parallel ranks read.
 
     Args:
-        data_iterator: Megatron's, as for :func:`check_groups_read_different_samples`.
+        data_iterator: Megatron's.
     """
     machine = versions.require("megatron.core.rerun_state_machine", "get_rerun_state_machine")()
     count = versions.require(_BATCHES, "get_num_microbatches")()
@@ -63,7 +68,7 @@ def samples_of_iteration() -> int:
     return size
 
 
-def _iterators(data_iterator: Any) -> list[Any]:
+def _iterators(data_iterator: DataIterator) -> "list[RerunDataIterator]":
     """The iterators that this rank reads from."""
     given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     return [iterator for iterator in given if iterator is not None]
@@ -72,7 +77,7 @@ def _iterators(data_iterator: Any) -> list[Any]:
 class _ReadAhead:
     """In place of the iterable of a ``RerunDataIterator``, until the batch that was read ahead has been handed out."""
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: "RerunDataIterator") -> None:
         self._iterator = iterator
         self._iterable = iterator.iterable
         self.batch = next(self._iterable)
@@ -93,13 +98,13 @@ class _ReadAhead:
         return getattr(self._iterable, name)
 
 
-def _peek(iterator: Any) -> Any:
+def _peek(iterator: "RerunDataIterator") -> Any:
     """Reads ahead in one of Megatron's ``RerunDataIterator``."""
     iterator.iterable = _ReadAhead(iterator)
     return iterator.iterable.batch
 
 
-def _fingerprint(batch: Any) -> int | None:
+def _fingerprint(batch: object) -> int | None:
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     checksum = 0

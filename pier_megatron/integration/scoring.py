@@ -23,7 +23,7 @@ LOSSES, LABELS = "losses", "labels"
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
-def write_scores(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def write_scores[**P, R](evaluate: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Writes the losses of an evaluation to the next path of :data:`VARIABLE`."""
     path, _, others = os.environ[VARIABLE].partition(os.pathsep)
     if not path:
@@ -41,7 +41,7 @@ def layout_of_whole_stages(layout: str, ranks: int) -> str:
     return "|".join("".join(letters[first : first + virtual]) for first in range(0, len(stages), virtual))
 
 
-def _write_scores(path: Path, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _write_scores[**P, R](path: Path, evaluate: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     replicas = versions.megatron_args().data_parallel_size * versions.megatron_args().context_parallel_size
     if replicas != 1:
         # Each replica would see others of the sequences, or another part of each.
@@ -51,7 +51,7 @@ def _write_scores(path: Path, evaluate: Callable[..., Any], *args: Any, **kwargs
     losses: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
 
-    def record(_module: Any, _inputs: Any, given: dict[str, Any], output: torch.Tensor) -> None:
+    def record(_module: object, _inputs: object, given: dict[str, torch.Tensor], output: torch.Tensor) -> None:
         # Of the last pipeline stage, and whole on all of its tensor-parallel ranks.
         losses.append(output.detach().float().cpu())
         labels.append(given["labels"].cpu())

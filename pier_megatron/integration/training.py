@@ -5,7 +5,7 @@ import datetime
 import faulthandler
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,23 @@ from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
-from pier_megatron.integration.samples import check_groups_read_different_samples, pass_samples, samples_of_iteration
+from pier_megatron.integration.samples import (
+    DataIterator,
+    check_groups_read_different_samples,
+    pass_samples,
+    samples_of_iteration,
+)
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
-from pier_megatron.outer import GroupExchange, OuterLoop, Shards, expectation
+from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport, Shards, expectation
 from pier_megatron.outer.elastic import ElasticMembership
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 _TRAINING = "megatron.training.training"
 
@@ -36,11 +48,16 @@ DESERTED_STATUS = 75
 """Exit status of a job that has saved and ended for lack of other islands; EX_TEMPFAIL of sysexits.h: try again."""
 
 
+type _SetUp = tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler | None]
+
+
 class _DesertedWhileSkippingError(Exception):
     """Too few islands for the outer step of an iteration after which Megatron neither saves nor decides to end."""
 
 
-def build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def build_optimizer[**P](
+    get_megatron_optimizer: "Callable[P, MegatronOptimizer]", /, *args: P.args, **kwargs: P.kwargs
+) -> "MegatronOptimizer":
     """Puts Pier around the optimizer that Megatron has built."""
     optimizer = get_megatron_optimizer(*args, **kwargs)
     pier = None
@@ -50,7 +67,7 @@ def build_optimizer(get_megatron_optimizer: Callable[..., Any], /, *args: Any, *
     return optimizer if pier is None else pier
 
 
-def _build(optimizer: Any, model_chunks: Any) -> Any:
+def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataParallel]") -> "PierOptimizer":
     from pier_megatron.integration.optimizer import PierOptimizer
 
     # Sample-based runs know their iterations only now. Megatron's own arguments must not know them yet: it would build the
@@ -107,7 +124,7 @@ def _build(optimizer: Any, model_chunks: Any) -> Any:
             # race that PyTorch mended long before the releases that are supported.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if islands.rank_in_launch() == 0:
-        print(startup.describe(topology, loop, args.log_interval, refusals.disappointments(args, config)), flush=True)
+        print(startup.describe(topology, loop, args.log_interval, refusals.warnings(args, config)), flush=True)
     return pier
 
 
@@ -149,7 +166,7 @@ def _own_rank(config: PierConfig) -> Rank:
     return Rank(rank, node, domain, peers.index(rank), tensor_parallel_ranks, tuple(peers))
 
 
-def _report(report: Any) -> None:
+def _report(report: OuterStepReport) -> None:
     global_vars = "megatron.training.global_vars"
     optimizer = current.pier_optimizer()
     assert optimizer is not None
@@ -165,14 +182,14 @@ def _report(report: Any) -> None:
         print_rank_last(expected)
 
 
-def join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def join[**P](setup_model_and_optimizer: Callable[P, _SetUp], /, *args: P.args, **kwargs: P.kwargs) -> _SetUp:
     """Lets an island begin where those that are there have come to."""
     model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
     pier, island = current.pier_optimizer(), islands.own()
     if pier is None or island is None or not island.is_job:
         return model, optimizer, scheduler
     settings, loop = versions.megatron_args(), pier.loop
-    before, stepped = loop.iteration, loop.last_common_step
+    before, stepped = loop.iteration, loop.progress.last_common_step
     loop.join()
     refusals.check_lazy_start(loop.config, loop.iteration)
     if loop.iteration != before:
@@ -186,7 +203,7 @@ def join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: An
             scheduler.step((len(passed) - skipped) * size)
         if islands.rank_in_launch() == 0:
             print(f" Pier: island {island.index} joins the others at iteration {loop.iteration}", flush=True)
-    if settings.save and loop.iteration == loop.config.train_iters and loop.last_common_step > stepped:
+    if settings.save and loop.iteration == loop.config.train_iters and loop.progress.last_common_step > stepped:
         # The outer step of the last iteration, taken here: nothing follows that would save it.
         save = versions.require(_TRAINING, "save_checkpoint")
         save(loop.iteration, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
@@ -194,7 +211,9 @@ def join(setup_model_and_optimizer: Callable[..., Any], *args: Any, **kwargs: An
 
 
 @current.in_pier_runs
-def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def train_step[**P, R: tuple[object, ...]](
+    train_step: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> R:
     """Tells the outer loop of the iteration, and averages over all groups or the own one."""
     given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
@@ -223,7 +242,7 @@ def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **
 
 
 @current.in_pier_runs
-def skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
+def skip_iteration(_: Callable[..., None], optimizer: "PierOptimizer", /, data_iterator: DataIterator) -> None:
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
     pass_samples(data_iterator)
@@ -235,7 +254,7 @@ def skip_iteration(_: Any, optimizer: Any, /, data_iterator: Any) -> None:
 
 
 @current.in_pier_runs
-def train(train: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def train[**P, R](train: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Lets the job of a deserted island fail, once its state is saved: its run is not at its end."""
     loop, given = optimizer.loop, versions.given(train, args, kwargs)
     try:

@@ -1,7 +1,6 @@
 """What Megatron's arguments say, whatever the release."""
 
 import argparse
-from typing import Any
 
 # Where the supported releases keep what a CUDA graph captures.
 _CUDA_GRAPH_SCOPES = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
@@ -22,7 +21,7 @@ def captures_full_iterations(args: argparse.Namespace) -> bool:
     return any("full_iteration" in strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES)
 
 
-def strings(value: Any) -> list[str]:
+def strings(value: object) -> list[str]:
     """The values of an argument that takes one or several, of text or of an enumeration."""
     values = value if isinstance(value, list | tuple) else [value]
     return [str(getattr(item, "name", item)) for item in values]

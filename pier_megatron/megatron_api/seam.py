@@ -7,7 +7,6 @@ import importlib
 import inspect
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from pier_megatron.megatron_api import versions
 
@@ -31,8 +30,8 @@ class Seam:
 
     module: str
     name: str
-    around: Callable[..., Any]
-    over: Callable[..., Any] | None = None
+    around: Callable[..., object]
+    over: Callable[..., object] | None = None
     is_outermost: bool = False
     releases: tuple[str, ...] = ()
     imported_by: str | None = None
@@ -43,7 +42,7 @@ class Seam:
         """Whether this release has the function."""
         return not self.releases or versions.release() in self.releases
 
-    def original(self) -> Any:
+    def original(self) -> Callable[..., object]:
         """Returns the function that is there.
 
         Raises:
@@ -53,8 +52,9 @@ class Seam:
         if self.called_by is not None:
             if self.name not in inspect.unwrap(versions.require(self.module, self.called_by)).__code__.co_names:
                 raise versions.missing(f"{self.name}() in {self.module}.{self.called_by}")
-            return vars(builtins)[self.name]
-        found = versions.require(self.module, self.name)
+            of_python: Callable[..., object] = vars(builtins)[self.name]
+            return of_python
+        found: Callable[..., object] = versions.require(self.module, self.name)
         owner, _, attribute = self.name.rpartition(".")
         if owner and attribute not in vars(operator.attrgetter(owner)(module)):
             raise versions.missing(f"{self.module}.{self.name} itself, not that of a base class")
@@ -65,7 +65,7 @@ class Seam:
         original = self.original()
 
         @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             return self.around(original, *args, **kwargs)
 
         if self.called_by is not None:
@@ -106,7 +106,7 @@ def install(seams: Iterable[Seam]) -> None:
         SeamOrderError: If a function would be put around another one than its row says.
     """
     present = [seam for seam in seams if seam.exists]
-    outermost: dict[tuple[str, str], Callable[..., Any]] = {}
+    outermost: dict[tuple[str, str], Callable[..., object]] = {}
     for seam in present:
         seam.original()
         symbol = seam.module, seam.name

@@ -4,7 +4,8 @@ import contextlib
 import importlib
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 # Tested in CI; CONTRIBUTING.md says how a release gets in here.
@@ -37,7 +38,7 @@ def require(module: str, name: str) -> Any:
         raise missing(f"{module}.{name}", error) from error
 
 
-def assign(owner: Any, name: str, value: Any) -> None:
+def assign(owner: object, name: str, value: object) -> None:
     """Sets an attribute of one of Megatron's objects or modules.
 
     Raises:
@@ -49,7 +50,7 @@ def assign(owner: Any, name: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+def replaced(owner: object, values: Mapping[str, object]) -> Iterator[None]:
     """Inside, a module or an object has other values of attributes; those of its class are only hidden.
 
     Raises:
@@ -69,14 +70,15 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
             del vars(owner)[name]
 
 
-def given(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+def given(function: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of a call of one of Megatron's functions, by name, however they were passed."""
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
-def megatron_args() -> Any:
+def megatron_args() -> Namespace:
     """Megatron's arguments of the training under way."""
-    return require("megatron.training.global_vars", "get_args")()
+    args: Namespace = require("megatron.training.global_vars", "get_args")()
+    return args
 
 
 def missing(symbol: str, error: Exception | None = None) -> UnsupportedMegatronError:

@@ -61,6 +61,10 @@ def checksum_name(name: str, group: int | None) -> str:
     return name if group is None else f"{name} of group {group}"
 
 
+Metadata = Mapping[str, Any]
+"""What a checkpoint says of itself, plain values: Megatron's content metadata, and the plugin's :data:`ENTRY` in it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Description:
     """What a checkpoint says about itself, as plain values in Megatron's content metadata.
@@ -111,7 +115,7 @@ class Description:
         return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), **content)
 
     @classmethod
-    def from_metadata(cls, found: Mapping[str, Any]) -> "Description":
+    def from_metadata(cls, found: Metadata) -> "Description":
         """Reads what a checkpoint says.
 
         Raises:
@@ -132,7 +136,7 @@ class Description:
         settings = dict(self.settings)
         return PierConfig(lazy_start_iters=settings.pop("lazy_start"), **settings)
 
-    def to_metadata(self) -> dict[str, Any]:
+    def to_metadata(self) -> Metadata:
         """The plain values to store."""
         return dataclasses.asdict(self)
 
@@ -151,7 +155,7 @@ class Description:
         return not self.is_local or self.island is not None or len(self.own_inner_state) >= self.settings["groups"] - 1
 
     @property
-    def in_common(self) -> dict[str, Any]:
+    def in_common(self) -> dict[str, object]:
         """Settings that must be equal in all elastic islands, by the user's names."""
         settings = {flag_of(name): value for name, value in self.settings.items()}
         return settings | dict(self.layout) | {flag_of("chunk_mib"): self.chunk_mib, "pier_megatron": self.version}

@@ -120,11 +120,6 @@ class OuterLoop:
         return self.progress.is_synchronised
 
     @property
-    def last_common_step(self) -> int:
-        """Iteration after which this group took its last outer step with others."""
-        return self.progress.last_common_step
-
-    @property
     def is_deserted(self) -> bool:
         """Whether too few islands have come for longer than this one waits."""
         return self._steps.participants.is_deserted
@@ -146,12 +141,7 @@ class OuterLoop:
         Raises:
             RuntimeError: If it is not the one after the last.
         """
-        if iteration != self.iteration + 1:
-            raise RuntimeError(
-                f"Iteration {iteration} begins, but the last one that Pier knows of is {self.iteration}: what is due in "
-                "between would be lost. Every iteration has to pass through begin_iteration() and end_iteration(), skipped "
-                "ones too."
-            )
+        self.progress.check_next(iteration)
         if self.iteration == 0:
             # Weights that came from elsewhere came after this was built.
             self.reset()
@@ -205,8 +195,7 @@ class OuterLoop:
         """
         self._weights.become_anchor()
         self._steps.reset()
-        self.progress.iteration = self.iteration if iteration is None else iteration
-        self.progress.last_common_step, self.progress.trained = self.iteration, 0
+        self.progress.restart(self.iteration if iteration is None else iteration)
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.

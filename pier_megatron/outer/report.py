@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from pier_megatron.outer.noise import IntervalNoise
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
 from pier_megatron.outer.rules import OptimizerRule
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
 SCALAR_PREFIX = "pier/"
@@ -104,7 +107,7 @@ class OuterStepReport:
             and getattr(self, field.name) is not None
         } | {SCALAR_PREFIX + "groups-left-out": float(len(self.not_finite) + len(self.outliers))}
 
-    def write(self, print_line: Callable[[str], None], tensorboard: Any, wandb: Any, now: int) -> None:
+    def write(self, print_line: Callable[[str], None], tensorboard: "SummaryWriter | None", wandb: Any, now: int) -> None:
         """Writes the report.
 
         Args:

@@ -6,8 +6,8 @@ what happens to the progress of a group meanwhile is the business of :mod:`pier_
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.outer.staging import OWN, Staged
 from pier_megatron.outer.state import ANCHOR, OuterState
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """Builds an optimizer over parameters, as the class of an optimizer does, or a ``functools.partial`` of it."""
@@ -134,11 +137,11 @@ class OptimizerRule(_OfMean):
         optimizer.step()
         anchor.grad = None
 
-    def state_dicts(self) -> list[tuple[int, Mapping[str, Any]]]:
+    def state_dicts(self) -> "list[tuple[int, StateDict]]":
         """Returns the optimizers' own state dicts, each with the start of its chunk."""
         return [(chunk.start, optimizer.state_dict()) for chunk, optimizer in self._optimizers.items()]
 
-    def load_state_dicts(self, saved: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    def load_state_dicts(self, saved: "Sequence[tuple[int, StateDict]]") -> None:
         """Takes over copies of what :meth:`state_dicts` has returned for chunks that are cut alike."""
         for optimizer, (_, state_dict) in zip(self._optimizers.values(), saved, strict=True):
             # An optimizer keeps the tensors that it loads, and its next step would change those of a snapshot.

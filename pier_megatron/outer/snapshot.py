@@ -2,10 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 
 @dataclasses.dataclass
@@ -25,6 +28,24 @@ class Progress:
     is_synchronised: bool = True
     last_common_step: int = 0
     trained: int = 0
+
+    def check_next(self, iteration: int) -> None:
+        """Refuses an iteration that is not the one after the last.
+
+        Raises:
+            RuntimeError: With both iterations.
+        """
+        if iteration != self.iteration + 1:
+            raise RuntimeError(
+                f"Iteration {iteration} begins, but the last one that Pier knows of is {self.iteration}: what is due in "
+                "between would be lost. Every iteration has to pass through begin_iteration() and end_iteration(), skipped "
+                "ones too."
+            )
+
+    def restart(self, iteration: int) -> None:
+        """Sets the clock to an iteration after which all groups hold the same parameters, as after an outer step."""
+        self.iteration = self.last_common_step = iteration
+        self.trained = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +103,7 @@ class Snapshot:
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     outliers: Mapping[int, tuple[int, float, float]] = dataclasses.field(default_factory=dict)
     # A default of the class: files of older versions do not have it.
-    optimizers: Sequence[tuple[int, Mapping[str, Any]]] | None = None
+    optimizers: "Sequence[tuple[int, StateDict]] | None" = None
 
 
 torch.serialization.add_safe_globals([Progress, StateBuffers, RoundBuffers, Snapshot])

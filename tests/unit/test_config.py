@@ -8,7 +8,7 @@ import pytest
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.integration.refusals import disappointments
+from pier_megatron.integration import refusals
 
 _DRAWN = [[(0, 4), (1, 3), (2,)], [(3, 4), (0, 2), (1,)]]
 
@@ -110,15 +110,17 @@ def test_warnings() -> None:
 
 def test_settings_of_megatron_that_disappoint() -> None:
     args = argparse.Namespace(data_parallel_size=8, log_interval=10)
-    assert disappointments(args, PierConfig(train_iters=1000, groups=2, overlap=10)) == []
-    [log] = disappointments(args, PierConfig(train_iters=1000, groups=2, overlap=25))
+    assert refusals.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=10)) == []
+    [log] = refusals.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=25))
     assert "--log-interval 10" in log
     assert "3 times in each exchange" in log
     assert "Log every 25 iterations" in log
-    [single] = disappointments(args, PierConfig(train_iters=1000, groups=1))
+    [single] = refusals.warnings(args, PierConfig(train_iters=1000, groups=1))
     assert "all 8 model replicas train as one group" in single
     assert "Pass --pier-groups 8" in single
-    [alone] = disappointments(argparse.Namespace(data_parallel_size=1, log_interval=10), PierConfig(train_iters=1000, groups=1))
+    [alone] = refusals.warnings(
+        argparse.Namespace(data_parallel_size=1, log_interval=10), PierConfig(train_iters=1000, groups=1)
+    )
     assert "one model replica (data-parallel size 1)" in alone
 
 

@@ -51,7 +51,7 @@ def test_buffers_are_the_loops_own_and_talk_to_nobody() -> None:
         loop.restore(snapshot)
     assert not copies.targets
     assert loop.states[0].momentum.eq(3.0).all()
-    assert (loop.iteration, loop.is_local, loop.is_synchronised, loop.last_common_step) == (6, True, False, 4)
+    assert (loop.iteration, loop.is_local, loop.is_synchronised, loop.progress.last_common_step) == (6, True, False, 4)
 
 
 @pytest.mark.parametrize("has_residuals", [True, False])

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 
@@ -138,7 +137,7 @@ def _bytes(log: TensorBoardLog) -> list[str]:
     ]
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """An argument as it was before Megatron logged it as text."""
     try:
         return ast.literal_eval(text)

@@ -4,7 +4,7 @@ It knows nothing of Pier. It stands in for Megatron-LM's ``pretrain_gpt.py``, wh
 and runs on every release that pier_megatron supports.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron.training import arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
-def build_model(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **groups: Any) -> Any:
+def build_model(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **groups: Any) -> GPTModel:
     """Builds this rank's part of the model; what Megatron calls a model provider."""
     args = get_args()
     config = arguments.core_transformer_config_from_args(args)
@@ -49,7 +49,7 @@ def build_model(pre_process: bool = True, post_process: bool = True, vp_stage: i
     )
 
 
-def build_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
+def build_datasets(sizes: list[int], vp_stage: int | None = None) -> Sequence[GPTDataset | None]:
     """Builds the train, validation and test datasets of ``sizes`` samples, on every rank."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -68,21 +68,28 @@ def build_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    datasets: Sequence[GPTDataset | None] = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return datasets
 
 
 # All tensor-parallel ranks read the data, which spares the broadcast from the first of them.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+# Sum of the losses, number of tokens, and both of them by the name that is logged.
+_Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def forward_step(
+    batches: Iterator[dict[str, torch.Tensor]], model: GPTModel
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], _Loss]]:
     """Runs one micro-batch; returns the per-token losses and what reduces them."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items()}
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
 
 
-def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(mask: torch.Tensor, losses: torch.Tensor) -> _Loss:
     mask = mask.view(-1).float()
     loss = (losses.view(-1).float() * mask).sum()
     tokens = mask.sum().int()
@@ -91,7 +98,7 @@ def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def main() -> None:
     """Trains as the command line says."""
-    leading: tuple[Any, ...] = ()
+    leading: tuple[object, ...] = ()
     if hasattr(arguments, "parse_and_validate_args"):  # From megatron-core 0.18 on, pretrain() takes the configuration.
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 

@@ -108,8 +108,7 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
 
 
 def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    from pier_megatron.integration import planned_job
-    from pier_megatron.integration.refusals import disappointments
+    from pier_megatron.integration import planned_job, refusals
     from pier_megatron.integration.startup import schedule
 
     topology = planned_job.planned_topology(args, command.ranks_per_node)
@@ -125,7 +124,7 @@ def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: 
     with findings.collecting():
         checkpoint = planned_job.check_checkpoint(args, config, ranks)
         findings.notes += [f"--load {checkpoint}"] if checkpoint else []
-    findings.warnings += [*config.warnings(), *topology.warnings(), *disappointments(args, config)]
+    findings.warnings += [*config.warnings(), *topology.warnings(), *refusals.warnings(args, config)]
 
 
 def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, command: LaunchCommand, findings: Findings) -> None:

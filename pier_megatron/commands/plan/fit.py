@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.sizes import outer_memory
@@ -60,10 +59,9 @@ def _changes(
     divisors = [size for size in range(args.micro_batch_size, 0, -1) if args.micro_batch_size % size == 0]
     for recompute in ({}, {"recompute_granularity": "full"}):
         for micro_batch in divisors if not recompute else divisors[-1:]:
-            changes: dict[str, Any] = recompute | {"micro_batch_size": micro_batch}
             flags = [] if micro_batch == args.micro_batch_size else [f"--micro-batch-size {micro_batch}"]
             flags += [RECOMPUTE] if recompute else []
-            changed = argparse.Namespace(**vars(args) | changes)
+            changed = argparse.Namespace(**vars(args) | recompute | {"micro_batch_size": micro_batch})
             yield flags, changed, config
             if config is not None and not config.offload:
                 yield [*flags, "--pier-offload"], changed, dataclasses.replace(config, offload=True)

@@ -2,8 +2,8 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
+from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -17,7 +17,7 @@ PUBLISHED = "+0.2 % with 8 groups, -0.2 % with 64, +1.2 % with 32 and +4.1 % wit
 """Final validation loss of the authors' runs against AdamW: small, XL, medium, medium."""
 
 
-def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch: int) -> dict[str, Any]:
+def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch: int) -> Plan:
     """What to expect of a planned job.
 
     Args:
@@ -94,7 +94,7 @@ def has_noise(log: TensorBoardLog) -> bool:
     return _NOISE in log.scalars
 
 
-def text(loss: dict[str, Any], groups: int) -> str:
+def text(loss: Plan, groups: int) -> str:
     """The plan's line of it."""
     if "shares" not in loss:
         return f"Loss: not known. {loss['why']}"
@@ -108,7 +108,7 @@ def text(loss: dict[str, Any], groups: int) -> str:
     )
 
 
-def _unknown(config: PierConfig) -> dict[str, Any]:
+def _unknown(config: PierConfig) -> Plan:
     """Why nothing is known of a job's loss, and what others have seen."""
     if config.groups == 1:
         return {"why": "There is one group, which is not Pier."}

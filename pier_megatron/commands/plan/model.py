@@ -9,6 +9,7 @@ other: on the authors' A100 machine an all-reduce moved 5 GB/s per node whether 
 
 import dataclasses
 import math
+from typing import Any
 
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.exchange.codecs import BLOCK, CODECS
@@ -21,6 +22,9 @@ _PASSES = 32
 
 # Bytes on the wire of an FP32 gradient and of a bf16 parameter.
 _GRADIENT, _PARAMETER = 4, 2
+
+Plan = dict[str, Any]
+"""Plain values by name: a plan, or a part of one."""
 
 
 @dataclasses.dataclass(frozen=True)

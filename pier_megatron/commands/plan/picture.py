@@ -3,12 +3,16 @@
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pier_megatron.commands.plan import ways
+from pier_megatron.commands.plan.model import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Line and color by way to train.
-_STYLES = {
+_STYLES: dict[str, dict[str, Any]] = {
     ways.SYNCHRONOUS: {"color": "#b2473e", "linestyle": "--"},
     ways.HIDDEN: {"color": "#b2473e"},
     ways.BLOCKING: {"color": "#2f6f9f"},
@@ -17,7 +21,7 @@ _STYLES = {
 }
 
 
-def draw(plan: dict[str, Any], path: Path) -> None:
+def draw(plan: Plan, path: Path) -> None:
     """Draws the sweeps of a plan.
 
     Args:
@@ -54,7 +58,7 @@ def draw(plan: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _panel(axes: Any, sweep: dict[float, dict[str, float]], days: float, label: str, own: float, note: str) -> None:
+def _panel(axes: "Axes", sweep: dict[float, dict[str, float]], days: float, label: str, own: float, note: str) -> None:
     for name, style in _STYLES.items():
         axes.plot(list(sweep), [found[name] * days for found in sweep.values()], label=name, linewidth=2, **style)
     paying = [place for place, found in sweep.items() if found[ways.BLOCKING] < found[ways.HIDDEN]]
@@ -69,5 +73,5 @@ def _panel(axes: Any, sweep: dict[float, dict[str, float]], days: float, label: 
     axes.grid(alpha=0.3, which="both")
 
 
-def _scaled(factor: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _scaled(factor: float) -> tuple[Callable[[float], float], Callable[[float], float]]:
     return lambda days: days * factor, lambda hours: hours / factor

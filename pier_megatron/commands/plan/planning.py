@@ -4,12 +4,11 @@ import argparse
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan import compression_gain, fit, loss, measured, sizes, stock, ways
 from pier_megatron.commands.plan.cluster import Cluster
-from pier_megatron.commands.plan.model import Job, predict
+from pier_megatron.commands.plan.model import Job, Plan, predict
 from pier_megatron.commands.plan.skipping_gain import predict_skipping
 from pier_megatron.commands.plan.verdict import gain_of, verdict
 from pier_megatron.config import PierConfig
@@ -33,7 +32,7 @@ _ASSUMED = Speed("assumed: measure them with --tflops, or --log of a short run",
 _GIVEN = Speed("from --tflops", is_measured=True)
 
 
-def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = False, log: Path | None = None) -> dict[str, Any]:
+def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = False, log: Path | None = None) -> Plan:
     """Plans a job with ``--optimizer pier``, or with a flag inside a group; needs no GPU.
 
     Args:
@@ -99,7 +98,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = Fals
     return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed)
 
 
-def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> dict[str, Any]:
+def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> Plan:
     """What an outer loop makes of the job."""
     prediction = predict(job, cluster)
     modes, own = ways.modes(prediction, config)

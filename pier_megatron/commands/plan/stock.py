@@ -2,12 +2,11 @@
 
 import argparse
 import dataclasses
-from typing import Any
 
 from pier_megatron.commands.plan import compression_gain
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.fit import does_not_fit
-from pier_megatron.commands.plan.model import HIDING, Job, predict
+from pier_megatron.commands.plan.model import HIDING, Job, Plan, predict
 from pier_megatron.commands.plan.skipping_gain import describe_skipping, predict_skipping
 
 
@@ -26,7 +25,7 @@ def verdict(needed: float, cluster: Cluster, remedy: tuple[str, float] | None, s
     )
 
 
-def make_plan(args: argparse.Namespace, job: Job, cluster: Cluster) -> dict[str, Any]:
+def make_plan(args: argparse.Namespace, job: Job, cluster: Cluster) -> Plan:
     """What a job without an outer loop makes of its flags: plain values, by the names of a plan with Pier.
 
     Args:
@@ -75,7 +74,7 @@ def _modes(
     return modes
 
 
-def describe(plan: dict[str, Any]) -> list[str]:
+def describe(plan: Plan) -> list[str]:
     """The lines of the text before its table."""
     return [
         f"{plan['gpus']} GPUs, {plan['parameters per rank'] / 1e9:.2f} G parameters per rank",

@@ -1,12 +1,11 @@
 """A plan as text: the verdict first, then the loss, the ways to train, and what they are made of."""
 
-from typing import Any
-
 from pier_megatron.commands.plan import compression_gain, loss, stock, ways
+from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.plan.skipping_gain import describe_skipping
 
 
-def lines(plan: dict[str, Any]) -> list[str]:
+def lines(plan: Plan) -> list[str]:
     """The lines of a plan."""
     has_groups = "groups" in plan
     return [
@@ -25,7 +24,7 @@ def lines(plan: dict[str, Any]) -> list[str]:
     ]
 
 
-def _table(plan: dict[str, Any]) -> list[str]:
+def _table(plan: Plan) -> list[str]:
     modes = plan["modes"]
     reference, own = modes[ways.HIDDEN], plan.get("mode of the job")
     width = max(58, *map(len, modes))
@@ -39,7 +38,7 @@ def _table(plan: dict[str, Any]) -> list[str]:
     return found
 
 
-def _memory(plan: dict[str, Any]) -> list[str]:
+def _memory(plan: Plan) -> list[str]:
     needed, there = plan["memory needed"], plan["memory of a GPU"]
     uncounted = "" if needed == sum(plan["memory"].values()) else ", without activations, which the job recomputes"
     return [
@@ -49,7 +48,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     ]
 
 
-def _of_groups(plan: dict[str, Any]) -> list[str]:
+def _of_groups(plan: Plan) -> list[str]:
     prediction = plan["prediction"]
     break_even = plan["break-even interval"]
     faster = "at no H" if break_even is None else f"from H = {break_even:.1f} on"
@@ -68,7 +67,7 @@ def _of_groups(plan: dict[str, Any]) -> list[str]:
     ]
 
 
-def _in_pairs(plan: dict[str, Any]) -> list[str]:
+def _in_pairs(plan: Plan) -> list[str]:
     prediction, groups = plan["prediction"], plan["groups"]
     return [
         f"an outer step in pairs (--pier-preset noloco): {prediction['pairs'] * 1e3:,.0f} ms on the wire in FP32; "

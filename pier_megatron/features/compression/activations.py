@@ -1,16 +1,16 @@
 """Activations and their gradients between pipeline stages, in a codec's bytes: in every schedule, whatever their shapes."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import pack, payload_like, saves_bytes, unpack
+from pier_megatron.features.compression.buckets import Handle
 from pier_megatron.features.compression.traffic import codec_in_force, count
 
 
-def transfer(start: Callable[..., Any], /, **given: Any) -> Any:
+def transfer(start: Callable[..., dict[str, Handle] | list[Handle]], /, **given: object) -> dict[str, Handle] | list[Handle]:
     """Sends activations between stages in a codec's bytes."""
     codec = codec_in_force("pp")
     if codec is None:
@@ -39,9 +39,9 @@ class _Arrival:
 
     def __init__(self, codec: Codec, payload: Tensor, tensor: Tensor) -> None:
         self._codec, self._payload, self._tensor = codec, payload, tensor
-        self._request: Any = None
+        self._request: Handle | None = None
 
-    def after(self, request: Any) -> "_Arrival":
+    def after(self, request: Handle) -> "_Arrival":
         """Waits for that first."""
         self._request = request
         return self

@@ -9,8 +9,8 @@ import dataclasses
 import importlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Concatenate
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.encoded import ReduceScatter
 from pier_megatron.exchange.layout import Piece
-from pier_megatron.features.compression.buckets import pieces_of
+from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.features.compression.policy import has_feedback
 from pier_megatron.features.compression.traffic import codec_in_force, count
 from pier_megatron.megatron_api import run, versions
@@ -41,7 +41,7 @@ class _Kept:
         newest: The reductions that began last, as long as Megatron does not wait for them.
     """
 
-    dropped: weakref.WeakKeyDictionary[Any, tuple[_Domain, dict[tuple[int, int], Residual]]] = dataclasses.field(
+    dropped: weakref.WeakKeyDictionary[BucketGroup, tuple[_Domain, dict[tuple[int, int], Residual]]] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
     )
     newest: "_Handle | None" = None
@@ -51,13 +51,19 @@ class _Kept:
         self.dropped.clear()
 
 
-def save(save_checkpoint: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def save[**P, R](save_checkpoint: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Forgets what the codec has dropped: as large as all gradients, it is not stored, and a resumed run has none of it."""
     run.part(_Kept).forget()
     return save_checkpoint(*args, **kwargs)
 
 
-def start(start_grad_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+def start[**P](
+    start_grad_sync: Callable[Concatenate[BucketGroup, P], None],
+    bucket_group: BucketGroup,
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> None:
     """Reduces gradients in a codec's bytes."""
     codec = codec_in_force("dp")
     if codec is None:
@@ -103,20 +109,45 @@ class _Handle:
         self._has_advanced = True
 
 
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """A reduction that Megatron would start.
+
+    Attributes:
+        output: Gradients that it leaves on this rank.
+        group: Ranks that take part.
+        op: Sum or mean.
+        whole: Gradients of which each rank gets its part; None if ``output`` is reduced as a whole.
+    """
+
+    output: Tensor
+    group: dist.ProcessGroup
+    op: dist.ReduceOp.RedOpType
+    whole: Tensor | None = None
+
+
 @contextlib.contextmanager
-def _listed(bucket_group: Any) -> Iterator[list[dict[str, Any]]]:
-    """Inside, reductions of these gradients are not started but listed, by the names of their arguments."""
+def _listed(bucket_group: BucketGroup) -> Iterator[list[_Reduction]]:
+    """Inside, reductions of these gradients are not started but listed."""
     storages = {bucket.grad_data.untyped_storage().data_ptr() for bucket in bucket_group.buckets}
-    reductions: list[dict[str, Any]] = []
+    reductions: list[_Reduction] = []
     all_reduce = dist.all_reduce
 
-    def list_reduce_scatter(output: Tensor, whole: Tensor, **given: Any) -> None:
-        reductions.append(given | {"output": output, "whole": whole})
+    def list_reduce_scatter(
+        output: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, **_: object
+    ) -> None:
+        reductions.append(_Reduction(output, group, op, whole))
 
-    def list_all_reduce(tensor: Tensor, *args: Any, **given: Any) -> Any:
-        if tensor.untyped_storage().data_ptr() not in storages:
-            return all_reduce(tensor, *args, **given)
-        reductions.append(given | {"output": tensor})
+    def list_all_reduce(
+        tensor: Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if group is None or tensor.untyped_storage().data_ptr() not in storages:
+            work: dist.Work | None = all_reduce(tensor, op, group, async_op)
+            return work
+        reductions.append(_Reduction(tensor, group, op))
         return None
 
     with (
@@ -126,16 +157,16 @@ def _listed(bucket_group: Any) -> Iterator[list[dict[str, Any]]]:
         yield reductions
 
 
-def _stream_of(bucket_group: Any) -> contextlib.AbstractContextManager[Any]:
+def _stream_of(bucket_group: BucketGroup) -> contextlib.AbstractContextManager[object]:
     """The stream on which Megatron reduces in two steps, inside instances and between them, if it hides that."""
     config = bucket_group.ddp_config
     is_hidden = config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1
     return torch.cuda.stream(bucket_group.communication_stream) if is_hidden else contextlib.nullcontext()
 
 
-def _residuals_of(bucket_group: Any, reductions: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], Residual]:
+def _residuals_of(bucket_group: BucketGroup, reductions: Sequence[_Reduction]) -> dict[tuple[int, int], Residual]:
     """What the codec has dropped of these gradients, as long as their domain is the same: until Pier's lazy start ends."""
-    domain = bucket_group.buckets[0].gradient_scaling_factor, [reduction["group"].size() for reduction in reductions]
+    domain = bucket_group.buckets[0].gradient_scaling_factor, [reduction.group.size() for reduction in reductions]
     dropped = run.part(_Kept).dropped
     if bucket_group not in dropped or dropped[bucket_group][0] != domain:
         dropped[bucket_group] = (domain, {})
@@ -144,20 +175,20 @@ def _residuals_of(bucket_group: Any, reductions: Sequence[Mapping[str, Any]]) ->
 
 def _begin(
     codec: Codec,
-    bucket_group: Any,
-    reduction: Mapping[str, Any],
+    bucket_group: BucketGroup,
+    reduction: _Reduction,
     residuals: dict[tuple[int, int], Residual] | None,
     place: int,
 ) -> list[Sum]:
     """Begins one of Megatron's reductions, in pieces."""
-    output, group = reduction["output"].view(1, -1), reduction["group"]
+    output, group = reduction.output.view(1, -1), reduction.group
     ranks = group.size()
     if ranks == 1:
         return []
-    divisor, wire = ranks if reduction.get("op") == dist.ReduceOp.AVG else 1, Wire(codec, ranks)
+    divisor, wire = ranks if reduction.op == dist.ReduceOp.AVG else 1, Wire(codec, ranks)
     kind: type[_Scattered | _Summed]
-    if "whole" in reduction:
-        kind, whole = _Scattered, reduction["whole"].view(ranks, -1)
+    if reduction.whole is not None:
+        kind, whole = _Scattered, reduction.whole.view(ranks, -1)
     else:
         kind, whole = _Summed, output
     laid_out = pieces_of(bucket_group, whole.view(-1), len(whole))

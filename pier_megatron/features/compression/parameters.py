@@ -5,7 +5,7 @@ A rank's own part is replaced by what the others see of it, too; the FP32 main p
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Concatenate
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,14 +13,20 @@ from torch import Tensor
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import AllGather
 from pier_megatron.exchange.layout import Piece
-from pier_megatron.features.compression.buckets import pieces_of
+from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.features.compression.traffic import codec_in_force, count
 from pier_megatron.megatron_api import versions
 
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
 
-def start(start_param_sync: Callable[..., Any], bucket_group: Any, /, *args: Any, **kwargs: Any) -> None:
+def start[**P](
+    start_param_sync: Callable[Concatenate[BucketGroup, P], None],
+    bucket_group: BucketGroup,
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> None:
     """Gathers parameters in a codec's bytes."""
     codec = codec_in_force("gather")
     group = bucket_group.intra_distributed_optimizer_instance_group
@@ -29,7 +35,7 @@ def start(start_param_sync: Callable[..., Any], bucket_group: Any, /, *args: Any
         return
     listed: list[tuple[Tensor, Tensor]] = []
 
-    def list_gather(whole: Tensor, own: Tensor, **given: Any) -> None:
+    def list_gather(whole: Tensor, own: Tensor, **given: object) -> None:
         listed.append((whole, own))
 
     with versions.replaced(importlib.import_module(_BUFFERS), {"dist_all_gather_func": list_gather}):
@@ -46,7 +52,7 @@ def start(start_param_sync: Callable[..., Any], bucket_group: Any, /, *args: Any
 _Gather = tuple[Tensor, Piece, AllGather]
 
 
-def _begin(codec: Codec, bucket_group: Any, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> list[_Gather]:
+def _begin(codec: Codec, bucket_group: BucketGroup, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> list[_Gather]:
     """Begins one of Megatron's gathers, in pieces: the parts of all ranks, what arrives of them, and the gather."""
     ranks, parts = group.size(), whole.view(group.size(), -1)
     laid_out = pieces_of(bucket_group, whole, ranks)

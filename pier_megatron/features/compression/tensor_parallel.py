@@ -4,10 +4,10 @@ Transformer Engine's layers talk to each other where nobody else can reach.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Concatenate
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.encoded import saves_bytes
@@ -15,7 +15,7 @@ from pier_megatron.features.compression.traffic import codec_in_force, count_sum
 from pier_megatron.megatron_api import versions
 
 
-def build(init: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> None:
+def build[**P](init: Callable[Concatenate[nn.Module, P], None], layer: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> None:
     """Leaves the sum of a layer's input gradient to :func:`sum_encoded`."""
     init(layer, *args, **kwargs)
     if codec_in_force("tp") is not None:
@@ -23,7 +23,7 @@ def build(init: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) ->
         versions.assign(layer, "allreduce_dgrad", False)
 
 
-def sum_encoded(reduce: Callable[..., Any], /, tensor: Tensor, group: dist.ProcessGroup) -> Any:
+def sum_encoded(reduce: Callable[[Tensor, dist.ProcessGroup], Tensor], /, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums over tensor-parallel ranks in a codec's bytes."""
     codec = codec_in_force("tp")
     if codec is None or group.size() == 1 or not saves_bytes(codec, tensor, group.size()):

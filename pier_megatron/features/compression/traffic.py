@@ -3,7 +3,6 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def put_in_force(codecs: Mapping[str, Codec]) -> None:
     run.part(Traffic).codecs = dict(codecs)
 
 
-def compile_codecs(get_megatron_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def compile_codecs[**P, R](get_megatron_optimizer: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Compiles the codecs before the first iteration."""
     optimizer = get_megatron_optimizer(*args, **kwargs)
     for codec in run.part(Traffic).codecs.values():
@@ -90,7 +89,7 @@ def table(since: Bytes, iterations: int = 1) -> list[str]:
     ]
 
 
-def log(training_log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def log[**P, R](training_log: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Adds the bytes that this rank has sent to Megatron's log."""
     result = training_log(*args, **kwargs)
     traffic = run.part(Traffic)

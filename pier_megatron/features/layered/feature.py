@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.feature import Cost
@@ -18,6 +18,9 @@ from pier_megatron.megatron_api import batches, versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import setting
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Of Megatron's configuration and of its arguments.
 _GROUP_SIZE = "microbatch_group_size_per_vp_stage"
@@ -60,13 +63,17 @@ def seams() -> Sequence[Seam]:
     return (Seam("megatron.training.training", "get_forward_backward_func", get_schedule),)
 
 
-def get_schedule(get_forward_backward_func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def get_schedule[**P, R](
+    get_forward_backward_func: Callable[P, Callable[..., R]], /, *args: P.args, **kwargs: P.kwargs
+) -> Callable[..., R]:
     """Takes all micro-batches of a step in one group."""
     schedule = get_forward_backward_func(*args, **kwargs)
     return functools.partial(breadth_first, schedule) if is_used(versions.megatron_args()) else schedule
 
 
-def breadth_first(schedule: Callable[..., Any], /, *, model: Any, num_microbatches: int, **kwargs: Any) -> Any:
+def breadth_first[R](
+    schedule: Callable[..., R], /, *, model: Sequence["nn.Module"], num_microbatches: int, **kwargs: object
+) -> R:
     """Runs Megatron's interleaved schedule, of a training or an evaluation step, with all its micro-batches in one group.
 
     Args:

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.feature import Cost
@@ -22,6 +22,9 @@ from pier_megatron.megatron_api.args import flag
 from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import SEED, setting
 from pier_megatron.values import numbers, share
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _FSDP = "it gathers and reduces parameters around layers, all of which it expects to run"
 REFUSED = {
@@ -98,7 +101,9 @@ def seams() -> Sequence[Seam]:
     return (Seam("megatron.training.training", "setup_model_and_optimizer", set_up, is_outermost=True),)
 
 
-def set_up(setup_model_and_optimizer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def set_up[**P, R: tuple["list[nn.Module]", object, object]](
+    setup_model_and_optimizer: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+) -> R:
     """Lets micro-batches pass the stages that they skip."""
     result = setup_model_and_optimizer(*args, **kwargs)
     settings = versions.megatron_args()
@@ -108,7 +113,7 @@ def set_up(setup_model_and_optimizer: Callable[..., Any], /, *args: Any, **kwarg
     return result
 
 
-def make_skippable(chunks: list[Any], args: argparse.Namespace) -> None:
+def make_skippable(chunks: "list[nn.Module]", args: argparse.Namespace) -> None:
     """Gives this rank's inner stages a way past their layers.
 
     Args:
@@ -135,17 +140,17 @@ def make_skippable(chunks: list[Any], args: argparse.Namespace) -> None:
             block.forward = functools.partial(_forward, block, block.forward, stage, micro_batches, table, omitted)
 
 
-def _forward(
+def _forward[**P](
     block: Any,
-    forward: Callable[..., Any],
+    forward: "Callable[P, Tensor]",
     stage: int,
     micro_batches: Callable[[], int],
     table: Callable[[int], Paths],
     omitted: Collection[int],
     /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> "Tensor":
     """Runs the layers of a stage, or hands its input on if the micro-batch skips them."""
     if block.training:
         # Megatron's schedules tell layers which micro-batch comes, for the sake of CUDA graphs. A stage may have none to skip.

@@ -1,9 +1,10 @@
 """What a checkpoint of Pier consists of, for saving and loading alike: whose state goes where, and under which keys."""
 
+import argparse
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,11 @@ from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
 from pier_megatron.outer.description import LAYER_WISE, Description, group_prefix
 
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing import ShardedObject
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+    from megatron.core.optimizer import MegatronOptimizer
+
 # Sizes that decide how a group's ranks share the model, by their names among Megatron's arguments.
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -30,7 +36,7 @@ _LAYOUT = (
 _RANKS = "ranks in a group"
 
 
-def layout_of(args: Any, ranks: int) -> dict[str, int]:
+def layout_of(args: argparse.Namespace, ranks: int) -> dict[str, int]:
     """How a group of ``ranks`` ranks shares the model, by Megatron's arguments."""
     layout = {f"--{name.replace('_', '-')}": getattr(args, name, None) or 1 for name in _LAYOUT} | {_RANKS: ranks}
     if args.optimizer != "adam":
@@ -60,7 +66,7 @@ class RunPosition:
     island: int | None
     is_job: bool
     ranks: dist.ProcessGroup
-    chained: Sequence[Any]
+    chained: "Sequence[MegatronOptimizer]"
     owners: Sequence[InnerOptimizer]
     slices: Sequence[Sequence[tuple[Tensor, slice]]]
 
@@ -110,7 +116,7 @@ class RunPosition:
             tensors |= {f"round_{round_.begun}.own": round_.own, f"round_{round_.begun}.sum": round_.sum}
         return tensors
 
-    def sharded_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def sharded_tensors(self, tensors: Mapping[str, Tensor]) -> "ShardedStateDict":
         """Tensors of this rank alone."""
         sharded_tensor = versions.require("megatron.core.dist_checkpointing", "ShardedTensor")
         prefix = f"{group_prefix(self.group)}.rank_{self.ranks.rank()}"
@@ -125,16 +131,16 @@ def _state_of(owner: InnerOptimizer, tensors: Mapping[int, Mapping[str, Tensor]]
     return WholeState(owner, tensors) if isinstance(owner, WholeOptimizer) else ShardedState(owner, tensors)
 
 
-def sharded_object(group: int, rank: int, data: Any, copy: tuple[int, int]) -> Any:
+def sharded_object(group: int, rank: int, data: object, copy: tuple[int, int]) -> "ShardedObject":
     """The object of one rank of a group, under a key of its own: a load must not have to ask for those of all ranks."""
     cls = versions.require("megatron.core.dist_checkpointing.mapping", "ShardedObject")
     return cls(f"{group_prefix(group)}.rank_{rank}.objects", data, (1,), (0,), replica_id=copy)
 
 
-def without_sharded(state: dict[Any, Any]) -> dict[Any, Any]:
+def without_sharded(state: "ShardedStateDict") -> "StateDict":
     """The plain values of a sharded state."""
     extract = versions.require("megatron.core.dist_checkpointing.dict_utils", "extract_matching_values")
     sharded = versions.require("megatron.core.dist_checkpointing.mapping", "ShardedBase")
     _, plain = extract(state, lambda value: isinstance(value, sharded))
-    kept: dict[Any, Any] = plain
+    kept: StateDict = plain
     return kept

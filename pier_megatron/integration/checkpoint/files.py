@@ -1,14 +1,20 @@
 """The files of a checkpoint, before anything is read from them."""
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+
+    from pier_megatron.integration.optimizer import PierOptimizer
 
 # Below the --save folder of a job: a folder for each island but the first.
 _ISLANDS = "islands"
@@ -19,9 +25,15 @@ class DamagedCheckpointError(RuntimeError):
 
 
 @current.in_pier_runs
-def load_whole_files(
-    load: Callable[..., Any], _: Any, /, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
-) -> Any:
+def load_whole_files[R](
+    load: Callable[..., R],
+    _: "PierOptimizer",
+    /,
+    sharded_state_dict: "ShardedStateDict",
+    checkpoint_dir: str,
+    *args: object,
+    **kwargs: object,
+) -> R:
     """Looks at a checkpoint's files first: a rank that misses one stops, and the others would wait for it."""
     folder = Path(str(checkpoint_dir))
     if folder.is_dir():
@@ -36,7 +48,7 @@ def load_whole_files(
     return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
-def use_folders_of_island(args: Any, index: int) -> None:
+def use_folders_of_island(args: argparse.Namespace, index: int) -> None:
     """Gives an island a folder of its own below that of the job, which is the first one's.
 
     Args:

@@ -6,13 +6,17 @@ parameter and its state, one model parameter at a time; a :class:`ShardedState` 
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.megatron_api import versions
+from pier_megatron.outer.description import Metadata
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 
 # Megatron's formats of the distributed optimizer's state, and what reads and writes them.
 _FORMATS = {
@@ -22,7 +26,7 @@ _FORMATS = {
 _STORED = ("param", "exp_avg", "exp_avg_sq")
 
 
-def format_of(metadata: Mapping[str, Any]) -> str:
+def format_of(metadata: Metadata) -> str:
     """The format of the distributed optimizer's state that a checkpoint has or will have.
 
     Raises:
@@ -41,14 +45,14 @@ class ShardedState(ParameterState):
     """
 
     def sharded(
-        self, model_state: Any, metadata: Mapping[str, Any], prefix: str, is_loading: bool, copy: int | None = None
-    ) -> dict[Any, Any]:
+        self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool, copy: int | None = None
+    ) -> "ShardedStateDict":
         """Describes the tensors as Megatron describes the optimizer's state."""
         kind = format_of(metadata)
         write, _ = _FORMATS[kind]
         numbered = {} if copy is None else {"distributed_optimizer_instance_id": copy}
         with self._in_place_of_the_state(kind), versions.replaced(self.owner.optimizer, numbered):
-            state: dict[Any, Any] = getattr(self.owner.optimizer, write)(model_state, is_loading, metadata)
+            state: ShardedStateDict = getattr(self.owner.optimizer, write)(model_state, is_loading, metadata)
         mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
         dict_utils = versions.require("megatron.core.dist_checkpointing", "dict_utils")
         versions.require("megatron.core.dist_checkpointing.utils", "add_prefix_for_sharding")(state, f"{prefix}.")
@@ -62,20 +66,20 @@ class ShardedState(ParameterState):
                     value.replica_id = (*value.replica_id[:-1], value.replica_id[-1] - ahead)
         return state
 
-    def load(self, state: Any, metadata: Mapping[str, Any]) -> None:
+    def load(self, state: "StateDict", metadata: Metadata) -> None:
         """Takes over what was read for :meth:`sharded`."""
         kind = format_of(metadata)
         _, read = _FORMATS[kind]
         with self._in_place_of_the_state(kind):
             getattr(self.owner.optimizer, read)(state)
 
-    def _of(self, model_parameter: Any) -> Mapping[str, Tensor]:
+    def _of(self, model_parameter: Tensor) -> Mapping[str, Tensor]:
         group, order = self.owner.optimizer.model_param_group_index_map[model_parameter]
         return self.tensors[id(self.owner.optimizer.optimizer.param_groups[group]["params"][order])]
 
     @contextlib.contextmanager
     def _in_place_of_the_state(self, kind: str) -> Iterator[None]:
-        def get(model_parameter: Any) -> dict[str, Tensor]:
+        def get(model_parameter: Tensor) -> dict[str, Tensor]:
             tensors = dict(self._of(model_parameter))
             if kind == "fully_reshardable":
                 # This format writes all that Adam has, also where there is less.
@@ -83,7 +87,7 @@ class ShardedState(ParameterState):
                 tensors = {name: torch.zeros(()).expand(shape) for name in _STORED} | tensors
             return tensors
 
-        def put(model_parameter: Any, tensors: Mapping[str, Tensor]) -> None:
+        def put(model_parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
             for name, tensor in self._of(model_parameter).items():
                 tensor.copy_(tensors[name])
 

@@ -14,16 +14,19 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 # Whether processes that are forked now are helpers.
 _is_starting = False
 
 
-def end_with_the_rank(async_loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def end_with_the_rank[**P, R](async_loop: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """The worker's main function; between it and the rank there may be a server that forks."""
     rank = multiprocessing.parent_process()
     if rank is not None:
@@ -31,7 +34,7 @@ def end_with_the_rank(async_loop: Callable[..., Any], *args: Any, **kwargs: Any)
     return async_loop(*args, **kwargs)
 
 
-def _end_with(process: Any) -> None:
+def _end_with(process: "BaseProcess") -> None:
     process.join()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -47,7 +50,7 @@ def end_forks_with_parent() -> None:
     os.register_at_fork(after_in_child=lambda: end_with_parent() if _is_starting else None)
 
 
-def start(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def start[**P, R](start: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Marks helper processes that start meanwhile."""
     global _is_starting
     settings = versions.megatron_args()

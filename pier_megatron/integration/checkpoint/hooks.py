@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pier_megatron import features
 from pier_megatron.integration import current, islands, startup
@@ -36,7 +36,9 @@ def _place(optimizer: "PierOptimizer", group: int) -> RunPosition:
 
 
 @current.in_pier_runs
-def describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+def describe_the_run[**P](
+    build_metadata: Callable[P, dict[str, object]], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> dict[str, object]:
     """Adds the run's description to a checkpoint's metadata."""
     metadata = build_metadata(*args, **kwargs)
     if isinstance(pier.saving, Saving):
@@ -46,7 +48,7 @@ def describe_the_run(build_metadata: Callable[..., Any], pier: "PierOptimizer", 
 
 
 @current.in_pier_runs
-def save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Saves what the groups agree on as the model, and each group's own state beside it."""
     scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
     loop = pier.loop
@@ -65,7 +67,9 @@ def save(save_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: A
 
 
 @current.in_pier_runs
-def load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: Any, **kwargs: Any) -> Any:
+def load[**P](
+    load_checkpoint: Callable[P, tuple[int, float]], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
+) -> tuple[int, float]:
     """Loads the groups' own state and the outer state beside the model."""
     loop = pier.loop
     settings, island = versions.megatron_args(), islands.own()

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pier_megatron import features
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
@@ -14,8 +14,12 @@ from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
-from pier_megatron.outer.description import ENTRY, Description, group_prefix
+from pier_megatron.outer.description import ENTRY, Description, Metadata, group_prefix
 from pier_megatron.outer.snapshot import Progress
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 @dataclasses.dataclass
@@ -41,13 +45,13 @@ class _Request:
     is_exact: bool
     same_layout: bool
     changes: list[str]
-    metadata: Any
+    metadata: Metadata
     sources: Sources
     inner_sources: list[int]
     outer_sources: list[int | None]
     snapshot: Snapshot
-    stock: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    model_state: Any = None
+    stock: "ShardedStateDict" = dataclasses.field(default_factory=dict)
+    model_state: "ShardedStateDict" = dataclasses.field(default_factory=dict)
     objects: dict[str, Any] | None = None
 
 
@@ -60,37 +64,37 @@ class Loading:
         self._sources = Sources(place, stored) if stored is not None else None
         self._request: _Request | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, str | int]:
         """The arguments with which Megatron loads what it loads itself: from the folder of the first source."""
         if self._sources is None:
             root = versions.megatron_args().load
             return {} if root is None else {"load": str(folder_of_island(Path(root), self._place.island or 0))}
         return self._sources.stored.arguments(self._sources.first_folder())
 
-    def begin(self, metadata: Any) -> None:
+    def begin(self, metadata: Metadata) -> None:
         """Looks at what the checkpoint is; see :class:`pier_megatron.integration.optimizer.Restoration`.
 
         Raises:
             PierConfigError: If it is of another run than this one and the user has not accepted that.
         """
-        if ENTRY in (metadata or {}):
+        if ENTRY in metadata:
             self._request = self._asked_of(Description.from_metadata(metadata[ENTRY]), metadata)
 
-    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
+    def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
         """Asks for what this rank wants; see :class:`pier_megatron.integration.optimizer.Completion`."""
         if self._request is None:
             return stock
         self._request.stock, self._request.model_state = stock, model_state
         return self._wanted_from(self._request, self._request.sources.first_folder())
 
-    def _wanted_from(self, request: _Request, key: int) -> dict[Any, Any]:
+    def _wanted_from(self, request: _Request, key: int) -> "ShardedStateDict":
         """What this rank reads from a folder of the stored run."""
         place, saved, sources, stored = self._place, request.saved, request.sources, request.sources.stored
         metadata, model_state = request.metadata, request.model_state
         # Of the groups that go on with the inner state of a saved one, each reads a copy.
         sources_of = [sources.of_inner(saved, group) for group in self._before_this]
         copies = {source: sum(source in of for of in sources_of) for source in request.inner_sources}
-        entry: dict[str, Any] = {}
+        entry: ShardedStateDict = {}
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             for source in (source for source in request.outer_sources if sources.folder_of_outer(source) == key):
                 target = outer if len(request.outer_sources) == 1 else outer.zeros_on_host()
@@ -120,7 +124,7 @@ class Loading:
         """The groups that load together with this one and come before it."""
         return range(self._place.group if self._place.island is None else 0)
 
-    def _asked_of(self, saved: Description, metadata: Any) -> _Request:
+    def _asked_of(self, saved: Description, metadata: Metadata) -> _Request:
         place, loop, sources = self._place, self._loop, self._sources
         assert sources is not None
         if saved.island and place.island is None:
@@ -154,7 +158,7 @@ class Loading:
             return None
         return sum(source in request.sources.of_outer(request.saved, group) for group in self._before_this)
 
-    def restore(self, state: dict[Any, Any], load_stock: Callable[[dict[Any, Any]], None]) -> bool:
+    def restore(self, state: "StateDict", load_stock: "Callable[[StateDict], None]") -> bool:
         """Takes over what was read; see :class:`pier_megatron.integration.optimizer.Restoration`."""
         request, place = self._request, self._place
         if request is None:
@@ -181,8 +185,8 @@ class Loading:
         self,
         request: _Request,
         key: int,
-        state: dict[Any, Any],
-        load_stock: Callable[[dict[Any, Any]], None],
+        state: "StateDict",
+        load_stock: "Callable[[StateDict], None]",
         inner_mean: "_Mean",
         outer_mean: "_Mean",
     ) -> None:
@@ -209,7 +213,7 @@ class Loading:
                 if tensor.numel():
                     tensor.copy_(entry["tensors"][name])
 
-    def _read(self, request: _Request, key: int) -> dict[Any, Any]:
+    def _read(self, request: _Request, key: int) -> "StateDict":
         """Reads from a folder that Megatron does not load from; called by all ranks that load together."""
         load = versions.require("megatron.core.dist_checkpointing", "load")
         # Groups read copies of the same, each for itself.
@@ -218,7 +222,7 @@ class Loading:
             str(request.sources.stored.folder(key)),
             validate_access_integrity=False,
         )
-        state: dict[Any, Any] = found["optimizer"]
+        state: StateDict = found["optimizer"]
         return state
 
     def _receive_outer_state(self, snapshot: Snapshot) -> None:
@@ -228,10 +232,10 @@ class Loading:
             for buffer in (state.anchor, state.momentum):
                 exchange.broadcast(buffer, 0, range(1, exchange.size))
 
-    def _inner_settings(self, request: _Request) -> list[dict[Any, Any]]:
+    def _inner_settings(self, request: _Request) -> "list[StateDict]":
         """What each inner optimizer has beside its tensors."""
         assert request.objects is not None
-        saved: list[dict[Any, Any]] = request.objects["inner"]
+        saved: list[StateDict] = request.objects["inner"]
         if request.same_layout:
             return saved
         # The saved rank may have owned other kinds of parameters, experts or not. All its optimizers have stepped together, and
@@ -245,7 +249,7 @@ class Loading:
             settings.append({**own, **{name: saved[0][name] for name in saved[0] if name != "optimizer"}} if saved else own)
         return settings
 
-    def finish(self, iteration: int, opt_param_scheduler: Any) -> str | None:
+    def finish(self, iteration: int, opt_param_scheduler: "OptimizerParamScheduler | None") -> str | None:
         """Restores what Megatron keeps outside of the optimizer, and checks the result.
 
         Args:

@@ -2,12 +2,16 @@
 
 import abc
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.outer.description import Metadata
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 
 
 class ParameterState(abc.ABC):
@@ -25,8 +29,8 @@ class ParameterState(abc.ABC):
 
     @abc.abstractmethod
     def sharded(
-        self, model_state: Any, metadata: Mapping[str, Any], prefix: str, is_loading: bool, copy: int | None = None
-    ) -> dict[Any, Any]:
+        self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool, copy: int | None = None
+    ) -> "ShardedStateDict":
         """Describes the tensors as Megatron describes an optimizer's state.
 
         Args:
@@ -39,7 +43,7 @@ class ParameterState(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load(self, state: Any, metadata: Mapping[str, Any]) -> None:
+    def load(self, state: "StateDict", metadata: Metadata) -> None:
         """Takes over what was read for :meth:`sharded`."""
 
     def add(self, other: "ParameterState") -> None:

@@ -1,15 +1,18 @@
 """Random number generators of a rank: Megatron stores those of one group, and each group draws its own dropout."""
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pier_megatron.megatron_api import versions
 
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import StateDict
 
-def random_states() -> Any:
+
+def random_states() -> "StateDict":
     """The states of all generators of this rank, as Megatron stores them."""
     parallel_state = versions.require("megatron.core", "parallel_state")
     states = versions.require("megatron.training.checkpointing", "get_rng_state")(
@@ -17,10 +20,11 @@ def random_states() -> Any:
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
     )
-    return states.data[0]
+    own: StateDict = states.data[0]
+    return own
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
+def restore_random_states(states: "StateDict") -> None:
     """Restores what :func:`random_states` returned."""
     tensor_parallel = versions.require("megatron.core", "tensor_parallel")
     tracker = tensor_parallel.get_cuda_rng_tracker()

@@ -1,7 +1,7 @@
 """What the plugin adds to Megatron's checkpoints when they are saved."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -9,7 +9,11 @@ from pier_megatron.integration.checkpoint.content import RunPosition, sharded_ob
 from pier_megatron.integration.checkpoint.random_states import random_states
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
-from pier_megatron.outer.description import ENTRY, checksum_name, group_prefix
+from pier_megatron.outer.description import ENTRY, Metadata, checksum_name, group_prefix
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 class Saving:
@@ -25,7 +29,7 @@ class Saving:
         snapshot: Snapshot,
         checksums: Sequence[Mapping[str, int]],
         trained: Sequence[Tensor] | None,
-        opt_param_scheduler: Any,
+        opt_param_scheduler: "OptimizerParamScheduler | None",
     ) -> None:
         """Prepares a checkpoint of this rank.
 
@@ -88,10 +92,10 @@ class Saving:
             f"{len(self._holders) * outer:,.1f} MB; inner state of {whose}: {own * inner_state:,.1f} MB beside Megatron's own"
         )
 
-    def complete(self, stock: dict[Any, Any], model_state: Any, metadata: Any) -> dict[Any, Any]:
+    def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
         """Completes the optimizer's sharded state; see :class:`pier_megatron.integration.optimizer.Completion`."""
         place, snapshot = self._place, self._snapshot
-        entry: dict[str, Any] = {}
+        entry: ShardedStateDict = {}
         prefix = group_prefix(place.group)
         has_own = place.group in self.description.own_inner_state
         holder, copy = (None, None) if self.description.has_common_outer_state else (place.group, 0)
@@ -117,7 +121,7 @@ class Saving:
         return {**stock, ENTRY: entry}
 
 
-def _copy_host_memory(state: dict[Any, Any]) -> None:
+def _copy_host_memory(state: "ShardedStateDict") -> None:
     """Replaces sharded tensors in host memory by copies, for a save that goes on behind training.
 
     Megatron copies what is on a device before training continues. A buffer on the host it would give to the writing process:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -11,7 +10,7 @@ from pier_megatron.integration import island_world, islands
 from pier_megatron.integration.checkpoint.files import folder_of_island
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
-from pier_megatron.outer.description import ENTRY, Description
+from pier_megatron.outer.description import ENTRY, Description, Metadata
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +45,10 @@ class StoredRun:
         """What the checkpoint in a folder says of itself."""
         return Description.from_metadata(_entry(self.folder(key)))
 
-    def arguments(self, key: int) -> dict[str, Any]:
+    def arguments(self, key: int) -> dict[str, str | int]:
         """Megatron's arguments with which it loads from a folder."""
-        step = {} if self.iteration is None else {"ckpt_step": self.iteration}
-        return {"load": str(folder_of_island(self.root, key) if self.islands else self.root), **step}
+        arguments: dict[str, str | int] = {"load": str(folder_of_island(self.root, key) if self.islands else self.root)}
+        return arguments if self.iteration is None else arguments | {"ckpt_step": self.iteration}
 
 
 def find(root: Path, step: int | None, accepts_changes: bool) -> StoredRun | None:
@@ -69,7 +68,7 @@ def find(root: Path, step: int | None, accepts_changes: bool) -> StoredRun | Non
     island = islands.own()
     looks = dist.get_rank() == 0
     with island_world.in_the_launch():
-        everyone: list[Any] = [None] * dist.get_world_size()
+        everyone: list[dict[int, set[int]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, _iterations_in(root, island) if looks else {})
         iterations: dict[int, set[int]] = {}
         for found in everyone:
@@ -139,11 +138,11 @@ def _last(folder: Path) -> int | None:
     return int(saved) if saved.isdigit() else None
 
 
-def _entry(folder: Path) -> dict[str, Any]:
+def _entry(folder: Path) -> Metadata:
     """What a checkpoint says of Pier; nothing if it cannot be read, which is said by all ranks when they load it."""
     load = versions.require("megatron.core.dist_checkpointing", "load_content_metadata")
     try:
-        found: dict[str, Any] = (load(str(folder)) or {}).get(ENTRY, {})
+        found: Metadata = (load(str(folder)) or {}).get(ENTRY, {})
     except Exception:
         return {}
     return found

@@ -4,12 +4,15 @@ Each takes the place of its parameter in the sharded state of the model, under a
 said there, and other layouts of the same model find their parts.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.megatron_api import versions
+from pier_megatron.outer.description import Metadata
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 
 
 class WholeState(ParameterState):
@@ -18,8 +21,8 @@ class WholeState(ParameterState):
     owner: WholeOptimizer
 
     def sharded(
-        self, model_state: Any, metadata: Mapping[str, Any], prefix: str, is_loading: bool, copy: int | None = None
-    ) -> dict[Any, Any]:
+        self, model_state: "ShardedStateDict", metadata: Metadata, prefix: str, is_loading: bool, copy: int | None = None
+    ) -> "ShardedStateDict":
         """Describes the tensors in the manner of the model's."""
         module = "megatron.core.dist_checkpointing.optimizer"
         parameters = list(self.owner.parameters())
@@ -27,7 +30,7 @@ class WholeState(ParameterState):
             model_state, [model for model, _ in parameters]
         )
         make = versions.require(module, "make_sharded_optimizer_tensor")
-        state: dict[Any, Any] = {}
+        state: ShardedStateDict = {}
         for index, (_, main) in enumerate(parameters):
             for name, tensor in self.tensors[id(main)].items():
                 state[f"{index}.{name}"] = sharded = make(of_model[index], tensor, f"{prefix}.{name}")
@@ -36,7 +39,7 @@ class WholeState(ParameterState):
                     sharded.replica_id = (*sharded.replica_id[:-1], 0)
         return state
 
-    def load(self, state: Any, metadata: Mapping[str, Any]) -> None:
+    def load(self, state: "StateDict", metadata: Metadata) -> None:
         """Takes over what was read for :meth:`sharded`."""
         for index, (_, main) in enumerate(self.owner.parameters()):
             for name, tensor in self.tensors[id(main)].items():

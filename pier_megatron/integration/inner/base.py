@@ -1,13 +1,17 @@
 """What the outer loop and checkpoints want to know of an inner optimizer, whatever it computes."""
 
 import abc
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Shards
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import StateDict
+    from megatron.core.optimizer import MegatronOptimizer
 
 
 class InnerOptimizer(abc.ABC):
@@ -20,7 +24,7 @@ class InnerOptimizer(abc.ABC):
 
     copies = 1
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: "MegatronOptimizer") -> None:
         """Wraps one of Megatron's optimizers."""
         self.optimizer = optimizer
 
@@ -33,11 +37,11 @@ class InnerOptimizer(abc.ABC):
         """Writes the main parameters to those of the model, as far as this rank steps them."""
 
     @abc.abstractmethod
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> "StateDict":
         """What it has beside tensors: ``optimizer``, with the settings of its ``param_groups``, and what else there is."""
 
     @abc.abstractmethod
-    def take_settings(self, settings: Mapping[str, Any]) -> None:
+    def take_settings(self, settings: "StateDict") -> None:
         """Takes over the settings of another one with the same groups of parameters."""
 
     def is_counted(self, is_expert: bool) -> bool:

@@ -1,20 +1,24 @@
 """Which inner optimizers a rank has, and how their main parameters reach the model."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.megatron_api import versions
 
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
 
-def owners(optimizer: Any) -> list[InnerOptimizer]:
+
+def owners(optimizer: "MegatronOptimizer") -> list[InnerOptimizer]:
     """Those of Megatron's optimizers in a chain that own parameters on this rank, in order."""
     return [owner for owner in _links(optimizer) if not owner.optimizer.is_stub_optimizer]
 
 
-def _links(optimizer: Any, is_shared_out: bool = False) -> Iterator[InnerOptimizer]:
+def _links(optimizer: "MegatronOptimizer", is_shared_out: bool = False) -> Iterator[InnerOptimizer]:
     module = "megatron.core.optimizer"
     if isinstance(optimizer, versions.require(f"{module}.distrib_optimizer", "DistributedOptimizer")):
         yield ShardedOptimizer(optimizer)
@@ -26,7 +30,7 @@ def _links(optimizer: Any, is_shared_out: bool = False) -> Iterator[InnerOptimiz
         yield WholeOptimizer(optimizer, is_shared_out)
 
 
-def commit_main_parameters(members: Sequence[InnerOptimizer], model_chunks: Sequence[Any]) -> None:
+def commit_main_parameters(members: Sequence[InnerOptimizer], model_chunks: "Sequence[DistributedDataParallel]") -> None:
     """Makes the model compute with the present main parameters: rounds them, then gathers them within the group.
 
     The gather is synchronous also under ``--overlap-param-gather``: Megatron registers its forward hooks only after the

@@ -1,12 +1,15 @@
 """The distributed optimizer over AdamW: each data-parallel rank steps a part of every parameter."""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pier_megatron.integration.inner.base import InnerOptimizer
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import StateDict
 
 
 class ShardedOptimizer(InnerOptimizer):
@@ -24,11 +27,11 @@ class ShardedOptimizer(InnerOptimizer):
         """Writes the own parts of the main parameters to the buffer that is then gathered."""
         self.optimizer._copy_main_params_to_model_params()
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> "StateDict":
         """What Megatron stores of it for each rank; the tensors are not among it."""
-        settings: dict[str, Any] = self.optimizer.state_dict()
+        settings: StateDict = self.optimizer.state_dict()
         return settings
 
-    def take_settings(self, settings: Mapping[str, Any]) -> None:
+    def take_settings(self, settings: "StateDict") -> None:
         """Takes over other settings; may put other tensors in the place of those that were there."""
         self.optimizer.load_state_dict(settings)

@@ -6,16 +6,26 @@ among the tensors of a checkpoint, where it is not.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Concatenate
 
 import torch
 
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import StateDict
+    from megatron.core.optimizer import DistributedOptimizer
 
-def _is_torch_adam(optimizer: Any) -> bool:
+
+def _is_torch_adam(optimizer: "DistributedOptimizer") -> bool:
     return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def with_state(sharded_state_dict: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def with_state[**P, R](
+    sharded_state_dict: "Callable[Concatenate[DistributedOptimizer, P], R]",
+    optimizer: "DistributedOptimizer",
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
     """Makes the state of an optimizer that has not stepped, which Megatron asks for."""
     if _is_torch_adam(optimizer):
         inner = optimizer.optimizer
@@ -29,17 +39,23 @@ def with_state(sharded_state_dict: Callable[..., Any], optimizer: Any, /, *args:
     return sharded_state_dict(optimizer, *args, **kwargs)
 
 
-def with_counters(load_state_dict: Callable[..., Any], optimizer: Any, state: Any) -> Any:
+def with_counters(
+    load_state_dict: "Callable[[DistributedOptimizer, StateDict], None]", optimizer: "DistributedOptimizer", state: "StateDict"
+) -> None:
     """Restores the step counters, which Megatron leaves out."""
-    result = load_state_dict(optimizer, state)
+    load_state_dict(optimizer, state)
     if _is_torch_adam(optimizer):
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
-    return result
 
 
-def with_counter(set_states: Callable[..., Any], optimizer: Any, model_parameter: Any, tensors: Any) -> Any:
+def with_counter(
+    set_states: "Callable[[DistributedOptimizer, torch.Tensor, dict[str, torch.Tensor]], None]",
+    optimizer: "DistributedOptimizer",
+    model_parameter: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+) -> None:
     """Restores the step counter of one parameter."""
     if _is_torch_adam(optimizer):
         group, order = optimizer.model_param_group_index_map[model_parameter]
@@ -47,4 +63,4 @@ def with_counter(set_states: Callable[..., Any], optimizer: Any, model_parameter
         tensors = {**tensors, "step": optimizer.optimizer.state[main]["step"]}
     # In FP32 training the main parameters are the model's own, which autograd watches.
     with torch.no_grad():
-        return set_states(optimizer, model_parameter, tensors)
+        set_states(optimizer, model_parameter, tensors)

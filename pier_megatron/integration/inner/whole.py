@@ -1,14 +1,19 @@
 """Optimizers that step whole parameters, as Muon must: those of the model, or FP32 copies of them."""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.megatron_api import versions
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.mapping import StateDict
+    from megatron.core.optimizer import MegatronOptimizer
 
 # Of AdamW: PyTorch counts steps for each parameter, others for a group of them.
 _STEP = "step"
@@ -22,7 +27,7 @@ class WholeOptimizer(InnerOptimizer):
             optimizer. Otherwise each steps all of them.
     """
 
-    def __init__(self, optimizer: Any, is_shared_out: bool) -> None:
+    def __init__(self, optimizer: "MegatronOptimizer", is_shared_out: bool) -> None:
         """Wraps one of Megatron's optimizers."""
         super().__init__(optimizer)
         self.is_shared_out = is_shared_out
@@ -48,7 +53,7 @@ class WholeOptimizer(InnerOptimizer):
         """Whether this is the one of the ranks that hold the same main parameters whose are counted."""
         return self.is_shared_out or _data_parallel_group(is_expert).rank() == 0
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> "StateDict":
         """The settings of the groups of parameters, with the number of AdamW's steps among them."""
         state = self.optimizer.optimizer.state
         groups = [dict(group) for group in self.optimizer.optimizer.param_groups]
@@ -58,7 +63,7 @@ class WholeOptimizer(InnerOptimizer):
                     group[_STEP] = int(counter)
         return {"optimizer": {"param_groups": groups}}
 
-    def take_settings(self, settings: Mapping[str, Any]) -> None:
+    def take_settings(self, settings: "StateDict") -> None:
         """Takes over other settings; tensors stay."""
         for group, taken in zip(self.optimizer.optimizer.param_groups, settings["optimizer"]["param_groups"], strict=True):
             counts_for_all = _STEP in group
@@ -68,8 +73,11 @@ class WholeOptimizer(InnerOptimizer):
                     self.optimizer.optimizer.state[main][_STEP] = torch.tensor(float(taken[_STEP]))
 
 
-def _data_parallel_group(is_expert: bool) -> Any:
+def _data_parallel_group(is_expert: bool) -> "dist.ProcessGroup":
     parallel_state = versions.require("megatron.core", "parallel_state")
-    if is_expert:
-        return parallel_state.get_expert_data_parallel_group()
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_data_parallel_group()
+        if is_expert
+        else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    return group
