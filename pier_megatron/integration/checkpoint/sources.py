@@ -52,9 +52,8 @@ class Sources:
         """The folder with the outer state of a saved group, or with that of all."""
         if source is not None:
             return self.stored.key_of(source)
-        if self.stored.islands and self._description(self._nearest()).holds_outer_state:
-            return self._nearest()
-        return 0
+        nearest = self._nearest()
+        return nearest if nearest and self._description(nearest).holds_outer_state else 0
 
     def is_apart(self, saved: Description, source: int) -> bool:
         """Whether the inner state of a saved group is stored beside Megatron's own."""
