@@ -234,6 +234,21 @@ class Settings:
         False, "Resume from a checkpoint of a run with other settings or another group layout. Default: refuse."
     )
 
+    @property
+    def worlds(self) -> int:
+        """Number of Megatron worlds that the run is made of: one for each island, or one whose instances are the groups."""
+        return self.groups if self.islands else 1
+
+    @property
+    def launches(self) -> int:
+        """Number of launches that the run is made of: one for each elastic island, or one with all groups."""
+        return self.groups if self.lighthouse is not None else 1
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Settings of the command line, unchecked; with a stock optimizer those of one group."""
+    return Settings(**{"train_iters": 0, "groups": 1} | given(Settings, args))
+
 
 @dataclasses.dataclass(frozen=True)
 class PluginSettings:

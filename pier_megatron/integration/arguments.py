@@ -19,7 +19,7 @@ from pier_megatron.integration import refusals
 from pier_megatron.integration.inner import requirements
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
-from pier_megatron.settings import Settings, flag_of, given
+from pier_megatron.settings import Settings, flag_of, given, settings_of
 
 
 def uses_group_settings(args: argparse.Namespace) -> bool:
@@ -119,7 +119,7 @@ def _translate(args: argparse.Namespace) -> None:
         args.pier_groups = _number_of_nodes() if domains is None else domains
     instances = args.num_distributed_optimizer_instances
     if args.pier_islands:
-        _check_islands(args.pier_groups, instances, args.pier_lighthouse is not None)
+        _check_islands(instances, settings_of(args))
     elif instances not in (1, args.pier_groups):
         raise PierConfigError(
             f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
@@ -131,7 +131,7 @@ def _translate(args: argparse.Namespace) -> None:
     args.optimizer = args.pier_inner_optimizer or "adam"
     if args.optimizer == "adam":
         args.use_distributed_optimizer = True
-    args.num_distributed_optimizer_instances = 1 if args.pier_islands else args.pier_groups
+    args.num_distributed_optimizer_instances = args.pier_groups // settings_of(args).worlds
 
 
 def _number_of_domains(ranks: int | None) -> int | None:
@@ -160,17 +160,17 @@ def _check_job(args: argparse.Namespace) -> None:
         )
 
 
-def _check_islands(islands: int, instances: int, are_jobs: bool) -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+def _check_islands(instances: int, settings: Settings) -> None:
+    ranks, islands = int(os.environ.get("WORLD_SIZE", "1")), settings.worlds // settings.launches
     if instances > 1:
         raise PierConfigError(
             f"--num-distributed-optimizer-instances {instances} cannot be used with --pier-islands: an island is one instance. "
             "Drop the former."
         )
-    if world % islands and not are_jobs:
+    if ranks % islands:
         raise PierConfigError(
-            f"--pier-groups {islands} does not divide the world size {world}: {division(world, islands)}. Every island needs "
-            f"the same number of ranks: use one of {_divisors(world)}."
+            f"--pier-groups {islands} does not divide the world size {ranks}: {division(ranks, islands)}. Every island needs "
+            f"the same number of ranks: use one of {_divisors(ranks)}."
         )
 
 
@@ -209,8 +209,7 @@ def validate[**P, R](
         refusals.refuse_what_cannot_work(args)
     saves_behind = args.async_save
     # The arguments of an island that is a job speak of the whole run, as if all islands were there.
-    islands = args.pier_groups if getattr(args, "pier_lighthouse", None) else 1
-    with versions.replaced(args, {"world_size": args.world_size * islands}):
+    with versions.replaced(args, {"world_size": args.world_size * settings_of(args).launches}):
         result = validate_args(args, *rest, **kwargs)
     if uses_pier(args):
         if saves_behind and not args.async_save:

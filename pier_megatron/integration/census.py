@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pier_megatron.integration import islands
+from pier_megatron.integration import worlds
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -96,9 +96,9 @@ def _as_group(argument: tuple[str, object]) -> dist.ProcessGroup | None:
 
 
 def _ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...]:
-    everyone = islands.ranks_of(group)
+    everyone = worlds.own().ranks_of(group)
     peer = next((given[name] for name in ("dst", "src") if name in given), None)
-    return everyone if peer is None else tuple(sorted({islands.rank_in_launch(), everyone[peer]}))
+    return everyone if peer is None else tuple(sorted({worlds.own().rank_in_launch(), everyone[peer]}))
 
 
 def _nbytes_of_input(name: str, given: Mapping[str, object]) -> int:

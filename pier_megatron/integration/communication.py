@@ -12,30 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration import current, island_world, islands
+from pier_megatron.integration import current, worlds
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import ChainedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from pier_megatron.integration.optimizer import PierOptimizer
-
-_TRAINING = "megatron.training.training"
 
 # The groups over which Megatron reduces losses, token counts and statistics in an iteration. Those of weight
 # rematerialisation exist from 0.19 on.
 _DENSE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
 _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
-
-
-def ranks_of_group(optimizer: "ChainedOptimizer") -> dist.ProcessGroup:
-    """All ranks of this rank's group; ``optimizer`` is Megatron's."""
-    island = islands.own()
-    found: dist.ProcessGroup = optimizer.get_grad_stats_parallel_group() if island is None else island.world
-    return found
 
 
 @contextlib.contextmanager
@@ -55,11 +45,8 @@ def confined_to_group(model_chunk: "DistributedDataParallel") -> Iterator[None]:
 @contextlib.contextmanager
 def over_all_groups(model_chunk: "DistributedDataParallel") -> Iterator[None]:
     """Inside, the data-parallel group is over all groups, as it is anyway unless they are islands; see above."""
-    island = islands.own()
-    if island is None or island.dense is None or island.expert is None:
-        yield
-        return
-    with _averaging_over(model_chunk, island.dense, island.expert):
+    groups = worlds.own().over_all
+    with _averaging_over(model_chunk, *groups) if groups else contextlib.nullcontext():
         yield
 
 
@@ -101,10 +88,10 @@ def vote_of_those_who_average(
 ) -> bool | tuple[bool, ...]:
     """Asks whether an iteration has to be run again: all groups, or only the own where the others train on other parameters."""
     if not optimizer.loop.is_local:
-        with island_world.in_the_launch():
+        with worlds.own().in_the_launch():
             return reduce_any(machine, value)
     votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
-    dist.all_reduce(votes, group=ranks_of_group(optimizer))
+    dist.all_reduce(votes, group=worlds.own().ranks_of_group(optimizer))
     return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)
 
 
@@ -113,27 +100,26 @@ def ask_to_exit_when_together[**P, R](
     decide: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> R:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
-    asked: dict[str, object] = {}
+    settings = versions.megatron_args()
+    asked: dict[str, object]
     if optimizer.loop.is_deserted:
         asked = {"exit_duration_in_mins": -1.0}
-    elif islands.is_job():
-        # It may leave at any time.
-        pass
     elif optimizer.loop.is_local and not _are_together(optimizer):
         asked = {"exit_signal_handler": False, "exit_duration_in_mins": None}
-    elif (island := islands.own()) is not None:
-        asked = {"exit_duration_in_mins": _limit_for_all(island, versions.megatron_args().exit_duration_in_mins)}
-    with versions.replaced(versions.megatron_args(), asked):
+    else:
+        asked = {"exit_duration_in_mins": _limit_for_all(settings.exit_duration_in_mins)}
+    with versions.replaced(settings, asked):
         return decide(*args, **kwargs)
 
 
-def _limit_for_all(island: islands.Island, minutes: float | None) -> float | None:
-    """A limit that all clocks are beyond if one is beyond the given one, and else none: islands must not end one by one."""
+def _limit_for_all(minutes: float | None) -> float | None:
+    """A limit that all clocks are beyond if one is beyond the given one, and else none: groups must not end one by one."""
     if not minutes:
         return None
-    passed = (time.time() - versions.require(_TRAINING, "_TRAIN_START_TIME")) / 60
+    passed = (time.time() - versions.require("megatron.training.training", "_TRAIN_START_TIME")) / 60
     is_over = torch.tensor([passed > minutes], dtype=torch.int32, device=torch.cuda.current_device())
-    dist.all_reduce(is_over, dist.ReduceOp.MAX, group=island.launch)
+    with worlds.own().in_the_launch():
+        dist.all_reduce(is_over, dist.ReduceOp.MAX)
     return -1.0 if is_over else None
 
 
@@ -149,8 +135,6 @@ def ask_for_saves_when_together(
 def _are_together(optimizer: "PierOptimizer") -> bool:
     """Whether the groups meet in this iteration anyway: at an outer step of all, or else where the mean loss is logged."""
     loop = optimizer.loop
-    if islands.is_job():
+    if loop.groups_meet or worlds.own().may_leave:
         return True
-    if loop.config.has_common_anchor:
-        return bool(loop.groups_meet)
-    return bool(loop.groups_meet or loop.iteration % versions.megatron_args().log_interval == 0)
+    return not loop.config.has_common_anchor and loop.iteration % versions.megatron_args().log_interval == 0

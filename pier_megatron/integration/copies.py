@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Computed, Gathered
-from pier_megatron.integration import islands
+from pier_megatron.integration import worlds
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.state import sum_of_bits
@@ -135,7 +135,7 @@ class Copies:
             chosen = [place for place, index in enumerate(looked_at) if of(parameters[index])]
             if group.size() == 1 or not chosen:
                 return []
-            where = f"on {ranks} ranks {list(islands.ranks_of(group))}"
+            where = f"on {ranks} ranks {list(worlds.own().ranks_of(group))}"
             names = [parameters[looked_at[place]].name for place in chosen]
             self._compared += [f"{name} {where}" for name in names]
             return [_differ(sums[:, chosen], group)]

@@ -1,6 +1,5 @@
 """Megatron's compiled dataset helper."""
 
-import argparse
 import importlib.machinery
 import importlib.util
 import shutil
@@ -30,21 +29,6 @@ def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
         if in_vain:
             raise PierConfigError(in_vain)
         compile_helpers()
-
-
-def use_index_of_island(args: argparse.Namespace, index: int) -> None:
-    """Gives an island that is a job a place of its own for the index of its data sets.
-
-    Megatron makes the index on the first rank while the others wait. Ranks of other jobs do not, and would read what is half
-    written.
-
-    Args:
-        args: Megatron's, with the folders of the island; changed in place.
-        index: Number of the island.
-    """
-    if index > 0 and not args.mock_data:
-        shared = args.data_cache_path
-        args.data_cache_path = str(Path(args.save) / "index" if shared is None else Path(shared) / f"island_{index}")
 
 
 def compiled_for_another_python(folder: Path) -> str | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.compression import traffic
-from pier_megatron.integration import current, island_world, islands
+from pier_megatron.integration import current, worlds
 from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.megatron_api import run, versions
 
@@ -96,10 +96,10 @@ def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kw
         look.sent = traffic.counted()
     elif look.begun == examined + 1:
         look.looking.close()
-        with island_world.in_the_launch():
+        with worlds.own().in_the_launch():
             group_of = [0] * dist.get_world_size()
             dist.all_gather_object(group_of, group)
-        if islands.rank_in_launch() == 0:
+        if worlds.own().rank_in_launch() == 0:
             print("\n".join(_findings(f"iteration {examined}, {place}", group_of)), flush=True)
         sys.exit(0)
     return train_step(*args, **kwargs)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from pier_megatron.integration.islands import Island
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
@@ -26,22 +26,24 @@ class GradientAveraging:
     Switch only between iterations: a reduction in flight would end in another domain than it began in.
     """
 
-    def __init__(self, model_chunks: "Sequence[DistributedDataParallel]", groups: int, island: Island | None) -> None:
+    def __init__(
+        self, model_chunks: "Sequence[DistributedDataParallel]", groups: int, over_all: Sequence[dist.ProcessGroup]
+    ) -> None:
         """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them.
 
         Args:
             model_chunks: Chunks that average over all groups if these are instances, over the own one if it is an island.
             groups: Number of groups.
-            island: Island of this rank, if groups are islands.
+            over_all: Dense and expert data-parallel ranks of all groups; none where Megatron's own groups span them.
         """
         self._groups = groups
         chunk = model_chunks[0]
         # Megatron scales gradients by 1 / data-parallel size before it sums them. It does not where it divides by the
         # number of tokens (of those who average, see communication.averaging_over) or lets the collective average.
         prescaled = not (chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective)
-        # Megatron has built instances for the mean over all of them, and an island for that over itself.
-        over_all, over_own = (1.0, groups) if island is None else (1 / groups, 1.0)
-        self._over_all, self._over_own = (over_all, over_own) if prescaled else (1.0, 1.0)
+        # Megatron has built instances for the mean over all of them, and an island, its only one, for that over itself.
+        built: int = chunk.ddp_config.num_distributed_optimizer_instances
+        self._over_all, self._over_own = (built / groups, float(built)) if prescaled else (1.0, 1.0)
         dense = [group for chunk in model_chunks for group in chunk.bucket_groups]
         expert = [group for chunk in model_chunks for group in chunk.expert_parallel_bucket_groups]
         self._scaling = [(bucket, bucket.gradient_scaling_factor) for group in dense + expert for bucket in group.buckets]
@@ -49,16 +51,17 @@ class GradientAveraging:
         self._all_reduced: list[tuple[_ParamAndGradBucketGroup, dist.ProcessGroup, dist.ProcessGroup | None]] = []
         if chunk.ddp_config.use_distributed_optimizer:
             self._configs = list({id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values())
-            if island is not None and island.between is not None:
-                stream = torch.cuda.Stream()
+            if over_all:
+                parallel_state = versions.require("megatron.core", "parallel_state")
+                between, stream = parallel_state.get_inter_distributed_optimizer_instance_group(), torch.cuda.Stream()
                 for group in dense + expert:
                     # Other instances to Megatron, which it uses while its configuration has several. A bucket group that was
                     # built with one has neither attribute: had they other names, Megatron would fail to find its own.
-                    group.inter_distributed_optimizer_instance_group = island.between
+                    group.inter_distributed_optimizer_instance_group = between
                     group.communication_stream = stream
-        elif island is not None and island.between is not None:
-            for groups_of_buckets, everyone in ((dense, island.dense), (expert, island.expert)):
-                self._all_reduced += [(group, group.data_parallel_group, everyone) for group in groups_of_buckets]
+            return
+        for groups_of_buckets, everyone in zip((dense, expert), over_all, strict=False):
+            self._all_reduced += [(group, group.data_parallel_group, everyone) for group in groups_of_buckets]
 
     def over_all_groups(self) -> None:
         """Gradients become the mean over the samples of all groups, as in stock Megatron."""

@@ -6,51 +6,33 @@ stock and knows of no other island. ``docs/islands.md`` says why Megatron's own 
 the islands of a launch still share: the samples, which they divide and count together, the files, the signals and the log.
 """
 
-import contextlib
 import datetime
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pier_megatron.exchange.topology import DESCRIPTION
-from pier_megatron.integration import islands
-from pier_megatron.integration.islands import Island, in_islands
+from pier_megatron.integration import worlds
+from pier_megatron.integration.elastic_island import ElasticIsland
+from pier_megatron.integration.worlds import Island, World, default_group, in_islands
 from pier_megatron.megatron_api import versions
 
 # Where Megatron keeps the group between the instances of its distributed optimizer. An island has only one.
 _BETWEEN = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
 
 
-@contextlib.contextmanager
-def in_the_launch() -> Iterator[None]:
-    """Inside, PyTorch's default group is that of all ranks of the launch. Islands' groups do not know their ranks there."""
-    island = islands.own()
-    with contextlib.nullcontext() if island is None else _default_group(island.launch):
-        yield
-
-
-@contextlib.contextmanager
-def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    before = dist.group.WORLD
-    dist.group.WORLD = group
-    try:
-        yield
-    finally:
-        dist.group.WORLD = before
-
-
 def form_islands[**P, R](initialize_model_parallel: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Forms Megatron's process groups inside each island."""
+    """Forms Megatron's process groups, inside each island if groups are islands."""
     settings = versions.require("megatron.training.global_vars", "_GLOBAL_ARGS")
     if not getattr(settings, "pier_islands", None):
         return initialize_model_parallel(*args, **kwargs)
     launch, count = dist.group.WORLD, settings.pier_groups
     assert launch is not None
     if settings.pier_lighthouse is not None:
-        islands.set_own(Island(settings.pier_island, count, launch, launch))
+        worlds.set_own(ElasticIsland(settings.pier_island, count, launch, launch))
         # As Megatron's arguments speak of the whole run.
         settings.world_size = count * launch.size()
         return initialize_model_parallel(*args, **kwargs)
@@ -58,7 +40,7 @@ def form_islands[**P, R](initialize_model_parallel: Callable[P, R], /, *args: P.
     index = launch.rank() // size
     blocks = [list(range(first, first + size)) for first in range(0, launch.size(), size)]
     world = _new_world(launch, index, size, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
-    with _default_group(world):
+    with default_group(world):
         result = initialize_model_parallel(*args, **kwargs)
     parallel_state = versions.require("megatron.core", "parallel_state")
     between, _ = dist.new_subgroups_by_enumeration(
@@ -73,7 +55,7 @@ def form_islands[**P, R](initialize_model_parallel: Callable[P, R], /, *args: P.
         _over_all_islands([block[rank] for block in blocks for rank in dist.get_process_group_ranks(group)]) for group in inside
     )
     dist.group.WORLD = world
-    islands.set_own(Island(index, count, launch, world, between, dense, expert))
+    worlds.set_own(Island(index, count, launch, world, (dense, expert)))
     return result
 
 
@@ -82,7 +64,7 @@ def _new_world(launch: dist.ProcessGroup, index: int, size: int, timeout: dateti
     store = dist.PrefixStore(f"pier/island_{index}", distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     # PyTorch would put the rank in the island before every line of an error, behind that in the launch.
     excepthook = sys.excepthook
-    with _default_group(None):
+    with default_group(None):
         dist.init_process_group(
             dist.get_backend(launch), store=store, rank=launch.rank() % size, world_size=size, timeout=timeout
         )
@@ -102,12 +84,13 @@ def _over_all_islands(ranks: Sequence[int]) -> dist.ProcessGroup:
     return own
 
 
-def return_to_the_launch[**P, R](destroy_model_parallel: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+@in_islands
+def return_to_the_launch[**P, R](
+    destroy_model_parallel: Callable[P, R], island: Island, /, *args: P.args, **kwargs: P.kwargs
+) -> R:
     """Makes the launch PyTorch's default group again."""
-    island = islands.own()
-    if island is not None:
-        dist.group.WORLD = island.launch
-        islands.set_own(None)
+    dist.group.WORLD = island.launch
+    worlds.set_own(World())
     return destroy_model_parallel(*args, **kwargs)
 
 
@@ -146,12 +129,12 @@ def one_after_the_other[**P, R](function: Callable[P, R], island: Island, /, *ar
 @in_islands
 def hear_all_islands[**P, R](signals_received: Callable[P, R], island: Island, /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Looks for signals to any rank of the launch."""
-    with in_the_launch():
+    with island.in_the_launch():
         return signals_received(*args, **kwargs)
 
 
-def print_once[**P](say: Callable[P, None], /, *args: P.args, **kwargs: P.kwargs) -> None:
-    """Prints what Megatron prints for the whole job on one island only."""
-    island = islands.own()
-    if island is None or island.index == 0 or island.is_job:
+@in_islands
+def print_once[**P](say: Callable[P, None], island: Island, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    """Prints what Megatron prints for the whole job on the first island of the launch only."""
+    if island.launch.rank() < island.world.size():
         say(*args, **kwargs)

@@ -27,7 +27,7 @@ from pier_megatron.megatron_api.args import flag, uses_pier
 from pier_megatron.megatron_api.batches import counted
 from pier_megatron.megatron_api.tracker import stored_checkpoint
 from pier_megatron.outer.description import ENTRY, Description
-from pier_megatron.settings import flag_of
+from pier_megatron.settings import flag_of, settings_of
 
 _ARGUMENTS = "megatron.training.arguments"
 _MEMORY = "megatron.training.theoretical_memory_usage"
@@ -261,9 +261,7 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
     """Where the ranks of a validated job will stand, if the launcher numbers them node by node."""
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    worlds = args.pier_groups if args.pier_islands else 1
-    # Of a job that is one island, as if all islands were there.
-    ranks_of_run = args.world_size * (worlds if args.pier_lighthouse is not None else 1)
+    worlds, ranks_of_run = settings_of(args).worlds, args.world_size * settings_of(args).launches
     generator = versions.require("megatron.core.parallel_state", "RankGenerator")(
         tp=args.tensor_model_parallel_size,
         ep=1,

@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 class Clock:
     """Decides when an elastic island rests."""
 
-    def __init__(self, loop: OuterLoop, seconds: float, island: int, world: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, loop: OuterLoop, seconds: float, world: dist.ProcessGroup) -> None:
         """Begins with an island that has not trained yet.
 
         Args:
             loop: Outer loop of the island.
             seconds: Seconds of training after which it rests.
-            island: Index of the island.
             world: Ranks of the island.
-            device: Device of their collectives.
         """
-        self._loop, self._seconds, self._island, self._world, self._device = loop, seconds, island, world, device
+        self._loop, self._seconds, self._world = loop, seconds, world
         self._last_step: int | None = None
         self._begun = 0.0
         self._scheduler: OptimizerParamScheduler | None = None
@@ -54,7 +52,7 @@ class Clock:
         if not left:
             return
         # By the ranks together: their clocks differ.
-        is_late = torch.tensor([time.monotonic() - self._begun >= self._seconds], dtype=torch.int32, device=self._device)
+        is_late = torch.tensor([time.monotonic() - self._begun >= self._seconds], dtype=torch.int32, device=self._loop.device)
         dist.all_reduce(is_late, dist.ReduceOp.MAX, group=self._world)
         if not is_late.item():
             return
@@ -63,7 +61,7 @@ class Clock:
         self._rests.update(left)
         if self._world.rank() == 0:
             print(
-                f" Pier: island {self._island} has trained for {self._seconds:g} s after iteration {iteration}: it rests for "
+                f" Pier: island {config.island} has trained for {self._seconds:g} s after iteration {iteration}: it rests for "
                 f"{len(left)} iterations, until the outer step after iteration {next_step}",
                 flush=True,
             )

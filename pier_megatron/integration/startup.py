@@ -71,7 +71,7 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
         )
 
 
-def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str]) -> str:
+def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str]) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
@@ -94,7 +94,7 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
     lines = [
         f"Pier: {config.groups} {'islands' if config.islands else 'groups'} of {len(topology.members(0))} ranks, preset "
         f"{config.preset}",
-        *(f"  {line}" for line in _members(topology, config)),
+        *(f"  {line}" for line in who),
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",
         f"  exchange: {', '.join(option for option in options if option)}, in chunks of {chunk_mib} MiB",
@@ -110,17 +110,6 @@ def describe(topology: Topology, loop: OuterLoop, log_interval: int, warnings: S
         *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queued(loop))),
     ]
     return "\n".join(lines)
-
-
-def _members(topology: Topology, config: PierConfig) -> list[str]:
-    """Who is in which group, as far as this launch knows."""
-    if config.lighthouse is None:
-        return topology.describe()
-    return [
-        f"island {config.island}, at {config.island_address}: this job; whoever else is there is known at {config.lighthouse}",
-        f"an outer step is retried after {config.island_timeout} s without an answer; too few islands for "
-        f"{config.island_wait} min end the job with a save",
-    ]
 
 
 def _queued(loop: OuterLoop) -> list[str]:

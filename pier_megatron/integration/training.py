@@ -4,24 +4,19 @@ import copy
 import datetime
 import faulthandler
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.coding import compile_for
-from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, island_world, islands, refusals, run_identity, startup
+from pier_megatron.integration import current, refusals, startup, worlds
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
-from pier_megatron.integration.checkpoint.files import use_folders_of_island
-from pier_megatron.integration.communication import confined_to_group, over_all_groups, ranks_of_group
+from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.integration.copies import Copies
-from pier_megatron.integration.datasets import use_index_of_island
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import (
@@ -32,8 +27,7 @@ from pier_megatron.integration.samples import (
 )
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
-from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport, Shards, expectation
-from pier_megatron.outer.elastic import ElasticMembership
+from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport, expectation
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -82,17 +76,14 @@ def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataPar
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
     compile_for(config.codec, config.groups if config.has_common_anchor else 1, device)
+    world = worlds.own()
+    world.use_own_folders(versions.megatron_args())
     # All ranks meet here, so that none takes its host memory before the others have looked.
-    island = islands.own()
-    if island is not None:
-        use_folders_of_island(versions.megatron_args(), island.index)
-        if island.is_job:
-            use_index_of_island(versions.megatron_args(), island.index)
-    with island_world.in_the_launch():
+    with world.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
         communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
-    membership = _membership(config, island, shards, device)
+    membership = world.membership(config, shards, device)
     copies = Copies(members, model_chunks, device)
 
     def commit() -> None:
@@ -103,18 +94,15 @@ def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataPar
         shards,
         config,
         GroupExchange(communicator, config.codec),
-        group=ranks_of_group(optimizer),
+        group=world.ranks_of_group(optimizer),
         device=device,
         inner_state=lambda main: next(filter(None, (member.state_of(main) for member in members)), {}),
         on_change=commit,
         report=_report,
         islands=membership,
     )
-    if membership is None:
-        startup.check_groups_agree(loop)
-    clock = None
-    if config.sync_seconds is not None and island is not None:
-        clock = Clock(loop, config.sync_seconds, island.index, island.world, device)
+    startup.check_groups_agree(loop)
+    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, world.ranks_of_group(optimizer))
     pier = PierOptimizer(optimizer, model_chunks, loop, copies, clock)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
@@ -123,44 +111,18 @@ def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataPar
             # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages: against a
             # race that PyTorch mended long before the releases that are supported.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
-    if islands.rank_in_launch() == 0:
-        print(startup.describe(topology, loop, args.log_interval, refusals.warnings(args, config)), flush=True)
+    if world.rank_in_launch() == 0:
+        who, warnings = world.describe(topology, config), refusals.warnings(args, config)
+        print(startup.describe(who, topology, loop, args.log_interval, warnings), flush=True)
     return pier
-
-
-def _membership(
-    config: PierConfig, island: islands.Island | None, shards: Sequence[Sequence[Shards]], device: torch.device
-) -> ElasticMembership | None:
-    if config.lighthouse is None or island is None:
-        return None
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < island.world.size() and is_loopback(config.island_address):
-        raise PierConfigError(
-            f"--pier-island-address {config.island_address}: the {island.world.size()} ranks of this island are on several "
-            "nodes, and this address reaches the node only that it is used on. Pass the first node's address, or on each node "
-            "its own."
-        )
-    timeout = datetime.timedelta(seconds=config.island_timeout)
-    run = run_identity.in_common(versions.megatron_args(), config, shards, island.world, device)
-    membership = Membership(
-        island.index,
-        config.lighthouse,
-        config.island_address,
-        island.world,
-        config.codec,
-        timeout,
-        run,
-        config.groups,
-        config.secret_file,
-    )
-    return ElasticMembership(membership, island.index, 60 * config.island_wait)
 
 
 def _own_rank(config: PierConfig) -> Rank:
     parallel_state = versions.require("megatron.core", "parallel_state")
-    rank = islands.rank_in_launch()
+    rank = worlds.own().rank_in_launch()
     between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     peers = [rank] if between is None else dist.get_process_group_ranks(between)
-    tensor_parallel_ranks = islands.ranks_of(parallel_state.get_tensor_model_parallel_group())
+    tensor_parallel_ranks = worlds.own().ranks_of(parallel_state.get_tensor_model_parallel_group())
     node = node_name()
     domain = domain_name(rank, node, config.ranks_per_domain)
     return Rank(rank, node, domain, peers.index(rank), tensor_parallel_ranks, tuple(peers))
@@ -183,30 +145,9 @@ def _report(report: OuterStepReport) -> None:
 
 
 def join[**P](setup_model_and_optimizer: Callable[P, _SetUp], /, *args: P.args, **kwargs: P.kwargs) -> _SetUp:
-    """Lets an island begin where those that are there have come to."""
+    """Lets an elastic island begin where those that are there have come to."""
     model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
-    pier, island = current.pier_optimizer(), islands.own()
-    if pier is None or island is None or not island.is_job:
-        return model, optimizer, scheduler
-    settings, loop = versions.megatron_args(), pier.loop
-    before, stepped = loop.iteration, loop.progress.last_common_step
-    loop.join()
-    refusals.check_lazy_start(loop.config, loop.iteration)
-    if loop.iteration != before:
-        settings.iteration = loop.iteration
-        passed, size = range(before + 1, loop.iteration + 1), samples_of_iteration()
-        skipped = sum(iteration in settings.iterations_to_skip for iteration in passed)
-        settings.consumed_train_samples += len(passed) * size
-        settings.skipped_train_samples += skipped * size
-        if scheduler is not None:
-            # As those did who were there: Megatron steps it in iterations that are trained.
-            scheduler.step((len(passed) - skipped) * size)
-        if islands.rank_in_launch() == 0:
-            print(f" Pier: island {island.index} joins the others at iteration {loop.iteration}", flush=True)
-    if settings.save and loop.iteration == loop.config.train_iters and loop.progress.last_common_step > stepped:
-        # The outer step of the last iteration, taken here: nothing follows that would save it.
-        save = versions.require(_TRAINING, "save_checkpoint")
-        save(loop.iteration, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
+    worlds.own().join(model, optimizer, scheduler)
     return model, optimizer, scheduler
 
 
@@ -217,7 +158,7 @@ def train_step[**P, R: tuple[object, ...]](
     """Tells the outer loop of the iteration, and averages over all groups or the own one."""
     given = versions.given(train_step, args, kwargs)
     iteration = given["iteration"] + 1
-    if not optimizer.has_seen_samples and not islands.is_job():
+    if not optimizer.has_seen_samples:
         device = torch.device(torch.cuda.current_device())
         check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
         optimizer.has_seen_samples = True
@@ -278,7 +219,7 @@ def train[**P, R](train: Callable[P, R], optimizer: "PierOptimizer", /, *args: P
     except SystemExit as ended:
         if not loop.is_deserted or ended.code:
             raise
-    if islands.rank_in_launch() == 0:
+    if worlds.own().rank_in_launch() == 0:
         print(
             f" Pier: too few islands for longer than --pier-island-wait {loop.config.island_wait} minutes: the job ends with "
             f"status {DESERTED_STATUS}. Start it again: it takes its outer step once others are there.",

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from pier_megatron.integration import island_world, islands
+from pier_megatron.integration import worlds
 
 # Which copies these are: what they are called, and the ranks of which one has another part than the other.
 _Copy = tuple[Any, ...]
@@ -34,7 +34,7 @@ def compare_copies(model: Any, owners: Iterable[Any], pier: Any) -> None:
             where = (*names[parameter], *_part(owner, parameter, main))
             kept = {"main": main} | owner.state_of(main) | flats.get(main.data_ptr(), {})
             own |= {(*where, name): _digest(tensor) for name, tensor in kept.items()}
-    with island_world.in_the_launch():
+    with worlds.own().in_the_launch():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
     found: dict[_Copy, set[str]] = {}
@@ -66,10 +66,7 @@ def _copy(parameter: torch.Tensor, name: str, number: int) -> _Copy:
 
 
 def _group() -> int:
-    island = islands.own()
     between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    if island is not None:
-        return island.index
     return between.rank() if between is not None else 0
 
 

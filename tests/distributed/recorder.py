@@ -41,7 +41,7 @@ from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import current, island_world, islands, seams  # noqa: E402
+from pier_megatron.integration import current, seams, worlds  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
 from pier_megatron.megatron_api.seam import install  # noqa: E402
@@ -198,8 +198,9 @@ class Recorder:
         return stale
 
     def save_weights(self, name: str) -> None:
-        island = islands.own()
-        path = self.directory / (f"{name} of island {island.index}" if island is not None and island.index else name)
+        world = worlds.own()
+        is_other = isinstance(world, worlds.Island) and world.index
+        path = self.directory / (f"{name} of island {world.index}" if is_other else name)
         if dist.get_rank() == 0:
             path.mkdir(parents=True)
         dist.barrier()
@@ -227,7 +228,7 @@ class Recorder:
 def group_of_every_rank() -> dict[int, int]:
     """The Pier group of each global rank, by Megatron's own communicators."""
     inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    with island_world.in_the_launch():
+    with worlds.own().in_the_launch():
         groups = [0] * dist.get_world_size()
         dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
     return dict(enumerate(groups))

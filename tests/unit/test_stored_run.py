@@ -42,7 +42,7 @@ def store(root: Path, said: Mapping[int, Mapping[int, int]], instances: bool = F
             (checkpoint / ".metadata").touch()
             (checkpoint / "said").write_text(f"{-1 if instances else island} {groups}")
         (folder / "latest_checkpointed_iteration.txt").write_text(str(max(of_island)))
-    return stored_run._iterations_in(root, None)
+    return stored_run._iterations_in(root)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,29 @@ class Run(RunPosition):
     """The place of a group, in a layout that is the same everywhere."""
 
     def describe(self, iteration: int, **content: Any) -> Description:
-        return Description.of_run(self.config, iteration, {}, self.device_type, island=self.island, **content)
+        return Description.of_run(self.config, iteration, {}, self.device_type, island=self.group, **content)
 
 
 def place_of(groups: int, **settings: Any) -> Run:
     config = PierConfig(train_iters=12, groups=groups, sync_interval=2, islands=True, **settings)
-    return Run(config, "cpu", 0, 0, False, dist.GroupMember.NON_GROUP_MEMBER, [], [], [])
+    return Run(config, "cpu", 0, dist.GroupMember.NON_GROUP_MEMBER, [], [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_world", "in_launch"),
+    [
+        ({}, range(4), range(4)),
+        ({"islands": True}, range(2, 3), range(4)),
+        ({"islands": True, "lighthouse": "http://127.0.0.1:29510", "island": 2}, range(2, 3), range(2, 3)),
+    ],
+    ids=["instances", "islands of one launch", "elastic island"],
+)
+def test_groups_that_share_a_folder_and_those_that_decide_together(
+    settings: Mapping[str, Any], in_world: range, in_launch: range
+) -> None:
+    config = PierConfig(train_iters=12, groups=4, sync_interval=2, **settings)
+    place = RunPosition(config, "cpu", 2, dist.GroupMember.NON_GROUP_MEMBER, [], [])
+    assert (place.in_world, place.in_launch) == (in_world, in_launch)
 
 
 def test_mean_of_islands_needs_the_folders_of_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

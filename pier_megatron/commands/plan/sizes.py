@@ -6,6 +6,7 @@ import math
 from pier_megatron.commands.plan.model import Job
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.settings import settings_of
 
 
 def sizes_of(args: argparse.Namespace) -> Job:
@@ -20,12 +21,10 @@ def sizes_of(args: argparse.Namespace) -> Job:
     flops, shard = planned_job.operations(args), planned_job.parameters_of_largest_shard(args)
     if flops is None or shard is None:
         raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
-    # Of a job that is one island, as if all islands were there.
-    worlds = args.pier_groups if args.pier_lighthouse is not None else 1
     return Job(
         flops=flops,
         shard=shard,
-        gpus=args.world_size * worlds,
+        gpus=args.world_size * settings_of(args).launches,
         tensor_parallel=args.tensor_model_parallel_size,
         replicas=args.data_parallel_size * args.context_parallel_size,
         groups=args.pier_groups or 1,

@@ -22,7 +22,6 @@ from pier_megatron.outer.description import LAYER_WISE, Description, group_prefi
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing import ShardedObject
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
-    from megatron.core.optimizer import MegatronOptimizer
 
 # Sizes that decide how a group's ranks share the model, by their names among Megatron's arguments.
 _LAYOUT = (
@@ -51,29 +50,39 @@ class RunPosition:
     Attributes:
         config: Settings of the run.
         device_type: Device on which it trains, ``cuda`` or ``cpu``.
-        group: Index of this rank's group among those that save and load together; an island does so alone.
-        island: Index of the island, if groups are islands.
-        is_job: Whether it is a launch of its own, which cannot count on the files of others.
+        group: Index of this rank's group among all of the run.
         ranks: The ranks of the group.
-        chained: All of Megatron's optimizers on this rank.
-        owners: Those that own parameters here.
+        owners: Those of Megatron's optimizers that own parameters here.
         slices: Main parameters of each of them, with their stretches of the outer loop's flat buffers.
     """
 
     config: PierConfig
     device_type: str
     group: int
-    island: int | None
-    is_job: bool
     ranks: dist.ProcessGroup
-    chained: "Sequence[MegatronOptimizer]"
     owners: Sequence[InnerOptimizer]
     slices: Sequence[Sequence[tuple[Tensor, slice]]]
+
+    @property
+    def in_world(self) -> range:
+        """The groups of this Megatron world, which save into one folder and load together."""
+        return self._alike(self.config.worlds)
+
+    @property
+    def in_launch(self) -> range:
+        """The groups of this launch, which decide together; those of other launches have files that are not theirs to read."""
+        return self._alike(self.config.launches)
+
+    def _alike(self, parts: int) -> range:
+        size = self.config.groups // parts
+        first = self.group - self.group % size
+        return range(first, first + size)
 
     def describe(self, iteration: int, **content: Any) -> Description:
         """Describes this run, and what of it is stored."""
         layout = layout_of(versions.megatron_args(), self.ranks.size())
-        return Description.of_run(self.config, iteration, layout, self.device_type, island=self.island, **content)
+        island = self.group if self.config.islands else None
+        return Description.of_run(self.config, iteration, layout, self.device_type, island=island, **content)
 
     def outer_states(self, snapshot: Snapshot) -> list[ParameterState]:
         """Anchor and momentum, in the places of a main parameter and its first moment."""
@@ -116,10 +125,10 @@ class RunPosition:
             tensors |= {f"round_{round_.begun}.own": round_.own, f"round_{round_.begun}.sum": round_.sum}
         return tensors
 
-    def sharded_tensors(self, tensors: Mapping[str, Tensor]) -> "ShardedStateDict":
-        """Tensors of this rank alone."""
+    def sharded_tensors(self, group: int, tensors: Mapping[str, Tensor]) -> "ShardedStateDict":
+        """Tensors of this rank alone; ``group`` is the number of its group in the folder."""
         sharded_tensor = versions.require("megatron.core.dist_checkpointing", "ShardedTensor")
-        prefix = f"{group_prefix(self.group)}.rank_{self.ranks.rank()}"
+        prefix = f"{group_prefix(group)}.rank_{self.ranks.rank()}"
         return {
             name: sharded_tensor.from_rank_offsets(f"{prefix}.{name}", tensor, replica_id=0)
             for name, tensor in tensors.items()

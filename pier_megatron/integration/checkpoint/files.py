@@ -1,6 +1,5 @@
 """The files of a checkpoint, before anything is read from them."""
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,16 +7,12 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 
     from pier_megatron.integration.optimizer import PierOptimizer
-
-# Below the --save folder of a job: a folder for each island but the first.
-_ISLANDS = "islands"
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -46,35 +41,6 @@ def load_whole_files[R](
                 f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
             )
     return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-
-def use_folders_of_island(args: argparse.Namespace, index: int) -> None:
-    """Gives an island a folder of its own below that of the job, which is the first one's.
-
-    Args:
-        args: Megatron's, changed in place.
-        index: Number of the island.
-
-    Raises:
-        PierConfigError: If the job loads from an island's folder.
-    """
-    if args.load is not None and Path(args.load).parent.name == _ISLANDS:
-        raise folder_of_an_island(args.load)
-    if args.save is not None:
-        args.save = str(folder_of_island(Path(args.save), index))
-
-
-def folder_of_an_island(folder: str) -> PierConfigError:
-    """The error for a folder that is not that of a job."""
-    return PierConfigError(
-        f"--load {folder} holds one island's part of a checkpoint. Pass the --save folder of the job: each island finds "
-        "its own."
-    )
-
-
-def folder_of_island(folder: Path, index: int) -> Path:
-    """The folder of an island below that of its job."""
-    return folder / _ISLANDS / str(index) if index else folder
 
 
 def damage(folder: Path) -> str | None:

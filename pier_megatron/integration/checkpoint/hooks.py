@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier_megatron import features
-from pier_megatron.integration import current, islands, startup
+from pier_megatron.integration import current, startup, worlds
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.checkpoint.stored_run import find
-from pier_megatron.integration.communication import ranks_of_group
 from pier_megatron.integration.inner.choice import owners
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.description import ENTRY
@@ -20,16 +19,14 @@ if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
 
-def _place(optimizer: "PierOptimizer", group: int) -> RunPosition:
-    loop, island = optimizer.loop, islands.own()
+def _place(optimizer: "PierOptimizer") -> RunPosition:
+    loop = optimizer.loop
     return RunPosition(
         config=loop.config,
         device_type=loop.device.type,
-        group=group,
-        island=None if island is None else island.index,
-        is_job=islands.is_job(),
-        ranks=ranks_of_group(optimizer),
-        chained=optimizer.chained_optimizers,
+        # An elastic island is alone in the launch.
+        group=(loop.config.island or 0) + loop.exchange.rank,
+        ranks=worlds.own().ranks_of_group(optimizer),
         owners=owners(optimizer),
         slices=[list(state.slices()) for state in loop.states],
     )
@@ -51,16 +48,14 @@ def describe_the_run[**P](
 def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Saves what the groups agree on as the model, and each group's own state beside it."""
     scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
-    loop = pier.loop
+    loop, place = pier.loop, _place(pier)
     snapshot, checksums = loop.snapshot(), loop.checksums()
+    first = place.in_world.start - place.in_launch.start
     with contextlib.ExitStack() as stack:
         shown = loop.anchor_in_model(as_mean=not loop.config.has_common_anchor)
         trained = None if loop.is_synchronised else stack.enter_context(shown)
-        group = loop.exchange.rank
-        if islands.own() is not None:
-            group, checksums = 0, checksums[group : group + 1]
-        saving = Saving(_place(pier, group), snapshot, checksums, trained, scheduler)
-        if islands.rank_in_launch() == 0:
+        saving = Saving(place, snapshot, checksums[first : first + len(place.in_world)], trained, scheduler)
+        if worlds.own().rank_in_launch() == 0:
             print(saving.announcement(), flush=True)
         stack.enter_context(versions.replaced(pier, {"saving": saving}))
         return save_checkpoint(*args, **kwargs)
@@ -71,19 +66,17 @@ def load[**P](
     load_checkpoint: Callable[P, tuple[int, float]], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> tuple[int, float]:
     """Loads the groups' own state and the outer state beside the model."""
-    loop = pier.loop
-    settings, island = versions.megatron_args(), islands.own()
-    index = loop.exchange.rank if island is None else island.index
+    loop, place, settings = pier.loop, _place(pier), versions.megatron_args()
     # With --finetune all begin from the same weights, whoever saved them.
     accepts_changes = loop.config.override_checkpoint or settings.finetune
-    stored = None if settings.load is None else find(Path(settings.load), settings.ckpt_step, accepts_changes)
-    if settings.load is not None and stored is None and islands.rank_in_launch() == 0:
+    stored = None if settings.load is None else find(place, Path(settings.load), settings.ckpt_step, accepts_changes)
+    if settings.load is not None and stored is None and worlds.own().rank_in_launch() == 0:
         print(
-            f" Pier: --load {settings.load} has no checkpoint of island {index}, which starts at iteration 0 and joins the "
-            "others in their next outer step. To start from the inner state of island 0, add --pier-override-checkpoint.",
+            f" Pier: --load {settings.load} has no checkpoint of island {place.group}, which starts at iteration 0 and joins "
+            "the others in their next outer step. To start from the inner state of island 0, add --pier-override-checkpoint.",
             flush=True,
         )
-    loading = Loading(_place(pier, index), loop, stored)
+    loading = Loading(place, loop, stored)
     try:
         with versions.replaced(pier, {"loading": loading}), versions.replaced(settings, loading.arguments()):
             result = load_checkpoint(*args, **kwargs)
@@ -95,6 +88,6 @@ def load[**P](
         raise
     found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])
     startup.check_groups_agree(loop, begins=False)
-    if found and islands.rank_in_launch() == 0:
+    if found and worlds.own().rank_in_launch() == 0:
         print(found, flush=True)
     return result

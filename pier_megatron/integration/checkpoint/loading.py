@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from pier_megatron import features
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
-from pier_megatron.integration.checkpoint.files import DamagedCheckpointError, folder_of_an_island, folder_of_island
+from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
+from pier_megatron.integration.worlds import folder_of_an_island, folder_of_island
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.description import ENTRY, Description, Metadata, group_prefix
@@ -68,7 +69,7 @@ class Loading:
         """The arguments with which Megatron loads what it loads itself: from the folder of the first source."""
         if self._sources is None:
             root = versions.megatron_args().load
-            return {} if root is None else {"load": str(folder_of_island(Path(root), self._place.island or 0))}
+            return {} if root is None else {"load": str(folder_of_island(Path(root), self._place.in_world.start))}
         return self._sources.stored.arguments(self._sources.first_folder())
 
     def begin(self, metadata: Metadata) -> None:
@@ -114,20 +115,20 @@ class Loading:
             rank, copy = (place.ranks.rank(), 0) if request.same_layout else (0, place.ranks.rank())
             entry["objects"] = sharded_object(stored.number_in_folder(first), rank, None, copy=(copies[first], copy))
             if request.is_exact:
-                own = dataclasses.replace(place, group=stored.number_in_folder(place.group))
-                entry["tensors"] = own.sharded_tensors(place.exact_tensors(request.snapshot))
+                number = stored.number_in_folder(place.group)
+                entry["tensors"] = place.sharded_tensors(number, place.exact_tensors(request.snapshot))
         stock = without_sharded(request.stock) if apart == of_inner else request.stock
         return {**stock, ENTRY: entry}
 
     @property
     def _before_this(self) -> range:
         """The groups that load together with this one and come before it."""
-        return range(self._place.group if self._place.island is None else 0)
+        return range(self._place.in_world.start, self._place.group)
 
     def _asked_of(self, saved: Description, metadata: Metadata) -> _Request:
         place, loop, sources = self._place, self._loop, self._sources
         assert sources is not None
-        if saved.island and place.island is None:
+        if saved.island and not sources.stored.islands:
             raise folder_of_an_island(versions.megatron_args().load)
         config, present = place.config, place.describe(saved.iteration)
         lacking = sources.lacking(saved)
@@ -139,7 +140,6 @@ class Loading:
         snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})
         snapshot.pulled = saved.pulled_for(present)
         snapshot.restarted = saved.restarted if is_exact else {}
-        is_given = sources.is_handed_out(saved) and place.group > 0
         return _Request(
             saved,
             is_exact,
@@ -148,7 +148,7 @@ class Loading:
             metadata,
             sources,
             sources.of_inner(saved, place.group),
-            [] if is_given else sources.of_outer(saved, place.group),
+            sources.outer_to_read(saved, place.group),
             snapshot,
         )
 

@@ -41,9 +41,10 @@ class Saving:
             opt_param_scheduler: Megatron's.
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
+        self._group = place.group - place.in_world.start
         # Of each group, where they hold different ones.
         has_common = place.config.has_common_anchor
-        self._holders: list[int | None] = [None] if has_common else list(range(self._groups))
+        self._holders: list[int | None] = [None] if has_common else list(range(len(place.in_world)))
         progress = snapshot.progress
         self.description = place.describe(
             progress.iteration,
@@ -54,7 +55,7 @@ class Saving:
             is_local=progress.is_local,
             is_synchronised=progress.is_synchronised,
             last_common_step=progress.last_common_step,
-            holds_outer_state=not (has_common and place.island and not place.is_job),
+            holds_outer_state=not has_common or place.in_world.start == place.in_launch.start,
             checksums={
                 checksum_name(name, group): sums[name]
                 for group, sums in zip(self._holders, checksums, strict=False)
@@ -62,14 +63,10 @@ class Saving:
             },
         )
 
-    @property
-    def _groups(self) -> int:
-        return self._place.config.groups if self._place.island is None else 1
-
     def _groups_with_own_inner_state(self) -> tuple[int, ...]:
         if not self._snapshot.progress.is_local or self._place.config.save_inner_state == "first":
             return ()
-        return tuple(range(1 if self._snapshot.progress.is_synchronised else 0, self._groups))
+        return tuple(range(1 if self._snapshot.progress.is_synchronised else 0, len(self._place.in_world)))
 
     def announcement(self) -> str:
         """What rank 0 says of the checkpoint."""
@@ -85,7 +82,7 @@ class Saving:
         else:
             weights = "the mean of the groups' slow weights"
         whose = f"{own} groups apart" if own else "group 0, for all"
-        if place.island is not None:
+        if place.config.islands:
             whose = "each island in a folder of its own" + (", apart" if own else "")
         return (
             f" checkpoint of iteration {self.description.iteration}: model weights are {weights}; outer state "
@@ -94,11 +91,11 @@ class Saving:
 
     def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
         """Completes the optimizer's sharded state; see :class:`pier_megatron.integration.optimizer.Completion`."""
-        place, snapshot = self._place, self._snapshot
+        place, snapshot, group = self._place, self._snapshot, self._group
         entry: ShardedStateDict = {}
-        prefix = group_prefix(place.group)
-        has_own = place.group in self.description.own_inner_state
-        holder, copy = (None, None) if self.description.has_common_outer_state else (place.group, 0)
+        prefix = group_prefix(group)
+        has_own = group in self.description.own_inner_state
+        holder, copy = (None, None) if self.description.has_common_outer_state else (group, 0)
         for index, outer in enumerate(place.outer_states(snapshot) if self.description.holds_outer_state else ()):
             outer_prefix = self.description.outer_prefix(holder, index)
             entry[f"outer{index}"] = outer.sharded(model_state, metadata, outer_prefix, is_loading=False, copy=copy)
@@ -111,11 +108,11 @@ class Saving:
             "outliers": snapshot.outliers,
             "trained": snapshot.progress.trained,
         }
-        entry["objects"] = sharded_object(place.group, place.ranks.rank(), objects, copy=(0, 0))
-        entry["tensors"] = place.sharded_tensors(place.exact_tensors(snapshot))
+        entry["objects"] = sharded_object(group, place.ranks.rank(), objects, copy=(0, 0))
+        entry["tensors"] = place.sharded_tensors(group, place.exact_tensors(snapshot))
         if versions.megatron_args().async_save:
             _copy_host_memory(entry)
-        if snapshot.progress.is_local and place.group > 0:
+        if snapshot.progress.is_local and group > 0:
             # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
             stock = without_sharded(stock)
         return {**stock, ENTRY: entry}

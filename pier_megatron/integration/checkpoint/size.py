@@ -27,12 +27,11 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     sizes: dict[str, float] = {"weights": weights, "optimizer": optimizer}
     if config is None:
         return sizes
-    groups = 1 if config.lighthouse is not None else config.groups
-    if config.islands:
-        # Each in a folder of its own.
-        sizes = {name: groups * size for name, size in sizes.items()}
+    # Of this launch; each of its worlds has a folder of its own.
+    groups, folders = config.groups // config.launches, config.worlds // config.launches
+    sizes = {name: folders * size for name, size in sizes.items()}
     sizes["outer state"] = _FP32 * len(COMMON) * (1 if config.has_common_anchor else config.groups)
-    own = _groups_apart(args, config, groups)
+    own = _groups_apart(args, config, groups, folders)
     if own:
         sizes[f"inner state of {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
     under_way = 2 * _FP32 * rounds_at_once(config) / config.fragments + (_FP32 if config.has_error_feedback else 0)
@@ -41,7 +40,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     return sizes
 
 
-def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int) -> int:
+def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int, folders: int) -> int:
     """How many groups have their main parameters and moments stored beside what Megatron stores."""
     if config.save_inner_state == "first":
         return 0
@@ -49,4 +48,5 @@ def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int) -> 
     after_outer_steps = interval % config.sync_interval == 0 and not config.overlap and config.fragments == 1
     if not after_outer_steps or not config.has_common_anchor:
         return groups
-    return 0 if config.islands else groups - 1
+    # Megatron's own keys hold one group in each folder.
+    return groups - folders

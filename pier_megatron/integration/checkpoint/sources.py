@@ -20,14 +20,14 @@ class Sources:
 
     def first_folder(self) -> int:
         """The folder from which Megatron loads: all ranks of an island, or of the instances, load from the same."""
-        if self._place.island is None or not self.stored.islands:
+        if not self.stored.islands:
             return 0
-        return self.of_inner(self._description(self._nearest()), self._place.group)[0]
+        return self.of_inner(self._description(self._nearest()), self._place.in_world.start)[0]
 
     def of_inner(self, saved: Description, group: int) -> list[int]:
         """Saved groups of whose inner states a group takes the mean."""
         config, there = self._place.config, self.stored.islands
-        if there and (self._place.is_job or config.groups == saved.settings["groups"]):
+        if there and self._has_groups_of(saved):
             return [group if group in there else 0]
         return saved.sources(group, config.groups, config.load_inner_state)
 
@@ -42,15 +42,18 @@ class Sources:
         """Whether the first island reads the outer state that all have in common, and hands it out."""
         place = self._place
         is_common = place.config.has_common_anchor or saved.has_common_outer_state
-        return bool(self.stored.islands) and place.island is not None and not place.is_job and is_common
+        return bool(self.stored.islands) and place.in_world != place.in_launch and is_common
+
+    def outer_to_read(self, saved: Description, group: int) -> list[int | None]:
+        """As :meth:`of_outer`; none if it is handed out to the group."""
+        return [] if self.is_handed_out(saved) and group > 0 else self.of_outer(saved, group)
 
     def folder_of_outer(self, source: int | None) -> int:
         """The folder with the outer state of a saved group, or with that of all."""
         if source is not None:
             return self.stored.key_of(source)
-        if self.stored.islands and self._place.is_job and self._description(self._nearest()).holds_outer_state:
-            return self._nearest()
-        return 0
+        nearest = self._nearest()
+        return nearest if nearest and self._description(nearest).holds_outer_state else 0
 
     def is_apart(self, saved: Description, source: int) -> bool:
         """Whether the inner state of a saved group is stored beside Megatron's own."""
@@ -65,18 +68,14 @@ class Sources:
 
     def folders(self, saved: Description) -> list[int]:
         """The folders that the ranks which load together with this one read from."""
-        if self._place.island is None:
-            return sorted(self._folders_of(saved, range(self._place.config.groups)))
-        inner = {self.stored.key_of(source) for source in self.of_inner(saved, self._place.group)}
-        is_given = self.is_handed_out(saved) and self._place.group > 0
-        return sorted(inner if is_given else self._folders_of(saved, [self._place.group]))
+        return sorted(self._folders_of(saved, self._place.in_world))
 
     def lacking(self, saved: Description) -> list[str]:
         """The islands without a checkpoint of their own, where the saved run had as many; one phrase each."""
-        stored, place = self.stored, self._place
-        if not stored.islands or (place.config.groups != saved.settings["groups"] and not place.is_job):
+        stored = self.stored
+        if not stored.islands or not self._has_groups_of(saved):
             return []
-        missing = [group for group in self._judged if group not in stored.islands]
+        missing = [group for group in self._place.in_launch if group not in stored.islands]
         return [
             f"there is no checkpoint of iteration {stored.iteration} of island {group}, which takes the inner state of island 0"
             for group in missing
@@ -89,7 +88,7 @@ class Sources:
             PierConfigError: On all ranks of all islands alike.
         """
         stored = self.stored
-        missing = self._folders_of(saved, self._judged) - {*stored.islands} if stored.islands else ()
+        missing = self._folders_of(saved, self._place.in_launch) - {*stored.islands} if stored.islands else ()
         if missing:
             raise PierConfigError(
                 f"--load {stored.root}: this run goes on with the mean of saved islands, but the "
@@ -97,19 +96,19 @@ class Sources:
                 "them. If all islands had the same slow weights, --pier-load-inner-state first needs island 0 only."
             )
 
-    @property
-    def _judged(self) -> range:
-        """The groups that decide together."""
-        group = self._place.group
-        return range(group, group + 1) if self._place.is_job else range(self._place.config.groups)
+    def _has_groups_of(self, saved: Description) -> bool:
+        """Whether each group takes the place of the saved one of its number: elastic islands do, however many may be there."""
+        config = self._place.config
+        return config.lighthouse is not None or config.groups == saved.settings["groups"]
 
-    def _folders_of(self, saved: Description, groups: range | list[int]) -> set[int]:
+    def _folders_of(self, saved: Description, groups: range) -> set[int]:
         inner = {self.stored.key_of(source) for group in groups for source in self.of_inner(saved, group)}
-        return inner | {self.folder_of_outer(source) for group in groups for source in self.of_outer(saved, group)}
+        return inner | {self.folder_of_outer(source) for group in groups for source in self.outer_to_read(saved, group)}
 
     def _nearest(self) -> int:
-        """The folder of this island, or that of the first one."""
-        return self._place.group if self._place.group in self.stored.islands else 0
+        """The folder of this island, or the first one."""
+        own = self._place.in_world.start
+        return own if own in self.stored.islands else 0
 
     def _described(self, saved: Description, source: int) -> Description:
         return self._description(source) if self.stored.islands else saved

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pier_megatron.integration import island_world, islands
-from pier_megatron.integration.checkpoint.files import folder_of_island
+from pier_megatron.integration import worlds
+from pier_megatron.integration.checkpoint.content import RunPosition
+from pier_megatron.integration.worlds import folder_of_island
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
 from pier_megatron.outer.description import ENTRY, Description, Metadata
@@ -51,13 +52,14 @@ class StoredRun:
         return arguments if self.iteration is None else arguments | {"ckpt_step": self.iteration}
 
 
-def find(root: Path, step: int | None, accepts_changes: bool) -> StoredRun | None:
+def find(place: RunPosition, root: Path, step: int | None, accepts_changes: bool) -> StoredRun | None:
     """Finds the checkpoint that all ranks of the launch load; called by all of them.
 
     Islands of one launch load the last iteration that all islands of the run which stored it have: a failure may have come
     while they were saving, and the folders of islands that it did not have are of another run.
 
     Args:
+        place: Position of this rank in the run that loads.
         root: ``--load`` folder of the job.
         step: Iteration that the user has asked for.
         accepts_changes: Whether the user has said that the run may go on differently.
@@ -65,28 +67,27 @@ def find(root: Path, step: int | None, accepts_changes: bool) -> StoredRun | Non
     Returns:
         The checkpoint; None if an elastic island finds none and starts without one.
     """
-    island = islands.own()
-    looks = dist.get_rank() == 0
-    with island_world.in_the_launch():
+    index, count = place.in_world.start - place.in_launch.start, place.config.worlds // place.config.launches
+    found = _iterations_in(root, index, count) if dist.get_rank() == 0 else {}
+    with worlds.own().in_the_launch():
         everyone: list[dict[int, set[int]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, _iterations_in(root, island) if looks else {})
+        dist.all_gather_object(everyone, found)
         iterations: dict[int, set[int]] = {}
-        for found in everyone:
-            iterations |= found
+        for of_rank in everyone:
+            iterations |= of_rank
         chosen: list[StoredRun | None] = [None]
         if dist.get_rank() == 0:
-            if island is not None and island.is_job:
-                chosen = [_for_an_elastic_island(root, island.index, iterations, step, accepts_changes)]
+            if place.config.lighthouse is not None:
+                chosen = [_for_an_elastic_island(root, place.group, iterations, step, accepts_changes)]
             else:
                 chosen = [_common(root, iterations, step)]
         dist.broadcast_object_list(chosen)
     return chosen[0]
 
 
-def _iterations_in(root: Path, island: islands.Island | None) -> dict[int, set[int]]:
-    """The iterations in each folder that this rank looks at for the launch: others may not see an island's own."""
+def _iterations_in(root: Path, index: int = 0, count: int = 1) -> dict[int, set[int]]:
+    """The iterations in each folder that a world, one of ``count``, looks at for the launch: others may not see its own."""
     found = {0: root} | {int(path.name): path for path in (root / "islands").glob("*") if path.name.isdigit()}
-    count, index = (1, 0) if island is None or island.is_job else (island.count, island.index)
     return {
         number: {int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if (path / ".metadata").exists()}
         for number, folder in found.items()
