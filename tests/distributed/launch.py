@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import json
 import os
-import select
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,66 +127,65 @@ def launch(
             ]
         )
     )
-    with contextlib.ExitStack() as stack:
-        # The installed release is launched again and again, the others once.
-        server = _installed() if megatron is None else stack.enter_context(Server(megatron))
-        server.launch(specification, directory, world_size)
+    # The installed release is launched again and again, the others once.
+    with contextlib.nullcontext(installed()) if megatron is None else WarmProcesses({"megatron": "recorder"}, megatron) as warm:
+        log, words = directory / "log.txt", [str(specification), str(directory), str(world_size)]
+        # What stands in for a GPU had better find none.
+        variables = {"PIER_TEST_WARM": str(warm.folder), "CUDA_VISIBLE_DEVICES": ""}
+        status = _run([sys.executable, "-m", "worker", *words], log, environment(megatron) | variables)
+    assert status == 0, _errors(f"the trainings in {directory} ended with {status}", *_newest(directory))
     return {run.name: Recorded(directory, run, world_size) for run in runs}
 
 
-class Server:
-    """A process that has imported Megatron; every launch is a fork of it."""
+class WarmProcesses:
+    """Processes that have imported PyTorch and Megatron: what is started with ``PIER_TEST_WARM`` set becomes a fork of one.
 
-    def __init__(self, megatron: Path | None = None) -> None:
-        """Starts it, with another megatron-core release than the installed one if asked."""
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        # What stands in for a GPU had better find none.
-        variables = os.environ | environment(megatron) | {"CUDA_VISIBLE_DEVICES": ""}
-        pipe = subprocess.PIPE
-        command = [sys.executable, str(Path(__file__).parent / "worker.py")]
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=self._log, env=variables, text=True, start_new_session=True
-        )
+    Attributes:
+        folder: What ``PIER_TEST_WARM`` has to be.
+    """
 
-    def __enter__(self) -> "Server":
+    def __init__(self, imports: Mapping[str, str], megatron: Path | None = None) -> None:
+        """Starts them.
+
+        Args:
+            imports: By the name of each process, the module that it imports.
+            megatron: Folder of another megatron-core release than the installed one.
+        """
+        self.folder = Path(tempfile.mkdtemp()) / str(os.getpid())
+        self.folder.mkdir()
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, str(WARM / "warm_process.py"), str(self.folder / name), module],
+                env=os.environ | environment(megatron) | {"CUDA_VISIBLE_DEVICES": ""},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for name, module in imports.items()
+        ]
+        for process in self._processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+
+    def __enter__(self) -> "WarmProcesses":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def launch(self, specification: Path, directory: Path, world_size: int) -> None:
-        """Runs the trainings of a specification to their end.
-
-        Raises:
-            AssertionError: If one failed, with the errors that were printed.
-        """
-        log = directory / "log.txt"
-        job = {"specification": str(specification), "directory": str(directory), "world_size": world_size, "log": str(log)}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        there, _, _ = select.select([self._process.stdout], [], [], _TIMEOUT)
-        answer = self._process.stdout.readline() if there else ""
-        if not answer:
-            self.end()
-            self._log.seek(0)
-            raise AssertionError(f"{_errors(f'no answer in {_TIMEOUT} s', *_newest(directory))}\n{self._log.read()[-5000:]}")
-        assert int(answer) == 0, _errors(f"the trainings in {directory} ended with {int(answer)}", *_newest(directory))
-
     def end(self) -> None:
-        """Ends it, with all that is left of its launches."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-        _installed.cache_clear()
+        """Ends them; what they have forked ends by itself."""
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        shutil.rmtree(self.folder.parent)
 
 
 @functools.cache
-def _installed() -> Server:
-    server = Server()
-    atexit.register(server.end)
-    return server
+def installed() -> WarmProcesses:
+    """Those of the installed release, as long as the tests run."""
+    processes = WarmProcesses({"torch": "torch.distributed.run", "megatron": "recorder"})
+    atexit.register(processes.end)
+    return processes
 
 
 def torchrun(world_size: int) -> list[str]:
@@ -204,23 +202,27 @@ def execute(command: Sequence[str], log: Path, megatron: Path | None = None, **v
     Raises:
         AssertionError: If it failed, with the end of what it printed.
     """
-    variables = os.environ | environment(megatron) | variables
-    with log.open("w") as output:
-        process = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT, timeout=_TIMEOUT)
-    assert process.returncode == 0, _errors(" ".join(command), log)
+    status = _run(command, log, environment(megatron) | variables)
+    assert status == 0, _errors(" ".join(command), log)
     return log.read_text()
+
+
+def _run(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> int | str:
+    """Runs a command; returns its status, or that it had none in time."""
+    with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
+        run = subprocess.run(command, env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT, timeout=_TIMEOUT)
+        return run.returncode
+    return f"nothing in {_TIMEOUT} s"
 
 
 def environment(megatron: Path | None = None) -> dict[str, str]:
     """Variables of a process that trains, with another megatron-core release than the installed one if asked."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = dict.fromkeys(
-        filter(None, [*([] if megatron is None else [str(megatron)]), *map(str, (WARM, REPOSITORY, TOOLS)), *given])
-    )
+    own = [megatron, WARM, REPOSITORY, TOOLS, Path(__file__).parent]
+    path = [*(str(folder) for folder in own if folder is not None), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path))),
         # Megatron's Makefile for its dataset helper calls python3.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         # Another release is not the one that has been imported.

@@ -11,6 +11,7 @@ import sys
 
 # How a training is started, how its launcher, and the commands; by which of the warm processes each is run.
 _STARTS = {
+    ("worker",): "megatron",
     ("pier_megatron", "--device", "cpu"): "megatron",
     ("torch.distributed.run",): "torch",
     ("pier_megatron.commands.cli",): "torch",
@@ -49,7 +50,7 @@ def _run_by(address: str, words: list[str]) -> None:
         connection.sendall(text)
         pid = int.from_bytes(connection.recv(8), "little")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, _: os.kill(pid, number))
+            signal.signal(number, lambda number, _: os.killpg(pid, number))
         status = int.from_bytes(connection.recv(8), "little")
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

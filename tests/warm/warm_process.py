@@ -89,7 +89,7 @@ def _next_job(address: str) -> str:
             elif key.data in deputies:
                 # Somebody has killed the deputy, and meant the one that it stands for.
                 selector.unregister(deputies[key.data])
-                os.kill(key.data, signal.SIGKILL)
+                os.killpg(key.data, signal.SIGKILL)
 
 
 if __name__ == "__main__":
