@@ -5,6 +5,7 @@ run leaves ``DIRECTORY/NAME-rankR.pt``. Everything that trains is Megatron's and
 except where a run asks for a planted bug, by its name in ``sabotage.py``.
 """
 
+import argparse
 import contextlib
 import functools
 import gc
@@ -33,6 +34,7 @@ from megatron.core import (  # noqa: E402
 )
 from megatron.core.optimizer import ChainedOptimizer  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
+from megatron.training import arguments as megatron_arguments  # noqa: E402
 from megatron.training import global_vars  # noqa: E402
 from megatron.training import training as megatron_training  # noqa: E402
 from megatron.training import utils as training_utils  # noqa: E402
@@ -58,15 +60,21 @@ for _late in (
         importlib.import_module(_late)
 
 
-def spare_what_is_the_same_in_every_run() -> None:
-    """Does once what Megatron does in every run of a process, as if the process had been started for it."""
+def read_help_texts_once() -> None:
+    """From 0.18 on, every start of Megatron compiles the sources of its dataclasses, which hold the help texts."""
     with contextlib.suppress(ImportError):
-        # From 0.18 on, help texts are taken from the sources of dataclasses.
         factory = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
         read = factory._get_field_docstrings
         of_class = functools.cache(lambda cls: read(factory.__new__(factory), cls))
         factory._get_field_docstrings = lambda _, cls: dict(of_class(cls))
-    # What the writers of a checkpoint hand their results over with: a fork need not import PyTorch once more.
+        megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(conflict_handler="resolve"))
+
+
+read_help_texts_once()
+
+
+def fork_what_hands_over_results() -> None:
+    """What the writers of a checkpoint hand their results over with: a fork need not import PyTorch once more."""
     writers = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     queue = writers.get_write_results_queue
     writers.get_write_results_queue = lambda mp_mode="fork": queue(mp_mode)
@@ -355,7 +363,7 @@ def main() -> None:
     global recorder
     specification, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     install(seams.WITHOUT_PIER)
-    spare_what_is_the_same_in_every_run()
+    fork_what_hands_over_results()
     look_on()
     from pier_megatron import register
 
