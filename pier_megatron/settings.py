@@ -237,7 +237,7 @@ class Settings:
     @property
     def worlds(self) -> int:
         """Number of Megatron worlds that the run is made of: one for each island, or one whose instances are the groups."""
-        return self.groups if self.islands else 1
+        return self.groups if self.islands or self.lighthouse is not None else 1
 
     @property
     def launches(self) -> int:

@@ -46,7 +46,7 @@ def confined_to_group(model_chunk: "DistributedDataParallel") -> Iterator[None]:
 def over_all_groups(model_chunk: "DistributedDataParallel") -> Iterator[None]:
     """Inside, the data-parallel group is over all groups, as it is anyway unless they are islands; see above."""
     groups = worlds.own().over_all
-    with _averaging_over(model_chunk, *groups) if groups else contextlib.nullcontext():
+    with contextlib.nullcontext() if groups is None else _averaging_over(model_chunk, *groups):
         yield
 
 
@@ -91,7 +91,7 @@ def vote_of_those_who_average(
         with worlds.own().in_the_launch():
             return reduce_any(machine, value)
     votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
-    dist.all_reduce(votes, group=worlds.own().ranks_of_group(optimizer))
+    dist.all_reduce(votes, group=worlds.own().own_group(optimizer))
     return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)
 
 
@@ -101,12 +101,12 @@ def ask_to_exit_when_together[**P, R](
 ) -> R:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
     settings = versions.megatron_args()
-    asked: dict[str, object]
+    asked: dict[str, object] = {}
     if optimizer.loop.is_deserted:
         asked = {"exit_duration_in_mins": -1.0}
     elif optimizer.loop.is_local and not _are_together(optimizer):
         asked = {"exit_signal_handler": False, "exit_duration_in_mins": None}
-    else:
+    elif not worlds.own().is_whole_launch:
         asked = {"exit_duration_in_mins": _limit_for_all(settings.exit_duration_in_mins)}
     with versions.replaced(settings, asked):
         return decide(*args, **kwargs)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
@@ -27,19 +26,22 @@ class GradientAveraging:
     """
 
     def __init__(
-        self, model_chunks: "Sequence[DistributedDataParallel]", groups: int, over_all: Sequence[dist.ProcessGroup]
+        self,
+        model_chunks: "Sequence[DistributedDataParallel]",
+        groups: int,
+        over_all: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
     ) -> None:
         """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them.
 
         Args:
             model_chunks: Chunks that average over all groups if these are instances, over the own one if it is an island.
             groups: Number of groups.
-            over_all: Dense and expert data-parallel ranks of all groups; none where Megatron's own groups span them.
+            over_all: Dense and expert data-parallel ranks of all groups; None where Megatron's own groups span them.
         """
         self._groups = groups
         chunk = model_chunks[0]
         # Megatron scales gradients by 1 / data-parallel size before it sums them. It does not where it divides by the
-        # number of tokens (of those who average, see communication.averaging_over) or lets the collective average.
+        # number of tokens (of those who average, see communication.over_all_groups) or lets the collective average.
         prescaled = not (chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective)
         # Megatron has built instances for the mean over all of them, and an island, its only one, for that over itself.
         built: int = chunk.ddp_config.num_distributed_optimizer_instances
@@ -51,7 +53,7 @@ class GradientAveraging:
         self._all_reduced: list[tuple[_ParamAndGradBucketGroup, dist.ProcessGroup, dist.ProcessGroup | None]] = []
         if chunk.ddp_config.use_distributed_optimizer:
             self._configs = list({id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values())
-            if over_all:
+            if over_all is not None:
                 parallel_state = versions.require("megatron.core", "parallel_state")
                 between, stream = parallel_state.get_inter_distributed_optimizer_instance_group(), torch.cuda.Stream()
                 for group in dense + expert:
@@ -59,9 +61,9 @@ class GradientAveraging:
                     # built with one has neither attribute: had they other names, Megatron would fail to find its own.
                     group.inter_distributed_optimizer_instance_group = between
                     group.communication_stream = stream
-            return
-        for groups_of_buckets, everyone in zip((dense, expert), over_all, strict=False):
-            self._all_reduced += [(group, group.data_parallel_group, everyone) for group in groups_of_buckets]
+        elif over_all is not None:
+            for groups_of_buckets, everyone in zip((dense, expert), over_all, strict=True):
+                self._all_reduced += [(group, group.data_parallel_group, everyone) for group in groups_of_buckets]
 
     def over_all_groups(self) -> None:
         """Gradients become the mean over the samples of all groups, as in stock Megatron."""

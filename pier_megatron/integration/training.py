@@ -94,7 +94,7 @@ def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataPar
         shards,
         config,
         GroupExchange(communicator, config.codec),
-        group=world.ranks_of_group(optimizer),
+        group=world.own_group(optimizer),
         device=device,
         inner_state=lambda main: next(filter(None, (member.state_of(main) for member in members)), {}),
         on_change=commit,
@@ -102,7 +102,7 @@ def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataPar
         islands=membership,
     )
     startup.check_groups_agree(loop)
-    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, world.ranks_of_group(optimizer))
+    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, world.own_group(optimizer))
     pier = PierOptimizer(optimizer, model_chunks, loop, copies, clock)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
@@ -147,7 +147,9 @@ def _report(report: OuterStepReport) -> None:
 def join[**P](setup_model_and_optimizer: Callable[P, _SetUp], /, *args: P.args, **kwargs: P.kwargs) -> _SetUp:
     """Lets an elastic island begin where those that are there have come to."""
     model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
-    worlds.own().join(model, optimizer, scheduler)
+    # Without training there is no optimizer, and nothing to join.
+    if current.pier_optimizer() is not None:
+        worlds.own().join(model, optimizer, scheduler)
     return model, optimizer, scheduler
 
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import DESCRIPTION, Topology
-from pier_megatron.megatron_api import run
 from pier_megatron.outer import Shards
 from pier_megatron.outer.elastic import ElasticMembership
 
@@ -37,12 +36,17 @@ class World:
     """One world with all groups of the run.
 
     Attributes:
-        over_all: Dense and expert data-parallel ranks of all groups; none where Megatron's own groups span them.
+        over_all: Dense and expert data-parallel ranks of all groups; None where Megatron's own groups span them.
         may_leave: Whether the groups of this launch may save and end in any iteration, without others of the run.
     """
 
-    over_all: Sequence[dist.ProcessGroup] = ()
+    over_all: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     may_leave = False
+
+    @property
+    def is_whole_launch(self) -> bool:
+        """Whether Megatron asks all ranks of the launch where it asks all of its own."""
+        return True
 
     def rank_in_launch(self) -> int:
         """The number that the launcher gave this rank."""
@@ -52,7 +56,7 @@ class World:
         """The numbers that the launcher gave the ranks of a process group, Megatron's or the plugin's."""
         return tuple(dist.get_process_group_ranks(group))
 
-    def ranks_of_group(self, optimizer: "ChainedOptimizer") -> dist.ProcessGroup:
+    def own_group(self, optimizer: "ChainedOptimizer") -> dist.ProcessGroup:
         """All ranks of this rank's Pier group; ``optimizer`` is Megatron's."""
         found: dist.ProcessGroup = optimizer.get_grad_stats_parallel_group()
         return found
@@ -85,7 +89,7 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Island(World):
-    """A world that is one group, one of several in the launch.
+    """A world that is one group.
 
     Attributes:
         index: Number of the island.
@@ -99,7 +103,12 @@ class Island(World):
     count: int
     launch: dist.ProcessGroup
     world: dist.ProcessGroup
-    over_all: Sequence[dist.ProcessGroup] = ()
+    over_all: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+    @property
+    def is_whole_launch(self) -> bool:
+        """See :attr:`World.is_whole_launch`."""
+        return self.world is self.launch
 
     def rank_in_launch(self) -> int:
         """See :meth:`World.rank_in_launch`."""
@@ -111,8 +120,8 @@ class Island(World):
         first = 0 if reaches_beyond else self.launch.rank() - self.world.rank()
         return tuple(first + rank for rank in dist.get_process_group_ranks(group))
 
-    def ranks_of_group(self, optimizer: "ChainedOptimizer") -> dist.ProcessGroup:
-        """See :meth:`World.ranks_of_group`."""
+    def own_group(self, optimizer: "ChainedOptimizer") -> dist.ProcessGroup:
+        """See :meth:`World.own_group`."""
         return self.world
 
     def in_the_launch(self) -> AbstractContextManager[None]:
@@ -131,12 +140,12 @@ class Island(World):
     def use_own_folders(self, args: argparse.Namespace) -> None:
         """See :meth:`World.use_own_folders`; refuses to load from an island's folder."""
         if args.load is not None and Path(args.load).parent.name == _ISLANDS:
-            raise folder_of_an_island(args.load)
+            raise island_folder_error(args.load)
         if args.save is not None:
             args.save = str(folder_of_island(Path(args.save), self.index))
 
 
-def folder_of_an_island(folder: str) -> PierConfigError:
+def island_folder_error(folder: str) -> PierConfigError:
     """The error for a folder that is not that of a job."""
     return PierConfigError(
         f"--load {folder} holds one island's part of a checkpoint. Pass the --save folder of the job: each island finds "
@@ -160,19 +169,19 @@ def default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
         dist.group.WORLD = before
 
 
-@dataclasses.dataclass
-class _Own:
-    world: World = dataclasses.field(default_factory=World)
+# As long as Megatron's process groups, which may outlast the arguments of a training.
+_own = World()
 
 
 def own() -> World:
     """The world of this rank."""
-    return run.part(_Own).world
+    return _own
 
 
 def set_own(world: World) -> None:
     """Names the world of this rank from now on."""
-    run.part(_Own).world = world
+    global _own
+    _own = world
 
 
 def in_islands[**P, R](

@@ -60,7 +60,12 @@ _ALONE = Run("alike", _PIER + _ISLANDS + _DP2, [], ["all groups read the same"],
 _AT_7 = "--load {directory}/hidden --ckpt-step 7 --global-batch-size 16 "
 _AT_8 = "--load {directory}/plain --ckpt-step 8 --pier-override-checkpoint --bf16 "
 _OTHERS = [
-    Run("instances", _PIER + _TP2 + "--bf16 --save {directory}/instances --save-interval 12", _PROBES, saves=[8]),
+    Run(
+        "instances",
+        _PIER + _TP2 + "--bf16 --save {directory}/instances --save-interval 12 --exit-duration-in-mins 60",
+        _PROBES,
+        saves=[8],
+    ),
     Run("from instances", _PIER + _ISLANDS + _TP2 + _AT_8.replace("plain", "instances"), ["start", "start anchor"]),
     Run("to instances", _PIER + _TP2 + _AT_8, ["start", "start anchor"]),
     Run("four islands", _PIER + _ISLANDS + "--pier-groups 4 " + _AT_7 + _HIDDEN + "--pier-override-checkpoint"),
@@ -115,6 +120,13 @@ def test_islands_train_as_instances_do(runs: dict[str, Recorded], layout: str) -
 @pytest.mark.parametrize(("name", "stop"), [(name, stop) for name, (_, stops) in _STOPPED.items() for stop in stops])
 def test_resumed_islands_are_those_that_never_stopped(runs: dict[str, Recorded], name: str, stop: int) -> None:
     goes_on_exactly(runs[f"{name}-from-{stop}"], runs[name], stop)
+
+
+def test_instances_leave_the_clock_to_megatron(directory: Path, runs: dict[str, Recorded]) -> None:
+    from megatron.core import dist_checkpointing
+
+    stored = dist_checkpointing.load_common_state_dict(str(directory / "instances" / "iter_0000012"))["args"]
+    assert stored.exit_duration_in_mins == 60
 
 
 def test_nothing_crosses_islands_between_outer_steps(runs: dict[str, Recorded]) -> None:

@@ -196,6 +196,13 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     check_that_the_last_step_is_taken_when_the_others_are_back(first, second)
 
 
+def test_island_that_only_evaluates_meets_nobody(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    nowhere = "--pier-lighthouse http://127.0.0.1:1 --pier-lazy-start-iters 0 --skip-train --save-interval 100"
+    attempt = Island(tmp_path, corpus, nowhere, 0).run()
+    assert "lm loss value" in attempt.log
+    assert not (tmp_path / "0" / "losses1.txt").exists()
+
+
 class Relay:
     """Runs of two groups, each of which loads what another kind of run has saved between two outer steps.
 

@@ -42,6 +42,8 @@ def _become(job: dict[str, Any], descriptors: list[int]) -> None:
     # Where ``python -m`` looks first.
     sys.path[:] = [job["folder"], *(folder for folder in job["path"] if folder != job["folder"])]
     sys.argv = [module, *arguments]
+    # Python warns of a module that is run after it was imported.
+    sys.modules.pop(module, None)
     sys.modules["__main__"] = types.ModuleType("__main__")
     random.seed()
 

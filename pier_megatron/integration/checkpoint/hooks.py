@@ -26,7 +26,7 @@ def _place(optimizer: "PierOptimizer") -> RunPosition:
         device_type=loop.device.type,
         # An elastic island is alone in the launch.
         group=(loop.config.island or 0) + loop.exchange.rank,
-        ranks=worlds.own().ranks_of_group(optimizer),
+        ranks=worlds.own().own_group(optimizer),
         owners=owners(optimizer),
         slices=[list(state.slices()) for state in loop.states],
     )

@@ -12,7 +12,7 @@ from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
 from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
-from pier_megatron.integration.worlds import folder_of_an_island, folder_of_island
+from pier_megatron.integration.worlds import folder_of_island, island_folder_error
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.description import ENTRY, Description, Metadata, group_prefix
@@ -129,7 +129,7 @@ class Loading:
         place, loop, sources = self._place, self._loop, self._sources
         assert sources is not None
         if saved.island and not sources.stored.islands:
-            raise folder_of_an_island(versions.megatron_args().load)
+            raise island_folder_error(versions.megatron_args().load)
         config, present = place.config, place.describe(saved.iteration)
         lacking = sources.lacking(saved)
         changes = saved.check(present, config.override_checkpoint, lacking)
