@@ -31,6 +31,13 @@ def ranks_of_group(optimizer: Any) -> dist.ProcessGroup:
     return found
 
 
+def own_data_parallel_ranks() -> dist.ProcessGroup:
+    """The data-parallel and context-parallel ranks of this rank's group, which is an instance."""
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    found: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    return found
+
+
 @contextlib.contextmanager
 def confined_to_group(model_chunk: Any) -> Iterator[None]:
     """Inside, the data-parallel group of the iteration is the part of it in this rank's Pier group.
@@ -39,7 +46,7 @@ def confined_to_group(model_chunk: Any) -> Iterator[None]:
         model_chunk: Any chunk of the model; from 0.19 on it carries its own collection of process groups.
     """
     parallel_state = versions.require("megatron.core", "parallel_state")
-    dense = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    dense = own_data_parallel_ranks()
     expert = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
     with _averaging_over(model_chunk, dense, expert):
         yield
@@ -110,7 +117,7 @@ def ask_to_exit_when_together(decide: Callable[..., Any], optimizer: Any, /, *ar
         asked = {"exit_signal_handler": False, "exit_duration_in_mins": None}
     elif (island := islands.own()) is not None:
         asked = {"exit_duration_in_mins": _limit_for_all(island, versions.megatron_args().exit_duration_in_mins)}
-    with versions.replaced(versions.megatron_args(), asked):
+    with versions.with_megatron_args(asked):
         return decide(*args, **kwargs)
 
 
@@ -125,11 +132,10 @@ def _limit_for_all(island: islands.Island, minutes: float | None) -> float | Non
 
 
 @current.in_the_local_phase
-def ask_for_saves_when_together(
-    finalize: Callable[..., Any], optimizer: Any, /, blocking: bool = False, *args: Any, **kwargs: Any
-) -> Any:
+def ask_for_saves_when_together(finalize: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Asks whether a save in the background has finished only where the groups meet: all ranks must agree on the answer."""
-    return finalize(blocking, *args, **kwargs) if _are_together(optimizer) or blocking else None
+    blocking = versions.given(finalize, args, kwargs).get("blocking", False)
+    return finalize(*args, **kwargs) if _are_together(optimizer) or blocking else None
 
 
 def _are_together(optimizer: Any) -> bool:

@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from pier_megatron.megatron_api import run
+
 # Tested in CI; CONTRIBUTING.md says how a release gets in here.
 SUPPORTED = ("0.17", "0.18", "0.19")
 
@@ -76,7 +78,14 @@ def given(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any
 
 def megatron_args() -> Any:
     """Megatron's arguments of the training under way."""
-    return require("megatron.training.global_vars", "get_args")()
+    loop = run.loop()
+    return require("megatron.training.global_vars", "get_args")() if loop is None else loop.arguments()
+
+
+def with_megatron_args(values: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside, some of these arguments have other values."""
+    loop = run.loop()
+    return replaced(megatron_args(), values) if loop is None else loop.with_arguments(values)
 
 
 def missing(symbol: str, error: Exception | None = None) -> UnsupportedMegatronError:

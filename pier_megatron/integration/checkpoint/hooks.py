@@ -81,7 +81,7 @@ def load(load_checkpoint: Callable[..., Any], pier: "PierOptimizer", /, *args: A
         )
     loading = Loading(_place(pier, index), loop, stored)
     try:
-        with versions.replaced(pier, {"loading": loading}), versions.replaced(settings, loading.arguments()):
+        with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(loading.arguments()):
             result = load_checkpoint(*args, **kwargs)
     except Exception as error:
         error.add_note(
