@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pier_megatron.cpu import emulation
+from pier_megatron.megatron_api import versions
 
 _NEED_IT = ("megatron.bridge.peft.lora_layers", "megatron.bridge.models.gpt_full_te_layer_autocast_spec")
 _LAYERS = ("Linear", "LayerNormLinear", "TransformerLayer")
@@ -29,8 +29,7 @@ _FUSIONS = (
 
 
 def install() -> None:
-    """Makes ``torch.cuda`` denote the CPU in this process; call it before Megatron-Bridge is imported."""
-    emulation.install()
+    """Stands in for Transformer Engine; call it after :func:`pier_megatron.cpu.emulation.install`, before Megatron-Bridge is imported."""
     sys.meta_path.insert(0, _Finder())
 
 
@@ -46,13 +45,13 @@ def use_cpu(config: Any) -> None:
     model = config.model
     for name in _FUSIONS:
         setattr(model, name, False)
+    model.attention_backend = versions.require("megatron.core.transformer.enums", "AttnBackend").unfused
     model.transformer_layer_spec = _local_layers
 
 
 def _local_layers(config: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    return get_gpt_layer_local_spec(
+    spec = versions.require("megatron.core.models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")
+    return spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
 

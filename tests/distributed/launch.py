@@ -102,7 +102,12 @@ class Recorded:
 
 
 def launch(
-    directory: Path, corpus: tuple[Path, Path], runs: Sequence[Run], world_size: int = 4, megatron: Path | None = None
+    directory: Path,
+    corpus: tuple[Path, Path],
+    runs: Sequence[Run],
+    world_size: int = 4,
+    megatron: Path | None = None,
+    recorder: str = "recorder",
 ) -> dict[str, Recorded]:
     """Runs trainings one after the other in one set of processes.
 
@@ -112,6 +117,7 @@ def launch(
         runs: What to train.
         world_size: Number of processes.
         megatron: Folder of another megatron-core release than the installed one.
+        recorder: Module that runs them.
 
     Returns:
         What each run recorded, by its name.
@@ -129,7 +135,7 @@ def launch(
     )
     with contextlib.ExitStack() as stack:
         # The installed release is launched again and again, the others once.
-        server = _installed() if megatron is None else stack.enter_context(Server(megatron))
+        server = _installed() if megatron is None else stack.enter_context(Server(megatron, recorder))
         server.launch(specification, directory, world_size)
     return {run.name: Recorded(directory, run, world_size) for run in runs}
 
@@ -137,13 +143,13 @@ def launch(
 class Server:
     """A process that has imported Megatron; every launch is a fork of it."""
 
-    def __init__(self, megatron: Path | None = None) -> None:
-        """Starts it, with another megatron-core release than the installed one if asked."""
+    def __init__(self, megatron: Path | None = None, recorder: str = "recorder") -> None:
+        """Starts it, with another megatron-core release than the installed one if asked, and another recorder."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         # What stands in for a GPU had better find none.
         environment = os.environ | _environment(megatron) | {"CUDA_VISIBLE_DEVICES": ""}
         pipe = subprocess.PIPE
-        command = [sys.executable, str(Path(__file__).parent / "worker.py")]
+        command = [sys.executable, str(Path(__file__).parent / "worker.py"), recorder]
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment, text=True, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""What forks the launches of tests: ``python worker.py``, then a line of JSON for each launch, see ``launch.Server``.
+"""What forks the launches of tests: ``python worker.py RECORDER``, then a line of JSON for each, see ``launch.Server``.
 
 It imports once what would take every launch many seconds. Megatron's checkpoint writers import the main module once more, in a
 new process for each save: it had better be short.
@@ -8,6 +8,7 @@ Answers each line with the exit status of its launch.
 
 if __name__ == "__main__":
     import gc
+    import importlib
     import json
     import os
     import sys
@@ -17,8 +18,8 @@ if __name__ == "__main__":
     os.dup2(2, 1)
 
     import forked_ranks
-    from recorder import main
 
+    main = importlib.import_module(sys.argv[1]).main
     # Every run ends with a collection, which need not look at all of this again.
     gc.collect()
     gc.freeze()
