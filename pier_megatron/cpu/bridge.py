@@ -29,7 +29,7 @@ _FUSIONS = (
 
 
 def install() -> None:
-    """Stands in for Transformer Engine; call it after :func:`pier_megatron.cpu.emulation.install`, before Megatron-Bridge is imported."""
+    """Stands in for Transformer Engine; call it after ``emulation.install`` and before Megatron-Bridge is imported."""
     sys.meta_path.insert(0, _Finder())
 
 

@@ -22,6 +22,7 @@ _TRAINING = "megatron.training.training"
 _DENSE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
 _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
+_EXPERT_COLLECTION_GROUPS = ("expt_dp",)
 
 
 def ranks_of_group(optimizer: Any) -> dist.ProcessGroup:
@@ -73,6 +74,7 @@ def _averaging_over(model_chunk: Any, dense: dist.ProcessGroup, expert: dist.Pro
             (parallel_state, _DENSE_GROUPS, dense),
             (parallel_state, _EXPERT_GROUPS, expert),
             (collection, _COLLECTION_GROUPS, dense),
+            (collection, _EXPERT_COLLECTION_GROUPS, expert),
         ):
             there = [name for name in names if getattr(owner, name, None) is not None]
             stack.enter_context(versions.replaced(owner, dict.fromkeys(there, group)))

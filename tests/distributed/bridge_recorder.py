@@ -6,10 +6,10 @@ Megatron-Bridge's. Beside them stand the flags that all runs share, of which the
 
 import ast
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pier_megatron.cpu import bridge as bridge_on_cpu
@@ -37,7 +37,7 @@ from megatron.bridge.training.config import (  # noqa: E402
 )
 from megatron.bridge.training.gpt_step import forward_step  # noqa: E402
 from megatron.bridge.training.tokenizers.config import TokenizerConfig  # noqa: E402
-from megatron.bridge.training.utils import train_utils  # noqa: E402
+from megatron.bridge.training.utils import checkpoint_utils, train_utils  # noqa: E402
 
 # With it, a configuration is that of stock Megatron-Bridge.
 _STOCK = "stock"
@@ -63,7 +63,7 @@ def configuration(settings: Sequence[str], data: dict[str, str]) -> ConfigContai
             hidden_dropout=0.0,
             attention_dropout=0.0,
         ),
-        train=TrainingConfig(train_iters=12, global_batch_size=8, micro_batch_size=2),
+        train=TrainingConfig(train_iters=12, global_batch_size=16, micro_batch_size=2),
         validation=ValidationConfig(eval_interval=1000000, eval_iters=1),
         optimizer=OptimizerConfig(
             optimizer="adam", lr=2e-3, min_lr=0.0, adam_eps=1e-4, weight_decay=0.01, use_distributed_optimizer=True
@@ -88,16 +88,19 @@ def configuration(settings: Sequence[str], data: dict[str, str]) -> ConfigContai
     bridge_on_cpu.use_cpu(config)
     pier = {}
     for path, value in (word.split("=", 1) for word in settings if word != _STOCK):
-        section, _, name = path.partition(".")
+        section, _, name = path.rpartition(".")
         if section == "pier":
             pier[name] = _value(value)
         else:
-            assert hasattr(getattr(config, section), name), path
-            setattr(getattr(config, section), name, _value(value))
+            owner = getattr(config, section) if section else config
+            assert hasattr(owner, name), path
+            setattr(owner, name, _value(value))
     return config if _STOCK in settings else with_pier(config, **pier)
 
 
 def _value(text: str) -> Any:
+    if text.startswith("torch."):
+        return getattr(torch, text.removeprefix("torch."))
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -106,17 +109,20 @@ def _value(text: str) -> Any:
 
 def train(argv: list[str]) -> None:
     """Trains with flags or under Megatron-Bridge."""
-    settings = [word for word in argv if re.match(r"(\w+\.\w+=|stock$)", word)]
+    settings = [word for word in argv if re.match(r"(\w+\.\w+=|mixed_precision=|stock$)", word)]
     if not settings:
         flags.train_with_flags(argv)
         return
-    config = configuration(settings, dict(zip(argv, argv[1:], strict=False)))
+    # It hands out the very state that the run before has trained on with.
+    checkpoint_utils.read_train_state.cache_clear()
+    config = configuration(settings, dict(itertools.pairwise(argv)))
     bridge_pretrain.pretrain(config, forward_step)
 
 
 def look_on() -> None:
     """Puts the recorder under the plugin's hooks, so that it sees what Megatron-Bridge sees."""
     train_step, training_log, finish = bridge_train.train_step, bridge_train.training_log, bridge_pretrain._finish_train
+    clean_up = bridge_pretrain._cleanup_after_pretrain_failure
     evaluate, print_log = bridge_train.evaluate_and_print_results, train_utils.print_rank_last
 
     @functools.wraps(train_step)
@@ -149,11 +155,18 @@ def look_on() -> None:
         flags.recorder.collect()
         finish(*args)
 
+    def clean_up_after_a_look(*args: Any) -> None:
+        # To Megatron-Bridge the end after train.exit_interval is a failure too.
+        if isinstance(sys.exception(), SystemExit):
+            flags.recorder.collect()
+        clean_up(*args)
+
     bridge_train.train_step = recorded_step
     bridge_train.training_log = recorded_log
     train_utils.print_rank_last = recorded_print
     bridge_train.evaluate_and_print_results = recorded_evaluate
     bridge_pretrain._finish_train = finish_after_a_look
+    bridge_pretrain._cleanup_after_pretrain_failure = clean_up_after_a_look
 
 
 def look_on_from_above() -> None:

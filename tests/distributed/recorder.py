@@ -384,10 +384,14 @@ def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
         record = directory / f"{name}-rank{rank}.pt"
         try:
             decide = megatron_training.checkpoint_and_decide_exit
-            with planted(run["sabotage"], directory), saves(decide, run["saves"]), traced(recorder):
-                # Also after --exit-interval, and after converting a checkpoint.
-                with contextlib.suppress(SystemExit):
-                    train(argv)
+            # Ended also after --exit-interval, and after converting a checkpoint.
+            with (
+                planted(run["sabotage"], directory),
+                saves(decide, run["saves"]),
+                traced(recorder),
+                contextlib.suppress(SystemExit),
+            ):
+                train(argv)
         except Exception as error:
             if not run["fails"]:
                 raise
