@@ -95,7 +95,7 @@ class BridgeLoop:
         self.config, self.state = config, None
         self._arguments = BridgeArguments(config, pier)
 
-    def arguments(self) -> BridgeArguments:
+    def arguments(self) -> Any:
         """The settings, by the names of Megatron's arguments."""
         return self._arguments
 

@@ -46,14 +46,7 @@ def use_cpu(config: Any) -> None:
     for name in _FUSIONS:
         setattr(model, name, False)
     model.attention_backend = versions.require("megatron.core.transformer.enums", "AttnBackend").unfused
-    model.transformer_layer_spec = _local_layers
-
-
-def _local_layers(config: Any) -> Any:
-    spec = versions.require("megatron.core.models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")
-    return spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
+    model.transformer_layer_spec = versions.require("megatron.bridge.models.gpt_provider", "local_layer_spec")
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -7,6 +7,7 @@ Megatron-Bridge's. Beside them stand the flags that all runs share, of which the
 import ast
 import functools
 import itertools
+import operator
 import re
 import sys
 from collections.abc import Sequence
@@ -100,7 +101,7 @@ def configuration(settings: Sequence[str], data: dict[str, str]) -> ConfigContai
 
 def _value(text: str) -> Any:
     if text.startswith("torch."):
-        return getattr(torch, text.removeprefix("torch."))
+        return operator.attrgetter(text.removeprefix("torch."))(torch)
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

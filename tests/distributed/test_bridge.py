@@ -1,12 +1,14 @@
 """Megatron-Bridge trains as flags do, with the same promises."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from bridge_installation import BRIDGE
-from launch import Recorded, Run, launch
+from launch import Recorded, Run, execute, launch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pier_megatron.integration.census import Collective
 
@@ -45,6 +47,16 @@ _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
     ),
     "pairs": ("--eval-interval 4 --eval-iters 2", "validation.eval_interval=4 validation.eval_iters=2", {"preset": "noloco"}),
     "evaluation": ("--eval-interval 4 --eval-iters 2", "validation.eval_interval=4 validation.eval_iters=2", {}),
+    "Llama": (
+        "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --group-query-attention "
+        "--num-query-groups 2 --untie-embeddings-and-output-weights --init-method-std 0.3 --ffn-hidden-size 88 "
+        "--exit-interval 7 --save {directory}/llama-flags --save-interval 1000000",
+        "model.normalization=RMSNorm model.gated_linear_unit=True model.activation_func=torch.nn.functional.silu "
+        "model.add_bias_linear=False model.position_embedding_type=rope model.num_query_groups=2 "
+        "model.share_embeddings_and_output_weights=False model.init_method_std=0.3 model.ffn_hidden_size=88 "
+        "train.exit_interval=7 checkpoint.save={directory}/llama-config",
+        {},
+    ),
     "skipped": ("--iterations-to-skip 5 6", "train.iterations_to_skip=[5,6]", {}),
 }
 _ASKING = (
@@ -205,6 +217,34 @@ def test_metrics_are_in_tensorboard(runs: dict[str, Recorded]) -> None:
     events = EventAccumulator(str(runs["saving"].directory.parent / "tensorboard")).Reload()
     steps = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"] if tag.startswith("pier/")}
     assert steps["pier/pseudo-gradient-norm"] == [6, 9, 12]
+
+
+@pytest.mark.parametrize("how", ["flags", "config"])
+def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_path: Path, how: str) -> None:
+    tokens = torch.randint(257, (4, 32), generator=torch.Generator().manual_seed(1))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    ).save_pretrained(tmp_path / "config")
+    # Between outer steps, where the groups hold different weights: the anchor is stored.
+    checkpoint = runs[f"Llama, {how}"].directory.parent / f"llama-{how}" / "iter_0000007"
+    script = Path(__file__).with_name("bridge_logits.py")
+    words = [checkpoint, tmp_path / "config", tmp_path / "tokens.pt", tmp_path / "exported"]
+    execute([sys.executable, str(script), *map(str, words)], tmp_path / "log.txt", BRIDGE)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "exported")(tokens).logits
+    ours = torch.load(tmp_path / "exported" / "logits.pt")[..., :257]
+    assert ours.abs().max() > 1
+    assert (ours - theirs).abs().max() < 1e-4 * ours.abs().max()
 
 
 @pytest.mark.parametrize("name", _REFUSED)
