@@ -14,7 +14,7 @@ def main() -> None:
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
-        help="folder of a run's checkpoints: of Megatron-Bridge or Megatron-LM, with Pier or without",
+        help="folder of a run's checkpoints, for the last one, or an iter_ folder: of Megatron-Bridge or Megatron-LM",
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="folder with the Hugging Face config.json of the model")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder for the model")
@@ -26,10 +26,16 @@ def main() -> None:
         emulation.install()
         bridge.install()
     from megatron.bridge import AutoBridge
+    from megatron.bridge.training.model_load_save import load_megatron_model, temporary_distributed_context
     from transformers import AutoConfig
 
     converter = AutoBridge.from_hf_config(AutoConfig.from_pretrained(options.config))
-    converter.export_ckpt(options.checkpoint, options.output, show_progress=False)
+    folders = sorted(options.checkpoint.glob("iter_*"))
+    checkpoint = str(folders[-1] if folders else options.checkpoint)
+    with temporary_distributed_context(backend="gloo"):
+        # AutoBridge.export_ckpt does the same for checkpoints of Megatron-Bridge; those of Megatron-LM need the type.
+        model = load_megatron_model(checkpoint, model_type="gpt", use_cpu_init=True)
+        converter.save_hf_pretrained(model if isinstance(model, list) else [model], options.output, show_progress=False)
 
 
 if __name__ == "__main__":

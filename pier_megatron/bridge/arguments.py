@@ -44,6 +44,9 @@ class BridgeArguments:
 
     def __getattr__(self, name: str) -> Any:
         found = self.place_of(name)
+        if found is None and name.startswith(_PIER):
+            # A flag that is not given, and here no setting.
+            return None
         if found is None:
             raise AttributeError(name)
         return getattr(*found)

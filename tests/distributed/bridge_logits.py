@@ -1,11 +1,9 @@
-"""Exports a checkpoint with Megatron-Bridge's AutoBridge, and writes the logits of Megatron's own model that has loaded it.
+"""Writes the logits of Megatron's own model that has loaded a checkpoint, of Megatron-Bridge or Megatron-LM.
 
-``python bridge_logits.py CHECKPOINT CONFIG TOKENS OUTPUT``: an ``iter_`` folder, a folder with a ``config.json``, a tensor,
-and a folder for the model and ``logits.pt``.
+``python bridge_logits.py CHECKPOINT TOKENS OUTPUT``: an ``iter_`` folder, and the files of two tensors.
 """
 
 import sys
-from pathlib import Path
 
 from pier_megatron.cpu import bridge, emulation
 
@@ -14,14 +12,11 @@ if __name__ == "__main__":
     bridge.install()
 
     import torch
-    from megatron.bridge import AutoBridge
     from megatron.bridge.training.model_load_save import load_megatron_model, temporary_distributed_context
-    from transformers import AutoConfig
 
-    checkpoint, config, output = sys.argv[1], sys.argv[2], Path(sys.argv[4])
-    tokens = torch.load(sys.argv[3])
-    AutoBridge.from_hf_config(AutoConfig.from_pretrained(config)).export_ckpt(checkpoint, output, show_progress=False)
+    tokens = torch.load(sys.argv[2])
     with temporary_distributed_context(backend="gloo"), torch.no_grad():
-        [model] = load_megatron_model(checkpoint, skip_temp_dist_context=True)
+        model = load_megatron_model(sys.argv[1], model_type="gpt", use_cpu_init=True)
+        [chunk] = model if isinstance(model, list) else [model]
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        torch.save(model.eval()(tokens, positions, None), output / "logits.pt")
+        torch.save(chunk.eval()(tokens, positions, None), sys.argv[3])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from bridge_installation import BRIDGE
-from launch import Recorded, Run, execute, launch
+from launch import REPOSITORY, Recorded, Run, execute, launch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pier_megatron.integration.census import Collective
@@ -224,7 +224,7 @@ def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_pat
     tokens = torch.randint(257, (4, 32), generator=torch.Generator().manual_seed(1))
     torch.save(tokens, tmp_path / "tokens.pt")
     LlamaConfig(
-        vocab_size=257,
+        vocab_size=272,
         hidden_size=32,
         intermediate_size=88,
         num_hidden_layers=2,
@@ -238,11 +238,14 @@ def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_pat
     ).save_pretrained(tmp_path / "config")
     # Between outer steps, where the groups hold different weights: the anchor is stored.
     checkpoint = runs[f"Llama, {how}"].directory.parent / f"llama-{how}" / "iter_0000007"
-    script = Path(__file__).with_name("bridge_logits.py")
-    words = [checkpoint, tmp_path / "config", tmp_path / "tokens.pt", tmp_path / "exported"]
-    execute([sys.executable, str(script), *map(str, words)], tmp_path / "log.txt", BRIDGE)
+    convert, look = REPOSITORY / "examples/bridge/to_hugging_face.py", Path(__file__).with_name("bridge_logits.py")
+    for script, *words in (
+        (convert, checkpoint, tmp_path / "config", tmp_path / "exported", "--device", "cpu"),
+        (look, checkpoint, tmp_path / "tokens.pt", tmp_path / "logits.pt"),
+    ):
+        execute([sys.executable, str(script), *map(str, words)], tmp_path / f"{script.stem}.txt", BRIDGE)
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "exported")(tokens).logits
-    ours = torch.load(tmp_path / "exported" / "logits.pt")[..., :257]
+    ours = torch.load(tmp_path / "logits.pt")
     assert ours.abs().max() > 1
     assert (ours - theirs).abs().max() < 1e-4 * ours.abs().max()
 
@@ -251,3 +254,42 @@ def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_pat
 def test_refusals_name_the_setting(runs: dict[str, Recorded], name: str) -> None:
     assert re.search(_REFUSED[name][1], runs[f"refused: {name}"].error), runs[f"refused: {name}"].error
     assert "PierConfigError" in runs[f"refused: {name}"].error
+
+
+_DOCTOR = "import sys; from pier_megatron.commands.cli import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
+
+
+def doctor(tmp_path: Path, *words: str) -> str:
+    """What the doctor says of a recipe."""
+    return execute([sys.executable, "-W", "ignore", "-c", _DOCTOR, *words], tmp_path / "doctor.txt", BRIDGE)
+
+
+def test_doctor_checks_a_recipe(tmp_path: Path) -> None:
+    said = doctor(tmp_path, "--recipe", "examples.bridge.recipes:llama_tiny", "--nodes", "2", "--ranks-per-node", "2")
+    assert "2 groups of 2 ranks, preset pier-rising\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n" in said
+    assert said.endswith("100.0%  0.643  0.800\nOK\n")
+
+
+def test_doctor_refuses_a_recipe_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        doctor(tmp_path, "--recipe", "examples.bridge.recipes:llama_tiny", "--ranks-per-node", "1")
+    said = (tmp_path / "doctor.txt").read_text()
+    assert "ERROR: config.optimizer.groups 2 does not divide the data-parallel size 1" in said
+    assert said.endswith("will not start\n")
+
+
+def test_settings_are_those_of_the_flags(tmp_path: Path) -> None:
+    script = """
+import dataclasses
+from pier_megatron.cpu import bridge, emulation
+emulation.install()
+bridge.install()
+from pier_megatron.bridge import config
+from pier_megatron.settings import PluginSettings, Settings
+flags = {field.name: field for kind in (Settings, PluginSettings) for field in dataclasses.fields(kind)}
+ours = {field.name: field for field in dataclasses.fields(config.PierOptimizerConfig) if field.name in config.settings()}
+assert {*ours} | {*config._NOT_HERE} == {*flags}, {*ours} ^ {*flags}
+for name in {*ours} - {"groups"}:
+    assert (ours[name].type, ours[name].default) == (flags[name].type, flags[name].default), name
+"""
+    execute([sys.executable, "-c", script], tmp_path / "settings.txt", BRIDGE)
