@@ -1,6 +1,6 @@
 """Megatron-Bridge on a machine without a GPU: stand-ins for Transformer Engine, and settings that need none.
 
-Two modules of Megatron-Bridge import Transformer Engine without asking whether it is there, for layers that a CPU never makes.
+A few modules of Megatron-Bridge import Transformer Engine without asking whether it is there, for layers that a CPU never makes.
 They alone see the stand-in: megatron-core must find Transformer Engine missing.
 """
 
@@ -15,7 +15,11 @@ import torch
 
 from pier_megatron.megatron_api import versions
 
-_NEED_IT = ("megatron.bridge.peft.lora_layers", "megatron.bridge.models.gpt_full_te_layer_autocast_spec")
+_NEED_IT = (
+    "megatron.bridge.models.gpt_full_te_layer_autocast_spec",
+    "megatron.bridge.peft.lora",  # Before 0.6.
+    "megatron.bridge.peft.lora_layers",
+)
 _LAYERS = ("Linear", "LayerNormLinear", "TransformerLayer")
 _FUSIONS = (
     "apply_rope_fusion",

@@ -123,7 +123,8 @@ def train(argv: list[str]) -> None:
 def look_on() -> None:
     """Puts the recorder under the plugin's hooks, so that it sees what Megatron-Bridge sees."""
     train_step, training_log, finish = bridge_train.train_step, bridge_train.training_log, bridge_pretrain._finish_train
-    clean_up = bridge_pretrain._cleanup_after_pretrain_failure
+    # Before 0.6 there is none, and nothing to clean up.
+    clean_up = getattr(bridge_pretrain, "_cleanup_after_pretrain_failure", None)
     evaluate, print_log = bridge_train.evaluate_and_print_results, train_utils.print_rank_last
 
     @functools.wraps(train_step)
@@ -160,6 +161,7 @@ def look_on() -> None:
         # To Megatron-Bridge the end after train.exit_interval is a failure too.
         if isinstance(sys.exception(), SystemExit):
             flags.recorder.collect()
+        assert clean_up is not None
         clean_up(*args)
 
     bridge_train.train_step = recorded_step
