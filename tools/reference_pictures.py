@@ -178,7 +178,13 @@ def paint_floors(data: dict[str, Any]) -> Any:
     heights = {name: -float(depth(name)) for name in imports}
     for name, level in heights.items():
         x = _PLACES[name]
-        knows = {"integration": "#cfe0f3", "bridge": "#cfe0f3", "commands": "#e4edf7", "features": "#f6e3cf", "megatron_api": "#f6e3cf"}
+        knows = {
+            "integration": "#cfe0f3",
+            "bridge": "#cfe0f3",
+            "commands": "#e4edf7",
+            "features": "#f6e3cf",
+            "megatron_api": "#f6e3cf",
+        }
         color = knows.get(name, "#eeeeee")
         axes.add_patch(FancyBboxPatch((x - 0.4, level - 0.22), 0.8, 0.44, "round,pad=0.02", facecolor=color, edgecolor="0.4"))
         axes.text(x, level + 0.07, name, ha="center", va="center", fontsize=10, family="monospace")

@@ -9,7 +9,7 @@ from pier_megatron.bridge import training
 from pier_megatron.integration import communication, datasets, evaluation, logged_means
 from pier_megatron.integration import seams as of_flags
 from pier_megatron.integration.checkpoint import helpers, hooks
-from pier_megatron.megatron_api.seam import Seam, install
+from pier_megatron.megatron_api.seam import Needed, Seam, install
 
 _CHECKPOINTING = "megatron.bridge.training.checkpointing"
 _EVAL = "megatron.bridge.training.eval"
@@ -41,6 +41,14 @@ TABLE = (
 """What a run under Megatron-Bridge replaces besides :data:`pier_megatron.integration.seams.CORE`."""
 
 
+NEEDED = (
+    Needed("megatron.bridge.models.gpt_provider", "local_layer_spec"),
+    Needed("megatron.bridge.training.config", "runtime_config_update"),
+    Needed("megatron.bridge.utils.common_utils", "print_rank_last"),
+)
+"""What Pier looks up by name besides :data:`pier_megatron.integration.seams.NEEDED`."""
+
+
 @functools.cache
 def register() -> None:
     """Adds Pier to Megatron-Bridge's training loop; calling it again does nothing.
@@ -48,6 +56,6 @@ def register() -> None:
     Raises:
         UnsupportedMegatronError: If this Megatron or Megatron-Bridge lacks something that Pier needs.
     """
-    of_flags.check_needed()
+    of_flags.check_needed((*of_flags.NEEDED, *NEEDED))
     install((*TABLE, *of_flags.CORE))
     helpers.end_forks_with_parent()

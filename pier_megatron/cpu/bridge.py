@@ -1,7 +1,7 @@
 """Megatron-Bridge on a machine without a GPU: stand-ins for Transformer Engine, and settings that need none.
 
-A few modules of Megatron-Bridge import Transformer Engine without asking whether it is there, for layers that a CPU never makes.
-They alone see the stand-in: megatron-core must find Transformer Engine missing.
+A few modules of Megatron-Bridge import Transformer Engine without asking whether it is there, for layers that a CPU never
+makes. They alone see the stand-in: megatron-core must find Transformer Engine missing.
 """
 
 import builtins

@@ -6,6 +6,7 @@ same one of Megatron's, the later row is around the earlier one and says so.
 
 import functools
 import os
+from collections.abc import Iterable
 
 from pier_megatron.features import FEATURES
 from pier_megatron.integration import (
@@ -107,7 +108,7 @@ NEEDED = (
         "unset_num_microbatches_calculator update_num_microbatches",
     ),
     Needed(_BUFFERS, "dist_all_gather_func dist_reduce_scatter_func _ParamAndGradBucketGroup.finish_grad_sync"),
-    Needed("megatron.core.optimizer", "ChainedOptimizer"),
+    Needed("megatron.core.optimizer", "ChainedOptimizer get_megatron_optimizer"),
     Needed("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
     Needed(
         _PARALLEL_STATE,
@@ -120,6 +121,7 @@ NEEDED = (
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", releases=("0.19",)),
     Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", releases=("0.19",)),
     Needed("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
+    Needed("megatron.core.transformer.enums", "AttnBackend"),
     Needed("megatron.core.transformer.module", "param_is_not_shared"),
     Needed("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
     Needed("megatron.core.transformer.transformer_block", "TransformerBlock get_num_layers_to_build"),
@@ -144,13 +146,16 @@ def table() -> tuple[Seam, ...]:
     return (*TABLE, *of_features, *examined, *scored)
 
 
-def check_needed() -> None:
+def check_needed(rows: Iterable[Needed] = NEEDED) -> None:
     """Looks for everything that Pier looks up by name while it runs.
+
+    Args:
+        rows: Symbols to look for.
 
     Raises:
         UnsupportedMegatronError: If this Megatron lacks something of it.
     """
-    for needed in NEEDED:
+    for needed in rows:
         if not needed.releases or versions.release() in needed.releases:
             for name in needed.names.split():
                 versions.require(needed.module, name)

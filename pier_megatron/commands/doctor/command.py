@@ -9,7 +9,7 @@ from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
-from pier_megatron.values import whole
+from pier_megatron.values import function_name, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recipe = parser.add_argument_group("a recipe of Megatron-Bridge, in place of a launch command")
     recipe.add_argument(
         "--recipe",
+        type=function_name,
         metavar="MODULE:FUNCTION",
         help="check the configuration that a function without arguments returns, such as recipes:llama_tiny in this folder",
     )

@@ -36,6 +36,8 @@ def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> N
         return
     try:
         versions.require("megatron.bridge.training.config", "runtime_config_update")(config)
+    except PierConfigError:
+        raise
     except (AssertionError, ValueError) as error:
         raise PierConfigError(f"--recipe {name}: {error or type(error).__name__}") from error
     loop: Any = run.loop()
@@ -61,8 +63,6 @@ def _prepare(ranks: int, ranks_per_node: int) -> None:
 
 def _recipe(name: str) -> Any:
     module, _, function = name.partition(":")
-    if not function:
-        raise PierConfigError(f"--recipe {name}: give the module and the function, such as recipes:llama_tiny.")
     if importlib.util.find_spec("megatron.bridge") is None:
         raise PierConfigError("--recipe needs megatron-bridge, which is not installed.")
     sys.path.insert(0, os.getcwd())
