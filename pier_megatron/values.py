@@ -144,6 +144,13 @@ def any_path(text: str) -> str:
     return text
 
 
+def function_name(text: str) -> str:
+    """A function in a module, as ``recipes:llama_tiny``."""
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", text):
+        raise _refusal(text, "not the name of a module and a function in it, such as recipes:llama_tiny")
+    return text
+
+
 def existing_folder(text: str) -> Path:
     """Path of a folder that can be read, as :func:`existing_file`."""
     if not os.path.isdir(text):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 # Most lines of a module; most lines of the package that set a variable of a module, which are in lower case, or that say Any.
-_LINES, _VARIABLES, _UNTYPED = 350, 3, 80
+_LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 
 

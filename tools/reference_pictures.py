@@ -123,6 +123,7 @@ _JOBS = {
     "commands": "pier-megatron",
     "launcher": "runs a training script",
     "cpu": "stands in for CUDA",
+    "bridge": "Megatron-Bridge's loop",
     "integration": "Megatron's training loop",
     "flags": "the --pier-* flags",
     "features": "inside a group",
@@ -141,6 +142,7 @@ _PLACES = {
     "commands": 1.9,
     "launcher": 0.3,
     "cpu": 0.9,
+    "bridge": 2.9,
     "integration": 2.1,
     "flags": 1.6,
     "features": 1.6,
@@ -176,7 +178,13 @@ def paint_floors(data: dict[str, Any]) -> Any:
     heights = {name: -float(depth(name)) for name in imports}
     for name, level in heights.items():
         x = _PLACES[name]
-        knows = {"integration": "#cfe0f3", "commands": "#e4edf7", "features": "#f6e3cf", "megatron_api": "#f6e3cf"}
+        knows = {
+            "integration": "#cfe0f3",
+            "bridge": "#cfe0f3",
+            "commands": "#e4edf7",
+            "features": "#f6e3cf",
+            "megatron_api": "#f6e3cf",
+        }
         color = knows.get(name, "#eeeeee")
         axes.add_patch(FancyBboxPatch((x - 0.4, level - 0.22), 0.8, 0.44, "round,pad=0.02", facecolor=color, edgecolor="0.4"))
         axes.text(x, level + 0.07, name, ha="center", va="center", fontsize=10, family="monospace")

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from transformers import GPT2Config, GPT2LMHeadModel
 
 
-_ELSEWHERE = "Models of other architectures are what NVIDIA's Megatron Bridge converts."
+_ELSEWHERE = (
+    "NVIDIA's Megatron-Bridge converts models of other architectures, such as Llama: examples/bridge/to_hugging_face.py and "
+    "docs/megatron-bridge.md."
+)
 
 # What changes the function that a model computes: Megatron's flag, the argument behind it, its value in GPT-2.
 _GPT2_ARCHITECTURE: tuple[tuple[str, str, str | bool | None], ...] = (

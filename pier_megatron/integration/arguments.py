@@ -88,7 +88,7 @@ def _make_help_printable(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def _check_release(args: argparse.Namespace) -> None:
+def check_release(args: argparse.Namespace) -> None:
     """Refuses a release of Megatron on which nothing has been tested, in runs that use anything of the plugin's."""
     if not (uses_pier(args) or uses_group_settings(args)) or args.pier_try_any_megatron:
         return
@@ -103,20 +103,18 @@ def _check_release(args: argparse.Namespace) -> None:
 def _translate(args: argparse.Namespace) -> None:
     """Turns ``--optimizer pier`` into what Megatron knows, in place."""
     args.pier = args.optimizer == "pier"
-    _check_release(args)
+    check_release(args)
     if not args.pier:
         if without_effect := ", ".join(map(flag_of, given(Settings, args))):
             raise PierConfigError(f"{without_effect} has no effect with --optimizer {args.optimizer}: add --optimizer pier.")
         return
     if args.yaml_cfg is not None:
         raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
-    domains = _number_of_domains(args.pier_ranks_per_domain)
     if args.pier_lighthouse is not None:
         _check_job(args)
         args.pier_islands = True
     requirements.check(args)
-    if args.pier_groups is None:
-        args.pier_groups = _number_of_nodes() if domains is None else domains
+    args.pier_groups = number_of_groups(args.pier_groups, args.pier_ranks_per_domain)
     instances = args.num_distributed_optimizer_instances
     if args.pier_islands:
         _check_islands(instances, settings_of(args))
@@ -125,13 +123,37 @@ def _translate(args: argparse.Namespace) -> None:
             f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
             "is a distributed-optimizer instance, and --optimizer pier sets their number. Drop the former."
         )
-    if args.tensorboard_log_interval % args.log_interval:
-        # What is logged is a mean over groups, which must not meet more often than the user asked to see it.
-        args.tensorboard_log_interval = args.log_interval
+    log_where_groups_meet(args)
     args.optimizer = args.pier_inner_optimizer or "adam"
     if args.optimizer == "adam":
         args.use_distributed_optimizer = True
     args.num_distributed_optimizer_instances = args.pier_groups // settings_of(args).worlds
+
+
+def number_of_groups(given: int | None, ranks_per_domain: int | None) -> int:
+    """How many groups a launch has: those given, or one for each fast network.
+
+    Args:
+        given: Number that the user has given, or None.
+        ranks_per_domain: Ranks of a fast network, or None if that is the node.
+
+    Raises:
+        PierConfigError: If the fast networks have different sizes, or their number is unknown.
+    """
+    domains = _number_of_domains(ranks_per_domain)
+    if given is not None:
+        return given
+    return _number_of_nodes() if domains is None else domains
+
+
+def log_where_groups_meet(settings: argparse.Namespace) -> None:
+    """Keeps what is logged a mean over groups, which must not meet more often than the user asked to see it.
+
+    Args:
+        settings: Megatron's arguments or its settings of logs, changed in place.
+    """
+    if settings.tensorboard_log_interval % settings.log_interval:
+        settings.tensorboard_log_interval = settings.log_interval
 
 
 def _number_of_domains(ranks: int | None) -> int | None:

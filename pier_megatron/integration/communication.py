@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 _DENSE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
 _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
+_EXPERT_COLLECTION_GROUPS = ("expt_dp",)
+
+
+def own_data_parallel_ranks() -> dist.ProcessGroup:
+    """The data-parallel and context-parallel ranks of this rank's group, which is an instance."""
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    found: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    return found
 
 
 @contextlib.contextmanager
@@ -36,7 +44,7 @@ def confined_to_group(model_chunk: "DistributedDataParallel") -> Iterator[None]:
         model_chunk: Any chunk of the model; from 0.19 on it carries its own collection of process groups.
     """
     parallel_state = versions.require("megatron.core", "parallel_state")
-    dense = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    dense = own_data_parallel_ranks()
     expert = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
     with _averaging_over(model_chunk, dense, expert):
         yield
@@ -62,6 +70,7 @@ def _averaging_over(
             (parallel_state, _DENSE_GROUPS, dense),
             (parallel_state, _EXPERT_GROUPS, expert),
             (collection, _COLLECTION_GROUPS, dense),
+            (collection, _EXPERT_COLLECTION_GROUPS, expert),
         ):
             there = [name for name in names if getattr(owner, name, None) is not None]
             stack.enter_context(versions.replaced(owner, dict.fromkeys(there, group)))
@@ -100,15 +109,14 @@ def ask_to_exit_when_together[**P, R](
     decide: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> R:
     """Looks for signals and at the clock only where the groups meet, which is also where they hold equal parameters."""
-    settings = versions.megatron_args()
     asked: dict[str, object] = {}
     if optimizer.loop.is_deserted:
         asked = {"exit_duration_in_mins": -1.0}
     elif optimizer.loop.is_local and not _are_together(optimizer):
         asked = {"exit_signal_handler": False, "exit_duration_in_mins": None}
     elif not worlds.own().is_whole_launch:
-        asked = {"exit_duration_in_mins": _limit_for_all(settings.exit_duration_in_mins)}
-    with versions.replaced(settings, asked):
+        asked = {"exit_duration_in_mins": _limit_for_all(versions.megatron_args().exit_duration_in_mins)}
+    with versions.with_megatron_args(asked):
         return decide(*args, **kwargs)
 
 
@@ -124,12 +132,12 @@ def _limit_for_all(minutes: float | None) -> float | None:
 
 
 @current.in_the_local_phase
-def ask_for_saves_when_together(
-    finalize: Callable[..., None], optimizer: "PierOptimizer", /, blocking: bool = False, *args: object, **kwargs: object
+def ask_for_saves_when_together[**P](
+    finalize: Callable[P, None], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> None:
     """Asks whether a save in the background has finished only where the groups meet: all ranks must agree on the answer."""
-    if _are_together(optimizer) or blocking:
-        finalize(blocking, *args, **kwargs)
+    if _are_together(optimizer) or versions.given(finalize, args, kwargs).get("blocking", False):
+        finalize(*args, **kwargs)
 
 
 def _are_together(optimizer: "PierOptimizer") -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pier_megatron.integration import current
 from pier_megatron.integration.communication import confined_to_group, over_all_groups
-from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api import log, versions
 from pier_megatron.outer.report import SCALAR_PREFIX
 
 if TYPE_CHECKING:
@@ -54,11 +54,10 @@ def evaluate_each[**P](
 
 
 def _say_spread(of_groups: Sequence[Mapping[str, float]], iteration: int) -> None:
-    print_last = versions.require("megatron.training.utils", "print_rank_last")
-    writer = versions.require("megatron.training.global_vars", "get_tensorboard_writer")()
+    writer = log.tensorboard()
     for name in of_groups[0]:
         losses = [of_group[name] for of_group in of_groups]
-        print_last(
+        log.print_last(
             f" each group's slow weights on its share of the samples: {name} from {min(losses):.6E} to {max(losses):.6E}; what "
             "follows is the mean"
         )

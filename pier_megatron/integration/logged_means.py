@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pier_megatron.integration import current
 from pier_megatron.integration.communication import confined_to_group, over_all_groups
-from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api import log, versions
 from pier_megatron.outer import OuterStepReport
 from pier_megatron.outer.report import SCALAR_PREFIX
 
@@ -117,9 +117,8 @@ def average_over_groups[R](training_log: Callable[..., R], optimizer: "PierOptim
 
 def _log_spread(spread: float, iteration: int) -> None:
     """What no group sees of itself where they never meet all together."""
-    print_last = versions.require("megatron.training.utils", "print_rank_last")
-    print_last(f" spread of weights over the groups, in the outer steps before iteration {iteration:8d}: {spread:.3E}")
-    writer = versions.require("megatron.training.global_vars", "get_tensorboard_writer")()
+    log.print_last(f" spread of weights over the groups, in the outer steps before iteration {iteration:8d}: {spread:.3E}")
+    writer = log.tensorboard()
     if writer is not None:
         writer.add_scalar(f"{SCALAR_PREFIX}spread of all groups", spread, iteration)
 

@@ -6,6 +6,7 @@ same one of Megatron's, the later row is around the earlier one and says so.
 
 import functools
 import os
+from collections.abc import Iterable
 
 from pier_megatron.features import FEATURES
 from pier_megatron.integration import (
@@ -37,6 +38,17 @@ _TRAINING = "megatron.training.training"
 WITHOUT_PIER = (Seam("megatron.core.datasets.utils", "compile_helpers", datasets.compile_unless_shipped),)
 """What the launcher replaces in every run."""
 
+CORE = (
+    Seam("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", communication.vote_of_those_who_average),
+    Seam(_CHECKPOINTING, "load", files.load_whole_files),
+    Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start),
+    Seam(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", helpers.end_with_the_rank),
+    Seam(_OPTIMIZER, "DistributedOptimizer.sharded_state_dict", torch_adam.with_state),
+    Seam(_OPTIMIZER, "DistributedOptimizer.load_state_dict", torch_adam.with_counters),
+    Seam(_OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", torch_adam.with_counter),
+)
+"""What is replaced in megatron-core, whatever training loop is around it."""
+
 TABLE = (
     # Arguments.
     Seam(_ARGUMENTS, "add_megatron_arguments", arguments.add_flags),
@@ -61,21 +73,15 @@ TABLE = (
     Seam(_TRAINING, "evaluate", evaluation.evaluate_each),
     Seam(_TRAINING, "training_log", logged_means.average_over_groups),
     # Collectives between outer steps.
-    Seam("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", communication.vote_of_those_who_average),
     Seam(_TRAINING, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
     Seam(_TRAINING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),
     Seam(_TRAINING, "calc_params_l2_norm", communication.in_the_group),
     # Checkpoints.
-    Seam(_CHECKPOINTING, "load", files.load_whole_files),
     Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_TRAINING, "save_checkpoint", hooks.save),
     Seam(_TRAINING, "load_checkpoint", hooks.load),
     Seam(_INITIALIZE, "init_persistent_async_worker", helpers.start),
-    Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start),
-    Seam(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", helpers.end_with_the_rank),
-    Seam(_OPTIMIZER, "DistributedOptimizer.sharded_state_dict", torch_adam.with_state),
-    Seam(_OPTIMIZER, "DistributedOptimizer.load_state_dict", torch_adam.with_counters),
-    Seam(_OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", torch_adam.with_counter),
+    *CORE,
 )
 """What every run under Pier replaces, beside the rows of :data:`pier_megatron.features.FEATURES`, which come after these."""
 
@@ -96,14 +102,13 @@ NEEDED = (
     Needed(f"{_CHECKPOINTING}.mapping", "ShardedBase ShardedObject"),
     Needed(f"{_CHECKPOINTING}.optimizer", "get_param_id_to_sharded_param_map make_sharded_optimizer_tensor"),
     Needed(f"{_CHECKPOINTING}.utils", "add_prefix_for_sharding"),
-    Needed("megatron.training.checkpointing", "get_rng_state"),
     Needed(
         "megatron.core.num_microbatches_calculator",
         "get_current_running_global_batch_size get_num_microbatches init_num_microbatches_calculator "
         "unset_num_microbatches_calculator update_num_microbatches",
     ),
     Needed(_BUFFERS, "dist_all_gather_func dist_reduce_scatter_func _ParamAndGradBucketGroup.finish_grad_sync"),
-    Needed("megatron.core.optimizer", "ChainedOptimizer"),
+    Needed("megatron.core.optimizer", "ChainedOptimizer get_megatron_optimizer"),
     Needed("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
     Needed(
         _PARALLEL_STATE,
@@ -116,6 +121,7 @@ NEEDED = (
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", releases=("0.19",)),
     Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", releases=("0.19",)),
     Needed("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
+    Needed("megatron.core.transformer.enums", "AttnBackend"),
     Needed("megatron.core.transformer.module", "param_is_not_shared"),
     Needed("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
     Needed("megatron.core.transformer.transformer_block", "TransformerBlock get_num_layers_to_build"),
@@ -140,6 +146,21 @@ def table() -> tuple[Seam, ...]:
     return (*TABLE, *of_features, *examined, *scored)
 
 
+def check_needed(rows: Iterable[Needed] = NEEDED) -> None:
+    """Looks for everything that Pier looks up by name while it runs.
+
+    Args:
+        rows: Symbols to look for.
+
+    Raises:
+        UnsupportedMegatronError: If this Megatron lacks something of it.
+    """
+    for needed in rows:
+        if not needed.releases or versions.release() in needed.releases:
+            for name in needed.names.split():
+                versions.require(needed.module, name)
+
+
 @functools.cache
 def register() -> None:
     """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
@@ -150,9 +171,6 @@ def register() -> None:
     Raises:
         UnsupportedMegatronError: If this Megatron lacks something that Pier needs.
     """
-    for needed in NEEDED:
-        if not needed.releases or versions.release() in needed.releases:
-            for name in needed.names.split():
-                versions.require(needed.module, name)
+    check_needed()
     install(table())
     helpers.end_forks_with_parent()

@@ -1,10 +1,12 @@
 """Megatron's training loop: where the optimizer is built, where an iteration begins."""
 
+import argparse
 import copy
 import datetime
 import faulthandler
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +27,7 @@ from pier_megatron.integration.samples import (
     pass_samples,
     samples_of_iteration,
 )
-from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api import log, versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport, expectation
 
@@ -54,20 +56,32 @@ def build_optimizer[**P](
 ) -> "MegatronOptimizer":
     """Puts Pier around the optimizer that Megatron has built."""
     optimizer = get_megatron_optimizer(*args, **kwargs)
-    pier = None
-    if uses_pier(versions.megatron_args()):
-        pier = _build(optimizer, versions.given(get_megatron_optimizer, args, kwargs)["model_chunks"])
-    current.set_optimizer(pier)
-    return optimizer if pier is None else pier
-
-
-def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataParallel]") -> "PierOptimizer":
-    from pier_megatron.integration.optimizer import PierOptimizer
-
+    if not uses_pier(versions.megatron_args()):
+        current.set_optimizer(None)
+        return optimizer
     # Sample-based runs know their iterations only now. Megatron's own arguments must not know them yet: it would build the
     # learning-rate scheduler by iterations, without the warmup and the decay that are given in samples.
-    args = copy.copy(versions.megatron_args())
-    settle_iterations(args)
+    settled = copy.copy(versions.megatron_args())
+    settle_iterations(settled)
+    return with_outer_loop(optimizer, versions.given(get_megatron_optimizer, args, kwargs)["model_chunks"], settled)
+
+
+def with_outer_loop(
+    optimizer: "ChainedOptimizer",
+    model_chunks: "Sequence[DistributedDataParallel]",
+    args: argparse.Namespace,
+    words: Callable[[str], str] = str,
+) -> "PierOptimizer":
+    """Builds the outer loop around the optimizer that Megatron has built; called by all ranks.
+
+    Args:
+        optimizer: Megatron's optimizer, which has not stepped.
+        model_chunks: Virtual stages of the model on this rank, in order.
+        args: Megatron's arguments, of which ``train_iters`` is known.
+        words: Names of flags in what is printed, put into the user's words.
+    """
+    from pier_megatron.integration.optimizer import PierOptimizer
+
     config = config_from_args(args)
     members = owners(optimizer)
     shards = [member.main_parameters() for member in members]
@@ -113,7 +127,8 @@ def _build(optimizer: "ChainedOptimizer", model_chunks: "list[DistributedDataPar
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if world.rank_in_launch() == 0:
         who, warnings = world.describe(topology, config), refusals.warnings(args, config)
-        print(startup.describe(who, topology, loop, args.log_interval, warnings), flush=True)
+        print(words(startup.describe(who, topology, loop, args.log_interval, warnings)), flush=True)
+    current.set_optimizer(pier)
     return pier
 
 
@@ -129,19 +144,12 @@ def _own_rank(config: PierConfig) -> Rank:
 
 
 def _report(report: OuterStepReport) -> None:
-    global_vars = "megatron.training.global_vars"
     optimizer = current.pier_optimizer()
     assert optimizer is not None
-    print_rank_last = versions.require("megatron.training.utils", "print_rank_last")
-    report.write(
-        print_rank_last,
-        versions.require(global_vars, "get_tensorboard_writer")(),
-        versions.require(global_vars, "get_wandb_writer")(),
-        optimizer.loop.iteration,
-    )
+    report.write(log.print_last, log.tensorboard(), log.wandb(), optimizer.loop.iteration)
     expected = expectation.after(optimizer.loop.config, report.noise_to_signal, report.iteration)
     if expected is not None:
-        print_rank_last(expected)
+        log.print_last(expected)
 
 
 def join[**P](setup_model_and_optimizer: Callable[P, _SetUp], /, *args: P.args, **kwargs: P.kwargs) -> _SetUp:
@@ -159,21 +167,40 @@ def train_step[**P, R: tuple[object, ...]](
 ) -> R:
     """Tells the outer loop of the iteration, and averages over all groups or the own one."""
     given = versions.given(train_step, args, kwargs)
-    iteration = given["iteration"] + 1
+    step = functools.partial(train_step, *args, **kwargs)
+    return take_step(optimizer, given["iteration"] + 1, given["data_iterator"], given["opt_param_scheduler"], step)
+
+
+def take_step[R: tuple[object, ...]](
+    optimizer: "PierOptimizer",
+    iteration: int,
+    data_iterator: DataIterator,
+    scheduler: "OptimizerParamScheduler",
+    step: Callable[[], R],
+) -> R:
+    """Takes a training step in the phase of its iteration.
+
+    Args:
+        optimizer: Optimizer of the run.
+        iteration: Iteration that begins, counted from 1.
+        data_iterator: Megatron's, one for each model chunk where there are several.
+        scheduler: Megatron's of the learning rate.
+        step: Megatron's training step.
+    """
     if not optimizer.has_seen_samples:
         device = torch.device(torch.cuda.current_device())
-        check_groups_read_different_samples(given["data_iterator"], optimizer.loop.exchange, device)
+        check_groups_read_different_samples(data_iterator, optimizer.loop.exchange, device)
         optimizer.has_seen_samples = True
     optimizer.begin_iteration(iteration)
     if not optimizer.loop.is_local:
         with over_all_groups(optimizer.model_chunks[0]):
-            return train_step(*args, **kwargs)
+            return step()
     if optimizer.clock is not None:
         optimizer.clock.begin_iteration()
     with confined_to_group(optimizer.model_chunks[0]):
-        result = train_step(*args, **kwargs)
+        result = step()
     if optimizer.clock is not None:
-        optimizer.clock.end_iteration(given["opt_param_scheduler"])
+        optimizer.clock.end_iteration(scheduler)
     _, _, _, should_exit, exit_code, *_ = result
     if should_exit:
         raise RuntimeError(
@@ -187,13 +214,18 @@ def train_step[**P, R: tuple[object, ...]](
 @current.in_pier_runs
 def skip_iteration(_: Callable[..., None], optimizer: "PierOptimizer", /, data_iterator: DataIterator) -> None:
     """Does what is due in iterations that Megatron skips (``--iterations-to-skip``), where it does not call ``train_step``."""
+    pass_over_iteration(optimizer, data_iterator)
+    if optimizer.loop.is_deserted:
+        raise _DesertedWhileSkippingError
+
+
+def pass_over_iteration(optimizer: "PierOptimizer", data_iterator: DataIterator) -> None:
+    """Does what is due in an iteration in which nothing is trained, and reads its samples."""
     optimizer.begin_iteration(optimizer.loop.iteration + 1)
     pass_samples(data_iterator)
     if optimizer.clock is not None:
         optimizer.clock.rest()
     optimizer.loop.end_iteration(has_trained=False)
-    if optimizer.loop.is_deserted:
-        raise _DesertedWhileSkippingError
 
 
 @current.in_pier_runs

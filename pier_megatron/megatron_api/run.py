@@ -1,7 +1,10 @@
 """What belongs to the training under way and ends with it, in place of globals in the modules that need it."""
 
+import dataclasses
 import gc
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 _parts: dict[type, Any] = {}
 
@@ -20,3 +23,37 @@ def part[T](kind: type[T]) -> T:
         _parts[kind] = kind()
     found: T = _parts[kind]
     return found
+
+
+class Loop(Protocol):
+    """A training loop other than that of ``megatron.training``, with what Pier asks of it."""
+
+    def arguments(self) -> Any:
+        """Its settings, by the names of Megatron's arguments."""
+
+    def with_arguments(self, values: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Inside, some of them have other values, for the loop too."""
+
+    def print_last(self, text: str) -> None:
+        """Prints on the rank that logs."""
+
+    def tensorboard(self) -> Any:
+        """The writer of TensorBoard, or None on ranks without one."""
+
+    def wandb(self) -> Any:
+        """The writer of Weights & Biases, or None."""
+
+
+@dataclasses.dataclass
+class _Loop:
+    found: Loop | None = None
+
+
+def set_loop(loop: Loop) -> None:
+    """Names the training loop of the training under way."""
+    part(_Loop).found = loop
+
+
+def loop() -> Loop | None:
+    """The training loop; None if it is that of ``megatron.training``."""
+    return part(_Loop).found

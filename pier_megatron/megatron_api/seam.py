@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 
 from pier_megatron.megatron_api import versions
 
+# By it a function that a row has put in place is known.
+_MARK = "_pier_seam"
+
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
@@ -42,6 +45,19 @@ class Seam:
         """Whether this release has the function."""
         return not self.releases or versions.release() in self.releases
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the function is in place: two training loops may share what is replaced beneath them."""
+        try:
+            found = self.original()
+        except versions.UnsupportedMegatronError:
+            return False
+        while hasattr(found, "__wrapped__"):
+            if vars(found).get(_MARK) == self:
+                return True
+            found = found.__wrapped__
+        return False
+
     def original(self) -> Callable[..., object]:
         """Returns the function that is there.
 
@@ -68,6 +84,7 @@ class Seam:
         def wrapper(*args: object, **kwargs: object) -> object:
             return self.around(original, *args, **kwargs)
 
+        vars(wrapper)[_MARK] = self
         if self.called_by is not None:
             inspect.unwrap(versions.require(self.module, self.called_by)).__globals__[self.name] = wrapper
             return
@@ -105,7 +122,7 @@ def install(seams: Iterable[Seam]) -> None:
         UnsupportedMegatronError: If this Megatron lacks a function.
         SeamOrderError: If a function would be put around another one than its row says.
     """
-    present = [seam for seam in seams if seam.exists]
+    present = [seam for seam in seams if seam.exists and not seam.is_installed]
     outermost: dict[tuple[str, str], Callable[..., object]] = {}
     for seam in present:
         seam.original()

@@ -8,6 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from pier_megatron.megatron_api import run
+
 # Tested in CI; CONTRIBUTING.md says how a release gets in here.
 SUPPORTED = ("0.17", "0.18", "0.19")
 
@@ -77,8 +79,15 @@ def given(function: Callable[..., object], args: Iterable[object], kwargs: Mappi
 
 def megatron_args() -> Namespace:
     """Megatron's arguments of the training under way."""
-    args: Namespace = require("megatron.training.global_vars", "get_args")()
+    loop = run.loop()
+    args: Namespace = require("megatron.training.global_vars", "get_args")() if loop is None else loop.arguments()
     return args
+
+
+def with_megatron_args(values: Mapping[str, object]) -> contextlib.AbstractContextManager[None]:
+    """Inside, some of these arguments have other values."""
+    loop = run.loop()
+    return replaced(megatron_args(), values) if loop is None else loop.with_arguments(values)
 
 
 def missing(symbol: str, error: Exception | None = None) -> UnsupportedMegatronError:

@@ -102,7 +102,12 @@ class Recorded:
 
 
 def launch(
-    directory: Path, corpus: tuple[Path, Path], runs: Sequence[Run], world_size: int = 4, megatron: Path | None = None
+    directory: Path,
+    corpus: tuple[Path, Path],
+    runs: Sequence[Run],
+    world_size: int = 4,
+    megatron: Path | None = None,
+    recorder: str = "recorder",
 ) -> dict[str, Recorded]:
     """Runs trainings one after the other in one set of processes.
 
@@ -112,6 +117,7 @@ def launch(
         runs: What to train.
         world_size: Number of processes.
         megatron: Folder of another megatron-core release than the installed one.
+        recorder: Module that runs them.
 
     Returns:
         What each run recorded, by its name.
@@ -128,8 +134,8 @@ def launch(
         )
     )
     # The installed release is launched again and again, the others once.
-    with contextlib.nullcontext(installed()) if megatron is None else WarmProcesses({"megatron": "recorder"}, megatron) as warm:
-        log, words = directory / "log.txt", [str(specification), str(directory), str(world_size)]
+    with contextlib.nullcontext(installed()) if megatron is None else WarmProcesses({"megatron": recorder}, megatron) as warm:
+        log, words = directory / "log.txt", [recorder, str(specification), str(directory), str(world_size)]
         # What stands in for a GPU had better find none.
         variables = {"PIER_TEST_WARM": str(warm.folder), "CUDA_VISIBLE_DEVICES": ""}
         status = _run([sys.executable, "-m", "worker", *words], log, environment(megatron) | variables)

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -216,6 +217,15 @@ class Recorder:
         dist_checkpointing.save(state, str(path), validate_access_integrity=False)
 
     def finish(self, path: Path) -> None:
+        """Writes the record; :meth:`collect` comes first, unless the loop has called it before it forgot its groups."""
+        if "group_of" not in self.record:
+            self.collect()
+        torch.save(self.record, path)
+
+    def collect(self) -> None:
+        """Records what can be seen only while Megatron has its groups."""
+        if self.model:
+            compare_copies(self.model, owners(self.optimizer), current.pier_optimizer())
         # A run may have had nothing left to train.
         self.optimizer = self.optimizer or current.pier_optimizer()
         if self.census is not None:
@@ -230,7 +240,6 @@ class Recorder:
         inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
         if inter is not None:
             self.record["group"] = inter.rank()
-        torch.save(self.record, path)
 
 
 def group_of_every_rank() -> dict[int, int]:
@@ -359,7 +368,14 @@ def print_to(log: Path) -> None:
             os.dup2(file.fileno(), descriptor)
 
 
-def main() -> None:
+def train_with_flags(argv: list[str]) -> None:
+    """Trains as a command line says."""
+    sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
+    pretrain_bytes.main()
+
+
+def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
+    """Runs the trainings of the specification, each as its arguments say."""
     global recorder
     specification, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     install(seams.WITHOUT_PIER)
@@ -374,16 +390,17 @@ def main() -> None:
         rank = os.environ["RANK"]
         print_to(directory / f"{name}-rank{rank}.txt")
         recorder = Recorder(run["probes"], directory / name)
-        sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
         record = directory / f"{name}-rank{rank}.pt"
         try:
             decide = megatron_training.checkpoint_and_decide_exit
-            with planted(run["sabotage"], directory), saves(decide, run["saves"]), traced(recorder):
-                # Also after --exit-interval, and after converting a checkpoint.
-                with contextlib.suppress(SystemExit):
-                    pretrain_bytes.main()
-                if recorder.model:
-                    compare_copies(recorder.model, owners(recorder.optimizer), current.pier_optimizer())
+            # Ended also after --exit-interval, and after converting a checkpoint.
+            with (
+                planted(run["sabotage"], directory),
+                saves(decide, run["saves"]),
+                traced(recorder),
+                contextlib.suppress(SystemExit),
+            ):
+                train(argv)
         except Exception as error:
             if not run["fails"]:
                 raise

@@ -148,7 +148,9 @@ def test_every_symbol_that_is_looked_up_is_checked_at_the_start() -> None:
     replaced = {f"{row.module}.{row.name}" for row in all_rows()}
     # A module or a class that holds a name is there when the name is.
     parts = {name.rsplit(".", depth)[0] for name in checked | replaced for depth in range(3)}
-    unchecked = {name: where for name, where in megatron_symbols.looked_up().items() if name not in parts}
+    looked_up = megatron_symbols.looked_up().items()
+    # Those of Megatron-Bridge are in a table of their own, which needs it installed.
+    unchecked = {name: where for name, where in looked_up if name not in parts and not name.startswith("megatron.bridge.")}
     assert unchecked == {}
 
 
@@ -157,11 +159,11 @@ def test_a_release_that_was_not_tested_is_refused(given: dict[str, Any]) -> None
     args = argparse.Namespace(pier=given["optimizer"] == "pier", pier_try_any_megatron=None, **given)
     with mock.patch.object(versions, "megatron_version", return_value="0.20.1"):
         with pytest.raises(PierConfigError, match=r"Megatron 0\.20\.1 is not one of .* 0\.19\. .* --pier-try-any-megatron"):
-            arguments._check_release(args)
-        arguments._check_release(argparse.Namespace(**vars(args) | {"pier_try_any_megatron": True}))
-        arguments._check_release(argparse.Namespace(pier=False, optimizer="adam", pier_try_any_megatron=None))
+            arguments.check_release(args)
+        arguments.check_release(argparse.Namespace(**vars(args) | {"pier_try_any_megatron": True}))
+        arguments.check_release(argparse.Namespace(pier=False, optimizer="adam", pier_try_any_megatron=None))
     with mock.patch.object(versions, "megatron_version", return_value="0.19.7"):
-        arguments._check_release(args)
+        arguments.check_release(args)
 
 
 _EACH_IN_TURN = """

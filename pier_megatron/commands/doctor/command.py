@@ -9,6 +9,7 @@ from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
+from pier_megatron.values import function_name, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also start the job on this machine, without its lazy start, loading and saving nothing, for one iteration "
         "between outer steps, and list the collectives of that iteration",
     )
+    recipe = parser.add_argument_group("a recipe of Megatron-Bridge, in place of a launch command")
+    recipe.add_argument(
+        "--recipe",
+        type=function_name,
+        metavar="MODULE:FUNCTION",
+        help="check the configuration that a function without arguments returns, such as recipes:llama_tiny in this folder",
+    )
+    recipe.add_argument("--nodes", type=whole(1), default=1, metavar="N", help="number of nodes (default: 1)")
+    recipe.add_argument(
+        "--ranks-per-node", type=whole(1), default=8, metavar="N", help="number of processes on each node (default: 8)"
+    )
     add_command_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints what is found of a job and the verdict, having started the job on demand; returns the exit status."""
+    if options.recipe is not None:
+        return _examine_recipe(options)
     if not options.command:
         raise PierConfigError("no launch command is given. Give it behind doctor, such as torchrun ... SCRIPT ...")
     findings = examine(options.command)
@@ -35,6 +49,20 @@ def run(options: argparse.Namespace) -> int:
     if options.start and not findings.errors:
         _start(options.command, findings)
     print(findings.verdict, flush=True)
+    return findings.status
+
+
+def _examine_recipe(options: argparse.Namespace) -> int:
+    if options.command or options.start:
+        raise PierConfigError(
+            f"--recipe {options.recipe} stands in place of a launch command, and starts nothing: drop the command and --start."
+        )
+    from pier_megatron.commands.doctor import recipe
+
+    findings = Findings()
+    with findings.collecting():
+        recipe.examine(options.recipe, options.nodes, options.ranks_per_node, findings)
+    print("\n".join([*findings.lines(), findings.verdict]), flush=True)
     return findings.status
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -108,10 +109,27 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
 
 
 def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
+    ranks = describe_groups(args, config, command.ranks_per_node, findings)
+    _look_at_outer_state(args, config, command, findings)
+    look_at_checkpoint(args, config, ranks, findings)
+
+
+def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings: Findings) -> int:
+    """Adds which group stands where, the schedule, and warnings of both.
+
+    Args:
+        args: Megatron's arguments of a validated job.
+        config: Configuration of the outer loop.
+        ranks_per_node: Processes on each node.
+        findings: Findings to add to.
+
+    Returns:
+        Number of ranks of a group.
+    """
     from pier_megatron.integration import planned_job, refusals
     from pier_megatron.integration.startup import schedule
 
-    topology = planned_job.planned_topology(args, command.ranks_per_node)
+    topology = planned_job.planned_topology(args, ranks_per_node)
     with findings.collecting():
         topology.check()
     ranks = len(topology.members(0))
@@ -120,11 +138,17 @@ def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: 
         *topology.describe(),
         *(line.removeprefix("  ") for line in schedule(config)),
     ]
-    _look_at_outer_state(args, config, command, findings)
-    with findings.collecting():
-        checkpoint = planned_job.check_checkpoint(args, config, ranks)
-        findings.notes += [f"--load {checkpoint}"] if checkpoint else []
     findings.warnings += [*config.warnings(), *topology.warnings(), *refusals.warnings(args, config)]
+    return ranks
+
+
+def look_at_checkpoint(args: Any, config: PierConfig, ranks_in_group: int, findings: Findings) -> None:
+    """Adds what the checkpoint is that a validated job would load, or why it would refuse it."""
+    from pier_megatron.integration import planned_job
+
+    with findings.collecting():
+        checkpoint = planned_job.check_checkpoint(args, config, ranks_in_group)
+        findings.notes += [f"--load {checkpoint}"] if checkpoint else []
 
 
 def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, command: LaunchCommand, findings: Findings) -> None:

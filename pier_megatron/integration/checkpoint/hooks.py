@@ -78,7 +78,7 @@ def load[**P](
         )
     loading = Loading(place, loop, stored)
     try:
-        with versions.replaced(pier, {"loading": loading}), versions.replaced(settings, loading.arguments()):
+        with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(loading.arguments()):
             result = load_checkpoint(*args, **kwargs)
     except Exception as error:
         error.add_note(

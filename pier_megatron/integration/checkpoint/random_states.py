@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def random_states() -> "StateDict":
-    """The states of all generators of this rank, as Megatron stores them."""
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    states = versions.require("megatron.training.checkpointing", "get_rng_state")(
-        "torch_dist",
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
-    own: StateDict = states.data[0]
-    return own
+    """The states of all generators of this rank, under the names by which Megatron stores them."""
+    tensor_parallel = versions.require("megatron.core", "tensor_parallel")
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
 
 
 def restore_random_states(states: "StateDict") -> None:

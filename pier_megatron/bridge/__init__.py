@@ -1,0 +1,12 @@
+"""Pier for Megatron-Bridge: an optimizer configuration in place of ``--optimizer pier``.
+
+A recipe of Megatron-Bridge trains with Pier once its ``config.optimizer`` is a :class:`PierOptimizerConfig`, for which
+:func:`with_pier` is the one line. Importing this package makes Pier known to Megatron-Bridge.
+"""
+
+from pier_megatron.bridge import seams
+from pier_megatron.bridge.config import PierOptimizerConfig, with_pier
+
+__all__ = ["PierOptimizerConfig", "with_pier"]
+
+seams.register()

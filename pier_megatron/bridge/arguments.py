@@ -1,0 +1,144 @@
+"""What Megatron's arguments are in a ``ConfigContainer``, so that one code serves flags and configurations."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.megatron_api import versions
+
+_PIER = "pier_"
+# Parts of the configuration that hold settings by the names of Megatron's arguments, in the order in which they are asked.
+_SECTIONS = (
+    "train",
+    "validation",
+    "checkpoint",
+    "logger",
+    "dist",
+    "rng",
+    "ddp",
+    "model",
+    "optimizer",
+    "scheduler",
+    "dataset",
+    "rerun_state_machine",
+    "profiling",
+    "straggler",
+)
+# Where a setting has another name than Megatron's argument.
+_OTHER_NAMES = {"num_experts": ("model", "num_moe_experts")}
+
+
+class BridgeArguments:
+    """Settings of a run under Megatron-Bridge, by the names of Megatron's arguments; they are looked up when asked for.
+
+    Attributes:
+        pier: Whether the run uses Pier.
+    """
+
+    def __init__(self, config: Any, pier: bool) -> None:
+        """Looks into a ``ConfigContainer``."""
+        self._config, self.pier = config, pier
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.place_of(name)
+        if found is None and name.startswith(_PIER):
+            # A flag that is not given, and here no setting.
+            return None
+        if found is None:
+            raise AttributeError(name)
+        return getattr(*found)
+
+    def place_of(self, name: str) -> tuple[Any, str] | None:
+        """The part of the configuration that holds an argument, and the name there; None if there is none."""
+        path = self.path_of(name)
+        if path is None:
+            return None
+        section, _, attribute = path.rpartition(".")
+        return (getattr(self._config, section) if section else self._config), attribute
+
+    def path_of(self, name: str) -> str | None:
+        """The same as a user writes it, such as ``checkpoint.save_interval``."""
+        if name.startswith(_PIER):
+            own = name.removeprefix(_PIER)
+            return f"optimizer.{own}" if self.pier and hasattr(self._config.optimizer, own) else None
+        if name == "data_parallel_size":
+            return name
+        if name in _OTHER_NAMES:
+            return ".".join(_OTHER_NAMES[name])
+        return next((f"{section}.{name}" for section in _SECTIONS if hasattr(self._section(section), name)), None)
+
+    def _section(self, name: str) -> Any:
+        return getattr(self._config, name, None)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Megatron's arguments have the tensor-parallel size where none is given."""
+        model = self._config.model
+        return int(model.expert_tensor_parallel_size or model.tensor_model_parallel_size)
+
+
+class BridgeLoop:
+    """The training loop of Megatron-Bridge; see :class:`pier_megatron.megatron_api.run.Loop`.
+
+    Attributes:
+        config: Configuration of the run.
+        state: Global state of Megatron-Bridge, once it trains.
+    """
+
+    def __init__(self, config: Any, pier: bool) -> None:
+        """Takes the ``ConfigContainer`` of a run."""
+        self.config, self.state = config, None
+        self._arguments = BridgeArguments(config, pier)
+
+    def arguments(self) -> Any:
+        """The settings, by the names of Megatron's arguments."""
+        return self._arguments
+
+    @contextlib.contextmanager
+    def with_arguments(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, settings of the configuration have other values."""
+        with contextlib.ExitStack() as stack:
+            for name, value in values.items():
+                place = self._arguments.place_of(name)
+                if place is None:
+                    raise versions.missing(f"{name} in ConfigContainer")
+                stack.enter_context(versions.replaced(place[0], {place[1]: value}))
+            yield
+
+    def print_last(self, text: str) -> None:
+        """Prints on the last rank."""
+        versions.require("megatron.bridge.utils.common_utils", "print_rank_last")(text)
+
+    def tensorboard(self) -> Any:
+        """The writer of TensorBoard, or None."""
+        return getattr(self.state, "tensorboard_logger", None)
+
+    def wandb(self) -> Any:
+        """Weights & Biases, or None."""
+        return getattr(self.state, "wandb_logger", None)
+
+    @contextlib.contextmanager
+    def own_words(self) -> Iterator[None]:
+        """Inside, a refusal names settings of the configuration in place of flags."""
+        try:
+            yield
+        except PierConfigError as error:
+            raise PierConfigError(self.in_own_words(str(error))) from None
+
+    def in_own_words(self, text: str) -> str:
+        """Puts settings of the configuration in place of flags, wherever the configuration has them."""
+        text = text.replace("--optimizer pier", "PierOptimizerConfig").replace("--optimizer adam", "OptimizerConfig")
+        return re.sub(r"--[a-z0-9]+(?:-[a-z0-9]+)*", lambda flag: self._in_own_words(flag[0]), text)
+
+    def _in_own_words(self, flag: str) -> str:
+        name = flag.removeprefix("--").replace("-", "_")
+        path = self._arguments.path_of(name)
+        return flag if path is None else f"config.{path}"

@@ -1,0 +1,61 @@
+"""Everything of Megatron-Bridge's that Pier replaces, checked as a whole before any of it is touched.
+
+What it replaces in megatron-core is the same as under flags.
+"""
+
+import functools
+
+from pier_megatron.bridge import training
+from pier_megatron.integration import communication, datasets, evaluation, logged_means
+from pier_megatron.integration import seams as of_flags
+from pier_megatron.integration.checkpoint import helpers, hooks
+from pier_megatron.megatron_api.seam import Needed, Seam, install
+
+_CHECKPOINTING = "megatron.bridge.training.checkpointing"
+_EVAL = "megatron.bridge.training.eval"
+_FLOPS = "megatron.bridge.training.utils.flop_utils"
+_PRETRAIN = "megatron.bridge.training.pretrain"
+_TRAIN = "megatron.bridge.training.train"
+
+TABLE = (
+    Seam("megatron.bridge.training.config", "ConfigContainer.validate", training.validate),
+    Seam("megatron.bridge.training.initialize", "compile_helpers", datasets.compile_unless_shipped),
+    # The loop.
+    Seam(_TRAIN, "train_step", training.train_step),
+    Seam(_TRAIN, "_dummy_train_step", training.skip_iteration),
+    Seam(_TRAIN, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
+    Seam(_PRETRAIN, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
+    Seam(_EVAL, "evaluate", evaluation.evaluate_each),
+    Seam(_TRAIN, "training_log", logged_means.average_over_groups),
+    # Collectives between outer steps.
+    Seam(_TRAIN, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
+    Seam(_CHECKPOINTING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),
+    Seam(_TRAIN, "calc_params_l2_norm", communication.in_the_group),
+    Seam(_FLOPS, "resolve_global_flops_runtime_stats", training.count_own_tokens, releases=("0.19",)),
+    # Checkpoints.
+    Seam(_CHECKPOINTING, "_build_sharded_state_dict_metadata", hooks.describe_the_run),
+    Seam(_CHECKPOINTING, "save_checkpoint", hooks.save),
+    Seam(_CHECKPOINTING, "load_checkpoint", hooks.load),
+    Seam("megatron.bridge.training.state", "GlobalState.initialize_async_checkpoint_worker", helpers.start),
+)
+"""What a run under Megatron-Bridge replaces besides :data:`pier_megatron.integration.seams.CORE`."""
+
+
+NEEDED = (
+    Needed("megatron.bridge.models.gpt_provider", "local_layer_spec"),
+    Needed("megatron.bridge.training.config", "runtime_config_update"),
+    Needed("megatron.bridge.utils.common_utils", "print_rank_last"),
+)
+"""What Pier looks up by name besides :data:`pier_megatron.integration.seams.NEEDED`."""
+
+
+@functools.cache
+def register() -> None:
+    """Adds Pier to Megatron-Bridge's training loop; calling it again does nothing.
+
+    Raises:
+        UnsupportedMegatronError: If this Megatron or Megatron-Bridge lacks something that Pier needs.
+    """
+    of_flags.check_needed((*of_flags.NEEDED, *NEEDED))
+    install((*TABLE, *of_flags.CORE))
+    helpers.end_forks_with_parent()

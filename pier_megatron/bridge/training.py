@@ -1,0 +1,78 @@
+"""Megatron-Bridge's training loop: where a configuration is checked, where an iteration begins."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pier_megatron.bridge import refusals
+from pier_megatron.bridge.arguments import BridgeLoop
+from pier_megatron.integration import current
+from pier_megatron.integration import refusals as of_flags
+from pier_megatron.integration.arguments import check_arguments, check_release, log_where_groups_meet, number_of_groups
+from pier_megatron.integration.communication import own_data_parallel_ranks
+from pier_megatron.integration.training import pass_over_iteration, take_step
+from pier_megatron.megatron_api import run, versions
+
+_ITERATION = "iter_"
+
+
+def validate(validate: Callable[..., Any], config: Any) -> Any:
+    """Begins a training, and checks Pier's settings before and after Megatron-Bridge checks its own."""
+    from pier_megatron.bridge.config import PierOptimizerConfig
+
+    run.begin()
+    loop = BridgeLoop(config, pier=isinstance(config.optimizer, PierOptimizerConfig))
+    run.set_loop(loop)
+    if not loop.arguments().pier:
+        return validate(config)
+    with loop.own_words():
+        _prepare(config, loop.arguments())
+        result = validate(config)
+        check_arguments(loop.arguments())
+    return result
+
+
+def _prepare(config: Any, arguments: Any) -> None:
+    check_release(arguments)
+    pier = config.optimizer
+    pier.groups = number_of_groups(pier.groups, pier.ranks_per_domain)
+    refusals.refuse_what_cannot_work(config)
+    of_flags.refuse_what_cannot_work(arguments)
+    log_where_groups_meet(config.logger)
+    config.ddp.num_distributed_optimizer_instances = pier.groups
+    config.ddp.use_distributed_optimizer = pier.use_distributed_optimizer = True
+    _name_iteration(config.checkpoint)
+
+
+def _name_iteration(checkpoint: Any) -> None:
+    """Puts the folder of one checkpoint, which Megatron-Bridge accepts as well, into a run's folder and an iteration."""
+    folder = Path(checkpoint.load) if checkpoint.load is not None else None
+    if folder is not None and folder.name.removeprefix(_ITERATION).isdigit():
+        checkpoint.load, checkpoint.ckpt_step = str(folder.parent), int(folder.name.removeprefix(_ITERATION))
+
+
+@current.in_pier_runs
+def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Tells the outer loop of the iteration, and averages over all groups or the own one."""
+    given = versions.given(train_step, args, kwargs)
+    state, loop = given["global_state"], run.loop()
+    assert isinstance(loop, BridgeLoop)
+    loop.state = state
+    step = functools.partial(train_step, *args, **kwargs)
+    return take_step(optimizer, state.train_state.step + 1, given["data_iterator"], given["scheduler"], step)
+
+
+@current.in_pier_runs
+def skip_iteration(skip: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Does what is due in iterations that are skipped (``train.iterations_to_skip``), without ``train_step``."""
+    pass_over_iteration(optimizer, versions.given(skip, args, kwargs)["train_data_iterator"])
+
+
+@current.in_the_local_phase
+def count_own_tokens(resolve: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Estimates the operations of packed sequences, whose lengths differ, by the own group's share of them."""
+    ranks, replicas = own_data_parallel_ranks(), kwargs["data_parallel_size"]
+    own = resolve(*args, **kwargs | {"dp_group": ranks, "data_parallel_size": ranks.size()})
+    # Context-parallel ranks, which are among them, count the same sequences.
+    return tuple(count if count is None else count * replicas // ranks.size() for count in own)

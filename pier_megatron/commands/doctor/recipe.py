@@ -1,0 +1,72 @@
+"""What a recipe of Megatron-Bridge will be, before it is queued."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import torch
+
+from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.commands.doctor.job import describe_groups, look_at_checkpoint
+from pier_megatron.errors import PierConfigError
+
+
+def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> None:
+    """Looks at a recipe without starting it; needs no GPU.
+
+    Args:
+        name: ``MODULE:FUNCTION``.
+        nodes: Number of nodes that it will run on.
+        ranks_per_node: Processes on each.
+        findings: Findings to add to.
+
+    Raises:
+        PierConfigError: If there is no such recipe, or it will not start.
+    """
+    _prepare(nodes * ranks_per_node, ranks_per_node)
+    config = _recipe(name)
+    from pier_megatron.bridge import PierOptimizerConfig
+    from pier_megatron.integration.arguments import config_from_args
+    from pier_megatron.megatron_api import run, versions
+
+    if not isinstance(config.optimizer, PierOptimizerConfig):
+        findings.warnings.append(f"--recipe {name}: it does not use Pier. Call pier_megatron.bridge.with_pier(config)")
+        return
+    try:
+        versions.require("megatron.bridge.training.config", "runtime_config_update")(config)
+    except PierConfigError:
+        raise
+    except (AssertionError, ValueError) as error:
+        raise PierConfigError(f"--recipe {name}: {error or type(error).__name__}") from error
+    loop: Any = run.loop()
+    arguments = loop.arguments()
+    own = Findings()
+    with own.collecting():
+        pier = config_from_args(arguments)
+        look_at_checkpoint(arguments, pier, describe_groups(arguments, pier, ranks_per_node, own), own)
+    for told, found in ((findings.notes, own.notes), (findings.warnings, own.warnings), (findings.errors, own.errors)):
+        told += [loop.in_own_words(line) for line in found]
+
+
+def _prepare(ranks: int, ranks_per_node: int) -> None:
+    """Sets up this process as the launcher would, and for Megatron-Bridge on a machine that may have no GPU."""
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks_per_node), "RANK": "0", "LOCAL_RANK": "0"}
+    from pier_megatron.cpu import bridge, emulation
+
+    if not torch.cuda.is_available():
+        emulation.install()
+    if importlib.util.find_spec("transformer_engine") is None:
+        bridge.install()
+
+
+def _recipe(name: str) -> Any:
+    module, _, function = name.partition(":")
+    if importlib.util.find_spec("megatron.bridge") is None:
+        raise PierConfigError("--recipe needs megatron-bridge, which is not installed.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise PierConfigError(f"--recipe {name}: {error}") from error

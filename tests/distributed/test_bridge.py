@@ -1,0 +1,295 @@
+"""Megatron-Bridge trains as flags do, with the same promises."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bridge_installation import BRIDGE
+from launch import REPOSITORY, Recorded, Run, execute, launch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pier_megatron.integration.census import Collective
+
+pytestmark = pytest.mark.processes
+
+# Lazy start to 3, outer steps at 6, 9 and 12.
+_PIER = {"groups": 2, "sync_interval": 3, "lazy_start_iters": 3}
+_ITERATIONS = range(1, 13)
+# Between outer steps, where nothing is logged.
+_SILENT, _MEETINGS = (4, 5, 7, 8, 10, 11), (2, 6, 9)
+
+
+def with_flags(more: str = "", **pier: object) -> str:
+    """The command line of a run with Pier."""
+    words = [f"--pier-{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in (_PIER | pier).items()]
+    return " ".join(["--train-iters 12 --global-batch-size 16 --optimizer pier", *words, more])
+
+
+def with_config(more: str = "", **pier: object) -> str:
+    """The same as settings of a configuration."""
+    return " ".join([*(f"pier.{name}={value}" for name, value in (_PIER | pier).items()), more])
+
+
+# Each with flags and as settings.
+_PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "TP 2": ("--tensor-model-parallel-size 2", "model.tensor_model_parallel_size=2", {}),
+    "PP 2": (
+        "--pipeline-model-parallel-size 2",
+        "model.pipeline_model_parallel_size=2 model.pipeline_dtype=torch.float32",
+        {"overlap": 1, "fragments": 2},
+    ),
+    "bf16": (
+        "--bf16 --overlap-grad-reduce --overlap-param-gather",
+        "mixed_precision=bf16_mixed ddp.overlap_grad_reduce=True ddp.overlap_param_gather=True",
+        {"exchange_dtype": "int4", "offload": True, "preset": "diloco"},
+    ),
+    "pairs": ("--eval-interval 4 --eval-iters 2", "validation.eval_interval=4 validation.eval_iters=2", {"preset": "noloco"}),
+    "evaluation": ("--eval-interval 4 --eval-iters 2", "validation.eval_interval=4 validation.eval_iters=2", {}),
+    "Llama": (
+        "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --group-query-attention "
+        "--num-query-groups 2 --untie-embeddings-and-output-weights --init-method-std 0.3 --ffn-hidden-size 88 "
+        "--exit-interval 7 --save {directory}/llama-flags --save-interval 1000000",
+        "model.normalization=RMSNorm model.gated_linear_unit=True model.activation_func=torch.nn.functional.silu "
+        "model.add_bias_linear=False model.position_embedding_type=rope model.num_query_groups=2 "
+        "model.share_embeddings_and_output_weights=False model.init_method_std=0.3 model.ffn_hidden_size=88 "
+        "train.exit_interval=7 checkpoint.save={directory}/llama-config",
+        {},
+    ),
+    "skipped": ("--iterations-to-skip 5 6", "train.iterations_to_skip=[5,6]", {}),
+}
+_ASKING = (
+    "logger.log_interval=1000 logger.log_params_norm=True optimizer.log_num_zeros_in_grad=True train.exit_signal_handler=True "
+    "train.exit_duration_in_mins=60 rerun_state_machine.rerun_mode=validate_results logger.tensorboard_log_interval=1"
+)
+_SAVING = "checkpoint.save={directory}/checkpoints checkpoint.save_interval=7"
+_LOADING = "checkpoint.load={directory}/checkpoints checkpoint.ckpt_step=7"
+_REFUSED = {
+    "groups": (
+        with_config(groups=3),
+        "config.optimizer.groups 3 does not divide the data-parallel size 4 .* Use one of 1, 2, 4",
+    ),
+    "short": (with_config(lazy_start_iters=4), "config.optimizer.lazy_start_iters 4 is no multiple of config.optimizer.sync_"),
+    "timers": (with_config("logger.timing_log_level=1"), "config.logger.timing_log_level 1 puts about ten barriers"),
+    "weights": (with_config("train.check_weight_hash_across_dp_replicas_interval=4"), "config.train.check_weight_hash.* 4 "),
+    "precision": (
+        with_config("optimizer.use_precision_aware_optimizer=True"),
+        "config.optimizer.use_precision_aware_opt.* cannot",
+    ),
+    "instances": (
+        with_config("ddp.num_distributed_optimizer_instances=4"),
+        "config.ddp.num_distributed_optimizer_instances=4 con",
+    ),
+    "groups of its own": (with_config("dist.use_decentralized_pg=True"), "config.dist.use_decentralized_pg cannot be used"),
+    "Muon": (with_config("optimizer.optimizer=dist_muon"), "config.optimizer.optimizer='dist_muon' cannot be used"),
+    "manager": (with_config("checkpoint.custom_manager_class=a.B"), "config.checkpoint.custom_manager_class cannot be used"),
+    "islands": (with_config(islands=True), "islands=True is not supported under Megatron-Bridge: islands replace"),
+    "misspelt": (with_config(sync_intervall=4), r"sync_intervall=4: Pier has no such setting. Did you mean sync_interval\?"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    probes = ["main", "moments", "outer"]
+    trainings = [
+        Run(f"{name}, {how}", line, probes)
+        for name, (flags, settings, pier) in _PAIRS.items()
+        for how, line in (("flags", with_flags(flags, **pier)), ("config", with_config(settings, **pier)))
+    ]
+    trainings += [
+        Run("silent", with_config("logger.log_interval=1000"), ["census"]),
+        Run("asking", with_config(_ASKING), ["census"]),
+        Run("stock", "stock ddp.num_distributed_optimizer_instances=2 logger.log_interval=1000", ["census"]),
+        Run("saving", with_config(f"{_SAVING} logger.tensorboard_dir={{directory}}/tensorboard"), probes),
+        Run("to 6", with_config("train.exit_interval=6"), ["weights"]),
+        Run("resumed", with_config(_LOADING), probes),
+        Run("one folder", with_config("checkpoint.load={directory}/checkpoints/iter_0000007"), probes),
+        Run("stock resumed", f"stock {_LOADING}", ["weights"]),
+        *(Run(f"refused: {name}", line, fails=True) for name, (line, _) in _REFUSED.items()),
+    ]
+    return launch(tmp_path_factory.mktemp("bridge"), corpus, trainings, megatron=BRIDGE, recorder="bridge_recorder")
+
+
+def assert_equal(ours: Recorded, theirs: Recorded, after: int = 0) -> None:
+    """Two runs are the same to the last bit, on every rank and after every iteration."""
+    for rank, other in zip(ours.ranks, theirs.ranks, strict=True):
+        assert rank["group"] == other["group"]
+        for name in ("main", "moments", "anchor", "momentum"):
+            assert {*rank[name]} == {iteration for iteration in other[name] if iteration > after}
+            for iteration in rank[name]:
+                assert torch.equal(flat(rank[name][iteration]), flat(other[name][iteration])), (name, iteration)
+
+
+def flat(recorded: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    return recorded if isinstance(recorded, torch.Tensor) else torch.cat(recorded)
+
+
+@pytest.mark.parametrize("name", _PAIRS)
+def test_a_configuration_trains_as_the_flags_do(runs: dict[str, Recorded], name: str) -> None:
+    config, flags = runs[f"{name}, config"], runs[f"{name}, flags"]
+    assert_equal(config, flags)
+    assert config.losses == flags.losses
+    assert config.grad_norms == flags.grad_norms
+    # Megatron-LM prints iteration 1 besides, and goes on summing up from it.
+    printed = [{t: loss for t, loss in run.printed_losses.items() if t > 2} for run in (config, flags)]
+    assert printed[0] == printed[1]
+    assert printed[0]
+
+
+def outer_steps(run: Recorded) -> list[str]:
+    """What is logged of outer steps, but for times."""
+    lines = re.findall(r"outer step after iteration.*?(?= \| elapsed)", run.printed)
+    return [line for line in lines if "sent" in line]
+
+
+@pytest.mark.parametrize("name", _PAIRS)
+def test_outer_steps_and_the_start_are_told_alike(runs: dict[str, Recorded], name: str) -> None:
+    config, flags = runs[f"{name}, config"], runs[f"{name}, flags"]
+    assert outer_steps(config) == outer_steps(flags)
+    assert outer_steps(config)
+    blocks = [re.search(r"Pier: 2 groups of.*?momentum horizon[^\n]*", run.printed, re.DOTALL) for run in (config, flags)]
+    assert blocks[0] is not None
+    assert blocks[1] is not None
+    assert blocks[0][0] == blocks[1][0]
+
+
+def test_evaluation_sees_the_anchor(runs: dict[str, Recorded]) -> None:
+    # Megatron-Bridge shuffles validation samples as Megatron-LM does not: the weights are compared, and the loss of the test.
+    for ours, theirs in zip(runs["evaluation, config"].ranks, runs["evaluation, flags"].ranks, strict=True):
+        assert {*ours["validation"]} >= {"iteration 4", "iteration 8"}
+        for iteration, evaluated in ours["validation"].items():
+            assert torch.equal(evaluated, theirs["validation"][iteration])
+        # In another order.
+        assert torch.equal(ours["validation"]["iteration 8"].sort()[0], flat(ours["anchor"][8]).sort()[0])
+        assert not torch.equal(ours["validation"]["iteration 8"], ours["main"][8])
+    tested = [
+        re.findall(r"on test set \| lm loss value: (\S+)", runs[f"evaluation, {how}"].printed) for how in ("config", "flags")
+    ]
+    assert tested[0] == tested[1]
+    assert len(tested[0]) == 1
+
+
+def test_groups_that_never_agree_are_evaluated_apart(runs: dict[str, Recorded]) -> None:
+    assert runs["pairs, config"].printed.count("each group's slow weights on its share of the samples: lm loss from") >= 2
+
+
+def crossing(run: Recorded, iteration: int) -> list[Collective]:
+    return [
+        found
+        for rank in run.ranks
+        for found in rank["census"][iteration]
+        if len({rank["group_of"][member] for member in found.ranks}) > 1
+    ]
+
+
+@pytest.mark.parametrize("name", ["silent", "asking"])
+def test_nothing_crosses_the_groups_between_outer_steps(runs: dict[str, Recorded], name: str) -> None:
+    for iteration in _SILENT:
+        assert crossing(runs[name], iteration) == []
+        assert runs[name].ranks[0]["census"][iteration]
+    for iteration in _MEETINGS:
+        assert crossing(runs[name], iteration)
+
+
+def test_stock_bridge_crosses_in_every_iteration(runs: dict[str, Recorded]) -> None:
+    # The gradient and the loss; the rerun state machine is off by default.
+    assert len(crossing(runs["stock"], 5)) >= 2 * len(runs["stock"].ranks)
+
+
+@pytest.mark.parametrize("name", ["resumed", "one folder"])
+def test_a_resume_between_outer_steps_is_exact(runs: dict[str, Recorded], name: str) -> None:
+    assert " Pier resumes exactly from iteration 7" in runs[name].printed
+    assert_equal(runs[name], runs["saving"], after=7)
+
+
+def test_stock_bridge_loads_what_the_groups_agreed_on(runs: dict[str, Recorded]) -> None:
+    loaded, agreed = runs["stock resumed"].weights("initial"), runs["to 6"].weights("final")
+    assert {*loaded} == {*agreed}
+    for name, weights in loaded.items():
+        if isinstance(weights, torch.Tensor):
+            assert torch.equal(weights, agreed[name]), name
+
+
+def test_metrics_are_in_tensorboard(runs: dict[str, Recorded]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(runs["saving"].directory.parent / "tensorboard")).Reload()
+    steps = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"] if tag.startswith("pier/")}
+    assert steps["pier/pseudo-gradient-norm"] == [6, 9, 12]
+
+
+@pytest.mark.parametrize("how", ["flags", "config"])
+def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_path: Path, how: str) -> None:
+    tokens = torch.randint(257, (4, 32), generator=torch.Generator().manual_seed(1))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    LlamaConfig(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    ).save_pretrained(tmp_path / "config")
+    # Between outer steps, where the groups hold different weights: the anchor is stored.
+    checkpoint = runs[f"Llama, {how}"].directory.parent / f"llama-{how}" / "iter_0000007"
+    convert, look = REPOSITORY / "examples/bridge/to_hugging_face.py", Path(__file__).with_name("bridge_logits.py")
+    for script, *words in (
+        (convert, checkpoint, tmp_path / "config", tmp_path / "exported", "--device", "cpu"),
+        (look, checkpoint, tmp_path / "tokens.pt", tmp_path / "logits.pt"),
+    ):
+        execute([sys.executable, str(script), *map(str, words)], tmp_path / f"{script.stem}.txt", BRIDGE)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "exported")(tokens).logits
+    ours = torch.load(tmp_path / "logits.pt")
+    assert ours.abs().max() > 1
+    assert (ours - theirs).abs().max() < 1e-4 * ours.abs().max()
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_refusals_name_the_setting(runs: dict[str, Recorded], name: str) -> None:
+    assert re.search(_REFUSED[name][1], runs[f"refused: {name}"].error), runs[f"refused: {name}"].error
+    assert "PierConfigError" in runs[f"refused: {name}"].error
+
+
+_DOCTOR = "import sys; from pier_megatron.commands.cli import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
+
+
+def doctor(tmp_path: Path, *words: str) -> str:
+    """What the doctor says of a recipe."""
+    return execute([sys.executable, "-W", "ignore", "-c", _DOCTOR, *words], tmp_path / "doctor.txt", BRIDGE)
+
+
+def test_doctor_checks_a_recipe(tmp_path: Path) -> None:
+    said = doctor(tmp_path, "--recipe", "examples.bridge.recipes:llama_tiny", "--nodes", "2", "--ranks-per-node", "2")
+    assert "2 groups of 2 ranks, preset pier-rising\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n" in said
+    assert said.endswith("100.0%  0.643  0.800\nOK\n")
+
+
+def test_doctor_refuses_a_recipe_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        doctor(tmp_path, "--recipe", "examples.bridge.recipes:llama_tiny", "--ranks-per-node", "1")
+    said = (tmp_path / "doctor.txt").read_text()
+    assert "ERROR: config.optimizer.groups 2 does not divide the data-parallel size 1" in said
+    assert said.endswith("will not start\n")
+
+
+def test_settings_are_those_of_the_flags(tmp_path: Path) -> None:
+    script = """
+import dataclasses
+from pier_megatron.cpu import bridge, emulation
+emulation.install()
+bridge.install()
+from pier_megatron.bridge import config
+from pier_megatron.settings import PluginSettings, Settings
+flags = {field.name: field for kind in (Settings, PluginSettings) for field in dataclasses.fields(kind)}
+ours = {field.name: field for field in dataclasses.fields(config.PierOptimizerConfig) if field.name in config.settings()}
+assert {*ours} | {*config._NOT_HERE} == {*flags}, {*ours} ^ {*flags}
+for name in {*ours} - {"groups"}:
+    assert (ours[name].type, ours[name].default) == (flags[name].type, flags[name].default), name
+"""
+    execute([sys.executable, "-c", script], tmp_path / "settings.txt", BRIDGE)
