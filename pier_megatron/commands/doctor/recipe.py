@@ -10,6 +10,7 @@ import torch
 
 from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.doctor.job import describe_groups, look_at_checkpoint
+from pier_megatron.cpu import bridge, emulation
 from pier_megatron.errors import PierConfigError
 
 
@@ -27,6 +28,9 @@ def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> N
     """
     _prepare(nodes * ranks_per_node, ranks_per_node)
     config = _recipe(name)
+    if _lacks_transformer_engine():
+        bridge.use_cpu(config)
+        findings.notes.append("Transformer Engine is absent here: the recipe is checked with local layers, on gloo")
     from pier_megatron.bridge import PierOptimizerConfig
     from pier_megatron.integration.arguments import config_from_args
     from pier_megatron.megatron_api import run, versions
@@ -53,12 +57,14 @@ def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> N
 def _prepare(ranks: int, ranks_per_node: int) -> None:
     """Sets up this process as the launcher would, and for Megatron-Bridge on a machine that may have no GPU."""
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks_per_node), "RANK": "0", "LOCAL_RANK": "0"}
-    from pier_megatron.cpu import bridge, emulation
-
     if not torch.cuda.is_available():
         emulation.install()
-    if importlib.util.find_spec("transformer_engine") is None:
+    if _lacks_transformer_engine():
         bridge.install()
+
+
+def _lacks_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is None
 
 
 def _recipe(name: str) -> Any:
