@@ -31,12 +31,13 @@ $(VENV)/bridge: $(VENV)/.ready tests/bridge-requirements.txt
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --no-deps --platform any --platform manylinux2014_x86_64 \
 		--platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_39_x86_64 \
-		--target $@ --requirement tests/bridge-requirements.txt
+		--target $@ --requirement tests/bridge-requirements.txt || { rm -rf $@; exit 1; }
 	@touch $@
 
 # One file waits for its processes while another one uses the cores. What a file's tests share stays in one process. In the
 # order of their folders, the short tests come last and fill what is left of both processes.
-test: setup $(RELEASES) $(VENV)/bridge
+test: setup $(RELEASES)
+	@$(MAKE) --no-print-directory $(VENV)/bridge || echo "Megatron-Bridge cannot be installed here: its tests are skipped."
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # On the newest PyTorch of the registry instead of the pinned one; by hand, since it is a download of gigabytes.
