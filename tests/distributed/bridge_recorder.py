@@ -5,6 +5,7 @@ Megatron-Bridge's. Beside them stand the flags that all runs share, of which the
 """
 
 import ast
+import contextlib
 import functools
 import itertools
 import operator
@@ -117,7 +118,8 @@ def train(argv: list[str]) -> None:
     # It hands out the very state that the run before has trained on with.
     checkpoint_utils.read_train_state.cache_clear()
     config = configuration(settings, dict(itertools.pairwise(argv)))
-    bridge_pretrain.pretrain(config, forward_step)
+    with contextlib.suppress(SystemExit):
+        bridge_pretrain.pretrain(config, forward_step)
 
 
 def look_on() -> None:
@@ -154,12 +156,14 @@ def look_on() -> None:
         return evaluate(state, prefix, *args, **kwargs)
 
     def finish_after_a_look(*args: Any) -> None:
+        flags.recorder.compare_copies()
         flags.recorder.collect()
         finish(*args)
 
     def clean_up_after_a_look(*args: Any) -> None:
         # To Megatron-Bridge the end after train.exit_interval is a failure too.
         if isinstance(sys.exception(), SystemExit):
+            flags.recorder.compare_copies()
             flags.recorder.collect()
         assert clean_up is not None
         clean_up(*args)

@@ -222,10 +222,17 @@ class Recorder:
             self.collect()
         torch.save(self.record, path)
 
-    def collect(self) -> None:
-        """Records what can be seen only while Megatron has its groups."""
+    def compare_copies(self) -> None:
+        """Looks whether copies of a parameter are equal on all ranks that have one.
+
+        Raises:
+            AssertionError: If not.
+        """
         if self.model:
             compare_copies(self.model, owners(self.optimizer), current.pier_optimizer())
+
+    def collect(self) -> None:
+        """Records what can be seen only while Megatron has its groups."""
         # A run may have had nothing left to train.
         self.optimizer = self.optimizer or current.pier_optimizer()
         if self.census is not None:
@@ -371,7 +378,10 @@ def print_to(log: Path) -> None:
 def train_with_flags(argv: list[str]) -> None:
     """Trains as a command line says."""
     sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
-    pretrain_bytes.main()
+    # Also after --exit-interval, and after converting a checkpoint.
+    with contextlib.suppress(SystemExit):
+        pretrain_bytes.main()
+    recorder.compare_copies()
 
 
 def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
@@ -393,13 +403,7 @@ def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
         record = directory / f"{name}-rank{rank}.pt"
         try:
             decide = megatron_training.checkpoint_and_decide_exit
-            # Ended also after --exit-interval, and after converting a checkpoint.
-            with (
-                planted(run["sabotage"], directory),
-                saves(decide, run["saves"]),
-                traced(recorder),
-                contextlib.suppress(SystemExit),
-            ):
+            with planted(run["sabotage"], directory), saves(decide, run["saves"]), traced(recorder):
                 train(argv)
         except Exception as error:
             if not run["fails"]:

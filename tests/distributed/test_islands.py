@@ -64,7 +64,7 @@ _OTHERS = [
         "instances",
         _PIER + _TP2 + "--bf16 --save {directory}/instances --save-interval 12 --exit-duration-in-mins 60",
         _PROBES,
-        saves=[8],
+        saves=[8, 9],
     ),
     Run("from instances", _PIER + _ISLANDS + _TP2 + _AT_8.replace("plain", "instances"), ["start", "start anchor"]),
     Run("to instances", _PIER + _TP2 + _AT_8, ["start", "start anchor"]),
@@ -125,7 +125,7 @@ def test_resumed_islands_are_those_that_never_stopped(runs: dict[str, Recorded],
 def test_instances_leave_the_clock_to_megatron(directory: Path, runs: dict[str, Recorded]) -> None:
     from megatron.core import dist_checkpointing
 
-    stored = dist_checkpointing.load_common_state_dict(str(directory / "instances" / "iter_0000008"))["args"]
+    stored = dist_checkpointing.load_common_state_dict(str(directory / "instances" / "iter_0000009"))["args"]
     assert stored.exit_duration_in_mins == 60
 
 
