@@ -1,7 +1,6 @@
 """What Megatron's arguments are in a ``ConfigContainer``, so that one code serves flags and configurations."""
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,8 +11,8 @@ from pier_megatron.megatron_api import versions
 _PIER = "pier_"
 # Parts of the configuration that hold settings by the names of Megatron's arguments, in the order in which they are asked.
 _SECTIONS = (
-    "train",
     "validation",
+    "train",
     "checkpoint",
     "logger",
     "dist",
@@ -30,6 +29,12 @@ _SECTIONS = (
 # Where a setting has another name than Megatron's argument.
 _OTHER_NAMES = {"num_experts": ("model", "num_moe_experts")}
 
+_OTHER_WORDS = {
+    "--optimizer pier": "PierOptimizerConfig",
+    "--optimizer adam": "OptimizerConfig",
+    "Add --no-barrier-with-level-1-timing": "Set barrier_with_L1_time of config.model and config.optimizer to False",
+}
+
 
 class BridgeArguments:
     """Settings of a run under Megatron-Bridge, by the names of Megatron's arguments; they are looked up when asked for.
@@ -43,6 +48,9 @@ class BridgeArguments:
         self._config, self.pier = config, pier
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            # Of an object that copy or pickle has not filled yet.
+            raise AttributeError(name)
         found = self.place_of(name)
         if found is None and name.startswith(_PIER):
             # A flag that is not given, and here no setting.
@@ -75,8 +83,14 @@ class BridgeArguments:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        """Number of ranks, under torchrun and under Slurm."""
+        return int(versions.require("megatron.bridge.utils.common_utils", "get_world_size_safe")())
+
+    @property
+    def barrier_with_L1_time(self) -> bool:  # noqa: N802
+        """Whether timers put barriers into an iteration; the setting of that name among those of the logger does nothing."""
+        config = self._config
+        return bool(config.model.barrier_with_L1_time or config.optimizer.barrier_with_L1_time)
 
     @property
     def expert_tensor_parallel_size(self) -> int:
@@ -127,16 +141,20 @@ class BridgeLoop:
 
     @contextlib.contextmanager
     def own_words(self) -> Iterator[None]:
-        """Inside, a refusal names settings of the configuration in place of flags."""
+        """Inside, a refusal and what is noted of an error name settings of the configuration in place of flags."""
         try:
             yield
         except PierConfigError as error:
             raise PierConfigError(self.in_own_words(str(error))) from None
+        except Exception as error:
+            error.__notes__ = [self.in_own_words(note) for note in getattr(error, "__notes__", ())]
+            raise
 
     def in_own_words(self, text: str) -> str:
         """Puts settings of the configuration in place of flags, wherever the configuration has them."""
-        text = text.replace("--optimizer pier", "PierOptimizerConfig").replace("--optimizer adam", "OptimizerConfig")
-        return re.sub(r"--[a-z0-9]+(?:-[a-z0-9]+)*", lambda flag: self._in_own_words(flag[0]), text)
+        for flags, settings in _OTHER_WORDS.items():
+            text = text.replace(flags, settings)
+        return re.sub(r"(?<![\w/.-])--[a-z0-9]+(?:-[a-z0-9]+)*", lambda flag: self._in_own_words(flag[0]), text)
 
     def _in_own_words(self, flag: str) -> str:
         name = flag.removeprefix("--").replace("-", "_")

@@ -9,6 +9,7 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 
 from pier_megatron.bridge.arguments import BridgeLoop
 from pier_megatron.errors import PierConfigError, suggestion
+from pier_megatron.integration.arguments import check_arguments
 from pier_megatron.integration.training import with_outer_loop
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.settings import PluginSettings, Settings
@@ -94,6 +95,9 @@ class PierOptimizerConfig(OptimizerConfig):
                 "PierOptimizerConfig: the configuration that it belongs to has not been validated. Train with "
                 "megatron.bridge.training.pretrain.pretrain(config, forward_step), which does."
             )
+        with loop.own_words():
+            # Megatron-Bridge may have computed the number of iterations since the configuration was validated.
+            check_arguments(loop.arguments())
         build = versions.require("megatron.core.optimizer", "get_megatron_optimizer")
         optimizer = build(
             config=self,
@@ -133,8 +137,8 @@ def with_pier(config: ConfigContainer, **pier: Any) -> ConfigContainer:
     optimizer = config.optimizer
     if type(optimizer) not in (OptimizerConfig, PierOptimizerConfig):
         raise PierConfigError(
-            f"config.optimizer is a {type(optimizer).__name__}, which provides an optimizer of its own. Pier needs Megatron's "
-            "AdamW: use megatron.bridge.training.config.OptimizerConfig(optimizer='adam', ...)."
+            f"config.optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}. Pier needs Megatron's AdamW: "
+            "use megatron.bridge.training.config.OptimizerConfig(optimizer='adam', ...)."
         )
     given = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer) if field.init}
     config.optimizer = PierOptimizerConfig(**given | pier)

@@ -11,6 +11,8 @@ from pier_megatron.errors import PierConfigError
 # switch is on.
 _REFUSED = {
     "dist.use_decentralized_pg": "Pier finds its groups among Megatron's global process groups",
+    "dist.eval_context_parallel_size": "it replaces process groups for evaluation, which has not been tried",
+    "ddp.use_megatron_fsdp": "the outer loop needs the main parameters of Megatron's distributed optimizer",
     "peft": "the outer state is laid out for all parameters of the model, and adapters have not been tried",
     "inprocess_restart.enabled": "a restart inside the process begins at an iteration that the outer loop does not know of",
     "nvrx_straggler.enabled": "it gathers reports of all ranks between outer steps",

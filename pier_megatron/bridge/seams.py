@@ -35,7 +35,7 @@ TABLE = (
     # Checkpoints.
     Seam(_CHECKPOINTING, "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_CHECKPOINTING, "save_checkpoint", hooks.save),
-    Seam(_CHECKPOINTING, "load_checkpoint", hooks.load),
+    Seam(_CHECKPOINTING, "load_checkpoint", training.load),
     Seam("megatron.bridge.training.state", "GlobalState.initialize_async_checkpoint_worker", helpers.start),
 )
 """What a run under Megatron-Bridge replaces besides :data:`pier_megatron.integration.seams.CORE`."""

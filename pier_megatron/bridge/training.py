@@ -1,6 +1,7 @@
 """Megatron-Bridge's training loop: where a configuration is checked, where an iteration begins."""
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from pier_megatron.bridge.arguments import BridgeLoop
 from pier_megatron.integration import current
 from pier_megatron.integration import refusals as of_flags
 from pier_megatron.integration.arguments import check_arguments, check_release, log_where_groups_meet, number_of_groups
+from pier_megatron.integration.checkpoint import hooks
 from pier_megatron.integration.communication import own_data_parallel_ranks
 from pier_megatron.integration.training import pass_over_iteration, take_step
 from pier_megatron.megatron_api import run, versions
 
-_ITERATION = "iter_"
+_ITERATION = re.compile(r"iter_(\d+)")
 
 
 def validate(validate: Callable[..., Any], config: Any) -> Any:
@@ -47,9 +49,9 @@ def _prepare(config: Any, arguments: Any) -> None:
 
 def _name_iteration(checkpoint: Any) -> None:
     """Puts the folder of one checkpoint, which Megatron-Bridge accepts as well, into a run's folder and an iteration."""
-    folder = Path(checkpoint.load) if checkpoint.load is not None else None
-    if folder is not None and folder.name.removeprefix(_ITERATION).isdigit():
-        checkpoint.load, checkpoint.ckpt_step = str(folder.parent), int(folder.name.removeprefix(_ITERATION))
+    folder = Path(checkpoint.load or "")
+    if iteration := _ITERATION.fullmatch(folder.name):
+        checkpoint.load, checkpoint.ckpt_step = str(folder.parent), int(iteration[1])
 
 
 @current.in_pier_runs
@@ -60,7 +62,17 @@ def train_step(train_step: Callable[..., Any], optimizer: Any, /, *args: Any, **
     assert isinstance(loop, BridgeLoop)
     loop.state = state
     step = functools.partial(train_step, *args, **kwargs)
-    return take_step(optimizer, state.train_state.step + 1, given["data_iterator"], given["scheduler"], step)
+    with loop.own_words():
+        return take_step(optimizer, state.train_state.step + 1, given["data_iterator"], given["scheduler"], step)
+
+
+@current.in_pier_runs
+def load(load_checkpoint: Callable[..., Any], _: object, /, *args: Any, **kwargs: Any) -> Any:
+    """Loads the groups' own state too; what is refused names settings of the configuration."""
+    loop = run.loop()
+    assert isinstance(loop, BridgeLoop)
+    with loop.own_words():
+        return hooks.load(load_checkpoint, *args, **kwargs)
 
 
 @current.in_pier_runs

@@ -77,6 +77,11 @@ def given(function: Callable[..., object], args: Iterable[object], kwargs: Mappi
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
+def is_training() -> bool:
+    """Whether a training is under way, rather than a script that saves or loads a model without one."""
+    return run.loop() is not None or require("megatron.training.global_vars", "_GLOBAL_ARGS") is not None
+
+
 def megatron_args() -> Namespace:
     """Megatron's arguments of the training under way."""
     loop = run.loop()

@@ -41,8 +41,8 @@ _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
         {"overlap": 1, "fragments": 2},
     ),
     "bf16": (
-        "--bf16 --overlap-grad-reduce --overlap-param-gather",
-        "mixed_precision=bf16_mixed ddp.overlap_grad_reduce=True ddp.overlap_param_gather=True",
+        "--bf16 --overlap-grad-reduce --overlap-param-gather --ddp-average-in-collective",
+        "mixed_precision=bf16_mixed ddp.overlap_grad_reduce=True ddp.overlap_param_gather=True ddp.average_in_collective=True",
         {"exchange_dtype": "int4", "offload": True, "preset": "diloco"},
     ),
     "pairs": ("--eval-interval 4 --eval-iters 2", "validation.eval_interval=4 validation.eval_iters=2", {"preset": "noloco"}),
@@ -61,7 +61,8 @@ _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 _ASKING = (
     "logger.log_interval=1000 logger.log_params_norm=True optimizer.log_num_zeros_in_grad=True train.exit_signal_handler=True "
-    "train.exit_duration_in_mins=60 rerun_state_machine.rerun_mode=validate_results logger.tensorboard_log_interval=1"
+    "train.exit_duration_in_mins=60 rerun_state_machine.rerun_mode=validate_results logger.tensorboard_log_interval=1 "
+    "logger.timing_log_level=1 model.barrier_with_L1_time=False optimizer.barrier_with_L1_time=False"
 )
 _SAVING = "checkpoint.save={directory}/checkpoints checkpoint.save_interval=7"
 _LOADING = "checkpoint.load={directory}/checkpoints checkpoint.ckpt_step=7"
@@ -72,6 +73,11 @@ _REFUSED = {
     ),
     "short": (with_config(lazy_start_iters=4), "config.optimizer.lazy_start_iters 4 is no multiple of config.optimizer.sync_"),
     "timers": (with_config("logger.timing_log_level=1"), "config.logger.timing_log_level 1 puts about ten barriers"),
+    "another run": (
+        with_config(_LOADING, groups=4),
+        "config.optimizer.groups 2 is now 4.*config.optimizer.override_checkpoint",
+    ),
+    "sharded": (with_config("ddp.use_megatron_fsdp=True"), "config.d[a-z]*.use_megatron_fsdp cannot be used"),
     "weights": (with_config("train.check_weight_hash_across_dp_replicas_interval=4"), "config.train.check_weight_hash.* 4 "),
     "precision": (
         with_config("optimizer.use_precision_aware_optimizer=True"),
@@ -276,6 +282,36 @@ def test_doctor_refuses_a_recipe_with_the_reason(tmp_path: Path) -> None:
     said = (tmp_path / "doctor.txt").read_text()
     assert "ERROR: config.optimizer.groups 2 does not divide the data-parallel size 1" in said
     assert said.endswith("will not start\n")
+
+
+_WITHOUT_TRAINING = """
+import copy, sys, types
+from pier_megatron.cpu import bridge, emulation
+emulation.install()
+bridge.install()
+import pier_megatron.bridge
+from examples.bridge.recipes import llama_tiny
+from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model, temporary_distributed_context
+from pier_megatron.bridge.arguments import BridgeLoop
+from pier_megatron.bridge.training import _name_iteration
+with temporary_distributed_context(backend="gloo"):
+    model = load_megatron_model(sys.argv[1], model_type="gpt", use_cpu_init=True)
+    save_megatron_model(model if isinstance(model, list) else [model], sys.argv[2])
+loop = BridgeLoop(llama_tiny(), pier=True)
+assert loop.in_own_words("--load /runs/exp--load/x") == "config.checkpoint.load /runs/exp--load/x"
+assert copy.copy(loop.arguments()).pier_sync_interval == 5
+for load, expected in {"/runs/123456": ("/runs/123456", None), "/runs/iter_0000007": ("/runs", 7)}.items():
+    checkpoint = types.SimpleNamespace(load=load, ckpt_step=None)
+    _name_iteration(checkpoint)
+    assert (checkpoint.load, checkpoint.ckpt_step) == expected
+"""
+
+
+def test_a_model_is_loaded_and_saved_without_training(runs: dict[str, Recorded], tmp_path: Path) -> None:
+    stored = runs["Llama, config"].directory.parent / "llama-config" / "iter_0000007"
+    words = [sys.executable, "-c", _WITHOUT_TRAINING, str(stored), str(tmp_path / "saved")]
+    execute(words, tmp_path / "log.txt", BRIDGE)
+    assert list((tmp_path / "saved").rglob("*.distcp"))
 
 
 def test_settings_are_those_of_the_flags(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def _recipe(name: str) -> Any:
         raise PierConfigError("--recipe needs megatron-bridge, which is not installed.")
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)()
+        recipe = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise PierConfigError(f"--recipe {name}: {error}") from error
+    return recipe()

@@ -53,8 +53,8 @@ def end_forks_with_parent() -> None:
 def start[**P, R](start: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Marks helper processes that start meanwhile."""
     global _is_starting
-    settings = versions.megatron_args()
-    if not uses_pier(settings):
+    settings = versions.megatron_args() if versions.is_training() else None
+    if settings is None or not uses_pier(settings):
         return start(*args, **kwargs)
     # Python's own helper, which would take a signal off the mask that children inherit.
     resource_tracker.ensure_running()
