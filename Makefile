@@ -35,7 +35,7 @@ $(VENV)/bridge: $(VENV)/.ready tests/bridge-requirements.txt
 	@touch $@
 
 # One file waits for its processes while another one uses the cores. What a file's tests share stays in one process. In the
-# order of their folders, the short tests come last and fill what is left of both processes.
+# order of testpaths, the short tests come last and fill what is left of both processes.
 test: setup $(RELEASES)
 	@$(MAKE) --no-print-directory $(VENV)/bridge || echo "Megatron-Bridge cannot be installed here: its tests are skipped."
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

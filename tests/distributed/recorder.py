@@ -8,7 +8,6 @@ except where a run asks for a planted bug, by its name in ``sabotage.py``.
 import argparse
 import contextlib
 import functools
-import gc
 import importlib
 import json
 import os
@@ -47,6 +46,7 @@ from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import current, seams, worlds  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
+from pier_megatron.megatron_api import run as training_under_way  # noqa: E402
 from pier_megatron.megatron_api.seam import install  # noqa: E402
 
 # Megatron and PyTorch import these when they train, which takes each rank seconds; here all ranks share them.
@@ -59,6 +59,7 @@ for _late in (
 ):
     with contextlib.suppress(ModuleNotFoundError):  # Not every release has them all.
         importlib.import_module(_late)
+seams.table()
 
 
 def read_help_texts_once() -> None:
@@ -363,7 +364,8 @@ def forget_run() -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    gc.collect()
+    # Collects what is left; the next training, which begins without, need not do it again.
+    training_under_way.begin()
 
 
 def print_to(log: Path) -> None:

@@ -224,7 +224,7 @@ def test_weights_between_outer_steps_are_those_of_the_last_one(exported: dict[st
 def test_what_is_no_gpt2_is_refused(runs: dict[str, Recorded], changes: dict[str, Any], said: str) -> None:
     arguments, _ = stored(runs["pier"])
     vars(arguments).update(changes)
-    with pytest.raises(PierConfigError, match=f"{said}.*Megatron Bridge"):
+    with pytest.raises(PierConfigError, match=f"{said}.*Megatron-Bridge"):
         gpt2.configuration(arguments)
 
 

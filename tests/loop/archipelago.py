@@ -470,10 +470,11 @@ class Island:
         if self._paths[part].exists():
             with self._paths[part].open() as file:
                 file.seek(self._read[part])
-                # The last line may not be whole.
-                lines = [line for line in file.readlines() if line.endswith("\n")]
-            self._read[part] += sum(map(len, lines))
-            self._entries[part] += map(json.loads, lines)
+                text = file.read()
+            # The last line may not be whole. Read line by line, its rest would be a line of its own if it came meanwhile.
+            whole = text[: text.rfind("\n") + 1]
+            self._read[part] += len(whole)
+            self._entries[part] += map(json.loads, whole.splitlines())
         return self._entries[part]
 
     def log(self, part: int = 0) -> str:
