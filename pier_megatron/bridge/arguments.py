@@ -26,9 +26,8 @@ _SECTIONS = (
     "profiling",
     "straggler",
 )
-# Where a setting has another name than Megatron's argument.
-_OTHER_NAMES = {"num_experts": ("model", "num_moe_experts")}
-
+# Where a setting has another name than Megatron's argument, or is in no part.
+_OTHER_PATHS = {"num_experts": "model.num_moe_experts", "data_parallel_size": "data_parallel_size"}
 _OTHER_WORDS = {
     "--optimizer pier": "PierOptimizerConfig",
     "--optimizer adam": "OptimizerConfig",
@@ -72,14 +71,10 @@ class BridgeArguments:
         if name.startswith(_PIER):
             own = name.removeprefix(_PIER)
             return f"optimizer.{own}" if self.pier and hasattr(self._config.optimizer, own) else None
-        if name == "data_parallel_size":
-            return name
-        if name in _OTHER_NAMES:
-            return ".".join(_OTHER_NAMES[name])
-        return next((f"{section}.{name}" for section in _SECTIONS if hasattr(self._section(section), name)), None)
-
-    def _section(self, name: str) -> Any:
-        return getattr(self._config, name, None)
+        if name in _OTHER_PATHS:
+            return _OTHER_PATHS[name]
+        sections = (section for section in _SECTIONS if hasattr(getattr(self._config, section, None), name))
+        return next((f"{section}.{name}" for section in sections), None)
 
     @property
     def world_size(self) -> int:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 # Below the --save folder of a job: a folder for each island but the first.
-_ISLANDS = "islands"
+ISLANDS = "islands"
 
 
 class World:
@@ -139,7 +139,7 @@ class Island(World):
 
     def use_own_folders(self, args: argparse.Namespace) -> None:
         """See :meth:`World.use_own_folders`; refuses to load from an island's folder."""
-        if args.load is not None and Path(args.load).parent.name == _ISLANDS:
+        if args.load is not None and Path(args.load).parent.name == ISLANDS:
             raise island_folder_error(args.load)
         if args.save is not None:
             args.save = str(folder_of_island(Path(args.save), self.index))
@@ -155,7 +155,7 @@ def island_folder_error(folder: str) -> PierConfigError:
 
 def folder_of_island(folder: Path, index: int) -> Path:
     """The folder of an island below that of its job."""
-    return folder / _ISLANDS / str(index) if index else folder
+    return folder / ISLANDS / str(index) if index else folder
 
 
 @contextlib.contextmanager

@@ -155,16 +155,18 @@ def look_on() -> None:
             flags.recorder.record["validation"][prefix] = flags.recorder.flat_main_parameters()
         return evaluate(state, prefix, *args, **kwargs)
 
-    def finish_after_a_look(*args: Any) -> None:
+    def look_at_the_end() -> None:
         flags.recorder.compare_copies()
         flags.recorder.collect()
+
+    def finish_after_a_look(*args: Any) -> None:
+        look_at_the_end()
         finish(*args)
 
     def clean_up_after_a_look(*args: Any) -> None:
         # To Megatron-Bridge the end after train.exit_interval is a failure too.
         if isinstance(sys.exception(), SystemExit):
-            flags.recorder.compare_copies()
-            flags.recorder.collect()
+            look_at_the_end()
         assert clean_up is not None
         clean_up(*args)
 

@@ -1,6 +1,6 @@
 """Imports what many processes of the tests would import, and runs each of them as a fork: see ``sitecustomize.py``.
 
-``python warm_process.py ADDRESS MODULE...`` prints a line when it listens at the socket ADDRESS.
+``python warm_process.py ADDRESS MODULE`` prints a line when it listens at the socket ADDRESS.
 """
 
 import contextlib
@@ -95,9 +95,8 @@ def _next_job(address: str) -> str:
 
 
 if __name__ == "__main__":
-    place, *modules = sys.argv[1:]
-    for name in modules:
-        importlib.import_module(name)
+    place, imported = sys.argv[1:]
+    importlib.import_module(imported)
     gc.collect()
     gc.freeze()
     runpy._run_module_as_main(_next_job(place))  # type: ignore[attr-defined]

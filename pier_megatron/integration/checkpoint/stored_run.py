@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pier_megatron.integration import worlds
 from pier_megatron.integration.checkpoint.content import RunPosition
-from pier_megatron.integration.worlds import folder_of_island
+from pier_megatron.integration.worlds import ISLANDS, folder_of_island
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
 from pier_megatron.outer.description import ENTRY, Description, Metadata
@@ -87,7 +87,7 @@ def find(place: RunPosition, root: Path, step: int | None, accepts_changes: bool
 
 def _iterations_in(root: Path, index: int = 0, count: int = 1) -> dict[int, set[int]]:
     """The iterations in each folder that a world, one of ``count``, looks at for the launch: others may not see its own."""
-    found = {0: root} | {int(path.name): path for path in (root / "islands").glob("*") if path.name.isdigit()}
+    found = {0: root} | {int(path.name): path for path in (root / ISLANDS).glob("*") if path.name.isdigit()}
     return {
         number: {int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if (path / ".metadata").exists()}
         for number, folder in found.items()
