@@ -1,4 +1,4 @@
-"""What a pseudo-gradient looks like on the wire: FP32, BF16, or integers with a scale per block.
+"""What a pseudo-gradient looks like on the wire: FP32, BF16, or a few bits with a scale per block.
 
 Without PyTorch, so that flags and plans know codecs at once; :mod:`pier_megatron.exchange.coding` encodes and decodes.
 """
@@ -6,10 +6,7 @@ Without PyTorch, so that flags and plans know codecs at once; :mod:`pier_megatro
 import dataclasses
 
 BLOCK = 128
-"""Elements that share a scale. The scale is FP32: 1/32 byte per element, 3 % of INT8's bytes."""
-
-SCALE_BYTES = 4
-"""Bytes of a scale."""
+"""Elements that share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +16,17 @@ class Codec:
     Attributes:
         name: Name in ``--pier-exchange-dtype``.
         bits: Bits per element, the scales not counted.
-        scaled: Whether each block carries a scale.
+        scale_bytes: Bytes of the scale of each block: 4 for FP32, 2 for BF16, 0 without scales.
     """
 
     name: str
     bits: int
-    scaled: bool
+    scale_bytes: int = 0
+
+    @property
+    def scaled(self) -> bool:
+        """Whether each block carries a scale."""
+        return self.scale_bytes > 0
 
     @property
     def lossless(self) -> bool:
@@ -33,15 +35,18 @@ class Codec:
 
     def nbytes(self, numel: int) -> int:
         """Bytes of ``numel`` encoded elements, a multiple of :data:`BLOCK`."""
-        return numel * self.bits // 8 + (numel // BLOCK * SCALE_BYTES if self.scaled else 0)
+        return numel * self.bits // 8 + numel // BLOCK * self.scale_bytes
 
 
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("fp32", bits=32, scaled=False),
-        Codec("bf16", bits=16, scaled=False),
-        Codec("int8", bits=8, scaled=True),
-        Codec("int4", bits=4, scaled=True),
+        Codec("fp32", bits=32),
+        Codec("bf16", bits=16),
+        Codec("int8", bits=8, scale_bytes=4),
+        Codec("int4", bits=4, scale_bytes=4),
+        # An FP32 scale would be a fifth of the bytes of one bit.
+        Codec("int2", bits=2, scale_bytes=2),
+        Codec("int1", bits=1, scale_bytes=2),
     )
 }

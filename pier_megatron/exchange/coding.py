@@ -1,7 +1,8 @@
 """Turns vectors of FP32 into a codec's bytes and back: many at once, in as many kernels as one.
 
 Block scaling as in 8-bit optimizers (Dettmers et al., arXiv 2110.02861, section 2.1): the largest magnitude of each block maps
-to the largest integer, so one outlier costs precision in its own block only.
+to the largest integer, so one outlier costs precision in its own block only. With one and two bits zero would take a level that
+cannot be spared: the levels are the middles between integers, the outer ones half a step below the largest magnitude.
 """
 
 import functools
@@ -10,7 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import BLOCK, SCALE_BYTES, Codec
+from pier_megatron.exchange.codecs import BLOCK, Codec
+
+# Up to so many bits no integer is zero.
+_FEW_BITS = 2
+
+_SCALE_TYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def encode(codec: Codec, rows: Tensor) -> Tensor:
@@ -39,26 +45,44 @@ def compile_for(codec: Codec, groups: int, device: torch.device) -> None:
 
 
 def _parts(codec: Codec, payloads: Tensor) -> tuple[Tensor, Tensor]:
-    """The integers in payloads, uint8, and the scales behind them, float32, as views."""
-    blocks = payloads.shape[1] // (BLOCK * codec.bits // 8 + SCALE_BYTES)
-    integers, scales = payloads.split([blocks * BLOCK * codec.bits // 8, blocks * SCALE_BYTES], dim=1)
-    return integers, scales.view(torch.float32)
+    """The integers in payloads, uint8, and the scales behind them, as views."""
+    blocks = payloads.shape[1] // codec.nbytes(BLOCK)
+    integers, scales = payloads.split([blocks * BLOCK * codec.bits // 8, blocks * codec.scale_bytes], dim=1)
+    return integers, scales.view(_SCALE_TYPES[codec.scale_bytes])
 
 
 def _quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     blocks = rows.view(len(rows), -1, BLOCK)
-    scales = blocks.abs().amax(2) / (2 ** (bits - 1) - 1)
-    # A block of zeros has no scale; what it is divided by does not matter.
-    integers = torch.div(blocks, scales.masked_fill(scales == 0, 1.0)[:, :, None]).round_().to(torch.int8)
-    if bits == 4:
-        low, high = (integers + 8).view(torch.uint8).view(len(rows), -1, 2).unbind(2)
-        return low | (high << 4), scales
-    return integers.view(torch.uint8).view(len(rows), -1), scales
+    largest, half = blocks.abs().amax(2), 2 ** (bits - 1)
+    if bits <= _FEW_BITS:
+        scales = (largest / half).to(torch.bfloat16).float()
+        # Rounded to bf16 a scale may be too small for the largest number.
+        integers = torch.div(blocks, _or_one(scales)[:, :, None]).floor_().clamp_(-half, half - 1).to(torch.int8)
+    else:
+        scales = largest / (half - 1)
+        integers = torch.div(blocks, _or_one(scales)[:, :, None]).round_().to(torch.int8)
+    if bits == 8:
+        return integers.view(torch.uint8).view(len(rows), -1), scales
+    first, *others = (integers + half).view(torch.uint8).view(len(rows), -1, 8 // bits).unbind(2)
+    for place, other in enumerate(others, start=1):
+        first = first | (other << place * bits)
+    return first, scales
 
 
 def _dequantise(integers: Tensor, scales: Tensor, bits: int) -> Tensor:
-    signed = torch.stack([integers & 15, integers >> 4], 2).view(torch.int8) - 8 if bits == 4 else integers.view(torch.int8)
-    return (signed.reshape(len(integers), -1, BLOCK) * scales[:, :, None]).view(len(integers), -1)
+    if bits < 8:
+        shifted = torch.stack([integers >> place for place in range(0, 8, bits)], 2)
+        signed = (shifted & (2**bits - 1)).view(torch.int8) - 2 ** (bits - 1)
+    else:
+        signed = integers.view(torch.int8)
+    blocks = signed.reshape(len(integers), -1, BLOCK)
+    levels = blocks + 0.5 if bits <= _FEW_BITS else blocks
+    return (levels * scales[:, :, None]).view(len(integers), -1)
+
+
+def _or_one(scales: Tensor) -> Tensor:
+    """Scales to divide by: a block of zeros has none, and what it is divided by does not matter."""
+    return scales.masked_fill(scales == 0, 1.0)
 
 
 @functools.cache
