@@ -36,10 +36,15 @@ class PierConfig(RunSchedule):
                 f"--pier-fragments {self.fragments} exceeds --pier-sync-interval {self.sync_interval}: fragments take their "
                 "outer steps in different iterations of an interval, one in each at most."
             )
-        if self.overlap >= self.sync_interval:
+        if self.overlap > self.sync_interval:
             raise PierConfigError(
-                f"--pier-overlap {self.overlap}: must be from 0 to {self.sync_interval - 1}, below --pier-sync-interval "
-                f"{self.sync_interval}, because an exchange has to be applied before the next one of its fragment begins."
+                f"--pier-overlap {self.overlap}: must be from 0 to --pier-sync-interval {self.sync_interval}, because an "
+                "exchange has to be applied before the next one of its fragment begins."
+            )
+        if self.no_error_feedback and self.codec.needs_error_feedback:
+            raise PierConfigError(
+                f"--pier-exchange-dtype {self.exchange_dtype} with --pier-no-error-feedback: of {self.codec.bits} bits a "
+                "number most is dropped, and without error feedback it is lost. Drop --pier-no-error-feedback, or use int4."
             )
         if self.save_inner_state == "first" and (self.overlap or self.fragments > 1):
             raise PierConfigError(

@@ -184,8 +184,8 @@ class Settings:
     )
     overlap: int = setting(
         0,
-        "Number of iterations behind which an exchange is hidden. Its result is applied that much later, on top of the inner "
-        "steps taken meanwhile. Default: 0, wait for it.",
+        "Number of iterations behind which an exchange is hidden, at most the sync interval. Its result is applied that much "
+        "later, on top of the inner steps taken meanwhile. Default: 0, wait for it.",
         metavar="ITERS",
         accepts=whole(0),
     )
@@ -196,7 +196,7 @@ class Settings:
         accepts=whole(1),
     )
     exchange_dtype: str = setting(
-        "fp32", "Codec of pseudo-gradients on the wire; integers have a scale per block.", accepts=one_of(CODECS)
+        "fp32", "Codec of pseudo-gradients on the wire; those of 8 bits and fewer have a scale per block.", accepts=one_of(CODECS)
     )
     no_error_feedback: bool = setting(
         False,

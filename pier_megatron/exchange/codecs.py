@@ -33,6 +33,11 @@ class Codec:
         """Whether decoding gives back what was encoded."""
         return self.bits == 32
 
+    @property
+    def needs_error_feedback(self) -> bool:
+        """Whether so much is dropped that training fails unless it is sent later."""
+        return self.bits <= 2
+
     def nbytes(self, numel: int) -> int:
         """Bytes of ``numel`` encoded elements, a multiple of :data:`BLOCK`."""
         return numel * self.bits // 8 + numel // BLOCK * self.scale_bytes

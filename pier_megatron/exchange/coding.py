@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, Codec
 
-# Up to so many bits no integer is zero.
+# Up to so many bits no level is zero.
 _FEW_BITS = 2
 
 _SCALE_TYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -63,16 +63,17 @@ def _quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         integers = torch.div(blocks, _or_one(scales)[:, :, None]).round_().to(torch.int8)
     if bits == 8:
         return integers.view(torch.uint8).view(len(rows), -1), scales
-    first, *others = (integers + half).view(torch.uint8).view(len(rows), -1, 8 // bits).unbind(2)
-    for place, other in enumerate(others, start=1):
-        first = first | (other << place * bits)
-    return first, scales
+    packed = (integers + half).view(torch.uint8)
+    while bits < 8:
+        low, high = packed.view(len(rows), -1, 2).unbind(2)
+        packed, bits = low | (high << bits), 2 * bits
+    return packed, scales
 
 
 def _dequantise(integers: Tensor, scales: Tensor, bits: int) -> Tensor:
     if bits < 8:
-        shifted = torch.stack([integers >> place for place in range(0, 8, bits)], 2)
-        signed = (shifted & (2**bits - 1)).view(torch.int8) - 2 ** (bits - 1)
+        places = torch.arange(0, 8, bits, dtype=torch.uint8, device=integers.device)
+        signed = ((integers[:, :, None] >> places) & (2**bits - 1)).view(torch.int8) - 2 ** (bits - 1)
     else:
         signed = integers.view(torch.int8)
     blocks = signed.reshape(len(integers), -1, BLOCK)

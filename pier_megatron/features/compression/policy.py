@@ -19,7 +19,10 @@ DIMENSIONS: Mapping[str, str] = {
 }
 """What travels in a parallel dimension."""
 
-_LOSSY = tuple(name for name, codec in CODECS.items() if not codec.lossless)
+_OUTER = tuple(name for name, codec in CODECS.items() if not codec.lossless)
+
+# What does not cross groups has no error feedback, or loses it at each save.
+_INSIDE = tuple(name for name in _OUTER if not CODECS[name].needs_error_feedback)
 
 OFF = "off"
 """What leaves a dimension of a policy uncompressed."""
@@ -57,10 +60,9 @@ def parse_policy(text: str) -> tuple[dict[str, Codec], set[str]]:
             continue
         if dimension not in DIMENSIONS:
             raise PierConfigError(f"--pier-compress {text}: {dimension!r} is no dimension. Use one of {', '.join(DIMENSIONS)}.")
-        if codec not in (*_LOSSY, OFF):
-            raise PierConfigError(
-                f"--pier-compress {text}: {dimension} cannot be {codec!r}. Use one of {', '.join((*_LOSSY, OFF))}."
-            )
+        possible = (*(_OUTER if dimension == "outer" else _INSIDE), OFF)
+        if codec not in possible:
+            raise PierConfigError(f"--pier-compress {text}: {dimension} cannot be {codec!r}. Use one of {', '.join(possible)}.")
         codecs.pop(dimension, None)
         named.add(dimension)
         if codec != OFF:
