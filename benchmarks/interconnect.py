@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,21 @@ def run(
     train, validation = data
     paths = f"--train-data-path {train} --valid-data-path {validation} --test-data-path {validation}"
     specification = [{"name": name, "argv": f"{_MODEL} {paths} {arguments}".split()} for name, arguments in trainings.items()]
-    (scratch / "specification.json").write_text(json.dumps(specification))
+    launch(cluster, scratch, specification, together)
+    if together:
+        return json.loads((scratch / "results.json").read_text())
+    # Nodes that do not know of each other: the slower one counts, as it would in a job.
+    alone = [json.loads((scratch / f"results{node}.json").read_text()) for node in range(cluster.size)]
+    return {name: max((result[name] for result in alone), key=lambda run: sum(run["seconds"].values())) for name in alone[0]}
+
+
+def launch(cluster: EmulatedNodes, scratch: Path, trainings: Sequence[Mapping[str, Any]], together: bool = True) -> None:
+    """Runs trainings, each with a name and its ``argv``, on all nodes; results are in the scratch folder, see the worker.
+
+    Raises:
+        subprocess.CalledProcessError: If one failed; the end of its log has been printed.
+    """
+    (scratch / "specification.json").write_text(json.dumps(trainings))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29600"]
     with contextlib.ExitStack() as stack:
         processes = []
@@ -156,11 +170,6 @@ def run(
             if process.wait() != 0:
                 print((scratch / f"log{node}.txt").read_text()[-5000:], file=sys.stderr)
                 raise subprocess.CalledProcessError(process.returncode, f"the trainings on node {node}")
-    if together:
-        return json.loads((scratch / "results.json").read_text())
-    # Nodes that do not know of each other: the slower one counts, as it would in a job.
-    alone = [json.loads((scratch / f"results{node}.json").read_text()) for node in range(cluster.size)]
-    return {name: max((result[name] for result in alone), key=lambda run: sum(run["seconds"].values())) for name in alone[0]}
 
 
 def rates(measured: dict[str, list[dict[str, Any]]]) -> list[float]:

@@ -48,6 +48,9 @@ class OuterStepReport:
         noise_to_signal: Noise of the whole sync interval, as :func:`pier_megatron.outer.noise.noise_to_signal`; fragments
             report it with the last one's outer step. None where fewer than two groups have met, and where groups have
             anchors of their own, and in elastic islands, which know their own pseudo-gradient only.
+        lag_correlation: Correlation of the mean pseudo-gradient with those before it, as far as the momentum remembers them: 1
+            where groups keep moving the same way, 0 where each outer step is noise. Where ``mu`` is 0, with the last one alone.
+            None before the second outer step, and where groups have anchors of their own or an optimizer of the caller's.
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
@@ -72,6 +75,7 @@ class OuterStepReport:
     bytes_sent: int
     seconds: float
     noise_to_signal: float | None = None
+    lag_correlation: float | None = None
     spread: float | None = None
     spread_grows: bool = False
     not_finite: tuple[int, ...] = ()
@@ -92,6 +96,7 @@ class OuterStepReport:
             + (f"momentum norm: {self.momentum_norm:.4E} | " if self.momentum_norm is not None else "")
             + f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
             + (f"noise to signal: {self.noise_to_signal:.2f} | " if self.noise_to_signal is not None else "")
+            + (f"lag correlation: {self.lag_correlation:.2f} | " if self.lag_correlation is not None else "")
             + (f"spread of weights: {self.spread:.3E} | " if self.spread is not None else "")
             + ("WEIGHTS DRIFT APART, see docs/troubles.md | " if self.spread_grows else "")
             + f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |"
@@ -205,6 +210,7 @@ class OuterStepReports:
             noise_to_signal=self._noise.add(
                 self._config.fragments_due(round_.begun), _squares(round_, sums[contributes], counted)
             ),
+            lag_correlation=self._lag_correlation(round_.begun, sums) if is_common and is_built_in else None,
             mu=self._config.momentum_at(round_.begun) if is_built_in else None,
             eta=self._config.learning_rate_at(round_.begun) if is_built_in else None,
             bytes_sent=round_.bytes_sent,
@@ -217,12 +223,19 @@ class OuterStepReports:
         )
 
 
+    def _lag_correlation(self, iteration: int, sums: Tensor) -> float | None:
+        """Of pseudo-gradients of one length: their products with a momentum are its weights times what they have in common."""
+        mean, product = sums[0, PRODUCTS - 3].item(), sums[0, PRODUCTS - 2].item()
+        weight = self._config.momentum_weight(iteration)
+        return product / (weight * mean) if weight * mean > 0 else None
+
+
 def _squares(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> tuple[float, float, int] | None:
     """What the noise of pseudo-gradients follows from, of the sums of all that count: one of them does not tell it."""
     met = sum(counted)
     if not round_.rule.has_common_anchor or len(sums) < max(met, 2):
         return None
-    own, _, mean, _ = sums[:, :PRODUCTS].mean(0).tolist()
+    own, _, mean, *_ = sums[:, :PRODUCTS].mean(0).tolist()
     return own, mean, met
 
 
@@ -249,7 +262,7 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
         Norm of the mean pseudo-gradient, norm of the momentum, smallest and mean cosine of the contributing groups. A
         cosine with a zero vector is 0.
     """
-    own, product, mean, momentum = sums[contributes, :PRODUCTS].unbind(1)
+    own, product, mean, _, momentum = sums[contributes, :PRODUCTS].unbind(1)
     denominator = (own * mean).sqrt()
     cosine = torch.where(denominator > 0, product / denominator, torch.zeros_like(product))
     return mean[0].sqrt().item(), momentum[0].sqrt().item(), cosine.min().item(), cosine.mean().item()
@@ -263,7 +276,7 @@ def spread(sums: Tensor, groups: int) -> float | None:
     """
     if groups == 1 or not sums[:, ELEMENTS].any() or sums[:, DISTANCE].isnan().any():
         return None
-    own, product, mean, _ = sums[:, :PRODUCTS].unbind(1)
+    own, product, mean, *_ = sums[:, :PRODUCTS].unbind(1)
     # All measured from the anchor: what is left of the difference is where the weights are.
     distance = torch.where(sums[:, DISTANCE] > 0, sums[:, DISTANCE], own - 2 * product + mean).clamp(min=0)
     return math.sqrt((distance / sums[:, ELEMENTS]).mean().item() * groups / (groups - 1))

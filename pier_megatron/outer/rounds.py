@@ -16,8 +16,8 @@ from pier_megatron.outer.staging import OWN, SHARED, Staged, Staging, chunks_of,
 from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum_of_bits
 from pier_megatron.outer.verdicts import Verdicts
 
-PRODUCTS = 4
-"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
+PRODUCTS = 5
+"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, mean * momentum before it, momentum * momentum."""
 
 CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
 """Behind the products: bits of a part of the new anchor; squares of the distance of the own weights to the mean of those that
@@ -229,7 +229,8 @@ class OuterRound(Crossing):
         self.rule.combine(staged, self.exchange.size, counted)
         is_counted = staged.chunk.shards.is_counted
         # Before the update, which may overwrite what it was computed from.
-        products = [torch.dot(*pair) for pair in ((own, own), (own, shared), (shared, shared))] if is_counted else []
+        pairs = ((own, own), (own, shared), (shared, shared), (shared, staged.momentum)) if is_counted else ()
+        products = [torch.dot(*pair) for pair in pairs]
         if keep_progress:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
             own.sub_(anchor)

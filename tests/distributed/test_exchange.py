@@ -15,7 +15,7 @@ from pier_megatron.exchange.coding import decode, encode
 pytestmark = pytest.mark.processes
 
 _GROUPS = 4
-_LOSSY = ["bf16", "int8", "int4"]
+_LOSSY = ["bf16", "int8", "int4", "int2", "int1"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_exact_sums_are_in_group_order(records: list[dict[str, dict]], codec: st
     assert not torch.equal(records[0]["sums"]["fp32"]["sum"], in_order)
 
 
-@pytest.mark.parametrize(("codec", "steps"), [("bf16", 128), ("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize(("codec", "steps"), [("bf16", 128), ("int8", 127), ("int4", 7), ("int2", 2), ("int1", 1)])
 def test_low_bit_sum_is_off_by_one_rounding_per_group_and_one_of_the_sum(
     records: list[dict[str, dict]], codec: str, steps: int
 ) -> None:
@@ -85,7 +85,7 @@ def test_bytes_counted_are_bytes_sent(records: list[dict[str, dict]], codec: str
         assert record["sums"][codec]["sent"] == sent
 
 
-@pytest.mark.parametrize(("codec", "share"), [("bf16", 0.53), ("int8", 0.28), ("int4", 0.145)])
+@pytest.mark.parametrize(("codec", "share"), [("bf16", 0.53), ("int8", 0.28), ("int4", 0.145), ("int2", 0.075), ("int1", 0.04)])
 def test_share_of_the_bytes_of_fp32(records: list[dict[str, dict]], codec: str, share: float) -> None:
     # 5000 elements are no multiple of 4 x 128: a few blocks more than whole chunks take.
     sent = [records[0]["sums"][name]["sent"] for name in (codec, "fp32")]

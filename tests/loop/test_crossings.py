@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from programs import Program, are_the_same, check
 from ranks import Ranks, Settings
 
+from pier_megatron.exchange.codecs import CODECS
+
 pytestmark = pytest.mark.processes
 
 
@@ -27,13 +29,13 @@ def runs(draw: st.DrawFn) -> Settings:
         "lazy_start_iters": lazy_start,
         "train_iters": lazy_start + local,
         "fragments": draw(st.integers(1, min(interval, 3))),
-        "overlap": draw(st.integers(0, interval - 1)),
-        "exchange_dtype": draw(st.sampled_from(["fp32", "bf16", "int8", "int4"])),
+        "overlap": draw(st.integers(0, interval)),
+        "exchange_dtype": draw(st.sampled_from(list(CODECS))),
         "offload": draw(st.booleans()),
         "preset": draw(st.sampled_from(["pier-rising", "diloco", "local-sgd", "noloco"])),
-        "no_error_feedback": draw(st.booleans()),
         "outlier_zscore": 6.0 if looks_for_outliers else None,
     }
+    config["no_error_feedback"] = not CODECS[config["exchange_dtype"]].needs_error_feedback and draw(st.booleans())
     if config["preset"] == "noloco" or draw(st.booleans()):
         config["subgroup_size"] = draw(st.integers(2, groups))
         config["subgroup_gamma"] = draw(st.sampled_from([None, 0.0, 0.9]))

@@ -12,7 +12,7 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.exchange.coding import decode, encode
 from pier_megatron.exchange.encoded import pack, padded, payload_like, saves_bytes, unpack
 
-LOSSY = ["bf16", "int8", "int4"]
+LOSSY = ["bf16", "int8", "int4", "int2", "int1"]
 DEVICE = one_gpu.device()
 
 
@@ -27,7 +27,7 @@ def test_bytes_are_what_is_said(name: str) -> None:
     assert encode(CODECS[name], rows()).shape == (3, CODECS[name].nbytes(9 * BLOCK))
 
 
-@pytest.mark.parametrize(("name", "share"), [("bf16", 0.5), ("int8", 0.27), ("int4", 0.14)])
+@pytest.mark.parametrize(("name", "share"), [("bf16", 0.5), ("int8", 0.27), ("int4", 0.14), ("int2", 0.067), ("int1", 0.036)])
 def test_share_of_the_bytes_of_fp32(name: str, share: float) -> None:
     assert CODECS[name].nbytes(BLOCK) <= share * CODECS["fp32"].nbytes(BLOCK)
 
@@ -36,12 +36,13 @@ def test_fp32_loses_nothing() -> None:
     assert torch.equal(decode(CODECS["fp32"], encode(CODECS["fp32"], rows())), rows())
 
 
-@pytest.mark.parametrize(("name", "steps"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize(("name", "steps"), [("int8", 127), ("int4", 7), ("int2", 2), ("int1", 1)])
 def test_integers_are_off_by_half_a_step_of_their_block_at_most(name: str, steps: int) -> None:
     codec, original = CODECS[name], rows()
     error = (decode(codec, encode(codec, original)) - original).abs().view(3, -1, BLOCK).amax(2)
     step = original.view(3, -1, BLOCK).abs().amax(2) / steps
-    assert (error <= 0.5001 * step).all()
+    # The scale of one and two bits is rounded to bf16.
+    assert (error <= 0.51 * step).all()
     assert error.any()
 
 
@@ -56,7 +57,7 @@ def test_zeros_stay_zeros(name: str) -> None:
     assert torch.equal(decode(CODECS[name], encode(CODECS[name], zeros)), zeros)
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", [name for name in LOSSY if not CODECS[name].needs_error_feedback])
 def test_encoding_what_was_decoded_changes_nothing(name: str) -> None:
     codec = CODECS[name]
     once = decode(codec, encode(codec, rows()))
@@ -74,7 +75,7 @@ def test_a_row_is_encoded_as_it_would_be_alone(name: str) -> None:
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(lambda sizes: (4, *sizes)),
     parts=st.sampled_from([1, 2, 4]),
-    name=st.sampled_from([("bf16", 2**-8), ("int8", 0.5001 / 127), ("int4", 0.5001 / 7)]),
+    name=st.sampled_from([("bf16", 2**-8), ("int8", 0.5001 / 127), ("int4", 0.5001 / 7), ("int2", 0.51 / 2), ("int1", 0.51)]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     magnitude=st.floats(-3, 3),
     seed=st.integers(0, 2**16),
@@ -153,4 +154,4 @@ def test_more_groups_take_no_more_kernels(name: str) -> None:
         with _Operations() as operations:
             decode(CODECS[name], encode(CODECS[name], original))
         numbers.append(operations.number)
-    assert numbers[0] == numbers[1] == numbers[2] <= 24
+    assert numbers[0] == numbers[1] == numbers[2] <= 30

@@ -14,7 +14,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop
 from pier_megatron.outer.flights import chunks_on_the_wire, window
-from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
+from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
@@ -146,8 +146,9 @@ def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) 
     torch.testing.assert_close(seen(state.momentum).double(), expected_momentum, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(seen(state.anchor).double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(seen(*parameters), seen(state.anchor) + progress, rtol=1e-5, atol=1e-6)
-    norms = torch.stack([delta @ delta, delta @ delta, delta @ delta, expected_momentum @ expected_momentum])
-    torch.testing.assert_close(seen(round_.sums)[:4], norms, rtol=1e-4, atol=1e-6)
+    of_momentum = [delta @ momentum.double(), expected_momentum @ expected_momentum]
+    norms = torch.stack([*3 * [delta @ delta], *of_momentum])
+    torch.testing.assert_close(seen(round_.sums)[:PRODUCTS], norms, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 24, 25, 60])
