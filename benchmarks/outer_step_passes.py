@@ -43,9 +43,8 @@ def main() -> None:
 def measure(parameters: int, shards: int, chunk_mib: int, offload: bool, repetitions: int, device: str) -> dict[str, float]:
     """Median seconds of a memory copy, which comes first, and of the passes, by name; as the flags of the command line."""
     of_rank = Shards([torch.randn(parameters // shards, device=device) for _ in range(shards)])
-    config = PierConfig(
-        train_iters=10**9, groups=1, sync_interval=1, lazy_start_iters=10**6, chunk_mib=chunk_mib, offload=offload
-    )
+    intervals = {"sync_interval": 1, "lazy_start_iters": 10**6}
+    config = PierConfig(10**9, groups=1, preset="pier", chunk_mib=chunk_mib, offload=offload, **intervals)
     lazy, local = (OuterLoop([[of_rank]], config, GroupExchange()) for _ in range(2))
     local.reset(iteration=config.lazy_start)
     source, target = (torch.ones(local.states[0].numel, device=device) for _ in range(2))

@@ -8,6 +8,7 @@ import math
 
 from pier_megatron.errors import PierConfigError, division, no_multiple
 from pier_megatron.run_schedule import RunSchedule
+from pier_megatron.schedules import AUTO
 from pier_megatron.settings import Settings, flag_of
 from pier_megatron.values import Choice, Number
 
@@ -30,6 +31,9 @@ class PierConfig(RunSchedule):
             accepts, value = setting.metadata.get("accepts"), getattr(self, setting.name)
             if isinstance(accepts, Number | Choice) and value is not None and (problem := accepts.problem(value)):
                 raise PierConfigError(f"{flag_of(setting.name)} {value}: {problem}.")
+        if self.preset == AUTO:
+            # What follows, and what a checkpoint stores, is of a schedule, however it was chosen.
+            object.__setattr__(self, "preset", self.suited_preset[0])
         self._check_elastic()
         if self.fragments > self.sync_interval:
             raise PierConfigError(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from pier_megatron.exchange.codecs import CODECS, Codec
-from pier_megatron.schedules import PRESETS, Preset, value_at
+from pier_megatron.schedules import PRESETS, Preset, suited_preset, value_at
 from pier_megatron.settings import Settings
 
 # Weights in a momentum that change its sum by less than a percent.
@@ -25,6 +25,12 @@ class RunSchedule(Settings):
     @property
     def _preset(self) -> Preset:
         return PRESETS[self.preset]
+
+    @property
+    def suited_preset(self) -> tuple[str, str]:
+        """The preset that ``--pier-preset auto`` takes, and why, in words that follow "for"."""
+        in_subgroups = self.subgroup_size is not None
+        return suited_preset(self.local_intervals, self.sync_interval, self.inner_optimizer, in_subgroups)
 
     @property
     def codec(self) -> Codec:

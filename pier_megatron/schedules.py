@@ -107,6 +107,36 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+AUTO = "auto"
+"""Stands for the preset that suits a run."""
+
+# Of outer steps: from here on the noise of the last ones is worth being kept out of the end.
+_MANY = 100
+
+# With a shorter interval groups hardly drift apart, and the outer momentum has nothing to make up for.
+_SHORT_INTERVAL = 5
+
+
+def suited_preset(outer_steps: float, interval: int, inner_optimizer: str, in_subgroups: bool) -> tuple[str, str]:
+    """Returns the preset that suits a run, and why, in words that follow "for".
+
+    Args:
+        outer_steps: Number of outer steps of the local phase.
+        interval: Iterations between them.
+        inner_optimizer: Optimizer inside a group.
+        in_subgroups: Whether a few groups meet at a time.
+    """
+    if in_subgroups:
+        return "noloco", "groups that meet in subgroups"
+    if interval <= _SHORT_INTERVAL:
+        return "local-sgd", f"an interval of at most {_SHORT_INTERVAL} iterations"
+    if inner_optimizer == "muon":
+        return "pier-muon-annealed", "Muon inside"
+    if outer_steps < _MANY:
+        return "pier-rising", f"fewer than {_MANY} outer steps with AdamW inside"
+    return "pier-annealed", f"{_MANY} outer steps or more with AdamW inside"
+
+
 def value_at(segments: tuple[Segment, ...], offset: float, total: float) -> float:
     """Evaluates a schedule.
 

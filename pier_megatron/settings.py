@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.schedules import PRESETS
+from pier_megatron.schedules import AUTO, PRESETS
 from pier_megatron.values import (
     LONGEST,
     Number,
@@ -140,7 +140,12 @@ class Settings:
         metavar="SECONDS",
         accepts=positive(LONGEST),
     )
-    preset: str = setting("pier", "Schedule of the outer momentum and the outer learning rate.", accepts=one_of(PRESETS))
+    preset: str = setting(
+        AUTO,
+        "Schedule of the outer momentum and the outer learning rate; auto takes the one that suits the number of outer steps, "
+        "the inner optimizer and the interval, and logs it with its reason.",
+        accepts=one_of((AUTO, *PRESETS)),
+    )
     lazy_start_fraction: float = setting(
         0.1,
         "Fraction of the run, at its start, that is fully synchronous; rounded to the nearest multiple of the sync interval.",
@@ -196,7 +201,9 @@ class Settings:
         accepts=whole(1),
     )
     exchange_dtype: str = setting(
-        "fp32", "Codec of pseudo-gradients on the wire; those of 8 bits and fewer have a scale per block.", accepts=one_of(CODECS)
+        "fp32",
+        "Codec of pseudo-gradients on the wire; those of 8 bits and fewer have a scale per block.",
+        accepts=one_of(CODECS),
     )
     no_error_feedback: bool = setting(
         False,

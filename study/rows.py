@@ -65,6 +65,7 @@ class Row:
         inner: What trains inside a group, or synchronously.
         muon_rate: Learning rate of Muon; None for the one that synchronous Muon chose.
         dtype: What a pseudo-gradient is sent as, with error feedback.
+        overlap: Iterations behind which an exchange is hidden.
     """
 
     method: str
@@ -77,6 +78,7 @@ class Row:
     inner: str = ADAM
     muon_rate: float | None = None
     dtype: str = "fp32"
+    overlap: int = 0
 
     @property
     def name(self) -> str:
@@ -86,6 +88,8 @@ class Row:
             parts += [f"h{self.interval}", f"lazy{round(100 * self.lazy_start)}"]
         if self.dtype != "fp32":
             parts.append(self.dtype)
+        if self.overlap:
+            parts.append(f"hidden{self.overlap}")
         if self.batch_scale > 1:
             parts.append(f"batch{self.batch_scale}")
         if self.inner == MUON:
@@ -183,6 +187,24 @@ TABLES = (
         ("pier-muon-annealed",),
         {"8 groups, H = 5, int4": {"groups": 8, "interval": 5, "dtype": "int4", "inner": MUON}},
     ),
+    Table(
+        "Muon inside: few bits, often",
+        ("local-sgd",),
+        {
+            "8 groups, H = 1, int1": {"groups": 8, "interval": 1, "dtype": "int1", "inner": MUON},
+            "8 groups, H = 1, int1, hidden": {"groups": 8, "interval": 1, "dtype": "int1", "inner": MUON, "overlap": 1},
+            "8 groups, H = 2, int2": {"groups": 8, "interval": 2, "dtype": "int2", "inner": MUON},
+            "8 groups, H = 5, int2": {"groups": 8, "interval": 5, "dtype": "int2", "inner": MUON},
+            "16 groups, H = 2, int2": {"groups": 16, "interval": 2, "dtype": "int2", "inner": MUON},
+        },
+    ),
+    Table(
+        "Muon inside: few bits, rarely",
+        ("pier-muon-annealed",),
+        {"8 groups, H = 10, int2": {"groups": 8, "interval": 10, "dtype": "int2", "inner": MUON}},
+    ),
+    Table("Few bits, 8 groups", ("pier-annealed",), {"H = 10, int2": {"groups": 8, "interval": 10, "dtype": "int2"}}),
+    Table("One group", ("pier-annealed",), {"H = 20": {"groups": 1}}),
     Table("Annealed momentum, 4 groups", ("pier-rising", "pier-annealed"), {"H = 20": {}}),
 )
 

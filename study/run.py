@@ -40,6 +40,9 @@ _SEQUENCE = 64
 VALIDATION_SEQUENCES = 256
 VALIDATION = "lm loss validation"
 
+# Iterations between evaluations, which take place where groups agree.
+_EVALUATED = 20
+
 # glibc gives large blocks back to the system at once; asking for them again was a sixth of the time.
 MALLOC = {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
 
@@ -121,7 +124,8 @@ class Study:
         iterations, batch = self._iterations // row.batch_scale, BATCH * row.batch_scale
         arguments = (
             f"{_MODEL} {SET_UP} {self._data} --train-iters {iterations} --global-batch-size {batch} --micro-batch-size "
-            f"{batch // row.groups} --seed {row.seed} --lr {rate} --min-lr {rate / 10} --eval-interval {row.interval} "
+            f"{batch // row.groups} --seed {row.seed} --lr {rate} --min-lr {rate / 10} --eval-interval "
+            f"{max(_EVALUATED // row.interval, 1) * row.interval} "
             f"--eval-iters {VALIDATION_SEQUENCES // batch} "
             f"--tensorboard-dir {self.folder / row.name / 'tensorboard'}"
         ).split()
@@ -134,7 +138,7 @@ class Study:
             *(("--pier-islands", "--pier-inner-optimizer", MUON) if row.inner == MUON else ()),
             *("--optimizer", "pier", "--pier-preset", row.method, "--pier-groups", str(row.groups)),
             *("--pier-sync-interval", str(row.interval), "--pier-lazy-start-fraction", str(row.lazy_start)),
-            *("--pier-exchange-dtype", row.dtype),
+            *("--pier-exchange-dtype", row.dtype, "--pier-overlap", str(row.overlap)),
         ]
 
     def _done(self, row: Row) -> Path:

@@ -71,6 +71,14 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
         )
 
 
+def preset(config: PierConfig) -> str:
+    """Names the preset, and says for what it is or which one would be chosen."""
+    suited, why = config.suited_preset
+    return f"preset {config.preset} " + (
+        f"(suits {why})" if config.preset == suited else f"(auto would be {suited}, for {why})"
+    )
+
+
 def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str]) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
     config, states, exchange = loop.config, loop.states, loop.exchange
@@ -92,8 +100,8 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interv
         f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
     ]
     lines = [
-        f"Pier: {config.groups} {'islands' if config.islands else 'groups'} of {len(topology.members(0))} ranks, preset "
-        f"{config.preset}",
+        f"Pier: {config.groups} {'islands' if config.islands else 'groups'} of {len(topology.members(0))} ranks, "
+        f"{preset(config)}",
         *(f"  {line}" for line in who),
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",

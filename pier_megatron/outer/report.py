@@ -165,6 +165,8 @@ class OuterStepReports:
         self.latest: OuterStepReport | None = None
         self._watch = SpreadWatch()
         self._noise = IntervalNoise(config.fragments)
+        # By iteration, the latest of each fragment.
+        self._momentum_weights: dict[int, float] = {}
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
@@ -222,11 +224,14 @@ class OuterStepReports:
             restarted=tuple(groups[index] for index in restarted),
         )
 
-
     def _lag_correlation(self, iteration: int, sums: Tensor) -> float | None:
         """Of pseudo-gradients of one length: their products with a momentum are its weights times what they have in common."""
         mean, product = sums[0, PRODUCTS - 3].item(), sums[0, PRODUCTS - 2].item()
-        weight = self._config.momentum_weight(iteration)
+        config, before = self._config, iteration - self._config.sync_interval
+        # One step further than in the last report, where there was one.
+        known = self._momentum_weights.pop(before, None)
+        weight = config.momentum_weight(iteration) if known is None else 1 + config.momentum_at(before) * known
+        self._momentum_weights[iteration] = weight
         return product / (weight * mean) if weight * mean > 0 else None
 
 

@@ -17,7 +17,7 @@ from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum
 from pier_megatron.outer.verdicts import Verdicts
 
 PRODUCTS = 5
-"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, mean * momentum before it, momentum * momentum."""
+"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, mean * old momentum, momentum * momentum."""
 
 CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
 """Behind the products: bits of a part of the new anchor; squares of the distance of the own weights to the mean of those that
@@ -43,8 +43,8 @@ def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
         rule: Rule that descends along pseudo-gradients.
     """
     for staged in one_ahead(staging.lend(chunk, COMMON) for staging in stagings for chunk in staging.state.chunks):
-        staged.subtract_parameters()
-        rule.send(staged)
+        # What groups would send is the mean already.
+        staged.subtract_parameters(staged.shared)
         rule.update(staged, is_alone=False)
         staged.chunk.copy_parameters_to(staged.anchor)
         staged.give_back(COMMON)
@@ -220,7 +220,7 @@ class OuterRound(Crossing):
         staged.give_back((SHARED, RESIDUAL))
 
     def _subtract(self, staged: Staged, counts: bool) -> None:
-        staged.subtract_parameters()
+        staged.subtract_parameters(staged.own)
         if not counts:
             staged.own.zero_()  # Not a product with zero, which would keep every nan.
 

@@ -94,6 +94,8 @@ class Nesterov(_OfMean):
         """Takes the step; see :meth:`OuterRule.update`."""
         delta, anchor, momentum = staged.shared, staged.anchor, staged.momentum
         torch.add(delta, momentum, alpha=self.mu, out=momentum)
+        if self.eta == 0:
+            return
         if is_alone:
             # A single group knows the mean of the parameters exactly. anchor - (anchor - parameters) loses its last bits,
             # and eta = 1, mu = 0 must be the identity.

@@ -77,10 +77,10 @@ class Staged:
         """The chunk's part of the momentum."""
         return self.tensors[MOMENTUM]
 
-    def subtract_parameters(self) -> None:
-        """Computes ``own = anchor - parameters``."""
-        self.chunk.copy_parameters_to(self.own)
-        torch.sub(self.anchor, self.own, out=self.own)
+    def subtract_parameters(self, into: Tensor) -> None:
+        """Computes ``anchor - parameters`` into one of the work buffers."""
+        self.chunk.copy_parameters_to(into)
+        torch.sub(self.anchor, into, out=into)
 
     def give_back(self, writes: Collection[str] = ()) -> None:
         """Gives the work buffers back, and begins to copy what is named to where it lives."""

@@ -113,7 +113,7 @@ class Judge:
             return GOOD, []
         squares = torch.zeros(len(fragments), dtype=torch.float64, device=self._share.device)
         for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging, chunk in self._share.chunks(fragments)):
-            staged.subtract_parameters()
+            staged.subtract_parameters(staged.own)
             if staged.chunk.shards.is_counted:
                 squares[fragments.index(staged.chunk.fragment)] += torch.dot(staged.own, staged.own).double()
             staged.give_back()

@@ -127,14 +127,14 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
         Number of ranks of a group.
     """
     from pier_megatron.integration import planned_job, refusals
-    from pier_megatron.integration.startup import schedule
+    from pier_megatron.integration.startup import preset, schedule
 
     topology = planned_job.planned_topology(args, ranks_per_node)
     with findings.collecting():
         topology.check()
     ranks = len(topology.members(0))
     findings.notes += [
-        f"{_count(config.groups, 'group')} of {_count(ranks, 'rank')}, preset {config.preset}",
+        f"{_count(config.groups, 'group')} of {_count(ranks, 'rank')}, {preset(config)}",
         *topology.describe(),
         *(line.removeprefix("  ") for line in schedule(config)),
     ]
