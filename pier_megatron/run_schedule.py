@@ -29,8 +29,14 @@ class RunSchedule(Settings):
     @property
     def suited_preset(self) -> tuple[str, str]:
         """The preset that ``--pier-preset auto`` takes, and why, in words that follow "for"."""
-        in_subgroups = self.subgroup_size is not None
-        return suited_preset(self.local_intervals, self.sync_interval, self.inner_optimizer, in_subgroups)
+        # A momentum of the user's own has a use for its warmup.
+        return suited_preset(
+            self.local_intervals,
+            self.sync_interval,
+            self.inner_optimizer,
+            in_subgroups=self.subgroup_size is not None,
+            has_momentum=self.outer_momentum is not None,
+        )
 
     @property
     def codec(self) -> Codec:

@@ -117,7 +117,9 @@ _MANY = 100
 _SHORT_INTERVAL = 5
 
 
-def suited_preset(outer_steps: float, interval: int, inner_optimizer: str, in_subgroups: bool) -> tuple[str, str]:
+def suited_preset(
+    outer_steps: float, interval: int, inner_optimizer: str, *, in_subgroups: bool, has_momentum: bool
+) -> tuple[str, str]:
     """Returns the preset that suits a run, and why, in words that follow "for".
 
     Args:
@@ -125,10 +127,11 @@ def suited_preset(outer_steps: float, interval: int, inner_optimizer: str, in_su
         interval: Iterations between them.
         inner_optimizer: Optimizer inside a group.
         in_subgroups: Whether a few groups meet at a time.
+        has_momentum: Whether the user has given an outer momentum.
     """
     if in_subgroups:
         return "noloco", "groups that meet in subgroups"
-    if interval <= _SHORT_INTERVAL:
+    if interval <= _SHORT_INTERVAL and not has_momentum:
         return "local-sgd", f"an interval of at most {_SHORT_INTERVAL} iterations"
     if inner_optimizer == "muon":
         return "pier-muon-annealed", "Muon inside"

@@ -78,7 +78,8 @@ def _dequantise(integers: Tensor, scales: Tensor, bits: int) -> Tensor:
         signed = integers.view(torch.int8)
     blocks = signed.reshape(len(integers), -1, BLOCK)
     levels = blocks + 0.5 if bits <= _FEW_BITS else blocks
-    return (levels * scales[:, :, None]).view(len(integers), -1)
+    decoded: Tensor = (levels * scales[:, :, None]).view(len(integers), -1)
+    return decoded
 
 
 def _or_one(scales: Tensor) -> Tensor:

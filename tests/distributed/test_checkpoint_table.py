@@ -10,7 +10,7 @@ from launch import REPOSITORY, Recorded, Run, launch
 
 pytestmark = pytest.mark.processes
 
-_COMMON = "--train-iters 4 --optimizer pier --pier-sync-interval 2 --pier-lazy-start-iters 0 --num-layers 1 "
+_COMMON = "--train-iters 4 --optimizer pier --pier-preset pier --pier-sync-interval 2 --pier-lazy-start-iters 0 --num-layers 1 "
 # Saved between two outer steps, where everything differs that may.
 _AT = 3
 _KINDS = {"instances": "", "islands": "--pier-islands "}

@@ -20,7 +20,7 @@ _SHARDED = "--use-distributed-optimizer "
 _OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather "
 _HIDDEN = _SHARDED + _OVERLAPPED
 _INSTANCES = "--num-distributed-optimizer-instances 2 "
-_PIER = "--optimizer pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 "
+_PIER = "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 "
 
 # What is trained with and without, and the dimensions that are compressed in it.
 _ROUTES = {
@@ -52,7 +52,7 @@ _COPIED = {
     "aggressive": _COPIES + _HIDDEN + "--pier-compress aggressive,gather=int8",
     "whole": _COPIES + "--overlap-grad-reduce --pier-compress aggressive",
     "islands": _COPIES
-    + "--optimizer pier --pier-groups 2 --pier-islands --pier-sync-interval 2 --pier-lazy-start-iters 4 "
+    + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-islands --pier-sync-interval 2 --pier-lazy-start-iters 4 "
     + "--pier-compress aggressive,outer=int4",
 }
 # Where blocks that ignore parameters bring copies apart within these iterations.
@@ -60,7 +60,8 @@ _DRIFTING = ["hybrid", "aggressive", "whole"]
 _CENSUS = ["census"]
 # One all-reduce, over all groups in the lazy start and over the own one after it, of gradients that are scaled alike.
 _SWITCHING = (
-    _LONGER + "--optimizer pier --pier-groups 2 --pier-islands --pier-sync-interval 2 --pier-lazy-start-iters 2 "
+    _LONGER + "--optimizer pier --pier-preset pier "
+    "--pier-groups 2 --pier-islands --pier-sync-interval 2 --pier-lazy-start-iters 2 "
     "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --bf16 --calculate-per-token-loss --pier-compress dp=int4 "
 )
 

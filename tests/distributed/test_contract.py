@@ -16,20 +16,22 @@ from pier_megatron import PierConfig
 pytestmark = pytest.mark.processes
 
 _STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
-_PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6"
+_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6"
 _PIER_BY_SAMPLES = _PIER.replace("--train-iters 12", "--train-samples 96")
 _TP2 = "--tensor-model-parallel-size 2 --global-batch-size 8 "
 _DP2 = "--global-batch-size 16 "
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
 _ONE_GROUP = (
-    "--train-iters 8 --optimizer pier --pier-groups 1 --pier-sync-interval 1 --pier-lazy-start-iters 1 "
+    "--train-iters 8 --optimizer pier --pier-preset pier --pier-groups 1 --pier-sync-interval 1 --pier-lazy-start-iters 1 "
     "--pier-outer-lr 1 --pier-outer-momentum 0"
 )
 _FOUR_GROUPS = "--global-batch-size 8 --train-iters 8 --clip-grad 0 "
-_FOUR_PIER = "--optimizer pier --pier-groups 4 --pier-sync-interval 4 --pier-lazy-start-iters 4"
+_FOUR_PIER = "--optimizer pier --pier-preset pier --pier-groups 4 --pier-sync-interval 4 --pier-lazy-start-iters 4"
 _FOUR_STOCK = "--use-distributed-optimizer --num-distributed-optimizer-instances 4"
 _PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
-_NO_LAZY_START = "--train-iters 6 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 0 "
+_NO_LAZY_START = (
+    "--train-iters 6 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 0 "
+)
 _FP16 = "--global-batch-size 16 --fp16 --initial-loss-scale 1024 "
 _UNCHECKED = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
 
@@ -229,7 +231,7 @@ def test_group_that_is_not_finite_is_left_out(runs: dict[str, Recorded]) -> None
 
 def outer_step_takes_the_mean_of(run: Recorded, groups: tuple[int, ...], iteration: int, before: int) -> None:
     """Compares one outer step with the formula, in float64, part by part of the model."""
-    config = PierConfig(12, groups=2, sync_interval=3, lazy_start_iters=6)
+    config = PierConfig(12, groups=2, preset="pier", sync_interval=3, lazy_start_iters=6)
     mu, eta = config.momentum_at(iteration), config.learning_rate_at(iteration)
     for parts in zip(*(run.of_group(group) for group in (0, 1)), strict=True):
         for buffer in range(len(parts[0]["anchor"][before])):

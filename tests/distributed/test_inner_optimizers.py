@@ -13,7 +13,7 @@ from pier_megatron import PierConfig
 pytestmark = pytest.mark.processes
 
 _CONFIG = {"train_iters": 12, "sync_interval": 3, "lazy_start_iters": 3, "islands": True, "inner_optimizer": "muon"}
-_PIER = "--train-iters 12 --optimizer pier --pier-sync-interval 3 --pier-lazy-start-iters 3 --pier-islands "
+_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-sync-interval 3 --pier-lazy-start-iters 3 --pier-islands "
 _MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
 _TWO, _FOUR = "--pier-groups 2 ", "--pier-groups 4 "
 _STOCK = "--train-iters 3 --optimizer muon --muon-fp32-matmul-prec high "

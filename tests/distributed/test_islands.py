@@ -11,7 +11,7 @@ from test_resume import goes_on_exactly
 
 pytestmark = pytest.mark.processes
 
-_PIER = "--train-iters 12 --optimizer pier --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 _ISLANDS = "--pier-islands "
 _TP2 = "--pier-groups 2 --tensor-model-parallel-size 2 --global-batch-size 8 "
 _DP2 = "--pier-groups 2 --global-batch-size 16 "

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.processes
 
 # Lazy start to 3, outer steps at 6, 9 and 12, nothing logged in between. All others after 3 must be silent.
 _PIER = (
-    "--train-iters 12 --log-interval 1000 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+    "--train-iters 12 --log-interval 1000 --optimizer pier --pier-preset pier "
+    "--pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 )
 _SILENT, _SYNC = (4, 5, 7, 8, 10, 11), (6, 9)
 _LAYOUTS = {

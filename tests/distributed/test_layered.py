@@ -14,7 +14,10 @@ _LAYERED = " --pier-layered"
 _PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
 _STEPS = "--train-iters 4 --global-batch-size 16 "
 _OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-_PIER = "--optimizer pier --pier-sync-interval 2 --pier-lazy-start-iters 2 --overlap-grad-reduce --overlap-param-gather "
+_PIER = (
+    "--optimizer pier --pier-preset pier "
+    "--pier-sync-interval 2 --pier-lazy-start-iters 2 --overlap-grad-reduce --overlap-param-gather "
+)
 
 # What is trained in both orders.
 _BOTH = {

@@ -14,8 +14,8 @@ from pier_megatron import PierConfig
 
 pytestmark = pytest.mark.processes
 
-_CONFIG = {"train_iters": 12, "groups": 2, "sync_interval": 3, "lazy_start_iters": 3}
-_PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_CONFIG = {"preset": "pier", "train_iters": 12, "groups": 2, "sync_interval": 3, "lazy_start_iters": 3}
+_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 _PROBES = ["weights", "samples"]
 
 # Weights move by 0.07 in these runs; FP32 arithmetic in another order moves them by 1e-6.

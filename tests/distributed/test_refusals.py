@@ -8,7 +8,10 @@ from launch import Recorded, Run, launch
 
 pytestmark = pytest.mark.processes
 
-_BASE = "--bf16 --tensor-model-parallel-size 2 --global-batch-size 8 --train-iters 12 --optimizer pier --pier-groups 2 "
+_BASE = (
+    "--bf16 --tensor-model-parallel-size 2 --global-batch-size 8 --train-iters 12 --optimizer pier --pier-preset pier "
+    "--pier-groups 2 "
+)
 _PIER = _BASE + "--pier-sync-interval 3 --pier-lazy-start-iters 6 "
 _LOAD = "--load {directory}/saved --ckpt-step 9 "
 _DAMAGED = "--load {directory}/damaged "

@@ -25,7 +25,7 @@ _RELEASES = {
 _GOLDEN = Path(__file__).parents[1] / "golden"
 
 _STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2 "
-_PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 _MUON = (
     _PIER + "--pier-islands --pier-inner-optimizer muon --muon-fp32-matmul-prec high --tensor-model-parallel-size 2 "
     "--global-batch-size 8 "
@@ -98,7 +98,7 @@ def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded]) -> None:
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])
 def test_layout_equals_the_reference(runs: dict[str, Recorded], layout: str) -> None:
-    reference = oracle.train(runs[layout], PierConfig(12, groups=2, sync_interval=3, lazy_start_iters=3))
+    reference = oracle.train(runs[layout], PierConfig(12, groups=2, preset="pier", sync_interval=3, lazy_start_iters=3))
     assert oracle.largest_error(runs[layout].weights("final"), reference) < 5e-6
 
 
@@ -108,7 +108,7 @@ def test_groups_in_pairs_equal_the_reference(runs: dict[str, Recorded]) -> None:
 
 
 def test_muon_equals_the_reference(runs: dict[str, Recorded]) -> None:
-    config = PierConfig(12, groups=2, sync_interval=3, lazy_start_iters=3, islands=True, inner_optimizer="muon")
+    config = PierConfig(12, groups=2, preset="pier", sync_interval=3, lazy_start_iters=3, islands=True, inner_optimizer="muon")
     assert oracle.largest_error(runs["muon"].weights("final"), oracle.train(runs["muon"], config, muon_blocks=2)) < 1e-5
 
 

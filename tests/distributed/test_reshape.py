@@ -9,7 +9,10 @@ from launch import Recorded, Run, launch
 pytestmark = pytest.mark.processes
 
 # FP32, so that what is shown through the model's weights is exact.
-_PIER = "--train-iters 12 --optimizer pier --pier-sync-interval 3 --pier-lazy-start-iters 6 --global-batch-size 8 "
+_PIER = (
+    "--train-iters 12 --optimizer pier --pier-preset pier "
+    "--pier-sync-interval 3 --pier-lazy-start-iters 6 --global-batch-size 8 "
+)
 _CHANGED = "--pier-override-checkpoint "
 _FROM_FOUR = "--load {directory}/four --ckpt-step "
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable "

@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 
 pytestmark = pytest.mark.processes
 
-_PIER = "--train-iters 12 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6 "
+_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6 "
 _HIDDEN = "--pier-overlap 2 --pier-exchange-dtype int8 --pier-offload "
 _FP16 = "--fp16 --initial-loss-scale 1024 "
 _PROBES = ["main", "outer"]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 _SKIPPING = " --pier-skip-fraction 0.25"
 _STOCK = "--train-iters 4 --use-distributed-optimizer "
 _OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather "
-_PIER = "--train-iters 6 --optimizer pier --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-groups "
+_PIER = "--train-iters 6 --optimizer pier --pier-preset pier --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-groups "
 # 8 micro-batches of 2 samples: four stages of two layers on four ranks; six of one layer on two ranks, in two replicas.
 _1F1B = "--pipeline-model-parallel-size 4 --num-layers 8 --global-batch-size 16 "
 _VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers 6 --num-virtual-stages-per-pipeline-rank 3 "

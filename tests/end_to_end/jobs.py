@@ -26,7 +26,7 @@ _MODEL = (
 )
 ITERATIONS, INTERVAL, LAZY_START = 24, 4, 8
 _PIER = (
-    f"--train-iters {ITERATIONS} --optimizer pier --pier-groups 2 --pier-sync-interval {INTERVAL} "
+    f"--train-iters {ITERATIONS} --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval {INTERVAL} "
     f"--pier-lazy-start-iters {LAZY_START}"
 )
 

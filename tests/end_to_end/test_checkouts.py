@@ -41,7 +41,7 @@ def stock(groups: int) -> list[str]:
 
 
 def pier(groups: int) -> list[str]:
-    settings = "--optimizer pier --pier-sync-interval 4 --pier-lazy-start-iters 8 --pier-groups"
+    settings = "--optimizer pier --pier-preset pier --pier-sync-interval 4 --pier-lazy-start-iters 8 --pier-groups"
     return [*settings.split(), str(groups)]
 
 

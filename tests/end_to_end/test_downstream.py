@@ -31,7 +31,8 @@ _COMMON = "--init-method-std 0.3 --global-batch-size 8 "
 _RUNS = [
     Run(
         "pier",
-        _COMMON + "--train-iters 9 --optimizer pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+        _COMMON + "--train-iters 9 --optimizer pier --pier-preset pier "
+        "--pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
         "--tensor-model-parallel-size 2 --save {directory}/pier --save-interval 9",
         ["samples"],
         saves=[6, 7],

@@ -43,7 +43,8 @@ _LARGE = (
 )
 # Without momentum: it overshoots in so short a training, and large weights cost digits.
 _PIER = (
-    "--optimizer pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-outer-momentum 0 "
+    "--optimizer pier --pier-preset pier "
+    "--pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-outer-momentum 0 "
     "--overlap-grad-reduce --overlap-param-gather"
 )
 _TEXTS = {"licence": REPOSITORY / "LICENSE", "code": REPOSITORY / "pier_megatron" / "reference.py"}

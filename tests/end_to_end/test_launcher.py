@@ -22,7 +22,7 @@ _TRAINING = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 "
     "--lr-decay-style constant --log-interval 1 --eval-interval 6 --eval-iters 1 --bf16 --train-iters 6 "
-    "--tensor-model-parallel-size 2 --optimizer pier --pier-sync-interval 2 --pier-lazy-start-iters 2"
+    "--tensor-model-parallel-size 2 --optimizer pier --pier-preset pier --pier-sync-interval 2 --pier-lazy-start-iters 2"
 ).split()
 
 # Runs a function of the main module in a spawned process, as Megatron's checkpoint writers do.

@@ -14,7 +14,7 @@ from pier_megatron.outer import OuterLoop
 
 pytestmark = pytest.mark.processes
 
-_BASE: dict[str, Any] = {"train_iters": 12, "sync_interval": 3, "lazy_start_iters": 3}
+_BASE: dict[str, Any] = {"preset": "pier", "train_iters": 12, "sync_interval": 3, "lazy_start_iters": 3}
 
 
 Command = tuple[int | str, dict[str, Any]]

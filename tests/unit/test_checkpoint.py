@@ -33,7 +33,7 @@ def test_same_run_goes_on_exactly() -> None:
     [
         ({"groups": 4}, "--pier-groups 2 is now 4"),
         ({"sync_interval": 25}, "--pier-sync-interval 50 is now 25"),
-        ({"preset": "diloco"}, "--pier-preset pier is now diloco"),
+        ({"preset": "diloco"}, "--pier-preset pier-rising is now diloco"),
         ({"outer_lr": 0.5}, "--pier-outer-lr None is now 0.5"),
         ({"lazy_start_iters": 200}, "--pier-lazy-start-iters 100 is now 200"),
     ],

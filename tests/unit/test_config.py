@@ -100,8 +100,8 @@ def test_interval_longer_than_the_run_never_comes() -> None:
 
 
 def test_warnings() -> None:
-    assert PierConfig(train_iters=100_000, groups=2).warnings() == []
-    [horizon] = PierConfig(train_iters=2000, groups=2).warnings()
+    assert PierConfig(train_iters=100_000, groups=2, preset="pier").warnings() == []
+    [horizon] = PierConfig(train_iters=2000, groups=2, preset="pier").warnings()
     assert "500 iterations, 25%" in horizon
     assert PierConfig(train_iters=2000, groups=2, preset="pier-rising").warnings() == []
     [horizon] = PierConfig(train_iters=2000, groups=2, preset="pier-rising", outer_momentum=0.9).warnings()

@@ -13,7 +13,7 @@ from pier_megatron.outer import OuterLoop
 
 
 def _config() -> PierConfig:
-    return PierConfig(train_iters=8, groups=1, sync_interval=2, lazy_start_iters=2)
+    return PierConfig(train_iters=8, groups=1, preset="pier", sync_interval=2, lazy_start_iters=2)
 
 
 def _trained(model: nn.Module, has_loop: bool) -> list[torch.Tensor]:

@@ -35,7 +35,9 @@ def short_chunks() -> Iterator[None]:
 
 
 def _config(**settings: Any) -> PierConfig:
-    return PierConfig(**{"train_iters": 18, "groups": 1, "sync_interval": 4, "lazy_start_iters": 4} | settings)
+    return PierConfig(
+        **{"train_iters": 18, "groups": 1, "preset": "pier", "sync_interval": 4, "lazy_start_iters": 4} | settings
+    )
 
 
 def _target(iteration: int) -> Tensor:

@@ -130,12 +130,12 @@ def test_sweeps_meet_the_job_where_it_stands() -> None:
 
 
 def test_loss_is_said_to_be_unknown() -> None:
-    known = loss.expected_shares(None, config(), 512)
+    known = loss.expected_shares(None, config(preset="pier"), 512)
     said = loss.text(known, 64)
     assert said.startswith("Loss: not known. Published for --pier-preset pier at 1,800 outer steps: +0.2 % with 8 groups")
     assert said.endswith("This job takes 1800.")
     # An outer step ends the run, however long the interval.
-    longest = config(sync_interval=200_000, lazy_start_iters=0)
+    longest = config(sync_interval=200_000, lazy_start_iters=0, preset="pier")
     assert loss.text(loss.expected_shares(None, longest, 512), 64).endswith("This job takes 1.")
     assert "give --log" in loss.text(loss.expected_shares(None, config(preset="pier-rising"), 512), 64)
     assert "not studied for diloco" in loss.text(loss.expected_shares(None, config(preset="diloco"), 512), 64)

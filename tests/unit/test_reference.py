@@ -70,7 +70,7 @@ def test_diloco_is_nesterov_of_pytorch_on_the_mean_pseudo_gradient() -> None:
 
 
 def test_last_iteration_ends_on_agreement() -> None:
-    config = PierConfig(train_iters=7, groups=2, sync_interval=3, lazy_start_iters=3)
+    config = PierConfig(train_iters=7, groups=2, preset="pier", sync_interval=3, lazy_start_iters=3)
     first, second = trajectory(config)[-1]
     assert first == second
 

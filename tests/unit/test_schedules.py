@@ -99,7 +99,7 @@ def test_break_points_shift_with_the_lazy_start() -> None:
 
 
 def test_break_points_scale_with_the_run() -> None:
-    short, long = config("pier"), PierConfig(train_iters=100_000, groups=8, sync_interval=50)
+    short, long = config("pier"), PierConfig(train_iters=100_000, groups=8, sync_interval=50, preset="pier")
     for percent in range(11, 101):
         assert long.momentum_at(percent * 1000) == pytest.approx(short.momentum_at(percent * 10))
         assert long.learning_rate_at(percent * 1000) == pytest.approx(short.learning_rate_at(percent * 10))

@@ -39,7 +39,7 @@ class _Copies(TorchFunctionMode):
 
 
 def _loop() -> OuterLoop:
-    config = PierConfig(train_iters=20, groups=2, sync_interval=4, lazy_start_iters=4, exchange_dtype="int8", offload=True)
+    config = PierConfig(20, groups=2, preset="pier", sync_interval=4, lazy_start_iters=4, exchange_dtype="int8", offload=True)
     return OuterLoop([[Shards([torch.randn(10), torch.randn(4, 5)])]], config, _Deaf())
 
 
