@@ -4,12 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from pier_megatron.commands.plan.cluster import Cluster
-from pier_megatron.commands.plan.model import HIDING, Job, bandwidth_between_stages, seconds_between_replicas
+from pier_megatron.commands.plan.model import CODING, HIDING, Job, bandwidth_between_stages, seconds_between_replicas
 from pier_megatron.exchange.codecs import BLOCK, CODECS
-
-# Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
-# and their sum when it decodes. A GPU's codecs are fused; see pier_megatron/exchange/codecs.py.
-_CODING = 16
 
 # Bytes per element on the wire that are not compressed: FP32 gradients, bf16 parameters and activations.
 _GRADIENT, _PARAMETER, _ACTIVATION = 4.0, 2.0, 2.0
@@ -60,13 +56,13 @@ def savings(job: Job, cluster: Cluster, compute: float) -> Iterator[CodecGain]:
         bandwidth = bandwidth_between_stages(job.gpus, cluster)
         elements = job.sent_between_stages
         wire, compressed = (elements * size / bandwidth for size in (_ACTIVATION, _bytes("int8")))
-        coding = _CODING * elements / cluster.memory_bandwidth
+        coding = CODING * elements / cluster.memory_bandwidth
         yield CodecGain("activations and gradients between stages", "pp=int8", wire, compressed, coding, 0.0)
 
 
 def savings_of_gradients(job: Job, cluster: Cluster, compute: float, codec: str) -> Iterator[CodecGain]:
     """As :func:`savings`, of gradients with one codec."""
-    coding = _CODING * job.shard / cluster.memory_bandwidth
+    coding = CODING * job.shard / cluster.memory_bandwidth
     places = {
         # Reduced and gathered inside a group, or whole gradients reduced; all groups together reduce once more, as far as the
         # model goes.

@@ -20,6 +20,10 @@ HIDING = 2 / 3
 # Bytes that the outer step's own passes read and write per owned parameter, as benchmarks/outer_step_passes.py counts them.
 _PASSES = 32
 
+CODING = 16
+"""Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
+and their sum when it decodes. A GPU's codecs are fused; see pier_megatron/exchange/coding.py."""
+
 # Bytes on the wire of an FP32 gradient and of a bf16 parameter.
 _GRADIENT, _PARAMETER = 4, 2
 
@@ -101,6 +105,7 @@ class Prediction:
         ring_latency: Latency of the messages of an exchange of all groups, one behind the other around a ring.
         pair_latency: Latency of an exchange between two groups.
         passes: Seconds of the outer step's own work on the parameters.
+        coding: Seconds of encoding and decoding an exchange in fewer bits than FP32, and the sum that comes back.
     """
 
     compute: float
@@ -113,10 +118,14 @@ class Prediction:
     ring_latency: float
     pair_latency: float
     passes: float
+    coding: float
 
     def outer_step(self, dtype: str = "fp32") -> float:
         """Seconds of a blocking outer step."""
-        return self.exchange[dtype] + self.passes
+        return self.exchange[dtype] + self._work(dtype)
+
+    def _work(self, dtype: str) -> float:
+        return self.passes + (0.0 if CODECS[dtype].lossless else self.coding)
 
     def mean_iteration(self, way: Way, hidden: bool = True) -> float:
         """Mean iteration of the local phase in seconds, outer steps included.
@@ -127,7 +136,7 @@ class Prediction:
         """
         local = self.local if hidden else self.compute + self.inner
         wire = self.pairs if way.in_pairs else self.exchange[way.dtype]
-        waited = max(wire - way.fragments * way.overlap * local, 0.0) + self.passes
+        waited = max(wire - way.fragments * way.overlap * local, 0.0) + self._work("fp32" if way.in_pairs else way.dtype)
         return local + waited / way.interval
 
     def mean_of_run(self, way: Way, lazy: float, hidden: bool = True) -> float:
@@ -158,6 +167,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
         ring_latency=_ring_latency(job, cluster),
         pair_latency=_message(job, cluster) if job.groups > 1 else 0.0,
         passes=_PASSES * job.owned / cluster.memory_bandwidth,
+        coding=2 * CODING * job.owned / cluster.memory_bandwidth,
     )
 
 
