@@ -1,0 +1,114 @@
+"""Which interval, codec, overlap and preset lose least on a given link: the frontier of docs/frontier.md, with a job's times."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from pier_megatron.commands.plan import ways
+from pier_megatron.commands.plan.model import Plan, Prediction, Way
+from pier_megatron.config import PierConfig
+from pier_megatron.exchange.codecs import BLOCK, CODECS
+
+# Up to so many times the fastest way, less loss is worth more than speed.
+_AS_FAST = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Groups that the study has trained, and what they lost.
+
+    Attributes:
+        inner: Optimizer inside a group.
+        groups: Number of groups.
+        interval: Iterations between outer steps.
+        dtype: Codec of pseudo-gradients.
+        preset: Schedule of the outer step.
+        overlap: Iterations behind which the exchange is hidden.
+        gap: Final validation loss above that of synchronous training with the same inner optimizer, nats per byte, mean of
+            the seeds.
+        spread: Largest less smallest gap of the seeds.
+        seeds: Number of paired seeds.
+    """
+
+    inner: str
+    groups: int
+    interval: int
+    dtype: str
+    preset: str
+    overlap: int
+    gap: float
+    spread: float
+    seeds: int
+
+    @property
+    def way(self) -> Way:
+        """Its outer steps, for the model of times."""
+        return Way(self.interval, self.overlap, dtype=self.dtype)
+
+    @property
+    def flags(self) -> str:
+        """What to add to a command."""
+        overlap = f" --pier-overlap {self.overlap}" if self.overlap else ""
+        return f"--pier-sync-interval {self.interval} --pier-exchange-dtype {self.dtype} --pier-preset {self.preset}{overlap}"
+
+    @property
+    def bits(self) -> float:
+        """Bits for each parameter and iteration; an FP32 all-reduce in every iteration has 32."""
+        return 8 * CODECS[self.dtype].nbytes(BLOCK) / BLOCK / self.interval
+
+
+POINTS: tuple[Point, ...] = ()
+"""Points of the frontier, trained through the plugin or simulated: ``python study/frontier.py``."""
+
+
+def suggest(prediction: Prediction, config: PierConfig) -> list[Plan]:
+    """Ways that lose less the longer they take, fastest first.
+
+    Args:
+        prediction: Times of the job.
+        config: Its settings: inner optimizer, groups, lazy start.
+
+    Returns:
+        The fastest way, or one as fast that loses less, and those that lose less still; empty if there is nothing to relax.
+    """
+    known = [point for point in POINTS if point.inner == config.inner_optimizer and _starts(point, config)]
+    if config.groups == 1 or not known:
+        return []
+    nearest = min({point.groups for point in known}, key=lambda groups: abs(math.log(groups / config.groups)))
+    seconds = {point: prediction.mean_of_run(point.way, ways.lazy_share(config)) for point in known if point.groups == nearest}
+    fastest = min(seconds.values())
+    found = []
+    for point in _frontier(seconds, _AS_FAST * fastest):
+        found.append(dataclasses.asdict(point) | {"flags": point.flags, "bits": point.bits, "seconds": seconds[point]})
+    return found
+
+
+def _starts(point: Point, config: PierConfig) -> bool:
+    """Whether a job may take its outer steps so: elastic islands repeat exchanges that fail."""
+    return config.lighthouse is None or not (point.overlap or CODECS[point.dtype].bits < CODECS["fp32"].bits)
+
+
+def _frontier(seconds: dict[Point, float], as_fast: float) -> Iterator[Point]:
+    best = math.inf
+    for point in sorted(seconds, key=lambda point: (max(seconds[point], as_fast), point.gap)):
+        if point.gap < best:
+            best = point.gap
+            yield point
+
+
+def lines(suggestions: Sequence[Plan], groups: int) -> list[str]:
+    """The lines of a plan."""
+    if not suggestions:
+        return ["Nothing to suggest: there is one group, or none of the ways that were studied would start in this job."]
+    found = [
+        f"{'Suggested' if index == 0 else 'Less loss'}: {way['flags']}\n"
+        f"  {way['seconds'] * 1e3:,.0f} ms an iteration, {way['bits']:.3g} bits a parameter; {way['gap']:+.3f} nats per byte from "
+        f"synchronous training with {way['groups']} groups ({way['seeds']} seeds, {way['spread']:.3f} apart)"
+        for index, way in enumerate(suggestions)
+    ]
+    studied = suggestions[0]["groups"]
+    other = "" if studied == groups else f" and {studied} groups, not {groups}"
+    return [
+        *found,
+        f"The losses are those of one small model in 600 iterations{other}: trust their order, not their size (docs/frontier.md).",
+    ]
