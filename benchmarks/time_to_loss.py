@@ -22,8 +22,8 @@ from run import VALIDATION, VALIDATION_SEQUENCES, data_arguments  # noqa: E402
 from pier_megatron.commands.tensorboard_log import TensorBoardLog  # noqa: E402
 from pier_megatron.cpu.nodes import EmulatedNodes  # noqa: E402
 
-# Small enough for its exchange to be most of a synchronous iteration, as between sites: Newton-Schulz grows with the cube of the
-# width, the exchange with its square.
+# Small enough for its exchange to be most of a synchronous iteration, as between sites: Newton-Schulz grows with the cube of
+# the width, the exchange with its square.
 _BATCH = 16
 _MODEL = (
     "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --hidden-dropout 0 "
@@ -58,9 +58,9 @@ def main() -> None:
         for index, (name, arguments) in enumerate(ROWS.items()):
             log = Path(scratch) / f"log{index}"
             argv = (
-                f"{_MODEL} {data_arguments(Path(scratch) / 'corpus')} --micro-batch-size {_BATCH // options.nodes} --train-iters "
-                f"{options.iterations} --eval-interval {options.iterations // 30} --seed {options.seed} --tensorboard-dir {log} "
-                f"{arguments}"
+                f"{_MODEL} {data_arguments(Path(scratch) / 'corpus')} --micro-batch-size {_BATCH // options.nodes} "
+                f"--train-iters {options.iterations} --eval-interval {options.iterations // 30} --seed {options.seed} "
+                f"--tensorboard-dir {log} {arguments}"
             )
             argv += f" --pier-groups {options.nodes}" if "--optimizer pier" in arguments else ""
             trainings.append({"name": name, "argv": argv.split()})

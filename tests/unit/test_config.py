@@ -1,6 +1,7 @@
 """Phases, and what is refused: every message must name the flag, the values, the arithmetic and a remedy."""
 
 import argparse
+import dataclasses
 import itertools
 from typing import Any
 
@@ -106,6 +107,29 @@ def test_warnings() -> None:
     assert PierConfig(train_iters=2000, groups=2, preset="pier-rising").warnings() == []
     [horizon] = PierConfig(train_iters=2000, groups=2, preset="pier-rising", outer_momentum=0.9).warnings()
     assert "500 iterations, 25%" in horizon
+
+
+_MUON = {"inner_optimizer": "muon", "islands": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "preset"),
+    [
+        ({"train_iters": 1000}, "pier-rising"),
+        ({"train_iters": 100_000}, "pier-annealed"),
+        ({"train_iters": 1000, **_MUON}, "pier-muon-annealed"),
+        ({"train_iters": 1000, "sync_interval": 2, "exchange_dtype": "int2", **_MUON}, "local-sgd"),
+        ({"train_iters": 1000, "sync_interval": 2, "outer_momentum": 0.5}, "pier-annealed"),
+        ({"train_iters": 1000, "subgroup_size": 2}, "noloco"),
+        ({"train_iters": 100_000, "preset": "pier"}, "pier"),
+    ],
+)
+def test_preset_suits_the_run(settings: dict[str, Any], preset: str) -> None:
+    chosen = PierConfig(**({"groups": 4} | settings))
+    assert chosen.preset == preset
+    # It is resolved once: what is stored is a schedule.
+    assert dataclasses.replace(chosen, train_iters=100_000).preset == preset
+    assert (chosen.suited_preset[0] == preset) is ("preset" not in settings)
 
 
 def test_settings_of_megatron_that_disappoint() -> None:

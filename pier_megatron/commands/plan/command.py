@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PNG",
         help="draw the time to finish over H, link rate and GPUs (--optimizer pier)",
     )
+    parser.add_argument(
+        "--suggest",
+        action="store_true",
+        help="name the interval, codec, overlap and preset that lose least on this link, as flags to paste (--optimizer pier)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_command_argument(parser)
 
@@ -59,7 +64,9 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     plan = make_plan(LaunchCommand.parse(options.command), cluster, options.tflops is not None, options.log)
     if options.plot and "sweeps" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
+    if options.suggest and "suggestions" not in plan:
+        raise PierConfigError("--suggest names flags for groups: it needs a job with --optimizer pier.")
     if options.plot:
         picture.draw(plan, options.plot)
-    print(json.dumps(plan, indent=2) if options.json else "\n".join(text.lines(plan)))
+    print(json.dumps(plan, indent=2) if options.json else "\n".join(text.lines(plan, options.suggest)))
     return 0

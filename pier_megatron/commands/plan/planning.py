@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan import compression_gain, fit, loss, measured, sizes, stock, ways
+from pier_megatron.commands.plan import compression_gain, fit, loss, measured, sizes, stock, suggestion, ways
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Plan, predict
 from pier_megatron.commands.plan.skipping_gain import predict_skipping
@@ -114,6 +114,7 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         # JSON has no infinity.
         "break-even interval": None if job.groups == 1 or math.isinf(break_even) else break_even,
         "compression": [dataclasses.asdict(saving) for saving in compression_gain.savings(job, cluster, prediction.compute)],
+        "suggestions": suggestion.suggest(prediction, config),
         "modes": modes,
         "mode of the job": own,
         "sites": cluster.sites(job.gpus),

@@ -1,4 +1,4 @@
-"""Which interval, codec, overlap and preset lose least on a given link: the frontier of docs/frontier.md, with a job's times."""
+"""Which interval, codec, overlap and preset lose least on a given link: docs/frontier.md with a job's times."""
 
 import dataclasses
 import math
@@ -102,13 +102,14 @@ def lines(suggestions: Sequence[Plan], groups: int) -> list[str]:
         return ["Nothing to suggest: there is one group, or none of the ways that were studied would start in this job."]
     found = [
         f"{'Suggested' if index == 0 else 'Less loss'}: {way['flags']}\n"
-        f"  {way['seconds'] * 1e3:,.0f} ms an iteration, {way['bits']:.3g} bits a parameter; {way['gap']:+.3f} nats per byte from "
-        f"synchronous training with {way['groups']} groups ({way['seeds']} seeds, {way['spread']:.3f} apart)"
+        f"  {way['seconds'] * 1e3:,.0f} ms an iteration, {way['bits']:.3g} bits a parameter; {way['gap']:+.3f} nats per byte "
+        f"from synchronous training with {way['groups']} groups ({way['seeds']} seeds, {way['spread']:.3f} apart)"
         for index, way in enumerate(suggestions)
     ]
     studied = suggestions[0]["groups"]
     other = "" if studied == groups else f" and {studied} groups, not {groups}"
     return [
         *found,
-        f"The losses are those of one small model in 600 iterations{other}: trust their order, not their size (docs/frontier.md).",
+        f"The losses are those of one small model in 600 iterations{other}: trust their order, not their size "
+        "(docs/frontier.md).",
     ]

@@ -1,16 +1,17 @@
 """A plan as text: the verdict first, then the loss, the ways to train, and what they are made of."""
 
-from pier_megatron.commands.plan import compression_gain, loss, stock, ways
+from pier_megatron.commands.plan import compression_gain, loss, stock, suggestion, ways
 from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.plan.skipping_gain import describe_skipping
 
 
-def lines(plan: Plan) -> list[str]:
-    """The lines of a plan."""
+def lines(plan: Plan, suggests: bool = False) -> list[str]:
+    """The lines of a plan, with its suggestions if asked for."""
     has_groups = "groups" in plan
     return [
         plan["verdict"],
         *([loss.text(plan["loss"], plan["groups"])] if has_groups else ()),
+        *(suggestion.lines(plan["suggestions"], plan["groups"]) if suggests else ()),
         "",
         *_table(plan),
         *(
