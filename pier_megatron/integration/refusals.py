@@ -217,9 +217,9 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
     elif config.groups == 1:
         replicas = args.data_parallel_size
         found.append(
-            f"--pier-groups 1 (by default one per node): all {replicas} model replicas train as one group and nothing is "
-            f"exchanged, as with --optimizer adam. Pass --pier-groups {replicas}, or another divisor of {replicas}, to train "
-            "groups apart on one node."
+            f"--pier-groups 1 (by default one per node): all {replicas} model replicas train as one group. Nothing is "
+            f"exchanged, and outer steps act on this group alone. Pass --pier-groups {replicas}, or another divisor of "
+            f"{replicas}, to train groups apart on one node."
         )
     if config.inner_optimizer != "adam" and not are_shared_out(args):
         replicas = args.data_parallel_size * args.context_parallel_size

@@ -46,7 +46,7 @@ def test_first_line_is_gated_on_memory(job: str, model: str, tmp_path: Path) -> 
     assert remedy, first
     assert "Use it" not in said.stdout
     assert "90 TFLOP/s per GPU assumed: measure them with --tflops, or --log of a short run" in first
-    assert second.startswith("Loss: not known. Published for --pier-preset pier")
+    assert second.startswith("Loss: not known. It follows the noise of a run's pseudo-gradients")
     assert [line.split("  ")[0] for line in said.stdout.splitlines() if line.endswith("<- this job")] == [
         "Pier, H = 50, blocking"
     ]
