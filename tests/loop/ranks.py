@@ -315,7 +315,7 @@ class Communicators:
 
     def __init__(self) -> None:
         self._own: dict[tuple[int, int], tuple[Any, Any]] = {}
-        for groups, ranks_in_group in ((2, 1), (3, 1), (4, 1), (2, 2)):
+        for groups, ranks_in_group in ((2, 1), (3, 1), (4, 1), (2, 2), (1, 2)):
             world = range(groups * ranks_in_group)
             between = [[part + ranks_in_group * g for g in range(groups)] for part in range(ranks_in_group)]
             inside = [list(world[g * ranks_in_group :][:ranks_in_group]) for g in range(groups)]

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.processes
 @st.composite
 def runs(draw: st.DrawFn) -> Settings:
     """Any run: sizes, lengths, and everything about the exchange."""
-    groups, ranks_in_group = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2)]))
-    looks_for_outliers = draw(st.booleans())
+    groups, ranks_in_group = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)]))
+    looks_for_outliers = groups > 1 and draw(st.booleans())
     interval = draw(st.sampled_from([1, 2] if looks_for_outliers else [3, 4, 5, 2, 1]))
     lazy_start = interval * draw(st.integers(0, 2))
     local = draw(st.integers(12 * interval + 3, 12 * interval + 8) if looks_for_outliers else st.integers(5, 18))
@@ -36,7 +36,9 @@ def runs(draw: st.DrawFn) -> Settings:
         "outlier_zscore": 6.0 if looks_for_outliers else None,
     }
     config["no_error_feedback"] = not CODECS[config["exchange_dtype"]].needs_error_feedback and draw(st.booleans())
-    if config["preset"] == "noloco" or draw(st.booleans()):
+    if groups == 1:
+        config["preset"] = draw(st.sampled_from(["pier-rising", "diloco"]))
+    elif config["preset"] == "noloco" or draw(st.booleans()):
         config["subgroup_size"] = draw(st.integers(2, groups))
         config["subgroup_gamma"] = draw(st.sampled_from([None, 0.0, 0.9]))
         config["subgroup_seed"] = draw(st.integers(0, 3))
@@ -90,8 +92,9 @@ class Life(RuleBasedStateMachine):
 
     @property
     def may_diverge(self) -> bool:
-        # A subgroup in which nobody is left, twice running, ends the run.
-        return self.config.subgroup is None or self.iteration - self.last_divergence > 3 * self.config.sync_interval
+        # Without another group nobody would be left; a subgroup in which nobody is left, twice running, ends the run.
+        in_peace = self.iteration - self.last_divergence > 3 * self.config.sync_interval
+        return self.config.groups > 1 and (self.config.subgroup is None or in_peace)
 
     @precondition(lambda self: self.goes_on and self.may_diverge)
     @rule(after=_LATER, bad=st.sets(st.integers(0, 2), min_size=1))
