@@ -4,7 +4,7 @@ Presets are data. Every length in them is a fraction of the run counted from the
 shorter lazy start shifts all break points with it.
 
 Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``),
-arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``, ``pier-annealed`` and those for Muon).
+arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``, ``pier-annealed`` ``pier-frequent`` and those for Muon).
 """
 
 import dataclasses
@@ -101,6 +101,8 @@ PRESETS: dict[str, Preset] = {
     # For Muon inside. Its steps are as long where gradients are mostly noise, so that less has to be made up for.
     "pier-muon": _rising(0.8, (0.8, 0.6)),
     "pier-muon-annealed": _rising(0.8, (0.8, 0.6), falls_back=0.10),
+    # For outer steps every few iterations. They need no lazy start, hence no momentum warmup.
+    "pier-frequent": Preset(warmup_momentum=None, momentum=(_constant(0.3),), learning_rate=(_constant(0.8),)),
     "diloco": Preset(warmup_momentum=None, momentum=(_constant(0.9),), learning_rate=(_constant(0.7),)),
     "noloco": Preset(warmup_momentum=None, momentum=(_constant(0.5),), learning_rate=(_constant(0.7),), subgroup_size=2),
     "local-sgd": Preset(warmup_momentum=None, momentum=(_constant(0.0),), learning_rate=(_constant(1.0),)),
@@ -113,7 +115,7 @@ AUTO = "auto"
 # Of outer steps: from here on the noise of the last ones is worth being kept out of the end.
 _MANY = 100
 
-# With a shorter interval groups hardly drift apart, and the outer momentum has nothing to make up for.
+# Up to this interval groups hardly drift apart, and there is little for the outer momentum to make up for.
 _SHORT_INTERVAL = 5
 
 
@@ -132,7 +134,7 @@ def suited_preset(
     if in_subgroups:
         return "noloco", "groups that meet in subgroups"
     if interval <= _SHORT_INTERVAL and not has_momentum:
-        return "local-sgd", f"an interval of at most {_SHORT_INTERVAL} iterations"
+        return "pier-frequent", f"an interval of at most {_SHORT_INTERVAL} iterations"
     if inner_optimizer == "muon":
         return "pier-muon-annealed", "Muon inside"
     if outer_steps < _MANY:

@@ -189,7 +189,7 @@ TABLES = (
     ),
     Table(
         "Muon inside: few bits, often",
-        ("local-sgd",),
+        ("local-sgd", "pier-frequent"),
         {
             "8 groups, H = 1, int1": {"groups": 8, "interval": 1, "dtype": "int1", "inner": MUON},
             "8 groups, H = 1, int1, hidden": {"groups": 8, "interval": 1, "dtype": "int1", "inner": MUON, "overlap": 1},

@@ -66,7 +66,7 @@ def paint_curves(data: dict[str, Any]) -> Any:
     kinds = {
         "Pier, as published": ("pier", "pier-cosine"),
         "for fewer outer steps": ("pier-rising", "pier-annealed", "pier-muon", "pier-muon-annealed"),
-        "other methods": ("diloco", "noloco", "local-sgd"),
+        "constant": ("pier-frequent", "diloco", "noloco", "local-sgd"),
     }
     assert sorted(name for names in kinds.values() for name in names) == sorted(data)
     figure = Figure(figsize=(11, 5.6), layout="constrained")

@@ -59,9 +59,10 @@ _PURPOSES = {
     "pier-annealed": ("[study](study.md)", "a hundred outer steps and more, AdamW inside"),
     "pier-muon": ("[study](study.md#muon-inside)", "few outer steps, Muon inside"),
     "pier-muon-annealed": ("[study](study.md#muon-inside)", "a hundred outer steps and more, Muon inside"),
+    "pier-frequent": ("[frontier](frontier.md)", "outer steps every few iterations"),
     "diloco": ("arXiv 2311.08105", "comparison with DiLoCo"),
     "noloco": ("arXiv 2506.10911", "[gossip pairs](pairs.md): heavy ball among two groups at a time"),
-    "local-sgd": ("plain averaging", "outer steps every few iterations: the mean of the groups, no outer momentum"),
+    "local-sgd": ("plain averaging", "comparison: the mean of the groups, no outer momentum"),
 }
 """Source of each preset, and what it is for."""
 
