@@ -25,12 +25,13 @@ from pier_megatron.cpu.nodes import EmulatedNodes  # noqa: E402
 # Small enough for its exchange to be most of a synchronous iteration, as between sites: Newton-Schulz grows with the cube of
 # the width, the exchange with its square.
 _BATCH = 16
+_LOGGED = 10
 _MODEL = (
     "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --hidden-dropout 0 "
     "--attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 --lr 8e-3 "
     "--min-lr 8e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 "
     "--muon-momentum 0.95 --muon-nesterov --muon-scale-mode shape_scaling --muon-fp32-matmul-prec high "
-    f"--muon-extra-scale-factor 5 --global-batch-size {_BATCH} --log-interval 10 --log-timers-to-tensorboard "
+    f"--muon-extra-scale-factor 5 --global-batch-size {_BATCH} --log-interval {_LOGGED} --log-timers-to-tensorboard "
     f"--eval-iters {VALIDATION_SEQUENCES // _BATCH}"
 )
 _PIER = "--optimizer pier --pier-islands --pier-inner-optimizer muon --pier-lazy-start-iters 0"
@@ -54,12 +55,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, EmulatedNodes(options.nodes) as cluster:
         cluster.set_rate(options.rate)
+        # Times are logged every ten iterations, and groups agree there whatever the interval of a row.
+        evaluated = max(options.iterations // 300, 1) * _LOGGED
         trainings = []
         for index, (name, arguments) in enumerate(ROWS.items()):
             log = Path(scratch) / f"log{index}"
             argv = (
                 f"{_MODEL} {data_arguments(Path(scratch) / 'corpus')} --micro-batch-size {_BATCH // options.nodes} "
-                f"--train-iters {options.iterations} --eval-interval {options.iterations // 30} --seed {options.seed} "
+                f"--train-iters {options.iterations} --eval-interval {evaluated} --seed {options.seed} "
                 f"--tensorboard-dir {log} {arguments}"
             )
             argv += f" --pier-groups {options.nodes}" if "--optimizer pier" in arguments else ""

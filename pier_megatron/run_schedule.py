@@ -197,14 +197,15 @@ class RunSchedule(Settings):
         limit = 1 - 1 / (self._preset.longest_horizon * self.local_intervals)
         return min(mu, max(limit, self._preset.warmup_momentum or 0.0))
 
-    def momentum_weight(self, iteration: int) -> float:
+    def momentum_weight(self, iteration: int, since: int = 0) -> float:
         """Sum of the weights with which earlier pseudo-gradients are in the momentum that an outer step finds.
 
         Args:
             iteration: Iteration after which the outer step begins.
+            since: Iteration after which the momentum was zero.
         """
         total, weight = 0.0, 1.0
-        for step in range(iteration - self.sync_interval, 0, -self.sync_interval):
+        for step in range(iteration - self.sync_interval, since, -self.sync_interval):
             if weight < _NEGLIGIBLE or (self.is_lazy(step) and not self.warms_momentum):
                 break
             total += weight

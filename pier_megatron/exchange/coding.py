@@ -90,4 +90,5 @@ def _or_one(scales: Tensor) -> Tensor:
 @functools.cache
 def _fused_on_gpu[**P, R](function: Callable[P, R], on_gpu: bool) -> Callable[P, R]:
     """A dozen kernels of a pass over memory each become one or two; what the function says is the reference for them."""
-    return torch.compile(function, dynamic=True) if on_gpu else function
+    # Otherwise a fused kernel leaves the rounding to bf16 out: integers would be of another scale than the one that is sent.
+    return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True}) if on_gpu else function

@@ -160,9 +160,7 @@ def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
     if config.has_error_feedback:
         raise PierConfigError(
             f"--pier-exchange-dtype {config.exchange_dtype} with --pier-lighthouse: what the codec drops cannot be made up for "
-            "after an outer step that is retried. "
-            + ("Use int4 with " if config.codec.needs_error_feedback else "Add ")
-            + "--pier-no-error-feedback."
+            "after an outer step that is retried. Add --pier-no-error-feedback, which takes int4 at least."
         )
     if config.outlier_zscore is not None:
         raise PierConfigError(

@@ -196,6 +196,7 @@ class OuterLoop:
         self._weights.become_anchor()
         self._steps.reset()
         self.progress.restart(self.iteration if iteration is None else iteration)
+        self.reports.restart(self.iteration)
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.

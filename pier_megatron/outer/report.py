@@ -165,9 +165,14 @@ class OuterStepReports:
         self.latest: OuterStepReport | None = None
         self._watch = SpreadWatch()
         self._noise = IntervalNoise(config.fragments)
+        self._momentum_since = 0
         # By iteration, the latest of each fragment.
         self._momentum_weights: dict[int, float] = {}
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
+
+    def restart(self, iteration: int) -> None:
+        """Takes note that the momentum is zero after ``iteration``."""
+        self._momentum_since, self._momentum_weights = iteration, {}
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
         """Takes note of an outer step.
@@ -230,7 +235,10 @@ class OuterStepReports:
         config, before = self._config, iteration - self._config.sync_interval
         # One step further than in the last report, where there was one.
         known = self._momentum_weights.pop(before, None)
-        weight = config.momentum_weight(iteration) if known is None else 1 + config.momentum_at(before) * known
+        if known is None:
+            weight = config.momentum_weight(iteration, self._momentum_since)
+        else:
+            weight = 1 + config.momentum_at(before) * known
         self._momentum_weights[iteration] = weight
         return product / (weight * mean) if weight * mean > 0 else None
 

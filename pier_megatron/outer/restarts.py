@@ -41,7 +41,8 @@ class Restarts:
         Raises:
             DivergedError: If no group counts.
         """
-        has_tried = self.last != NEVER and 0 < round_.begun - self.last <= self._interval
+        # A round may begin in the iteration of a restart, after it.
+        has_tried = self.last != NEVER and 0 <= round_.begun - self.last <= self._interval
         if round_.exchange.size == self._groups or has_tried:
             round_.verdicts.check(iteration)
 

@@ -56,12 +56,15 @@ def test_nothing_is_said_of_what_was_not_studied() -> None:
     assert after(config(), None, 10_200) is None
     assert after(config(), LEAST_NOISE - 0.01, 10_200) is None
     assert after(config(), LEAST_NOISE, 10_200) is not None
+    assert after(config(exchange_dtype="int4"), 4.0, 10_200) is not None
+    assert after(config(exchange_dtype="int1"), 4.0, 10_200) is None
     assert after(config(train_iters=500), 4.0, 260) is None
     for other in (
         {"preset": "pier-muon"},
         {"sync_interval": 5},
         {"train_iters": 200},
         {"outer_lr": 1.0},
+        {"exchange_dtype": "int2"},
         {"groups": 1},
     ):
         assert at_start(with_muon(**other)) is None
@@ -110,7 +113,7 @@ def test_plan_refuses_logs_that_say_nothing_of_the_job(run_with_eight_groups: Pa
     log = loss.read(run_with_eight_groups)
     with pytest.raises(PierConfigError, match="--global-batch-size 64, the job 128"):
         loss.expected_shares(log, config(), global_batch=128)
-    with pytest.raises(PierConfigError, match="the job has adam, diloco, 4500 outer steps"):
+    with pytest.raises(PierConfigError, match="the job has adam, diloco, fp32, 4500 outer steps"):
         loss.expected_shares(log, config(preset="diloco"), global_batch=64)
     noise = log.scalars["pier/noise-to-signal"]
     log.scalars["pier/noise-to-signal"] = dataclasses.replace(noise, values=[value / 4 for value in noise.values])

@@ -177,6 +177,18 @@ def test_lag_correlation_is_found_again(preset: str) -> None:
     assert statistics.mean(found[1:]) == pytest.approx(correlation, abs=0.03)
 
 
+def test_lag_correlation_knows_when_the_momentum_was_zero() -> None:
+    """As after weights of a run without Pier, whose iterations say nothing of a momentum."""
+    config = PierConfig(train_iters=8000, groups=2, sync_interval=20, preset="pier")
+    reports = OuterStepReports(config, lambda report: None)
+    reports.restart(4000)
+    delta = torch.ones(4)
+    row = torch.stack([*3 * [delta @ delta], torch.tensor(0.0), torch.tensor(0.0)])
+    assert reports._lag_correlation(4020, row[None]) is None
+    row[3] = delta @ delta
+    assert reports._lag_correlation(4040, row[None]) == pytest.approx(1.0)
+
+
 def test_elastic_island_logs_the_spread_of_those_that_count() -> None:
     def spread_of(own: int, *others: int) -> float | None:
         """Its pseudo-gradient is (3, 0), and the mean (1.5, 2); nothing if it has just joined."""

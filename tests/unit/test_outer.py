@@ -14,6 +14,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop
 from pier_megatron.outer.flights import chunks_on_the_wire, window
+from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
@@ -149,6 +150,19 @@ def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) 
     of_momentum = [delta @ momentum.double(), expected_momentum @ expected_momentum]
     norms = torch.stack([*3 * [delta @ delta], *of_momentum])
     torch.testing.assert_close(seen(round_.sums)[:PRODUCTS], norms, rtol=1e-4, atol=1e-6)
+
+
+def test_subgroup_stops_if_it_is_useless_within_an_interval_of_a_restart() -> None:
+    """An anchor that is not finite restarts nobody; with an overlap of a whole interval it is judged in the same iteration."""
+    config = PierConfig(train_iters=40, groups=4, sync_interval=4, lazy_start_iters=4, subgroup_size=2, overlap=4)
+    restarts = Restarts(config, config.groups, mock.Mock())
+    restarts.last = 12
+    looked = []
+    for begun in (8, 12, 16, 20):
+        round_ = mock.Mock(begun=begun, exchange=mock.Mock(size=2))
+        restarts.check(round_, begun + config.overlap)
+        looked.append(round_.verdicts.check.called)
+    assert looked == [False, True, True, False]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 24, 25, 60])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pier_megatron import PierConfig
-from pier_megatron.commands.plan import loss, measured, ways
+from pier_megatron.commands.plan import loss, measured, suggestion, ways
 from pier_megatron.commands.plan.cluster import CLUSTERS, Cluster
 from pier_megatron.commands.plan.fit import RECOMPUTE
 from pier_megatron.commands.plan.model import Job, Way, predict
@@ -114,6 +114,23 @@ def test_sites_are_rows() -> None:
     assert near < own
     # A group that fills a site synchronises its 32 replicas in each iteration, and sends as much over the link as 64 groups.
     assert apart > near
+
+
+def test_suggested_ways_start_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"inner": "adam", "groups": 8, "preset": "local-sgd", "spread": 0.0, "seeds": 3}
+    often = suggestion.Point(interval=1, dtype="int1", overlap=1, gap=0.01, **settings)
+    rarely = suggestion.Point(interval=10, dtype="int4", overlap=0, gap=0.02, **settings)
+    monkeypatch.setattr(suggestion, "POINTS", (often, rarely))
+    prediction = predict(_XL, _A100)
+
+    def intervals(**kwargs: Any) -> set[int]:
+        return {way["interval"] for way in suggestion.suggest(prediction, config(**kwargs))}
+
+    assert intervals() == {1}
+    assert intervals(no_error_feedback=True) == {10}
+    assert intervals(fragments=4) == {10}
+    assert intervals(inner_optimizer="muon", islands=True) == set()
+    assert intervals(lighthouse="http://127.0.0.1:29510", island=0, lazy_start_iters=0) == set()
 
 
 def test_sweeps_meet_the_job_where_it_stands() -> None:

@@ -65,6 +65,8 @@ def test_arithmetic() -> None:
     assert prediction.mean_iteration(Way(50, 10)) == pytest.approx(1 + 6 / 50)
     assert prediction.mean_iteration(Way(50, 25)) == pytest.approx(1)
     assert prediction.mean_iteration(Way(50, 5, 2)) == pytest.approx(1 + 6 / 50)
+    # Four fragments on the link at a time do not hide more than an interval has.
+    assert prediction.mean_iteration(Way(10, 10, 4)) == prediction.mean_iteration(Way(10, 10)) == pytest.approx(16 / 10)
     assert prediction.break_even_interval(hidden=False) == pytest.approx(1)
     # A tenth of the run is synchronous.
     assert prediction.mean_of_run(Way(50), 0.1, hidden=False) == pytest.approx(0.1 * 17 + 0.9 * (1 + 16 / 50))

@@ -39,7 +39,7 @@ def expected_shares(log: TensorBoardLog | None, config: PierConfig, global_batch
     if not is_foreseeable(config):
         raise PierConfigError(
             f"--log: the loss is foreseen with {FORESEEABLE}; the job has {config.inner_optimizer}, {config.preset}, "
-            f"{int(config.local_intervals)} outer steps and an interval of {config.sync_interval}."
+            f"{config.exchange_dtype}, {int(config.local_intervals)} outer steps and an interval of {config.sync_interval}."
         )
     if share_of is not None:
         raise PierConfigError(

@@ -136,7 +136,9 @@ class Prediction:
         """
         local = self.local if hidden else self.compute + self.inner
         wire = self.pairs if way.in_pairs else self.exchange[way.dtype]
-        waited = max(wire - way.fragments * way.overlap * local, 0.0) + self._work("fp32" if way.in_pairs else way.dtype)
+        # However many fragments are on the link at a time, an interval has no more iterations to hide them behind.
+        behind = min(way.fragments * way.overlap, way.interval)
+        waited = max(wire - behind * local, 0.0) + self._work("fp32" if way.in_pairs else way.dtype)
         return local + waited / way.interval
 
     def mean_of_run(self, way: Way, lazy: float, hidden: bool = True) -> float:
@@ -167,7 +169,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
         ring_latency=_ring_latency(job, cluster),
         pair_latency=_message(job, cluster) if job.groups > 1 else 0.0,
         passes=_PASSES * job.owned / cluster.memory_bandwidth,
-        coding=2 * CODING * job.owned / cluster.memory_bandwidth,
+        coding=2 * CODING * job.owned / cluster.memory_bandwidth if job.groups > 1 else 0.0,
     )
 
 

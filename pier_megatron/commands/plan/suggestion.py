@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pier_megatron.commands.plan import ways
 from pier_megatron.commands.plan.model import Plan, Prediction, Way
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 # Up to so many times the fastest way, less loss is worth more than speed.
@@ -84,8 +85,20 @@ def suggest(prediction: Prediction, config: PierConfig) -> list[Plan]:
 
 
 def _starts(point: Point, config: PierConfig) -> bool:
-    """Whether a job may take its outer steps so: elastic islands repeat exchanges that fail."""
-    return config.lighthouse is None or not (point.overlap or CODECS[point.dtype].bits < CODECS["fp32"].bits)
+    """Whether a job may take its outer steps so, beside its other settings; elastic islands repeat exchanges that fail."""
+    if config.lighthouse is not None and (point.overlap or not CODECS[point.dtype].lossless):
+        return False
+    try:
+        dataclasses.replace(
+            config,
+            sync_interval=point.interval,
+            exchange_dtype=point.dtype,
+            overlap=point.overlap,
+            preset=point.preset,
+        )
+    except PierConfigError:
+        return False
+    return True
 
 
 def _frontier(seconds: dict[Point, float], as_fast: float) -> Iterator[Point]:
