@@ -17,6 +17,8 @@ import sys
 import types
 from typing import Any
 
+from pier_megatron.cpu import namespace
+
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
@@ -30,6 +32,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _become(job: dict[str, Any], descriptors: list[int]) -> None:
     """Makes this process what the one that asks would have been without its imports."""
     os.setsid()
+    # The one that asks may be on an emulated node, which has cores of its own.
+    namespace.enter(job["pid"])
+    os.sched_setaffinity(0, os.sched_getaffinity(job["pid"]))
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
         os.close(descriptor)
