@@ -9,24 +9,29 @@ as the fork ended.
 import os
 import sys
 
-# How a training is started, how its launcher, and the commands; by which of the warm processes each is run.
+# How trainings, their launchers, commands and scripts are started; by which of the warm processes each is run.
 _STARTS = {
-    ("worker",): "megatron",
-    ("pier_megatron", "--device", "cpu"): "megatron",
-    ("torch.distributed.run",): "torch",
-    ("pier_megatron.commands.cli",): "torch",
+    ("-m", "worker"): "megatron",
+    ("-m", "pier_megatron", "--device", "cpu"): "megatron",
+    ("-m", "torch.distributed.run"): "torch",
+    ("-m", "pier_megatron.commands.cli"): "torch",
+    ("parse_arguments.py",): "megatron",
+    ("megatron_logits.py",): "megatron",
+    ("prepare_openwebtext.py",): "megatron",
+    ("plain_pytorch.py",): "torch",
 }
 
 
 def _warm_process() -> tuple[str, list[str]] | None:
-    """Where the process listens that can run this one, and this one's module and arguments."""
+    """Where the process listens that can run this one, and this one's command line."""
     folder = os.environ.get("PIER_TEST_WARM")
-    if not folder:
-        return None
     words = [word for word in sys.orig_argv[1:] if word != "-u"]
+    if not folder or not words:
+        return None
+    begin = [os.path.basename(words[0]), *words[1:]]
     for start, name in _STARTS.items():
-        if words[:1] == ["-m"] and tuple(words[1 : 1 + len(start)]) == start:
-            return os.path.join(folder, name), words[1:]
+        if tuple(begin[: len(start)]) == start:
+            return os.path.join(folder, name), words
     return None
 
 
