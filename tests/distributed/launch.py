@@ -157,8 +157,7 @@ class WarmProcesses:
             imports: By the name of each process, the module that it imports.
             megatron: Folder of another megatron-core release than the installed one.
         """
-        self.folder = Path(tempfile.mkdtemp()) / str(os.getpid())
-        self.folder.mkdir()
+        self.folder = Path(tempfile.mkdtemp())
         self._processes = [
             subprocess.Popen(
                 [sys.executable, str(WARM / "warm_process.py"), str(self.folder / name), module],
@@ -183,7 +182,7 @@ class WarmProcesses:
         for process in self._processes:
             process.kill()
             process.communicate()
-        shutil.rmtree(self.folder.parent)
+        shutil.rmtree(self.folder)
 
 
 @functools.cache

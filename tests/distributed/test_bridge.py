@@ -1,5 +1,6 @@
 """Megatron-Bridge trains as flags do, with the same promises."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -225,8 +226,15 @@ def test_metrics_are_in_tensorboard(runs: dict[str, Recorded]) -> None:
     assert steps["pier/pseudo-gradient-norm"] == [6, 9, 12]
 
 
-@pytest.mark.parametrize("how", ["flags", "config"])
-def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_path: Path, how: str) -> None:
+# Many command lines in one process: it imports Megatron-Bridge for longer than they take.
+_SCRIPTS = """
+import json, runpy, sys
+for sys.argv in json.loads(sys.argv[1]):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_path: Path) -> None:
     tokens = torch.randint(257, (4, 32), generator=torch.Generator().manual_seed(1))
     torch.save(tokens, tmp_path / "tokens.pt")
     LlamaConfig(
@@ -242,18 +250,21 @@ def test_a_llama_becomes_a_hugging_face_model(runs: dict[str, Recorded], tmp_pat
         architectures=["LlamaForCausalLM"],
         dtype="float32",
     ).save_pretrained(tmp_path / "config")
-    # Between outer steps, where the groups hold different weights: the anchor is stored.
-    checkpoint = runs[f"Llama, {how}"].directory.parent / f"llama-{how}" / "iter_0000007"
     convert, look = REPOSITORY / "examples/bridge/to_hugging_face.py", Path(__file__).with_name("bridge_logits.py")
-    for script, *words in (
-        (convert, checkpoint, tmp_path / "config", tmp_path / "exported", "--device", "cpu"),
-        (look, checkpoint, tmp_path / "tokens.pt", tmp_path / "logits.pt"),
-    ):
-        execute([sys.executable, str(script), *map(str, words)], tmp_path / f"{script.stem}.txt", BRIDGE)
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "exported")(tokens).logits
-    ours = torch.load(tmp_path / "logits.pt")
-    assert ours.abs().max() > 1
-    assert (ours - theirs).abs().max() < 1e-4 * ours.abs().max()
+    commands = []
+    for how in ("flags", "config"):
+        # Between outer steps, where the groups hold different weights: the anchor is stored.
+        checkpoint = runs[f"Llama, {how}"].directory.parent / f"llama-{how}" / "iter_0000007"
+        commands += [
+            [convert, checkpoint, tmp_path / "config", tmp_path / how, "--device", "cpu"],
+            [look, checkpoint, tmp_path / "tokens.pt", tmp_path / f"{how}.pt"],
+        ]
+    execute([sys.executable, "-c", _SCRIPTS, json.dumps(commands, default=str)], tmp_path / "log.txt", BRIDGE)
+    for how in ("flags", "config"):
+        theirs = LlamaForCausalLM.from_pretrained(tmp_path / how)(tokens).logits
+        ours = torch.load(tmp_path / f"{how}.pt")
+        assert ours.abs().max() > 1
+        assert (ours - theirs).abs().max() < 1e-4 * ours.abs().max()
 
 
 @pytest.mark.parametrize("name", _REFUSED)
@@ -262,38 +273,37 @@ def test_refusals_name_the_setting(runs: dict[str, Recorded], name: str) -> None
     assert "PierConfigError" in runs[f"refused: {name}"].error
 
 
-_DOCTOR = "import sys; from pier_megatron.commands.cli import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
-
-
-def doctor(tmp_path: Path, *words: str) -> str:
-    """What the doctor says of a recipe."""
-    return execute([sys.executable, "-W", "ignore", "-c", _DOCTOR, *words], tmp_path / "doctor.txt", BRIDGE)
+_DOCTOR = """
+import json, sys
+from pier_megatron.commands.cli import main
+for words in json.loads(sys.argv[1]):
+    print(f"status {main(['doctor', *words])}")
+"""
 
 
 def test_doctor_checks_a_recipe(tmp_path: Path) -> None:
-    said = doctor(tmp_path, "--recipe", "examples.bridge.recipes:llama_tiny", "--nodes", "2", "--ranks-per-node", "2")
-    assert "2 groups of 2 ranks, preset pier-rising\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n" in said
-    assert said.endswith("100.0%  0.643  0.800\nOK\n")
-
-
-def test_doctor_refuses_a_recipe_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        doctor(tmp_path, "--recipe", "examples.bridge.recipes:llama_tiny", "--ranks-per-node", "1")
-    said = (tmp_path / "doctor.txt").read_text()
-    assert "ERROR: config.optimizer.groups 2 does not divide the data-parallel size 1" in said
-    assert said.endswith("will not start\n")
+    recipe = ["--recipe", "examples.bridge.recipes:llama_tiny"]
+    looks = [[*recipe, "--nodes", "2", "--ranks-per-node", "2"], [*recipe, "--ranks-per-node", "1"]]
+    said = execute([sys.executable, "-W", "ignore", "-c", _DOCTOR, json.dumps(looks)], tmp_path / "doctor.txt", BRIDGE)
+    accepted, refused = said.split("status 0\n")
+    assert "2 groups of 2 ranks, preset pier-rising\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n" in accepted
+    assert accepted.endswith("100.0%  0.643  0.800\nOK\n")
+    assert "ERROR: config.optimizer.groups 2 does not divide the data-parallel size 1" in refused
+    assert refused.endswith("will not start\nstatus 1\n")
 
 
 _WITHOUT_TRAINING = """
-import copy, sys, types
+import copy, dataclasses, sys, types
 from pier_megatron.cpu import bridge, emulation
 emulation.install()
 bridge.install()
 import pier_megatron.bridge
 from examples.bridge.recipes import llama_tiny
 from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model, temporary_distributed_context
+from pier_megatron.bridge import config
 from pier_megatron.bridge.arguments import BridgeLoop
 from pier_megatron.bridge.training import _name_iteration
+from pier_megatron.settings import PluginSettings, Settings
 with temporary_distributed_context(backend="gloo"):
     model = load_megatron_model(sys.argv[1], model_type="gpt", use_cpu_init=True)
     save_megatron_model(model if isinstance(model, list) else [model], sys.argv[2])
@@ -304,28 +314,20 @@ for load, expected in {"/runs/123456": ("/runs/123456", None), "/runs/iter_00000
     checkpoint = types.SimpleNamespace(load=load, ckpt_step=None)
     _name_iteration(checkpoint)
     assert (checkpoint.load, checkpoint.ckpt_step) == expected
-"""
 
-
-def test_a_model_is_loaded_and_saved_without_training(runs: dict[str, Recorded], tmp_path: Path) -> None:
-    stored = runs["Llama, config"].directory.parent / "llama-config" / "iter_0000007"
-    words = [sys.executable, "-c", _WITHOUT_TRAINING, str(stored), str(tmp_path / "saved")]
-    execute(words, tmp_path / "log.txt", BRIDGE)
-    assert list((tmp_path / "saved").rglob("*.distcp"))
-
-
-def test_settings_are_those_of_the_flags(tmp_path: Path) -> None:
-    script = """
-import dataclasses
-from pier_megatron.cpu import bridge, emulation
-emulation.install()
-bridge.install()
-from pier_megatron.bridge import config
-from pier_megatron.settings import PluginSettings, Settings
+# Settings are those of the flags.
 flags = {field.name: field for kind in (Settings, PluginSettings) for field in dataclasses.fields(kind)}
 ours = {field.name: field for field in dataclasses.fields(config.PierOptimizerConfig) if field.name in config.settings()}
 assert {*ours} | {*config._NOT_HERE} == {*flags}, {*ours} ^ {*flags}
 for name in {*ours} - {"groups"}:
     assert (ours[name].type, ours[name].default) == (flags[name].type, flags[name].default), name
 """
-    execute([sys.executable, "-c", script], tmp_path / "settings.txt", BRIDGE)
+
+
+def test_outside_of_training_settings_are_those_of_the_flags_and_models_are_loaded_and_saved(
+    runs: dict[str, Recorded], tmp_path: Path
+) -> None:
+    stored = runs["Llama, config"].directory.parent / "llama-config" / "iter_0000007"
+    words = [sys.executable, "-c", _WITHOUT_TRAINING, str(stored), str(tmp_path / "saved")]
+    execute(words, tmp_path / "log.txt", BRIDGE)
+    assert list((tmp_path / "saved").rglob("*.distcp"))

@@ -91,10 +91,10 @@ def test_tokens_are_the_text(folder: Path, whole: str) -> None:
 def test_killed_and_started_again(folder: Path, whole: str) -> None:
     output = folder / "killed"
     shards = output / "shards"
+    # Started by itself: only the program is killed, and has to take its workers with it.
+    variables = os.environ | environment(folder) | {"PIER_TEST_WARM": ""}
     with (folder / "killed.txt").open("w") as log:
-        process = subprocess.Popen(
-            command(folder, "text.jsonl", "killed"), env=os.environ | environment(folder), stdout=log, stderr=log
-        )
+        process = subprocess.Popen(command(folder, "text.jsonl", "killed"), env=variables, stdout=log, stderr=log)
         while not (shards / "000000.idx").exists():
             assert process.poll() is None, (folder / "killed.txt").read_text()
             time.sleep(0.01)

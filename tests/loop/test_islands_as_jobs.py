@@ -110,16 +110,6 @@ def test_islands_go_on_when_the_lighthouse_is_back(sea: Archipelago) -> None:
     sea.check()
 
 
-def test_a_number_that_is_taken_is_refused(sea: Archipelago) -> None:
-    first, second = sea.start(Plan(0)), sea.start(Plan(1))
-    sea.go_on([first, second], seconds=60)
-    ends = sea.start(Plan(1)).wait()
-    assert len(ends) == PARTS
-    assert all(said.startswith("PierConfigError: --pier-island 1: another island of that number is there") for said in ends)
-    sea.go_on([first, second])
-    sea.check()
-
-
 @of_three
 def test_an_island_that_diverges_is_left_out_and_restarted(sea: Archipelago) -> None:
     for index in range(3):
@@ -214,9 +204,15 @@ def test_an_island_without_a_lighthouse_says_so(sea: Archipelago) -> None:
     assert all(said.startswith("PierConfigError: --pier-lighthouse http://127.0.0.1:") for said in ends)
 
 
-def test_an_island_without_the_secret_is_refused_and_the_others_go_on(sea: Archipelago) -> None:
+def test_strangers_are_refused_and_the_others_go_on(sea: Archipelago) -> None:
     first, second = sea.start(Plan(0)), sea.start(Plan(1))
     sea.go_on([first, second], seconds=60)
+    # Islands listen at their addresses only.
+    assert {connection.laddr.ip for connection in sea.listening()} == {"127.0.0.1", "127.0.0.2"}
+    ends = sea.start(Plan(1)).wait()
+    assert len(ends) == PARTS
+    assert all(said.startswith("PierConfigError: --pier-island 1: another island of that number is there") for said in ends)
+    sea.go_on([first, second])
     ends = sea.start(Plan(2, secret=ANOTHER_SECRET)).wait(60)
     assert len(ends) == PARTS
     assert all("PierConfigError: --pier-secret-file: none of the islands 0000/" in said for said in ends)
@@ -229,8 +225,3 @@ def test_an_island_without_the_secret_is_refused_and_the_others_go_on(sea: Archi
             assert stranger.quorums > 0
     sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
     assert all(set(step["islands"]) <= {0, 1, 2} for step in sea.check().values())
-
-
-def test_islands_listen_at_their_addresses_only(sea: Archipelago) -> None:
-    sea.go_on([sea.start(Plan(index)) for index in range(2)], seconds=60)
-    assert {connection.laddr.ip for connection in sea.listening()} == {"127.0.0.1", "127.0.0.2"}

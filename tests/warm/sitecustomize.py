@@ -9,32 +9,29 @@ as the fork ended.
 import os
 import sys
 
-# How a training is started, how its launcher, and the commands; by which of the warm processes each is run.
+# How trainings, their launchers, commands and scripts are started; by which of the warm processes each is run.
 _STARTS = {
-    ("worker",): "megatron",
-    ("pier_megatron", "--device", "cpu"): "megatron",
-    ("torch.distributed.run",): "torch",
-    ("pier_megatron.commands.cli",): "torch",
+    ("-m", "worker"): "megatron",
+    ("-m", "pier_megatron", "--device", "cpu"): "megatron",
+    ("-m", "torch.distributed.run"): "torch",
+    ("-m", "pier_megatron.commands.cli"): "torch",
+    ("parse_arguments.py",): "megatron",
+    ("megatron_logits.py",): "megatron",
+    ("prepare_openwebtext.py",): "megatron",
+    ("plain_pytorch.py",): "torch",
 }
 
 
-def _is_on_the_same_node(pid: str) -> bool:
-    """Whether a process is on the emulated node on which this one is: a fork of it would be on its own."""
-    try:
-        return os.path.samefile("/proc/self/ns/net", f"/proc/{pid}/ns/net")
-    except OSError:
-        return False
-
-
 def _warm_process() -> tuple[str, list[str]] | None:
-    """Where the process listens that can run this one, and this one's module and arguments."""
+    """Where the process listens that can run this one, and this one's command line."""
     folder = os.environ.get("PIER_TEST_WARM")
-    if not folder or not _is_on_the_same_node(os.path.basename(folder)):
-        return None
     words = [word for word in sys.orig_argv[1:] if word != "-u"]
+    if not folder or not words:
+        return None
+    begin = [os.path.basename(words[0]), *words[1:]]
     for start, name in _STARTS.items():
-        if words[:1] == ["-m"] and tuple(words[1 : 1 + len(start)]) == start:
-            return os.path.join(folder, name), words[1:]
+        if tuple(begin[: len(start)]) == start:
+            return os.path.join(folder, name), words
     return None
 
 
@@ -44,6 +41,7 @@ def _run_by(address: str, words: list[str]) -> None:
     import socket
 
     job = {
+        "pid": os.getpid(),
         "words": words,
         "environment": dict(os.environ),
         "folder": os.getcwd(),

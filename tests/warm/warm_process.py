@@ -17,6 +17,8 @@ import sys
 import types
 from typing import Any
 
+from pier_megatron.cpu import namespace
+
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
@@ -30,6 +32,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _become(job: dict[str, Any], descriptors: list[int]) -> None:
     """Makes this process what the one that asks would have been without its imports."""
     os.setsid()
+    # The one that asks may be on an emulated node, which has cores of its own.
+    namespace.enter(job["pid"])
+    os.sched_setaffinity(0, os.sched_getaffinity(job["pid"]))
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -38,18 +43,19 @@ def _become(job: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(job["environment"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=job["is_unbuffered"])  # type: ignore[union-attr]
-    module, *arguments = job["words"]
-    # Where ``python -m`` looks first.
-    sys.path[:] = [job["folder"], *(folder for folder in job["path"] if folder != job["folder"])]
-    sys.argv = [module, *arguments]
+    is_module = job["words"][0] == "-m"
+    sys.argv = job["words"][is_module:]
+    # Where Python looks first.
+    first = job["folder"] if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.path[:] = [first, *(folder for folder in job["path"] if folder != first)]
     # Python warns of a module that is run after it was imported.
-    sys.modules.pop(module, None)
+    sys.modules.pop(sys.argv[0], None)
     sys.modules["__main__"] = types.ModuleType("__main__")
     random.seed()
 
 
-def _next_job(address: str) -> str:
-    """Returns in a fork that has become the process that asked for it, the name of the module to run."""
+def _next_job(address: str) -> list[str]:
+    """Returns in a fork that has become the process that asked for it, with that one's command line."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
     server.listen(100)
@@ -76,7 +82,7 @@ def _next_job(address: str) -> str:
                     os.close(ended)
                     os.close(wake)
                     _become(job, descriptors)
-                    return str(job["words"][0])
+                    return list(job["words"])
                 for descriptor in descriptors:
                     os.close(descriptor)
                 deputies[child] = deputy
@@ -99,4 +105,8 @@ if __name__ == "__main__":
     importlib.import_module(imported)
     gc.collect()
     gc.freeze()
-    runpy._run_module_as_main(_next_job(place))  # type: ignore[attr-defined]
+    words = _next_job(place)
+    if words[0] == "-m":
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    else:
+        runpy.run_path(words[0], run_name="__main__")
