@@ -5,11 +5,17 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from pier_megatron.exchange.codecs import CODECS, Codec
-from pier_megatron.schedules import PRESETS, Preset, suited_preset, value_at
+from pier_megatron.schedules import PRESETS, Preset, value_at
 from pier_megatron.settings import Settings
 
 # Weights in a momentum that change its sum by less than a percent.
 _NEGLIGIBLE = 1e-4
+
+# Up to this interval groups hardly drift apart, and there is little for the outer momentum to make up for: docs/frontier.md.
+_SHORT_INTERVAL = 5
+
+# From here on the noise of the last outer steps is worth being kept out of the end.
+_MANY_OUTER_STEPS = 100
 
 # What a few kernels and a message take time for, against which their overhead is small.
 _CHUNK_MIB = {"cpu": 16, "cuda": 64}
@@ -29,14 +35,18 @@ class RunSchedule(Settings):
     @property
     def suited_preset(self) -> tuple[str, str]:
         """The preset that ``--pier-preset auto`` takes, and why, in words that follow "for"."""
+        if self.subgroup_size is not None:
+            return "noloco", "groups that meet in subgroups"
         # A momentum of the user's own has a use for its warmup.
-        return suited_preset(
-            self.local_intervals,
-            self.sync_interval,
-            self.inner_optimizer,
-            in_subgroups=self.subgroup_size is not None,
-            has_momentum=self.outer_momentum is not None,
-        )
+        if self.sync_interval <= _SHORT_INTERVAL and self.outer_momentum is None:
+            if self.sync_interval == 1 and not self.overlap:
+                return "local-sgd", "an outer step after every iteration"
+            return "pier-frequent", f"an interval of at most {_SHORT_INTERVAL} iterations"
+        if self.inner_optimizer == "muon":
+            return "pier-muon-annealed", "Muon inside"
+        if self.local_intervals < _MANY_OUTER_STEPS:
+            return "pier-rising", f"fewer than {_MANY_OUTER_STEPS} outer steps with AdamW inside"
+        return "pier-annealed", f"{_MANY_OUTER_STEPS} outer steps or more with AdamW inside"
 
     @property
     def codec(self) -> Codec:

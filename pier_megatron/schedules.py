@@ -112,35 +112,6 @@ PRESETS: dict[str, Preset] = {
 AUTO = "auto"
 """Stands for the preset that suits a run."""
 
-# Of outer steps: from here on the noise of the last ones is worth being kept out of the end.
-_MANY = 100
-
-# Up to this interval groups hardly drift apart, and there is little for the outer momentum to make up for.
-_SHORT_INTERVAL = 5
-
-
-def suited_preset(
-    outer_steps: float, interval: int, inner_optimizer: str, *, in_subgroups: bool, has_momentum: bool
-) -> tuple[str, str]:
-    """Returns the preset that suits a run, and why, in words that follow "for".
-
-    Args:
-        outer_steps: Number of outer steps of the local phase.
-        interval: Iterations between them.
-        inner_optimizer: Optimizer inside a group.
-        in_subgroups: Whether a few groups meet at a time.
-        has_momentum: Whether the user has given an outer momentum.
-    """
-    if in_subgroups:
-        return "noloco", "groups that meet in subgroups"
-    if interval <= _SHORT_INTERVAL and not has_momentum:
-        return "pier-frequent", f"an interval of at most {_SHORT_INTERVAL} iterations"
-    if inner_optimizer == "muon":
-        return "pier-muon-annealed", "Muon inside"
-    if outer_steps < _MANY:
-        return "pier-rising", f"fewer than {_MANY} outer steps with AdamW inside"
-    return "pier-annealed", f"{_MANY} outer steps or more with AdamW inside"
-
 
 def value_at(segments: tuple[Segment, ...], offset: float, total: float) -> float:
     """Evaluates a schedule.

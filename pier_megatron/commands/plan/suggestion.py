@@ -58,8 +58,25 @@ class Point:
         return 8 * CODECS[self.dtype].nbytes(BLOCK) / BLOCK / self.interval
 
 
-POINTS: tuple[Point, ...] = ()
-"""Points of the frontier, trained through the plugin or simulated: ``python study/frontier.py``."""
+POINTS = (
+    Point("muon", 8, 1, "int1", "local-sgd", 0, 0.024, 0.019, 3),
+    Point("muon", 8, 1, "int1", "pier-frequent", 1, 0.030, 0.014, 3),
+    Point("muon", 8, 2, "int2", "pier-frequent", 0, 0.028, 0.015, 3),
+    Point("muon", 8, 2, "int2", "pier-frequent", 2, 0.057, 0.0, 1),
+    Point("muon", 8, 5, "int2", "pier-frequent", 0, 0.053, 0.016, 3),
+    Point("muon", 8, 10, "int2", "pier-muon-annealed", 0, 0.085, 0.018, 3),
+    Point("muon", 8, 20, "int2", "pier-muon-annealed", 0, 0.165, 0.0, 1),
+    Point("muon", 8, 20, "fp32", "pier-muon-annealed", 0, 0.136, 0.0, 3),
+    Point("muon", 16, 1, "int1", "local-sgd", 0, 0.057, 0.0, 1),
+    Point("muon", 16, 2, "int2", "pier-frequent", 0, 0.055, 0.0, 1),
+    Point("muon", 16, 20, "fp32", "pier-muon-annealed", 0, 0.219, 0.0, 3),
+    Point("adam", 8, 1, "int1", "local-sgd", 0, 0.150, 0.0, 1),
+    Point("adam", 8, 1, "int1", "local-sgd", 1, 0.164, 0.0, 1),
+    Point("adam", 8, 10, "int2", "pier-annealed", 0, 0.152, 0.032, 3),
+    Point("adam", 8, 10, "fp32", "pier-annealed", 0, 0.150, 0.033, 3),
+    Point("adam", 8, 20, "fp32", "pier-annealed", 0, 0.226, 0.038, 3),
+)
+"""Points of docs/frontier.md, the table of what to take."""
 
 
 def suggest(prediction: Prediction, config: PierConfig) -> list[Plan]:
