@@ -1,6 +1,8 @@
 """The planner's verdict, the ways it compares, and what it reads of a run's log."""
 
 import dataclasses
+import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pier_megatron.commands.plan.verdict import gain_of, verdict
 # GPT-2 XL on 64 GPUs of 4 a node, one each group.
 _XL = Job(flops=5.7e15, shard=1.56e9, gpus=64, tensor_parallel=1, replicas=64, groups=64)
 _A100 = CLUSTERS["perlmutter"]
+_DOCS = Path(__file__).parents[2] / "docs"
 _FAST = dataclasses.replace(_A100, node_bandwidth=1e12)
 
 
@@ -117,7 +120,7 @@ def test_sites_are_rows() -> None:
 
 
 def test_suggested_ways_start_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"inner": "adam", "groups": 8, "preset": "local-sgd", "spread": 0.0, "seeds": 3}
+    settings = {"inner": "adam", "groups": 8, "preset": "local-sgd", "seeds": 3}
     often = suggestion.Point(interval=1, dtype="int1", overlap=1, gap=0.01, **settings)
     rarely = suggestion.Point(interval=10, dtype="int4", overlap=0, gap=0.02, **settings)
     monkeypatch.setattr(suggestion, "POINTS", (often, rarely))
@@ -131,6 +134,58 @@ def test_suggested_ways_start_in_the_job(monkeypatch: pytest.MonkeyPatch) -> Non
     assert intervals(fragments=4) == {10}
     assert intervals(inner_optimizer="muon", islands=True) == set()
     assert intervals(lighthouse="http://127.0.0.1:29510", island=0, lazy_start_iters=0) == set()
+
+
+def test_slower_links_are_given_longer_intervals_and_fewer_bits() -> None:
+    job = dataclasses.replace(_XL, gpus=8, replicas=8, groups=8)
+    settings = config(groups=8, islands=True, inner_optimizer="muon")
+    bits = []
+    for rate in (1e6, 1e8, 1e9, 1e12):
+        cluster = dataclasses.replace(_A100, gpus_per_node=1, node_bandwidth=rate)
+        first, *others = suggestion.suggest(predict(job, cluster), settings)
+        bits.append(first["bits"])
+        # Those that follow take longer, and lose less.
+        assert all(other["seconds"] > first["seconds"] and other["gap"] < first["gap"] for other in others)
+    assert bits == sorted(bits)
+    assert bits[0] < 0.2 < 1 < bits[-1]
+    said = suggestion.lines(suggestion.suggest(predict(job, _A100), settings), 4)
+    assert said[0].startswith("Suggested: --pier-sync-interval ")
+    assert "8 groups, not 4" in said[-1]
+
+
+def test_points_are_what_was_measured() -> None:
+    """The gaps of the planner's points, from curves of the plugin's runs or, where there are none, from simulated ones."""
+    curves = json.loads((_DOCS / "study.json").read_text())
+    simulated = [json.loads(line) for name in ("survey", "frontier") for line in (_DOCS / f"{name}.jsonl").open()]
+    losses = {json.dumps(each["run"], sort_keys=True): each["outcome"]["final"] for each in simulated}
+
+    def trained(point: suggestion.Point, seed: int, method: str) -> float | None:
+        kind = "muon0.04-" if point.inner == "muon" else ""
+        synchronous = f"adamw-g2-{kind}lr0.008-seed{seed}"
+        dtype = "" if point.dtype == "fp32" else f"{point.dtype}-"
+        hidden = f"hidden{point.overlap}-" if point.overlap else ""
+        name = f"{method}-g{point.groups}-h{point.interval}-lazy10-{dtype}{hidden}{kind}lr0.008-seed{seed}"
+        return curves[name]["600"] - curves[synchronous]["600"] if name in curves else None
+
+    def in_simulation(point: suggestion.Point, seed: int) -> float | None:
+        common = {"seed": seed} if seed > 1 else {}
+        common |= {"inner": "muon"} if point.inner == "muon" else {}
+        run: dict[str, object] = dict(common) | {"method": point.preset}
+        if point.preset == "pier-frequent":
+            run |= {"method": "local-sgd", "outer_momentum": 0.3, "outer_lr": 0.8}
+        run |= {"groups": point.groups} if point.groups != 8 else {}
+        run |= {"interval": point.interval} if point.interval != 20 else {}
+        run |= {"overlap": point.overlap} if point.overlap else {}
+        run |= {"dtype": point.dtype, "sum_dtype": point.dtype} if point.dtype != "fp32" else {}
+        found = losses.get(json.dumps(run, sort_keys=True))
+        return None if found is None else found - losses[json.dumps(common, sort_keys=True)]
+
+    for point in suggestion.POINTS:
+        gaps = [trained(point, seed, point.preset) for seed in (1, 2, 3)]
+        if None in gaps:
+            gaps = [in_simulation(point, seed) for seed in (1, 2, 3)]
+        known = [gap for gap in gaps if gap is not None]
+        assert (len(known), statistics.mean(known)) == (point.seeds, pytest.approx(point.gap, abs=6e-4)), point
 
 
 def test_sweeps_meet_the_job_where_it_stands() -> None:
