@@ -110,6 +110,7 @@ CODINGS = {
     "1 bit, largest, blocks of 64": _scaled(1, _largest, 0.5, block=64),
     "1 bit, largest, blocks of 256": _scaled(1, _largest, 0.5, block=256),
     "1 bit, largest / 3": _scaled(1, _largest, 1 / 3),
+    "1 bit, 0.7 of the largest": _scaled(1, _largest, 0.7),
     "2 bits, largest / 1.5": _scaled(2, _largest, 1 / 1.5),
     "2 bits, mean": _scaled(2, _mean, 1.0),
     "2 bits, 1.25 means": _scaled(2, _mean, 1.25),

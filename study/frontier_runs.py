@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from codings import CODINGS
-from rows import ADAM, MUON
+from rows import ADAM, MUON, SYNCHRONOUS
 from simulation import Run
 
 _replace = dataclasses.replace
@@ -40,34 +40,99 @@ def predicted(run: Run, own_share: float, share: float, decay: float) -> Run:
     return _replace(run, own_share=own_share, predicted_share=share, prediction_decay=decay)
 
 
+def seeds(*runs: Run) -> tuple[Run, ...]:
+    """The other seeds of runs that have been trained with the first."""
+    return tuple(_replace(run, seed=seed) for seed in (2, 3) for run in runs)
+
+
+def _small(method: str, iterations: int, rate: float, inner: str = ADAM) -> Run:
+    """A small model on few sequences, for runs of many outer steps."""
+    return Run(method, iterations=iterations, learning_rate=rate, inner=inner, layers=1, width=16, batch=16)
+
+
 _A, _M = ADAM, MUON
-_1BIT = ("int1", "1 bit, mean", "1 bit, largest / 3", "1 bit, power of two")
+_1BIT = ("int1", "1 bit, mean", "1 bit, largest / 3", "1 bit, power of two", "1 bit, 0.7 of the largest")
 _2BITS = ("int2", "2 bits, 1.25 means", "2 bits, largest / 1.5")
 
 PARTS: dict[str, tuple[Run, ...]] = {
     "codec": (
         *(averaging(_M, 1, dtype) for dtype in _1BIT),
-        *(averaging(_M, 2, dtype) for dtype in (*_2BITS, "int1", "1 bit, mean")),
+        *(averaging(_M, 2, dtype) for dtype in (*_2BITS, "int1")),
+        _replace(averaging(_M, 1, "int1"), sum_dtype="fp32"),
+    ),
+    "codec of the sum": (
+        _replace(averaging(_M, 1, "int1"), sum_dtype="1 bit, largest / 3"),
+        _replace(averaging(_M, 1, "int1"), sum_dtype="int2"),
     ),
     "frontier, Muon": (
-        averaging(_M, 1),
         averaging(_M, 5, "int2"),
         annealed(_M, 10, "int2"),
         averaging(_M, 10, "int2"),
-        averaging(_M, 5, "int1"),
+    ),
+    "momentum": (
+        _replace(averaging(_M, 10, "int2"), outer_momentum=0.3, outer_lr=1.0),
+        _replace(averaging(_M, 5, "int2"), outer_momentum=0.3, outer_lr=0.8),
+        _replace(averaging(_M, 10, "int2"), outer_momentum=0.5, outer_lr=0.7),
+        _replace(averaging(_M, 1, "int1"), outer_momentum=0.5, outer_lr=0.5),
+        _replace(averaging(_M, 2, "int1"), outer_momentum=0.3, outer_lr=0.8),
+        _replace(averaging(_M, 2, "int2"), outer_momentum=0.3, outer_lr=0.8),
     ),
     "delay, Muon": (
         hidden(averaging(_M, 1, "int1")),
-        predicted(hidden(averaging(_M, 1, "int1")), 0.2, 0.8, 0.5),
+        predicted(hidden(averaging(_M, 1, "int1")), 0.2, 0.8, 0.8),
         hidden(averaging(_M, 2, "int2")),
-        predicted(hidden(averaging(_M, 2, "int2")), 0.2, 0.8, 0.0),
+        predicted(hidden(averaging(_M, 2, "int2")), 0.2, 0.8, 0.5),
+        predicted(hidden(averaging(_M, 1, "int1")), 0.6, 0.0, 0.0),
+        _replace(hidden(averaging(_M, 1, "int1")), outer_momentum=0.3, outer_lr=0.7),
+        _replace(hidden(averaging(_M, 2, "int2")), outer_momentum=0.3, outer_lr=0.8),
+        predicted(hidden(averaging(_M, 2, "int2")), 1.0, 0.3, 0.0),
     ),
     "frontier, AdamW": (
         annealed(_A, 10, "int2"),
         averaging(_A, 1, "int1"),
         averaging(_A, 2, "int2"),
+    ),
+    "momentum, more": (
+        _replace(averaging(_M, 5, "int1"), outer_momentum=0.3, outer_lr=0.8),
+        _replace(averaging(_M, 2, "int1"), sum_dtype="int2", outer_momentum=0.3, outer_lr=0.8),
+        _replace(averaging(_A, 2, "int2"), outer_momentum=0.3, outer_lr=0.8),
+    ),
+    "many outer steps": (
+        *(_small(SYNCHRONOUS, iterations, rate) for iterations in (600, 2400) for rate in (8e-3, 1.6e-2, 3.2e-2)),
+        *(_small(SYNCHRONOUS, 9600, rate) for rate in (4e-3, 8e-3, 1.6e-2)),
+    ),
+    "many groups": (
+        _replace(averaging(_M, 1, "int1"), groups=16),
+        _replace(averaging(_M, 2, "int2"), groups=16),
+    ),
+    "one group": (
+        *(_replace(annealed(_A, interval), groups=1) for interval in (20, 10, 50)),
+        _replace(annealed(_M, 20), groups=1),
+        _replace(annealed(_M, 50), groups=1),
+        _replace(Run("diloco", interval=20), groups=1),
+    ),
+    "others": (
+        coded(Run(AVERAGING, inner=_M, interval=15), "SparseLoCo"),
+        coded(Run("diloco", inner=_M, interval=30), "MuLoCo"),
+        coded(Run(AVERAGING, inner=_M, interval=30), "SparseLoCo"),
+    ),
+    "frontier, Muon, more": (
+        annealed(_M, 20, "int2"),
+        averaging(_M, 5, "int1"),
+        averaging(_M, 1, "int2"),
+        annealed(_M, 50, "int2"),
+    ),
+    "frontier, AdamW, more": (
         averaging(_A, 5, "int2"),
-        averaging(_A, 1),
+        annealed(_A, 20, "int2"),
+    ),
+    "seeds": seeds(
+        averaging(_M, 1, "int1"),
+        averaging(_M, 2, "int2"),
+        averaging(_M, 5, "int2"),
+        annealed(_M, 10, "int2"),
+        annealed(_A, 10, "int2"),
+        hidden(averaging(_M, 1, "int1")),
     ),
 }
 
