@@ -19,6 +19,8 @@ from simulation import Run
 from survey import Survey
 
 _NAMES = {ADAM: "AdamW", MUON: "Muon"}
+_SEEDS = (1, 2, 3)
+_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 32)
 
 
 def main() -> None:
@@ -101,7 +103,7 @@ class Points:
         points = []
         for run in dict.fromkeys(dataclasses.replace(run, seed=0) for run in runs):
             gaps, correlations = {}, []
-            for seed in (1, 2, 3):
+            for seed in _SEEDS:
                 seeded = dataclasses.replace(run, seed=seed)
                 baseline = self._outcomes.get(_synchronous(seeded))
                 if seeded in self._outcomes and baseline is not None:
@@ -114,7 +116,7 @@ class Points:
     def frontier(self, inner: str, groups: int) -> list[Point]:
         """Exchanges of the plugin in the open, from few bits to many, but for those that send more and lose more."""
         best: list[Point] = []
-        for point in sorted(self.of(self.comparable(inner, groups)), key=lambda point: point.bits):
+        for point in sorted(self.of(self.comparable(inner, groups)), key=lambda point: (point.bits, point.gap)):
             if not best or point.gap < best[-1].gap:
                 best.append(point)
         return best
@@ -122,6 +124,11 @@ class Points:
     def comparable(self, inner: str, groups: int) -> list[Run]:
         """Runs of the study's length, batch and model, in the open, in codecs of the plugin."""
         return [run for run in self._outcomes if _is_comparable(run, inner, groups)]
+
+    def between(self, inner: str, other: str) -> float:
+        """Final loss of synchronous training with one inner optimizer above that with another."""
+        finals = [[self._outcomes[Run(inner=which, seed=seed)].final for seed in _SEEDS] for which in (inner, other)]
+        return statistics.mean(finals[0]) - statistics.mean(finals[1])
 
     def table(self, runs: Iterable[Run]) -> str:
         """Markdown: each with its gap."""
@@ -147,7 +154,7 @@ def _cells(point: Point) -> Sequence[object]:
     spread = f" ± {point.spread:.3f}" if len(point.gaps) > 1 else ""
     correlation = "" if point.correlation is None else f"{point.correlation:.2f}"
     return (
-        *(_NAMES[run.inner], run.groups, run.interval, point.exchange, _rule(run), run.overlap),
+        *(_NAMES[run.inner], run.groups, run.interval, point.exchange, _rule(run), _delay(run)),
         *(f"{point.bits:.3g}", f"{point.gap:+.3f}{spread}", len(point.gaps), correlation),
     )
 
@@ -157,6 +164,11 @@ def _rule(run: Run) -> str:
         f"{symbol} {value:g}" for symbol, value in (("mu", run.outer_momentum), ("eta", run.outer_lr)) if value is not None
     ]
     return ", ".join((run.method, *changes))
+
+
+def _delay(run: Run) -> str:
+    prediction = f", own {run.own_share:g}, predicted {run.predicted_share:g}, decay {run.prediction_decay:g}"
+    return f"{run.overlap}{prediction if run.own_share != 1 or run.predicted_share else ''}"
 
 
 def _draw(points: Points, path: Path) -> None:
@@ -186,8 +198,12 @@ def _draw_panel(points: Points, axes: Any, inner: str) -> None:
         axes.annotate(
             f"H = {point.run.interval}", (point.bits, point.gap), xytext=(4, 4), textcoords="offset points", fontsize=8
         )
+    other = {ADAM: MUON, MUON: ADAM}[inner]
     axes.axhline(0, color="black", linewidth=1.5, label=f"synchronous {_NAMES[inner]}")
+    axes.axhline(points.between(other, inner), color="black", linewidth=1, linestyle="--", label=f"synchronous {_NAMES[other]}")
     axes.set(xscale="log", xlabel="bits sent per parameter and iteration", title=f"{_NAMES[inner]} inside, 8 groups")
+    axes.set_xticks(_TICKS, labels=[f"{tick:g}" for tick in _TICKS])
+    axes.minorticks_off()
     axes.set_ylabel(f"final loss above synchronous {_NAMES[inner]}, nats per byte")
     axes.legend()
     axes.grid(alpha=0.3)

@@ -35,6 +35,11 @@ def hidden(run: Run) -> Run:
     return _replace(run, overlap=run.interval)
 
 
+def short(run: Run) -> Run:
+    """The same with a short momentum, constant; ``eta / (1 - mu)`` is 1.14."""
+    return _replace(run, outer_momentum=0.3, outer_lr=0.8)
+
+
 def predicted(run: Run, own_share: float, share: float, decay: float) -> Run:
     """The same, from where groups are expected to meet."""
     return _replace(run, own_share=own_share, predicted_share=share, prediction_decay=decay)
@@ -53,6 +58,7 @@ def _small(method: str, iterations: int, rate: float, inner: str = ADAM) -> Run:
 _A, _M = ADAM, MUON
 _1BIT = ("int1", "1 bit, mean", "1 bit, largest / 3", "1 bit, power of two", "1 bit, 0.7 of the largest")
 _2BITS = ("int2", "2 bits, 1.25 means", "2 bits, largest / 1.5")
+_HIDDEN = _replace(hidden(averaging(_M, 1, "int1")), outer_momentum=0.3, outer_lr=0.7)
 
 PARTS: dict[str, tuple[Run, ...]] = {
     "codec": (
@@ -71,11 +77,11 @@ PARTS: dict[str, tuple[Run, ...]] = {
     ),
     "momentum": (
         _replace(averaging(_M, 10, "int2"), outer_momentum=0.3, outer_lr=1.0),
-        _replace(averaging(_M, 5, "int2"), outer_momentum=0.3, outer_lr=0.8),
+        short(averaging(_M, 5, "int2")),
         _replace(averaging(_M, 10, "int2"), outer_momentum=0.5, outer_lr=0.7),
         _replace(averaging(_M, 1, "int1"), outer_momentum=0.5, outer_lr=0.5),
-        _replace(averaging(_M, 2, "int1"), outer_momentum=0.3, outer_lr=0.8),
-        _replace(averaging(_M, 2, "int2"), outer_momentum=0.3, outer_lr=0.8),
+        short(averaging(_M, 2, "int1")),
+        short(averaging(_M, 2, "int2")),
     ),
     "delay, Muon": (
         hidden(averaging(_M, 1, "int1")),
@@ -83,9 +89,13 @@ PARTS: dict[str, tuple[Run, ...]] = {
         hidden(averaging(_M, 2, "int2")),
         predicted(hidden(averaging(_M, 2, "int2")), 0.2, 0.8, 0.5),
         predicted(hidden(averaging(_M, 1, "int1")), 0.6, 0.0, 0.0),
-        _replace(hidden(averaging(_M, 1, "int1")), outer_momentum=0.3, outer_lr=0.7),
-        _replace(hidden(averaging(_M, 2, "int2")), outer_momentum=0.3, outer_lr=0.8),
+        _HIDDEN,
+        short(hidden(averaging(_M, 2, "int2"))),
         predicted(hidden(averaging(_M, 2, "int2")), 1.0, 0.3, 0.0),
+        _replace(hidden(averaging(_M, 1, "int1")), muon_rate=3e-2),
+        short(predicted(hidden(averaging(_M, 2, "int2")), 1.0, 0.3, 0.0)),
+        predicted(hidden(averaging(_M, 2, "int2")), 1.0, 0.6, 0.0),
+        predicted(hidden(averaging(_M, 1, "int1")), 1.0, 0.3, 0.5),
     ),
     "frontier, AdamW": (
         annealed(_A, 10, "int2"),
@@ -93,17 +103,22 @@ PARTS: dict[str, tuple[Run, ...]] = {
         averaging(_A, 2, "int2"),
     ),
     "momentum, more": (
-        _replace(averaging(_M, 5, "int1"), outer_momentum=0.3, outer_lr=0.8),
-        _replace(averaging(_M, 2, "int1"), sum_dtype="int2", outer_momentum=0.3, outer_lr=0.8),
-        _replace(averaging(_A, 2, "int2"), outer_momentum=0.3, outer_lr=0.8),
+        short(averaging(_M, 5, "int1")),
+        short(_replace(averaging(_M, 2, "int1"), sum_dtype="int2")),
+        short(averaging(_A, 2, "int2")),
     ),
-    "many outer steps": (
-        *(_small(SYNCHRONOUS, iterations, rate) for iterations in (600, 2400) for rate in (8e-3, 1.6e-2, 3.2e-2)),
-        *(_small(SYNCHRONOUS, 9600, rate) for rate in (4e-3, 8e-3, 1.6e-2)),
+    "seeds": seeds(
+        short(averaging(_M, 5, "int2")),
+        averaging(_M, 1, "int1"),
+        annealed(_M, 10, "int2"),
+        annealed(_A, 10, "int2"),
+        _HIDDEN,
+        short(averaging(_M, 2, "int2")),
     ),
+    "momentum, once more": (_replace(averaging(_M, 5, "int2"), outer_momentum=0.4, outer_lr=0.6),),
     "many groups": (
         _replace(averaging(_M, 1, "int1"), groups=16),
-        _replace(averaging(_M, 2, "int2"), groups=16),
+        _replace(short(averaging(_M, 2, "int2")), groups=16),
     ),
     "one group": (
         *(_replace(annealed(_A, interval), groups=1) for interval in (20, 10, 50)),
@@ -111,10 +126,13 @@ PARTS: dict[str, tuple[Run, ...]] = {
         _replace(annealed(_M, 50), groups=1),
         _replace(Run("diloco", interval=20), groups=1),
     ),
+    "many outer steps": (
+        *(_small(SYNCHRONOUS, iterations, rate) for iterations in (600, 2400) for rate in (8e-3, 1.6e-2, 3.2e-2)),
+        *(_small(SYNCHRONOUS, 9600, rate) for rate in (4e-3, 8e-3, 1.6e-2)),
+    ),
     "others": (
         coded(Run(AVERAGING, inner=_M, interval=15), "SparseLoCo"),
         coded(Run("diloco", inner=_M, interval=30), "MuLoCo"),
-        coded(Run(AVERAGING, inner=_M, interval=30), "SparseLoCo"),
     ),
     "frontier, Muon, more": (
         annealed(_M, 20, "int2"),
@@ -125,14 +143,6 @@ PARTS: dict[str, tuple[Run, ...]] = {
     "frontier, AdamW, more": (
         averaging(_A, 5, "int2"),
         annealed(_A, 20, "int2"),
-    ),
-    "seeds": seeds(
-        averaging(_M, 1, "int1"),
-        averaging(_M, 2, "int2"),
-        averaging(_M, 5, "int2"),
-        annealed(_M, 10, "int2"),
-        annealed(_A, 10, "int2"),
-        hidden(averaging(_M, 1, "int1")),
     ),
 }
 
