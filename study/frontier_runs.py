@@ -50,9 +50,10 @@ def seeds(*runs: Run) -> tuple[Run, ...]:
     return tuple(_replace(run, seed=seed) for seed in (2, 3) for run in runs)
 
 
-def _small(method: str, iterations: int, rate: float, inner: str = ADAM) -> Run:
+def small(method: str, iterations: int, rate: float, seed: int = 1, inner: str = ADAM) -> Run:
     """A small model on few sequences, for runs of many outer steps."""
-    return Run(method, iterations=iterations, learning_rate=rate, inner=inner, layers=1, width=16, batch=16)
+    run = Run(method, iterations=iterations, learning_rate=rate, seed=seed, inner=inner, layers=1, width=16, batch=8)
+    return run if method == SYNCHRONOUS else _replace(run, groups=4)
 
 
 _A, _M = ADAM, MUON
@@ -115,20 +116,37 @@ PARTS: dict[str, tuple[Run, ...]] = {
         _HIDDEN,
         short(averaging(_M, 2, "int2")),
     ),
-    "momentum, once more": (_replace(averaging(_M, 5, "int2"), outer_momentum=0.4, outer_lr=0.6),),
+    "many outer steps": (
+        *(small(SYNCHRONOUS, 600, rate) for rate in (4e-3, 8e-3, 1.6e-2)),
+        *(small(SYNCHRONOUS, 2400, rate) for rate in (4e-3, 8e-3, 1.6e-2)),
+        *(small(SYNCHRONOUS, 9600, rate) for rate in (4e-3, 8e-3, 1.6e-2)),
+        *(small(SYNCHRONOUS, iterations, 1.6e-2, seed) for iterations in (600, 2400) for seed in (2, 3)),
+        *(
+            small(method, iterations, 1.6e-2, seed)
+            for iterations in (600, 2400)
+            for seed in (1, 2, 3)
+            for method in ("pier", "diloco", "pier-annealed")
+        ),
+        *(small(method, 9600, 8e-3) for method in ("pier", "diloco", "pier-annealed")),
+    ),
     "many groups": (
         _replace(averaging(_M, 1, "int1"), groups=16),
         _replace(short(averaging(_M, 2, "int2")), groups=16),
     ),
     "one group": (
-        *(_replace(annealed(_A, interval), groups=1) for interval in (20, 10, 50)),
         _replace(annealed(_M, 20), groups=1),
+        _replace(annealed(_A, 10), groups=1),
+        _replace(annealed(_A, 50), groups=1),
         _replace(annealed(_M, 50), groups=1),
-        _replace(Run("diloco", interval=20), groups=1),
+        _replace(annealed(_A, 20), groups=1),
     ),
-    "many outer steps": (
-        *(_small(SYNCHRONOUS, iterations, rate) for iterations in (600, 2400) for rate in (8e-3, 1.6e-2, 3.2e-2)),
-        *(_small(SYNCHRONOUS, 9600, rate) for rate in (4e-3, 8e-3, 1.6e-2)),
+    "most outer steps": (
+        *(small(method, 37800, 8e-3) for method in ("pier", "diloco", "pier-annealed", SYNCHRONOUS)),
+        *(
+            small(method, iterations, 1.6e-2, inner=_M)
+            for iterations in (600, 2400)
+            for method in ("pier", "diloco", "pier-muon-annealed", SYNCHRONOUS)
+        ),
     ),
     "others": (
         coded(Run(AVERAGING, inner=_M, interval=15), "SparseLoCo"),
