@@ -7,7 +7,7 @@ sent per parameter and iteration of the local phase, where an all-reduce in FP32
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from codings import CODINGS
 from frontier_runs import PARTS, all_runs
 from law import markdown
 from rows import ADAM, MUON, SYNCHRONOUS
-from simulation import Run
+from simulation import Run, config_of
 from survey import Survey
 
 _NAMES = {ADAM: "AdamW", MUON: "Muon"}
+# Where it was tried against delay, the gap is that to synchronous Muon at its best rate.
+_LOWER_MUON_RATE = 3e-2
+_RESULTS = ("bits", "loss", "gap", "seeds", "rho", "step")
 _SEEDS = (1, 2, 3)
 _TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 32)
 
@@ -41,7 +44,8 @@ def main() -> None:
         survey.train(run for run in all_runs() if run not in earlier)
     points = Points(survey, earlier)
     for title, runs in PARTS.items():
-        print(f"## {title}\n\n{points.table(runs)}\n")
+        if any(run in survey for run in runs):
+            print(f"## {title}\n\n{points.table(runs)}\n")
     _draw(points, options.output / "frontier.png")
 
 
@@ -51,11 +55,13 @@ class Point:
 
     Attributes:
         run: Of seed 0.
-        gaps: By seed.
+        losses: Final losses, by seed.
+        gaps: What they are above synchronous training, by seed.
         correlation: Mean cosine of successive mean pseudo-gradients; None for what was not recorded.
     """
 
     run: Run
+    losses: dict[int, float]
     gaps: dict[int, float]
     correlation: float | None
 
@@ -63,6 +69,11 @@ class Point:
     def gap(self) -> float:
         """Mean over the seeds."""
         return statistics.mean(self.gaps.values())
+
+    @property
+    def loss(self) -> float:
+        """Mean final loss over the seeds."""
+        return statistics.mean(self.losses.values())
 
     @property
     def spread(self) -> float:
@@ -75,6 +86,15 @@ class Point:
         return bits(self.run)
 
     @property
+    def amplification(self) -> float | None:
+        """Mean over the outer steps of ``eta (1 + mu / (1 - mu rho))``: how far they go for a pseudo-gradient of 1."""
+        if self.correlation is None:
+            return None
+        config, rho = config_of(self.run), self.correlation
+        steps = [(config.momentum_at(step), config.learning_rate_at(step)) for step in config.outer_steps()]
+        return statistics.mean(eta * (1 + mu / (1 - mu * rho)) for mu, eta in steps)
+
+    @property
     def exchange(self) -> str:
         """What is sent, and what comes back where that differs."""
         run = self.run
@@ -83,6 +103,8 @@ class Point:
 
 def bits(run: Run) -> float:
     """Sent per parameter and iteration of the local phase: half of an all-reduce goes there, and half comes back."""
+    if run.method == SYNCHRONOUS:
+        return 32.0
     if run.groups == 1:
         return 0.0
     if run.dtype in CODINGS and CODINGS[run.dtype].is_sparse:
@@ -102,15 +124,15 @@ class Points:
         """Those that have been trained, in the order of their first seeds."""
         points = []
         for run in dict.fromkeys(dataclasses.replace(run, seed=0) for run in runs):
-            gaps, correlations = {}, []
+            losses, gaps, correlations = {}, {}, []
             for seed in _SEEDS:
                 seeded = dataclasses.replace(run, seed=seed)
-                baseline = self._outcomes.get(_synchronous(seeded))
-                if seeded in self._outcomes and baseline is not None:
-                    gaps[seed] = self._outcomes[seeded].final - baseline.final
-                    correlations += self._outcomes[seeded].correlations
+                outcome, baseline = (self._outcomes.get(each) for each in (seeded, _synchronous(seeded)))
+                if outcome is not None and baseline is not None:
+                    losses[seed], gaps[seed] = outcome.final, outcome.final - baseline.final
+                    correlations += outcome.correlations
             if gaps:
-                points.append(Point(run, gaps, statistics.mean(correlations) if correlations else None))
+                points.append(Point(run, losses, gaps, statistics.mean(correlations) if correlations else None))
         return points
 
     def frontier(self, inner: str, groups: int) -> list[Point]:
@@ -131,14 +153,19 @@ class Points:
         return statistics.mean(finals[0]) - statistics.mean(finals[1])
 
     def table(self, runs: Iterable[Run]) -> str:
-        """Markdown: each with its gap."""
-        columns = ("inner", "groups", "H", "exchange", "outer rule", "applied after", "bits", "gap", "seeds", "rho")
-        return markdown(columns, [_cells(point) for point in self.of(runs)])
+        """Markdown: what differs between rows as columns, and before them what does not."""
+        rows = [_cells(point) for point in self.of(runs)]
+        alike = [name for name in rows[0] if name not in _RESULTS and len({row[name] for row in rows}) == 1] if rows else []
+        columns = [name for name in rows[0] if name not in alike]
+        same = ", ".join(f"{name} {rows[0][name]}" for name in alike)
+        return f"{same}\n\n{markdown(columns, [[row[name] for name in columns] for row in rows])}"
 
 
 def _synchronous(run: Run) -> Run:
     """Training on the same batches without groups."""
     alike = ("seed", "iterations", "batch", "layers", "width", "inner", "learning_rate", "muon_rate")
+    if run.muon_rate == _LOWER_MUON_RATE:
+        alike = alike[:-1]
     return Run(SYNCHRONOUS, **{name: getattr(run, name) for name in alike})
 
 
@@ -149,14 +176,29 @@ def _is_comparable(run: Run, inner: str, groups: int) -> bool:
     return run == usual and plugins and run.method != SYNCHRONOUS
 
 
-def _cells(point: Point) -> Sequence[object]:
+def _cells(point: Point) -> dict[str, object]:
     run = point.run
     spread = f" ± {point.spread:.3f}" if len(point.gaps) > 1 else ""
-    correlation = "" if point.correlation is None else f"{point.correlation:.2f}"
-    return (
-        *(_NAMES[run.inner], run.groups, run.interval, point.exchange, _rule(run), _delay(run)),
-        *(f"{point.bits:.3g}", f"{point.gap:+.3f}{spread}", len(point.gaps), correlation),
+    correlation, amplification = (
+        "-" if value is None else f"{value:.2f}" for value in (point.correlation, point.amplification)
     )
+    return {
+        "inner": _NAMES[run.inner],
+        "width": run.width,
+        "iterations": run.iterations,
+        "rates": f"{run.learning_rate:g}" if run.inner == ADAM else f"{run.learning_rate:g}, Muon {run.muon_rate:g}",
+        "groups": run.groups,
+        "H": run.interval,
+        "exchange": point.exchange,
+        "outer rule": _rule(run),
+        "applied after": _delay(run),
+        "bits": f"{point.bits:.3g}",
+        "loss": f"{point.loss:.3f}",
+        "gap": f"{point.gap:+.3f}{spread}",
+        "seeds": len(point.gaps),
+        "rho": correlation,
+        "step": amplification,
+    }
 
 
 def _rule(run: Run) -> str:

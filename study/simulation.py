@@ -166,6 +166,19 @@ class _Inner:
         parameter.addcdiv_(first, second.sqrt_().add_(1e-8), value=-rate)
 
 
+def config_of(run: Run) -> PierConfig:
+    """The plugin's settings of a run."""
+    return PierConfig(
+        train_iters=run.iterations,
+        groups=run.groups,
+        sync_interval=run.interval,
+        preset=run.method,
+        lazy_start_fraction=run.lazy_start,
+        outer_momentum=run.outer_momentum,
+        outer_lr=run.outer_lr,
+    )
+
+
 @dataclasses.dataclass
 class _Flight:
     """An exchange under way.
@@ -185,16 +198,7 @@ class _Outer:
     """Anchor and momentum of all groups, which always meet; flat, as the plugin's chunks are."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
-        self._run = run
-        self.config = PierConfig(
-            train_iters=run.iterations,
-            groups=run.groups,
-            sync_interval=run.interval,
-            preset=run.method,
-            lazy_start_fraction=run.lazy_start,
-            outer_momentum=run.outer_momentum,
-            outer_lr=run.outer_lr,
-        )
+        self._run, self.config = run, config_of(run)
         self._anchor = _flat(parameters)[0]
         self._momentum, self._delta, self._expected = (torch.zeros_like(self._anchor) for _ in range(3))
         self._dropped: dict[str, Tensor] = {}
