@@ -162,6 +162,11 @@ PARTS: dict[str, tuple[Run, ...]] = {
         averaging(_A, 5, "int2"),
         annealed(_A, 20, "int2"),
     ),
+    "delay, AdamW": (
+        short(hidden(averaging(_A, 2, "int2"))),
+        hidden(averaging(_A, 1, "int1")),
+    ),
+    "seeds, 16 groups": seeds(_replace(short(averaging(_M, 2, "int2")), groups=16)),
 }
 
 
