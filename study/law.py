@@ -156,7 +156,7 @@ def _table(points: Iterable[Point]) -> str:
         cells += [f"{point.gap / point.synchronous:.1%}", f"{point.noise:.2f}", _figure(point.lost, 2)]
         cells += [_figure(point.critical, 0), _figure(point.lost_intervals, 2), _figure(predicted, 3)]
         rows.append([*cells, _figure(predicted and point.gap / predicted, 2)])
-    return _markdown((*columns, *measured, "predicted", "measured / predicted"), rows)
+    return markdown((*columns, *measured, "predicted", "measured / predicted"), rows)
 
 
 def _rates(run: Run) -> str:
@@ -180,7 +180,7 @@ def _critical_batches(survey: Survey) -> str:
                 critical = (ratio - 1) / (1 / fewer - ratio / more)
                 rows.append((inner, width, f"{loss:.3f}", fewer, more, f"{ratio:.2f}", f"{critical:.0f}"))
     columns = ("inner", "width", "loss", "sequences", "and more", "times the iterations", "critical batch")
-    return _markdown(columns, rows)
+    return markdown(columns, rows)
 
 
 def _best_losses(survey: Survey, kind: Run, batch: int) -> dict[int, float]:
@@ -230,7 +230,7 @@ def _others(survey: Survey) -> str:
             finals = [survey[each].final for each in seeds]
             gaps = [survey[each].final - survey[base].final for each in seeds if (base := _synchronous(survey, each)) in survey]
             rows.append((*cells, _rates(run), len(seeds), _mean(finals), _mean(gaps)))
-    return _markdown((*columns, "gap"), rows)
+    return markdown((*columns, "gap"), rows)
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -241,7 +241,8 @@ def _mean(values: Sequence[float]) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
 
 
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (columns, *rows)]
     return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
 

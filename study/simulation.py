@@ -10,15 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from codings import CODINGS
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 from rows import ADAM, BATCH, ITERATIONS, MUON, SYNCHRONOUS
 from small_gpt import MATRIX, SEQUENCE, VECTORS, Parameters, Text, initial, losses
 from torch import Tensor
-from torch.nn import functional
 
 from pier_megatron import PierConfig
-from pier_megatron.exchange.codecs import BLOCK, CODECS
-from pier_megatron.exchange.coding import decode, encode
 
 _WARMUP, _LOWEST_RATE = 0.1, 0.1
 _BETA1, _BETA2, _WEIGHT_DECAY, _CLIP = 0.9, 0.99, 0.1, 1.0
@@ -48,7 +46,14 @@ class Run:
         learning_rate: Of AdamW.
         muon_rate: Of Muon.
         tail: Share of the run at its end that is synchronous again, from the mean of all groups and of their moments.
-        dtype: What a pseudo-gradient is sent as, with error feedback.
+        dtype: What a pseudo-gradient is sent as, with error feedback: a name in :data:`codings.CODINGS`, or fp32.
+        sum_dtype: What the sum comes back as, with error feedback too.
+        overlap: Iterations after which the result of an exchange is applied, at most ``interval``.
+        own_share: Share of its own pseudo-gradient that a group keeps while its exchange is under way.
+        predicted_share: Share of the last mean pseudo-gradients' mean that it adds meanwhile, as what is to be expected.
+        prediction_decay: Of that mean, an outer step; 0 for the last pseudo-gradient alone.
+        outer_momentum: In place of the preset's.
+        outer_lr: In place of the preset's.
         divides_noise: Whether groups divide the noise in AdamW's second moment by their number, to have the steps of all.
         slow_share: Of an AdamW step that follows a momentum which groups average when they meet (MT-DAO, arXiv 2510.05361).
         slow_beta: Of that momentum.
@@ -68,6 +73,13 @@ class Run:
     muon_rate: float = 4e-2
     tail: float = 0.0
     dtype: str = "fp32"
+    sum_dtype: str = "fp32"
+    overlap: int = 0
+    own_share: float = 1.0
+    predicted_share: float = 0.0
+    prediction_decay: float = 0.0
+    outer_momentum: float | None = None
+    outer_lr: float | None = None
     divides_noise: bool = False
     slow_share: float = 0.0
     slow_beta: float = 0.99
@@ -85,17 +97,21 @@ class Run:
 class Outcome:
     """What came out of a training; losses in nats per byte on all validation data.
 
+    A brief one has the final loss, and means of the correlations over ten stretches of the local phase.
+
     Attributes:
         final: Loss after the last iteration.
         curve: Loss of the anchor after some outer steps and at the switch, by iteration.
         norms: Of each outer step, the mean square norm of the groups' pseudo-gradients and that of the mean one.
         averaged: Loss of the mean of the last so many anchors.
+        correlations: Of each outer step from the second, the cosine of its mean pseudo-gradient to the one before.
     """
 
     final: float = math.nan
     curve: dict[int, float] = dataclasses.field(default_factory=dict)
     norms: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     averaged: dict[int, float] = dataclasses.field(default_factory=dict)
+    correlations: list[float] = dataclasses.field(default_factory=list)
 
 
 class _Inner:
@@ -150,59 +166,124 @@ class _Inner:
         parameter.addcdiv_(first, second.sqrt_().add_(1e-8), value=-rate)
 
 
+def config_of(run: Run) -> PierConfig:
+    """The plugin's settings of a run."""
+    return PierConfig(
+        train_iters=run.iterations,
+        groups=run.groups,
+        sync_interval=run.interval,
+        preset=run.method,
+        lazy_start_fraction=run.lazy_start,
+        outer_momentum=run.outer_momentum,
+        outer_lr=run.outer_lr,
+    )
+
+
+@dataclasses.dataclass
+class _Flight:
+    """An exchange under way.
+
+    Attributes:
+        begun: Iteration after which it began.
+        delta: Mean pseudo-gradient that will arrive.
+        left: Parameters from which the groups went on, flat.
+    """
+
+    begun: int
+    delta: Tensor
+    left: Tensor
+
+
 class _Outer:
-    """Anchor and momentum of all groups, which always meet."""
+    """Anchor and momentum of all groups, which always meet; flat, as the plugin's chunks are."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
-        self._run = run
-        self.config = PierConfig(
-            train_iters=run.iterations,
-            groups=run.groups,
-            sync_interval=run.interval,
-            preset=run.method,
-            lazy_start_fraction=run.lazy_start,
-        )
-        self.anchor = {name: value[0].clone() for name, value in parameters.items()}
-        self._momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
-        self._rounded_away: Parameters = {}
+        self._run, self.config = run, config_of(run)
+        self._anchor = _flat(parameters)[0]
+        self._momentum, self._delta, self._expected = (torch.zeros_like(self._anchor) for _ in range(3))
+        self._dropped: dict[str, Tensor] = {}
+        self._flight: _Flight | None = None
 
     def follow(self, iteration: int, parameters: Parameters) -> None:
         """The momentum warmup, where one is due, and the anchor of the lazy start."""
-        if self.config.is_momentum_warmup(iteration):
-            mu = self.config.momentum_at(iteration)
-            for name, value in parameters.items():
-                self._momentum[name] = mu * self._momentum[name] + self.anchor[name] - value[0]
         if self.config.is_lazy(iteration) and iteration % self._run.interval == 0:
-            self.anchor = {name: value[0].clone() for name, value in parameters.items()}
+            own = _flat(parameters)[0]
+            if self.config.is_momentum_warmup(iteration):
+                self._momentum = self.config.momentum_at(iteration) * self._momentum + self._anchor - own
+            self._anchor = own
 
-    def step(self, iteration: int, parameters: Parameters) -> tuple[float, float]:
-        """An outer step; changes the parameters, returns what :class:`Outcome` has as ``norms``."""
-        mu, eta = self.config.momentum_at(iteration), self.config.learning_rate_at(iteration)
-        own_square = mean_square = 0.0
-        for name, value in parameters.items():
-            own = self._sent(name, self.anchor[name] - value)
-            delta = own.mean(0)
-            own_square += own.square().sum().item() / len(own)
-            mean_square += delta.square().sum().item()
-            self._momentum[name] = mu * self._momentum[name] + delta
-            self.anchor[name] = self.anchor[name] - eta * (delta + mu * self._momentum[name])
-            parameters[name] = self.anchor[name].expand_as(value).clone()
-        return own_square, mean_square
+    def anchor(self, parameters: Parameters) -> Parameters:
+        """By the names and in the shapes of parameters of one group."""
+        return _like(self._anchor.unsqueeze(0), parameters)
 
-    def _sent(self, name: str, own: Tensor) -> Tensor:
-        """What arrives of the groups' pseudo-gradients."""
-        codec = CODECS[self._run.dtype]
-        if codec.lossless:
-            return own
-        own = own + self._rounded_away.get(name, 0)
-        rows = functional.pad(own.flatten(1), (0, -own[0].numel() % BLOCK))
-        arrived = decode(codec, encode(codec, rows))[:, : own[0].numel()].view_as(own)
-        self._rounded_away[name] = own - arrived
+    def step(self, iteration: int, parameters: Parameters, outcome: Outcome) -> bool:
+        """Does what is due after an iteration: changes the parameters; whether an outer step has been taken."""
+        is_last = iteration == self.config.train_iters
+        is_over = self._flight is not None and (iteration - self._flight.begun >= self._run.overlap or is_last)
+        if is_over:
+            self._finish(parameters)
+        if self.config.fragments_due(iteration):
+            self._begin(iteration, parameters, outcome)
+            if not self._run.overlap or is_last:
+                self._finish(parameters)
+                return True
+        return is_over
+
+    def _begin(self, iteration: int, parameters: Parameters, outcome: Outcome) -> None:
+        run, flat = self._run, _flat(parameters)
+        own = self._anchor - flat
+        arrived = self._coded("own", own, run.dtype)
+        total = arrived.sum(0, keepdim=True)
+        delta = self._coded("sum", total, run.sum_dtype)[0] / run.groups
+        outcome.norms.append((arrived.square().sum().item() / run.groups, delta.square().sum().item()))
+        if self._delta.any():
+            outcome.correlations.append(torch.cosine_similarity(delta, self._delta, dim=0).item())
+        self._delta = delta
+        if run.own_share != 1 or run.predicted_share:
+            flat = self._anchor - run.own_share * own - run.predicted_share * self._expected
+            parameters.update(_like(flat, parameters))
+        self._expected = torch.lerp(delta, self._expected, run.prediction_decay)
+        self._flight = _Flight(iteration, delta, flat)
+
+    def _finish(self, parameters: Parameters) -> None:
+        assert self._flight is not None
+        begun, delta, left = self._flight.begun, self._flight.delta, self._flight.left
+        mu, eta = self.config.momentum_at(begun), self.config.learning_rate_at(begun)
+        self._momentum = mu * self._momentum + delta
+        self._anchor = self._anchor - eta * (delta + mu * self._momentum)
+        parameters.update(_like(self._anchor + (_flat(parameters) - left), parameters))
+        self._flight = None
+
+    def _coded(self, which: str, rows: Tensor, dtype: str) -> Tensor:
+        """What arrives of rows."""
+        if dtype == "fp32" or self._run.groups == 1:
+            return rows
+        coding = CODINGS[dtype]
+        rows = rows + self._dropped.get(which, 0)
+        arrived = coding.arrives(rows)
+        self._dropped[which] = coding.feedback * (rows - arrived)
         return arrived
 
 
-def train(run: Run, text: Text) -> Outcome:
-    """Trains a run; the same batches in the same order as all runs of its seed and batch."""
+def _flat(parameters: Parameters) -> Tensor:
+    """Shape ``[groups, elements]``."""
+    return torch.cat([value.flatten(1) for value in parameters.values()], 1)
+
+
+def _like(flat: Tensor, parameters: Parameters) -> Parameters:
+    """The opposite; copies."""
+    parts = flat.split([value[0].numel() for value in parameters.values()], 1)
+    return {name: part.reshape(-1, *parameters[name].shape[1:]).clone() for name, part in zip(parameters, parts, strict=True)}
+
+
+def train(run: Run, text: Text, is_brief: bool = False) -> Outcome:
+    """Trains a run; the same batches in the same order as all runs of its seed and batch.
+
+    Args:
+        run: What to train.
+        text: What it is trained on.
+        is_brief: Whether the outcome is brief, for files that hold many.
+    """
     outcome, generator = Outcome(), np.random.default_rng(run.seed)
     parameters = initial(run.layers, run.width, run.seed)
     inner = _Inner(run, parameters)
@@ -218,22 +299,26 @@ def train(run: Run, text: Text) -> Outcome:
         if outer is None or iteration > apart_until:
             continue
         outer.follow(iteration, parameters)
-        if outer.config.fragments_due(iteration):
-            outcome.norms.append(outer.step(iteration, parameters))
+        if outer.step(iteration, parameters, outcome):
             inner.share_slow_momentum()
-            anchors = [*anchors[1 - max(_AVERAGED) :], dict(outer.anchor)]
-            if iteration % _EVALUATION_INTERVAL == 0:
+            if not is_brief:
+                anchors = [*anchors[1 - max(_AVERAGED) :], outer.anchor(parameters)]
+                if iteration % _EVALUATION_INTERVAL == 0:
+                    outcome.curve[iteration] = _evaluate(parameters, text)
+        if groups < run.groups and not outer.config.is_lazy(iteration + 1):
+            if not is_brief:
                 outcome.curve[iteration] = _evaluate(parameters, text)
-        if groups == 1 and not outer.config.is_lazy(iteration + 1):
-            outcome.curve[iteration] = _evaluate(parameters, text)
             _change(parameters, inner, lambda common: common.repeat(run.groups, *[1] * (common.dim() - 1)))
         if run.tail and iteration == apart_until:
             _change(parameters, inner, _of_mean)
     outcome.final = _evaluate(parameters, text)
+    if is_brief:
+        tenths = np.array_split(outcome.correlations, min(10, len(outcome.correlations)) or 1)
+        return Outcome(round(outcome.final, 5), correlations=[round(float(tenth.mean()), 3) for tenth in tenths if len(tenth)])
     for number in _AVERAGED:
         if len(anchors) >= number:
             mean = {name: torch.stack([anchor[name] for anchor in anchors[-number:]]).mean(0) for name in parameters}
-            outcome.averaged[number] = _evaluate({name: value.unsqueeze(0) for name, value in mean.items()}, text)
+            outcome.averaged[number] = _evaluate(mean, text)
     return outcome
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from run import MALLOC, data_arguments
@@ -18,33 +19,36 @@ from small_gpt import Text
 class Survey:
     """The runs in a file."""
 
-    def __init__(self, path: Path, corpus: Path) -> None:
+    def __init__(self, path: Path, corpus: Path, processes: int | None = None, is_brief: bool = False) -> None:
         """Reads what is there.
 
         Args:
             path: Of the file.
             corpus: Folder of the text, which is written if need be.
+            processes: Number of runs trained at a time; by default, as many as there are processors.
+            is_brief: Whether new outcomes are brief, see :class:`Outcome`.
         """
-        self._path, self._corpus = path, corpus
+        self._path, self._corpus, self._processes, self._is_brief = path, corpus, processes, is_brief
         lines = path.read_text().splitlines() if path.exists() else ()
         self._outcomes = dict(map(_parse, lines))
 
     def train(self, runs: Iterable[Run]) -> None:
-        """Trains those that are missing, each in a process of one thread, as many at a time as there are processors."""
+        """Trains those that are missing, each in a process of one thread."""
         missing = [run for run in dict.fromkeys(runs) if run not in self._outcomes]
         print(f"{len(missing)} simulated runs are to be done", flush=True)
         if missing:
             data_arguments(self._corpus)
         os.environ.update(MALLOC, OMP_NUM_THREADS="1")
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(mp_context=context, initializer=_use_one_thread) as pool:
-            for run, outcome in zip(missing, pool.map(functools.partial(_train, self._corpus), missing), strict=True):
+        with concurrent.futures.ProcessPoolExecutor(self._processes, context, _use_one_thread) as pool:
+            train_one = functools.partial(_train, self._corpus, self._is_brief)
+            for run, outcome in zip(missing, pool.map(train_one, missing), strict=True):
                 self._add(run, outcome)
 
     def _add(self, run: Run, outcome: Outcome) -> None:
         self._outcomes[run] = outcome
         with self._path.open("a") as file:
-            file.write(json.dumps({"run": dataclasses.asdict(run), "outcome": dataclasses.asdict(outcome)}) + "\n")
+            file.write(json.dumps({"run": _changes(run), "outcome": _changes(outcome)}) + "\n")
 
     def items(self) -> Iterable[tuple[Run, Outcome]]:
         """All runs, with what came out of them."""
@@ -59,6 +63,12 @@ class Survey:
         return self._outcomes[run]
 
 
+def _changes(instance: Run | Outcome) -> dict[str, Any]:
+    """What differs from the defaults."""
+    default = dataclasses.asdict(type(instance)())
+    return {name: value for name, value in dataclasses.asdict(instance).items() if value != default[name]}
+
+
 def _parse(line: str) -> tuple[Run, Outcome]:
     found = json.loads(line)
     # JSON has no numbers as keys.
@@ -71,5 +81,5 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _train(corpus: Path, run: Run) -> Outcome:
-    return train(run, Text(corpus))
+def _train(corpus: Path, is_brief: bool, run: Run) -> Outcome:
+    return train(run, Text(corpus), is_brief)

@@ -7,12 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from codings import CODINGS
 from rows import ADAM, MUON
-from simulation import Run, _Inner, train
+from simulation import Outcome, Run, _Inner, _Outer, train
 from small_gpt import SEQUENCE, Parameters, Text, initial, losses
 from torch import Tensor
 
 from pier_megatron import PierConfig, reference
+from pier_megatron.exchange.codecs import BLOCK, CODECS
+from pier_megatron.exchange.coding import decode
+from pier_megatron.exchange.encoded import encode_with_feedback
 
 _RUN = Run(method="pier-rising", groups=2, interval=2, iterations=10, batch=4, layers=1, width=16, lazy_start=0.2)
 
@@ -54,7 +58,12 @@ def referenced(run: Run, text: Text) -> float:
             self._inner.step(named(self._parameters), gradients, run.rate_factor(self._iteration))
 
     config = PierConfig(
-        run.iterations, run.groups, sync_interval=run.interval, preset=run.method, lazy_start_fraction=run.lazy_start
+        run.iterations,
+        run.groups,
+        sync_interval=run.interval,
+        preset=run.method,
+        lazy_start_fraction=run.lazy_start,
+        overlap=run.overlap,
     )
     trained = reference.train([value[0] for value in start.values()], gradient, InnerOfOneGroup, config)
     with torch.no_grad():
@@ -62,20 +71,63 @@ def referenced(run: Run, text: Text) -> float:
 
 
 @pytest.mark.parametrize("inner", [ADAM, MUON])
-@pytest.mark.parametrize("preset", ["pier-rising", "diloco", "pier"])
-def test_groups_train_as_the_reference_says(inner: str, preset: str, text: Text) -> None:
-    run = dataclasses.replace(_RUN, inner=inner, method=preset)
+@pytest.mark.parametrize(("preset", "overlap"), [("pier-rising", 0), ("diloco", 0), ("pier", 0), ("pier-rising", 1)])
+def test_groups_train_as_the_reference_says(inner: str, preset: str, overlap: int, text: Text) -> None:
+    run = dataclasses.replace(_RUN, inner=inner, method=preset, overlap=overlap)
     found = train(run, text)
     assert found.final == pytest.approx(referenced(run, text), rel=2e-5)
     untrained = losses(initial(run.layers, run.width, run.seed), text.validation).item()
     assert found.final < untrained - 0.1
     assert len(found.norms) == 4
+    assert len(found.correlations) == 3
 
 
 def test_groups_need_not_end_where_one_does(text: Text) -> None:
     # Otherwise the comparison above could not fail.
     both, one = (train(dataclasses.replace(_RUN, groups=groups), text).final for groups in (2, 1))
     assert abs(both - one) > 1e-3
+
+
+def test_result_that_is_a_whole_interval_late_replaces_the_prediction(text: Text) -> None:
+    late = dataclasses.replace(_RUN, method="local-sgd", overlap=2)
+    predicted = dataclasses.replace(late, own_share=0.3, predicted_share=0.6)
+    # With a rate of zero nothing is learned meanwhile, and no prediction is left in the end.
+    for run in (late, predicted):
+        parameters = initial(run.layers, run.width, run.seed)
+        outer, outcome = _Outer(run, parameters), Outcome()
+        parameters = {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in parameters.items()}
+        for step, offset in enumerate((0.25, 0.5), start=2):
+            parameters["tokens"][0] += offset
+            moved = parameters["tokens"].mean(0)
+            outer.step(2 * step, parameters, outcome)
+            outer._finish(parameters)
+            torch.testing.assert_close(parameters["tokens"], moved.expand_as(parameters["tokens"]))
+
+
+def test_exchange_is_coded_both_ways_as_the_plugins(text: Text) -> None:
+    run = dataclasses.replace(_RUN, dtype="int2", sum_dtype="int2")
+    outer, generator = _Outer(run, initial(run.layers, run.width, run.seed)), torch.Generator().manual_seed(1)
+    codec, numel = CODECS["int2"], 5 * BLOCK
+    own_dropped, sum_dropped = torch.zeros(2, numel), torch.zeros(numel)
+    for _ in range(3):
+        vectors = torch.randn(2, numel, generator=generator)
+        found = outer._coded("sum", outer._coded("own", vectors, "int2").sum(0, keepdim=True), "int2")
+        payloads = [
+            encode_with_feedback(vector[None].clone(), codec, own) for vector, own in zip(vectors, own_dropped, strict=True)
+        ]
+        total = torch.stack([decode(codec, payload) for payload in payloads]).sum(0)
+        assert torch.equal(found, decode(codec, encode_with_feedback(total, codec, sum_dropped)))
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_feedback_delivers_late_what_a_coding_drops(name: str) -> None:
+    coding, vector = CODINGS[name], torch.randn(1, 5000, generator=torch.Generator().manual_seed(1))
+    dropped, delivered = torch.zeros_like(vector), torch.zeros_like(vector)
+    for _ in range(300):
+        arrived = coding.arrives(vector + dropped)
+        dropped = vector + dropped - arrived
+        delivered += arrived
+    assert (delivered / 300 - vector).norm() < 0.1 * vector.norm()
 
 
 def test_inner_step_is_that_of_adamw(text: Text) -> None:
