@@ -70,9 +70,7 @@ def _power(blocks: Tensor) -> Tensor:
     return torch.exp2(torch.log2(_mean(blocks).clamp(min=1e-30)).round())
 
 
-def _scaled(
-    bits: int, scale_of: Callable[[Tensor], Tensor], factor: float, block: int = BLOCK, scale_bits: int = _SCALE_BITS
-) -> Coding:
+def _scaled(bits: int, scale_of: Callable[[Tensor], Tensor], factor: float, scale_bits: int = _SCALE_BITS) -> Coding:
     """Signs times ``factor`` scales, or with two bits times 1/2 and 3/2 of ``factor`` scales."""
 
     def arrives(blocks: Tensor) -> Tensor:
@@ -84,7 +82,7 @@ def _scaled(
             return signs * scales
         return signs * torch.where(blocks.abs() < scales, 0.5 * scales, 1.5 * scales)
 
-    return Coding(bits + scale_bits / block, functools.partial(_blocks, arrives, block=block))
+    return Coding(bits + scale_bits / BLOCK, functools.partial(_blocks, arrives, block=BLOCK))
 
 
 def _top(number: int, feedback: float) -> Coding:
@@ -105,17 +103,10 @@ CODINGS = {
     **{name: _of_codec(codec) for name, codec in CODECS.items() if not codec.lossless},
     "1 bit, mean": _scaled(1, _mean, 1.0),
     "1 bit, power of two": _scaled(1, _power, 1.0, scale_bits=8),
-    "1 bit, mean, blocks of 64": _scaled(1, _mean, 1.0, block=64),
-    "1 bit, mean, blocks of 256": _scaled(1, _mean, 1.0, block=256),
-    "1 bit, largest, blocks of 64": _scaled(1, _largest, 0.5, block=64),
-    "1 bit, largest, blocks of 256": _scaled(1, _largest, 0.5, block=256),
     "1 bit, largest / 3": _scaled(1, _largest, 1 / 3),
     "1 bit, 0.7 of the largest": _scaled(1, _largest, 0.7),
     "2 bits, largest / 1.5": _scaled(2, _largest, 1 / 1.5),
-    "2 bits, mean": _scaled(2, _mean, 1.0),
     "2 bits, 1.25 means": _scaled(2, _mean, 1.25),
-    "2 bits, largest, blocks of 64": _scaled(2, _largest, 0.5, block=64),
-    "2 bits, largest, blocks of 256": _scaled(2, _largest, 0.5, block=256),
     "SparseLoCo": _top(64, feedback=0.95),
     "MuLoCo": _top(410, feedback=0.9),
 }

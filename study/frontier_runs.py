@@ -113,8 +113,9 @@ PARTS: dict[str, tuple[Run, ...]] = {
     "Rates of a small model": (
         *(small(SYNCHRONOUS, iterations, rate) for iterations in (600, 2400, 9600) for rate in _RATES),
         small(SYNCHRONOUS, 9600, 2e-3),
-        *(small("pier", 9600, rate) for rate in (2e-3, *_RATES)),
-        small("diloco", 9600, 4e-3),
+        *(small("pier", 9600, rate) for rate in (1e-3, 2e-3, *_RATES)),
+        *(small("diloco", 9600, rate) for rate in (2e-3, 4e-3)),
+        small("pier-annealed", 9600, 4e-3),
     ),
     "16 groups": (
         _replace(_BIT, groups=16),
