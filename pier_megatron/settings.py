@@ -1,6 +1,7 @@
 """Settings of Pier: each with its flag, its default, its help text and the values that it accepts."""
 
 import argparse
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,8 @@ class Settings:
         AUTO,
         "Schedule of the outer momentum and the outer learning rate; auto takes the one that suits the number of outer steps, "
         "the inner optimizer and the interval, and logs it with its reason.",
-        accepts=one_of((AUTO, *PRESETS)),
+        # Presets that are added later are accepted too; what auto has here does not matter.
+        accepts=one_of(collections.ChainMap(PRESETS, {AUTO: PRESETS["pier"]})),
     )
     lazy_start_fraction: float = setting(
         0.1,

@@ -9,7 +9,7 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from pier_megatron.errors import suggestion
@@ -77,15 +77,15 @@ class Number:
         return f"{noun} in {low}{self.low:.15g}, {self.high:.15g}{high}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
     """One of several names, as the ``type`` of an argparse argument.
 
     Attributes:
-        names: Names that are accepted.
+        names: Names that are accepted; of a mapping, those that it has when it is asked.
     """
 
-    names: tuple[str, ...]
+    names: Collection[str]
 
     def __call__(self, text: str) -> str:
         """Parses ``text``.
@@ -104,9 +104,9 @@ class Choice:
         return f"not one of {', '.join(self.names)}{suggestion(str(value), self.names)}"
 
 
-def one_of(names: Iterable[str]) -> Choice:
+def one_of(names: Collection[str]) -> Choice:
     """One of several names."""
-    return Choice(tuple(names))
+    return Choice(names)
 
 
 def whole(low: int = 1, high: float = LARGEST, why: str = "") -> Number:

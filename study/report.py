@@ -117,7 +117,7 @@ class Results:
         if curve is None or switch not in curve:
             return None
         after = [loss for iteration, loss in curve.items() if switch < iteration <= switch + _RISE_STEPS * row.interval]
-        return max(after) - curve[switch]
+        return max(after) - curve[switch] if after else None
 
     def cosine(self, row: Row) -> float | None:
         """Cosine of the groups' pseudo-gradients to their mean, averaged over groups and outer steps."""
