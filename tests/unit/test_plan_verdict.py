@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import survey
+from simulation import Run
 
 from pier_megatron import PierConfig
 from pier_megatron.commands.plan import loss, measured, suggestion, ways
@@ -147,7 +149,7 @@ def test_slower_links_are_given_longer_intervals_and_fewer_bits() -> None:
         # Those that follow take longer, and lose less.
         assert all(other["seconds"] > first["seconds"] and other["gap"] < first["gap"] for other in others)
     assert bits == sorted(bits)
-    assert bits[0] < 0.2 < 1 < bits[-1]
+    assert bits[0] < 0.25 < 1 < bits[-1]
     said = suggestion.lines(suggestion.suggest(predict(job, _A100), settings), 4)
     assert said[0].startswith("Suggested: --pier-sync-interval ")
     assert "8 groups, not 4" in said[-1]
@@ -156,8 +158,7 @@ def test_slower_links_are_given_longer_intervals_and_fewer_bits() -> None:
 def test_points_are_what_was_measured() -> None:
     """The gaps of the planner's points, from curves of the plugin's runs or, where there are none, from simulated ones."""
     curves = json.loads((_DOCS / "study.json").read_text())
-    simulated = [json.loads(line) for name in ("survey", "frontier") for line in (_DOCS / f"{name}.jsonl").open()]
-    losses = {json.dumps(each["run"], sort_keys=True): each["outcome"]["final"] for each in simulated}
+    simulated = dict(survey._parse(line) for name in ("survey", "frontier") for line in (_DOCS / f"{name}.jsonl").open())
 
     def trained(point: suggestion.Point, seed: int, method: str) -> float | None:
         kind = "muon0.04-" if point.inner == "muon" else ""
@@ -168,17 +169,13 @@ def test_points_are_what_was_measured() -> None:
         return curves[name]["600"] - curves[synchronous]["600"] if name in curves else None
 
     def in_simulation(point: suggestion.Point, seed: int) -> float | None:
-        common = {"seed": seed} if seed > 1 else {}
-        common |= {"inner": "muon"} if point.inner == "muon" else {}
-        run: dict[str, object] = dict(common) | {"method": point.preset}
+        synchronous = Run(inner=point.inner, seed=seed)
+        coded = {} if point.dtype == "fp32" else {"dtype": point.dtype, "sum_dtype": point.dtype}
+        given: dict[str, Any] = {"method": point.preset, "interval": point.interval, "overlap": point.overlap, **coded}
         if point.preset == "pier-frequent":
-            run |= {"method": "local-sgd", "outer_momentum": 0.3, "outer_lr": 0.8}
-        run |= {"groups": point.groups} if point.groups != 8 else {}
-        run |= {"interval": point.interval} if point.interval != 20 else {}
-        run |= {"overlap": point.overlap} if point.overlap else {}
-        run |= {"dtype": point.dtype, "sum_dtype": point.dtype} if point.dtype != "fp32" else {}
-        found = losses.get(json.dumps(run, sort_keys=True))
-        return None if found is None else found - losses[json.dumps(common, sort_keys=True)]
+            given |= {"method": "local-sgd", "outer_momentum": 0.3, "outer_lr": 0.8}
+        run = dataclasses.replace(synchronous, groups=point.groups, **given)
+        return simulated[run].final - simulated[synchronous].final if run in simulated else None
 
     for point in suggestion.POINTS:
         gaps = [trained(point, seed, point.preset) for seed in (1, 2, 3)]

@@ -66,7 +66,7 @@ POINTS = (
     Point("muon", 8, 20, "int2", "pier-muon-annealed", 0, 0.165, 1),
     Point("muon", 8, 20, "fp32", "pier-muon-annealed", 0, 0.136, 3),
     Point("muon", 16, 1, "int1", "local-sgd", 0, 0.057, 1),
-    Point("muon", 16, 2, "int2", "pier-frequent", 0, 0.055, 1),
+    Point("muon", 16, 2, "int2", "pier-frequent", 0, 0.050, 3),
     Point("muon", 16, 20, "fp32", "pier-muon-annealed", 0, 0.219, 3),
     Point("adam", 8, 1, "int1", "local-sgd", 0, 0.150, 1),
     Point("adam", 8, 1, "int1", "local-sgd", 1, 0.164, 1),
