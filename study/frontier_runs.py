@@ -110,6 +110,9 @@ PARTS: dict[str, tuple[Run, ...]] = {
         predicted(short(hidden(_TWO_BITS)), 1.0, 0.3, 0.0),
         hidden(averaging(_A, 1, "int1")),
     ),
+    "Without a lazy start": tuple(
+        _replace(run, lazy_start=0.0) for run in (_BIT, _TWO_BITS, short(_replace(_TWO_BITS, interval=5)))
+    ),
     "Rates of a small model": (
         *(small(SYNCHRONOUS, iterations, rate) for iterations in (600, 2400, 9600) for rate in _RATES),
         small(SYNCHRONOUS, 9600, 2e-3),
