@@ -74,7 +74,7 @@ def test_line_begins_with_the_answer() -> None:
     assert line(far).startswith("Do not use it, not even with --pier-overlap 25: 1.0")
     assert line(can_overlap=False).startswith("Measure first: 2.")
     assert line(_FAST).startswith("Do not use it: 1.0")
-    assert line(job=dataclasses.replace(_XL, groups=1)).startswith("Do not use it: there is one group")
+    assert line(job=dataclasses.replace(_XL, groups=1)).startswith("Do not use it for speed: there is one group")
     assert line().endswith("90 TFLOP/s per GPU assumed.")
     assert "\n" not in line()
 

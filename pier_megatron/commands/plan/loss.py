@@ -111,7 +111,9 @@ def text(loss: Plan, groups: int) -> str:
 def _unknown(config: PierConfig) -> Plan:
     """Why nothing is known of a job's loss, and what others have seen."""
     if config.groups == 1:
-        return {"why": "There is one group, which is not Pier."}
+        return {
+            "why": "There is one group: with AdamW inside, small runs ended below synchronous training (docs/frontier.md#one-group)."
+        }
     if is_foreseeable(config):
         return {"why": "It follows the noise of a run's pseudo-gradients: give --log of a run with ten outer steps."}
     # The last one, after the last iteration, may end a shorter interval.

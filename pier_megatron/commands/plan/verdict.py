@@ -86,7 +86,10 @@ def verdict(
         # A job that has to change more than its micro-batch has other iterations than these.
         return problem + "Plan it with that change."
     if job.groups == 1:
-        return problem + "Do not use it: there is one group, hence nothing to relax."
+        return problem + (
+            "Do not use it for speed: there is one group, hence nothing to relax. With AdamW inside, outer steps of one group "
+            "lowered the loss in small runs (docs/frontier.md#one-group)."
+        )
     way = ways.of_job(config)
     gain = gain_of(way, job, cluster, config, is_measured)
     better = gain_of(ways.half_overlapped(way), job, cluster, config, is_measured)
