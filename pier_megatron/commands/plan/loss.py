@@ -112,7 +112,8 @@ def _unknown(config: PierConfig) -> Plan:
     """Why nothing is known of a job's loss, and what others have seen."""
     if config.groups == 1:
         return {
-            "why": "There is one group: with AdamW inside, small runs ended below synchronous training (docs/frontier.md#one-group)."
+            "why": "There is one group: with AdamW inside, small runs ended below synchronous training "
+            "(docs/frontier.md#one-group)."
         }
     if is_foreseeable(config):
         return {"why": "It follows the noise of a run's pseudo-gradients: give --log of a run with ten outer steps."}
