@@ -24,7 +24,7 @@ from pier_megatron.cpu.nodes import EmulatedNodes  # noqa: E402
 
 # Small enough for its exchange to be most of a synchronous iteration, as between sites: Newton-Schulz grows with the cube of
 # the width, the exchange with its square.
-_BATCH = 16
+_BATCH = 8
 _LOGGED = 10
 _MODEL = (
     "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --hidden-dropout 0 "

@@ -15,7 +15,7 @@ _NEGLIGIBLE = 1e-4
 _SHORT_INTERVAL = 5
 
 # From here on the noise of the last outer steps is worth being kept out of the end.
-_MANY_OUTER_STEPS = 100
+_MANY_OUTER_STEPS = 25
 
 # What a few kernels and a message take time for, against which their overhead is small.
 _CHUNK_MIB = {"cpu": 16, "cuda": 64}

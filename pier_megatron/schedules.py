@@ -96,7 +96,7 @@ PRESETS: dict[str, Preset] = {
         learning_rate=(Segment(0.0, 1.1, 0.10, _linear), Segment(1.1, 0.9, None, _cosine)),
     ),
     "pier-rising": _rising(0.9, (1.0, 0.8)),
-    # For a hundred outer steps and more, whose noise a long momentum would carry into the end.
+    # For 25 outer steps and more, whose noise a long momentum would carry into the end.
     "pier-annealed": _rising(0.9, (1.0, 0.8), falls_back=0.10),
     # For Muon inside. Its steps are as long where gradients are mostly noise, so that less has to be made up for.
     "pier-muon": _rising(0.8, (0.8, 0.6)),
