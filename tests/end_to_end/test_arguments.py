@@ -52,7 +52,7 @@ _REFUSED = {
     "--optimizer pier --pier-ranks-per-domain 3": ["--pier-ranks-per-domain 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-ranks-per-domain 0": ["--pier-ranks-per-domain: 0: must be a whole number of at least 1"],
     f"{_PIER} --pier-sync-interval 0": ["--pier-sync-interval: 0: must be a whole number of at least 1"],
-    f"{_PIER} --pier-preset nesterov": ["--pier-preset: nesterov: not one of pier,", "local-sgd"],
+    f"{_PIER} --pier-preset nesterov": ["--pier-preset: nesterov: not one of auto, pier,", "local-sgd"],
     f"{_PIER} --pier-lazy-start-iters 120": ["120 = 2 x 50 + 20", "Use 100 or 150"],
     f"{_PIER} --pier-lazy-start-iters 50 --pier-lazy-start-fraction 0.2": ["not allowed with"],
     f"{_PIER} --pier-lazy-start-iters 1000": ["the run has 1000", "--optimizer adam"],
