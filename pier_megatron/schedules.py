@@ -4,7 +4,8 @@ Presets are data. Every length in them is a fraction of the run counted from the
 shorter lazy start shifts all break points with it.
 
 Sources: arXiv 2511.17849, section 4 (``pier``), its authors' later code (``pier-cosine``), arXiv 2311.08105 (``diloco``),
-arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``, ``pier-annealed`` ``pier-frequent`` and those for Muon).
+arXiv 2506.10911 (``noloco``), docs/study.md (``pier-rising``, ``pier-annealed`` and those for Muon), docs/frontier.md
+(``pier-frequent``).
 """
 
 import dataclasses
