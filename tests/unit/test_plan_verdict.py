@@ -152,6 +152,8 @@ def test_slower_links_are_given_longer_intervals_and_fewer_bits() -> None:
     assert bits[0] < 0.25 < 1 < bits[-1]
     said = suggestion.lines(suggestion.suggest(predict(job, _A100), settings), 4)
     assert said[0].startswith("Suggested: --pier-sync-interval ")
+    # Flags that are pasted replace those of the job.
+    assert "--pier-overlap" in said[0]
     assert "8 groups, not 4" in said[-1]
 
 

@@ -46,9 +46,9 @@ class Point:
 
     @property
     def flags(self) -> str:
-        """What to add to a command."""
-        overlap = f" --pier-overlap {self.overlap}" if self.overlap else ""
-        return f"--pier-sync-interval {self.interval} --pier-exchange-dtype {self.dtype} --pier-preset {self.preset}{overlap}"
+        """What to add to a command; it may have an overlap of its own, longer than this interval."""
+        exchange = f"--pier-exchange-dtype {self.dtype} --pier-overlap {self.overlap}"
+        return f"--pier-sync-interval {self.interval} {exchange} --pier-preset {self.preset}"
 
     @property
     def bits(self) -> float:
