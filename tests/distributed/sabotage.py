@@ -107,7 +107,7 @@ def _one_size_of_groups(directory: Path) -> Patch:
 @contextlib.contextmanager
 def _lossless_codecs(directory: Path) -> Iterator[None]:
     """What would be compressed goes the same way in FP32, so that nothing but that way can make a difference; in pieces."""
-    exact = {codec.name: dataclasses.replace(codec, bits=32, scaled=False) for codec in codecs.CODECS.values()}
+    exact = {codec.name: dataclasses.replace(codec, bits=32, scale_bytes=0) for codec in codecs.CODECS.values()}
     with (
         mock.patch.dict(codecs.CODECS, exact),
         mock.patch.object(layout, "_PIECE", 2**12),

@@ -12,7 +12,14 @@ from pier_megatron import PierConfig
 
 pytestmark = pytest.mark.processes
 
-_CONFIG = {"train_iters": 12, "sync_interval": 3, "lazy_start_iters": 3, "islands": True, "inner_optimizer": "muon"}
+_CONFIG = {
+    "preset": "pier",
+    "train_iters": 12,
+    "sync_interval": 3,
+    "lazy_start_iters": 3,
+    "islands": True,
+    "inner_optimizer": "muon",
+}
 _PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-sync-interval 3 --pier-lazy-start-iters 3 --pier-islands "
 _MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
 _TWO, _FOUR = "--pier-groups 2 ", "--pier-groups 4 "
@@ -109,7 +116,7 @@ def test_layout_equals_the_reference(runs: dict[str, Recorded], layout: str) -> 
 
 
 def test_iterations_that_megatron_skips_equal_the_reference(runs: dict[str, Recorded]) -> None:
-    reference = oracle.train(runs["skipping"], PierConfig(**_CONFIG, groups=4, preset="diloco"), _SKIPPED)
+    reference = oracle.train(runs["skipping"], PierConfig(**_CONFIG | {"groups": 4, "preset": "diloco"}), _SKIPPED)
     assert oracle.largest_error(runs["skipping"].weights("final"), reference) < _TOLERANCE
 
 

@@ -109,7 +109,7 @@ def test_transfers_between_pipeline_stages_do_not_wait_for_an_exchange(runs: dic
 
 def test_iterations_that_megatron_skips_equal_the_reference(runs: dict[str, Recorded]) -> None:
     # The last one of the lazy start, one with an outer step, and the last of all.
-    config = PierConfig(**_CONFIG, preset="diloco")
+    config = PierConfig(**_CONFIG | {"preset": "diloco"})
     for name, skipped, is_right in (("skipped", {3, 6, 12}, True), ("diloco", {6}, False)):
         found = oracle.largest_error(runs[name].weights("final"), oracle.train(runs[name], config, skipped))
         assert found < _TOLERANCE if is_right else found > 20 * _TOLERANCE

@@ -127,7 +127,7 @@ def test_order_is_as_simulated(runs: dict[str, Recorded], name: str) -> None:
 
 @pytest.mark.parametrize(("name", "groups"), [("1F1B", 1), ("breadth-first", 2), ("experts", 1)])
 def test_equal_to_models_without_what_is_skipped(runs: dict[str, Recorded], name: str, groups: int) -> None:
-    config = PierConfig(6, groups=groups, sync_interval=2, lazy_start_iters=2)
+    config = PierConfig(6, groups=groups, preset="pier", sync_interval=2, lazy_start_iters=2)
     final = runs[name].weights("final")
     reference = oracle.train(runs[name], config, omitted=omitted_layers(runs, name))
     assert oracle.largest_error(final, reference) < 5e-6

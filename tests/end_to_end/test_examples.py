@@ -125,7 +125,15 @@ def test_only_the_lines_of_pier_differ(folder: Path, commands: dict[str, list[st
     pier = [word.replace(f"{model}-pier", f"{model}-adam") for word in commands[model]]
     launcher = pier.index("-m")
     assert pier[launcher : launcher + 2] == ["-m", "pier_megatron"]
-    assert pier[:launcher] + pier[launcher + 2 :] == [*stock, "--optimizer", "pier", "--pier-sync-interval", "50"]
+    assert pier[:launcher] + pier[launcher + 2 :] == [
+        *stock,
+        "--optimizer",
+        "pier",
+        "--pier-preset",
+        "pier",
+        "--pier-sync-interval",
+        "50",
+    ]
 
 
 def test_dry_run_examines_what_a_run_starts(folder: Path) -> None:
