@@ -124,6 +124,17 @@ PARTS: dict[str, tuple[Run, ...]] = {
         _replace(_BIT, groups=16),
         *of_all_seeds(_replace(short(_TWO_BITS), groups=16)),
     ),
+    "2 and 4 groups": tuple(
+        _replace(run, groups=groups)
+        for groups in (2, 4)
+        for run in (
+            _BIT,
+            short(_TWO_BITS),
+            short(_replace(_TWO_BITS, interval=5)),
+            annealed(_M, 10, "int2"),
+            annealed(_A, 10, "int2"),
+        )
+    ),
     "One group": (
         *(_replace(annealed(_A, interval), groups=1) for interval in (10, 20, 50)),
         *(_replace(annealed(_M, interval), groups=1) for interval in (20, 50)),
