@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).resolve().parent
 sys.path += [str(_FOLDER), str(_FOLDER.parent / "study")]
 
 from interconnect import launch  # noqa: E402
-from run import VALIDATION, VALIDATION_SEQUENCES, data_arguments  # noqa: E402
+from run import VALIDATION_SEQUENCES, data_arguments, validation_curve  # noqa: E402
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog  # noqa: E402
 from pier_megatron.cpu.nodes import EmulatedNodes  # noqa: E402
@@ -82,12 +82,7 @@ def curve(log: TensorBoardLog) -> Curve:
     times = log.scalars["iteration-time"]
     every = times.steps[1] - times.steps[0]
     until = dict(zip(times.steps, itertools.accumulate(every * seconds for seconds in times.values), strict=True))
-    losses = log.scalars[VALIDATION]
-    # What Megatron writes once more under that name, at the end, is of the test data.
-    seen: dict[int, float] = {}
-    for step, loss in zip(losses.steps, losses.values, strict=True):
-        seen.setdefault(step, loss)
-    return [(until[step], loss) for step, loss in seen.items()]
+    return [(until[step], loss) for step, loss in validation_curve(log).items()]
 
 
 def seconds_to(curve: Curve, target: float) -> float:

@@ -156,12 +156,7 @@ class Study:
 
     def validation(self, row: Row) -> dict[int, float]:
         """Loss on all validation data, in nats per byte, by iteration."""
-        series = self.log(row).scalars[VALIDATION]
-        curve: dict[int, float] = {}
-        for iteration, loss in zip(series.steps, series.values, strict=True):
-            # What Megatron writes once more under that name, at the end, is of the test data.
-            curve.setdefault(iteration, loss)
-        return curve
+        return validation_curve(self.log(row))
 
     def known_curve(self, row: Row) -> dict[int, float] | None:
         """As :meth:`validation`, of a row that has been trained elsewhere; None if it has not."""
@@ -195,6 +190,16 @@ class Study:
         if not ends:
             sys.exit(f"No rate has been tried yet in {self.folder}: python study/run.py")
         return min(ends, key=lambda rate: statistics.mean(ends[rate]))
+
+
+def validation_curve(log: TensorBoardLog) -> dict[int, float]:
+    """Reads the validation losses of a run, by iteration."""
+    series = log.scalars[VALIDATION]
+    curve: dict[int, float] = {}
+    for iteration, loss in zip(series.steps, series.values, strict=True):
+        # What Megatron writes once more under that name, at the end, is of the test data.
+        curve.setdefault(iteration, loss)
+    return curve
 
 
 def run_worker(specification: Sequence[Mapping[str, object]]) -> None:

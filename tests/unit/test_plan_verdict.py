@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import survey
+from rows import Row
 from simulation import Run
 
 from pier_megatron import PierConfig
@@ -162,13 +163,10 @@ def test_points_are_what_was_measured() -> None:
     curves = json.loads((_DOCS / "study.json").read_text())
     simulated = dict(survey._parse(line) for name in ("survey", "frontier") for line in (_DOCS / f"{name}.jsonl").open())
 
-    def trained(point: suggestion.Point, seed: int, method: str) -> float | None:
-        kind = "muon0.04-" if point.inner == "muon" else ""
-        synchronous = f"adamw-g2-{kind}lr0.008-seed{seed}"
-        dtype = "" if point.dtype == "fp32" else f"{point.dtype}-"
-        hidden = f"hidden{point.overlap}-" if point.overlap else ""
-        name = f"{method}-g{point.groups}-h{point.interval}-lazy10-{dtype}{hidden}{kind}lr0.008-seed{seed}"
-        return curves[name]["600"] - curves[synchronous]["600"] if name in curves else None
+    def trained(point: suggestion.Point, seed: int) -> float | None:
+        of_point = {name: getattr(point, name) for name in ("groups", "interval", "dtype", "overlap", "inner")}
+        row = Row(point.preset, seed, learning_rate=8e-3, muon_rate=4e-2, **of_point)
+        return curves[row.name]["600"] - curves[row.baseline.name]["600"] if row.name in curves else None
 
     def in_simulation(point: suggestion.Point, seed: int) -> float | None:
         synchronous = Run(inner=point.inner, seed=seed)
@@ -180,7 +178,7 @@ def test_points_are_what_was_measured() -> None:
         return simulated[run].final - simulated[synchronous].final if run in simulated else None
 
     for point in suggestion.POINTS:
-        gaps = [trained(point, seed, point.preset) for seed in (1, 2, 3)]
+        gaps = [trained(point, seed) for seed in (1, 2, 3)]
         if None in gaps:
             gaps = [in_simulation(point, seed) for seed in (1, 2, 3)]
         known = [gap for gap in gaps if gap is not None]

@@ -93,10 +93,10 @@ def suggest(prediction: Prediction, config: PierConfig) -> list[Plan]:
     nearest = min({point.groups for point in known}, key=lambda groups: abs(math.log(groups / config.groups)))
     seconds = {point: prediction.mean_of_run(point.way, ways.lazy_share(config)) for point in known if point.groups == nearest}
     fastest = min(seconds.values())
-    found = []
-    for point in _frontier(seconds, _AS_FAST * fastest):
-        found.append(dataclasses.asdict(point) | {"flags": point.flags, "bits": point.bits, "seconds": seconds[point]})
-    return found
+    return [
+        dataclasses.asdict(point) | {"flags": point.flags, "bits": point.bits, "seconds": seconds[point]}
+        for point in _frontier(seconds, _AS_FAST * fastest)
+    ]
 
 
 def _starts(point: Point, config: PierConfig) -> bool:
