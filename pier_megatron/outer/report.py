@@ -166,13 +166,11 @@ class OuterStepReports:
         self._watch = SpreadWatch()
         self._noise = IntervalNoise(config.fragments)
         self._momentum_since = 0
-        # By iteration, the latest of each fragment.
-        self._momentum_weights: dict[int, float] = {}
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
     def restart(self, iteration: int) -> None:
         """Takes note that the momentum is zero after ``iteration``."""
-        self._momentum_since, self._momentum_weights = iteration, {}
+        self._momentum_since = iteration
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
         """Takes note of an outer step.
@@ -232,14 +230,7 @@ class OuterStepReports:
     def _lag_correlation(self, iteration: int, sums: Tensor) -> float | None:
         """Of pseudo-gradients of one length: their products with a momentum are its weights times what they have in common."""
         mean, product = sums[0, PRODUCTS - 3].item(), sums[0, PRODUCTS - 2].item()
-        config, before = self._config, iteration - self._config.sync_interval
-        # One step further than in the last report, where there was one.
-        known = self._momentum_weights.pop(before, None)
-        if known is None:
-            weight = config.momentum_weight(iteration, self._momentum_since)
-        else:
-            weight = 1 + config.momentum_at(before) * known
-        self._momentum_weights[iteration] = weight
+        weight = self._config.momentum_weight(iteration, self._momentum_since)
         return product / (weight * mean) if weight * mean > 0 else None
 
 
