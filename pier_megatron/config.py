@@ -64,6 +64,7 @@ class PierConfig(RunSchedule):
         if self.inner_optimizer != "adam" and not self.islands:
             raise PierConfigError(f"--pier-inner-optimizer {self.inner_optimizer} needs --pier-islands.")
         self._check_subgroups()
+        self._check_sites()
         self._check_lazy_start()
 
     def _check_elastic(self) -> None:
@@ -93,6 +94,42 @@ class PierConfig(RunSchedule):
             raise PierConfigError(
                 "--pier-save-inner-state first cannot be used where groups never agree (--pier-preset noloco or "
                 "--pier-subgroup-size): each has weights and outer momentum of its own, which would be lost. Save all."
+            )
+
+    def _check_sites(self) -> None:
+        sites, interval = self.sites, self.site_interval
+        if sites is None or interval is None:
+            for name, needed in (("sites", "site_interval"), ("site_interval", "sites")):
+                if getattr(self, name) is not None:
+                    raise PierConfigError(
+                        f"{flag_of(name)} {getattr(self, name)} without {flag_of(needed)}: the groups of a site average their "
+                        f"parameters every --pier-site-interval iterations. Add {flag_of(needed)}, or drop it."
+                    )
+            return
+        if self.groups % sites or self.groups == sites:
+            raise PierConfigError(
+                f"--pier-sites {sites}: must divide --pier-groups {self.groups} into sites of two groups or more "
+                f"({division(self.groups, sites)}). With one group in each site, drop it: outer steps are all that crosses."
+            )
+        if self.sync_interval % interval:
+            raise PierConfigError(
+                f"--pier-site-interval {interval} does not divide --pier-sync-interval {self.sync_interval} "
+                f"({division(self.sync_interval, interval)}): an outer step begins with an average inside each site."
+            )
+        untried = (
+            ("lighthouse", None, "elastic islands come and go one by one, and each carries a part of what its site sends"),
+            ("fragments", 1, "a fragment crosses between two averages, where the groups of a site differ"),
+            ("outlier_zscore", None, "what a site sends is a mean, in which the outlier is already"),
+        )
+        for name, default, reason in untried:
+            if getattr(self, name) != default:
+                raise PierConfigError(
+                    f"{flag_of(name)} {getattr(self, name)} cannot be used with --pier-sites {sites}: {reason}. Drop one."
+                )
+        if self.subgroup is not None:
+            raise PierConfigError(
+                f"--pier-sites {sites} with outer steps of {self.subgroup} groups (--pier-preset {self.preset}, "
+                "--pier-subgroup-size): the groups of a site have one anchor, and pairs have two. Drop one."
             )
 
     def _check_lazy_start(self) -> None:

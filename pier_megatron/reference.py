@@ -89,7 +89,9 @@ def train(
             for group in (group for group in met if group not in good and restarted[group] <= exchange.begun):
                 for parameter, anchor in zip(groups[group], anchors[group], strict=True):
                     parameter.copy_(anchor)
-                _hand_over(optimizers[good[0]] if good else None, optimizers[group])
+                # In the first group that is good; with sites, of those that carry the same part of what their sites send.
+                alike = [other for other in good if config.sites is None or (other - group) % config.groups_in_site == 0]
+                _hand_over(optimizers[alike[0]] if alike else None, optimizers[group])
                 restarted[group] = t
                 for other in underway:
                     other.since[group] = [tensor.clone() for tensor in anchors[group]]
@@ -123,6 +125,13 @@ def train(
         for exchange in [exchange for exchange in underway if is_last or t - exchange.begun == config.overlap]:
             underway.remove(exchange)
             land(exchange, t)
+        if config.is_site_average(t):
+            for begin in range(0, config.groups, config.groups_in_site):
+                site = groups[begin : begin + config.groups_in_site]
+                for of_site in zip(*site, strict=True):
+                    mean = torch.stack(of_site).mean(0)
+                    for parameter in of_site:
+                        parameter.copy_(mean)
         sent = [[parameter.clone() for parameter in theta] for theta in groups]
         due = [_Exchange(fragment, t, sent, list(sent)) for fragment in config.fragments_due(t)]
         if config.overlap and not is_last:

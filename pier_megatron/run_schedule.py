@@ -70,6 +70,21 @@ class RunSchedule(Settings):
         return self.subgroup is None
 
     @property
+    def groups_in_site(self) -> int:
+        """Number of groups of each site; all of them without ``--pier-sites``."""
+        return self.groups // (self.sites or 1)
+
+    def is_site_average(self, iteration: int) -> bool:
+        """Whether the groups of each site average their parameters after an iteration, before an outer step that is due.
+
+        Args:
+            iteration: Iteration, counted from 1.
+        """
+        if self.site_interval is None or self.is_lazy(iteration):
+            return False
+        return iteration % self.site_interval == 0 or self.is_outer_step(iteration)
+
+    @property
     def sends_differences(self) -> bool:
         """Whether participants send their pseudo-gradients, and separately, ahead, their slow weights.
 

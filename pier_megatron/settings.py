@@ -189,6 +189,21 @@ class Settings:
         "Evaluate the mean of the groups' anchors, in runs in which they differ; costs an all-reduce of the parameters. "
         "Default: each group evaluates its own anchor, and the log has mean and spread of the losses.",
     )
+    sites: int | None = setting(
+        None,
+        "Number of sites, each of consecutive groups that share a good network. The groups of a site average their parameters "
+        "every --pier-site-interval iterations, so that only outer steps cross the links between sites, and a site sends what "
+        "one group would. Default: groups meet in outer steps only.",
+        metavar="N",
+        accepts=whole(2, why="or left out for groups that meet in outer steps only"),
+    )
+    site_interval: int | None = setting(
+        None,
+        "Number of iterations between averages inside a site, with --pier-sites; divides the sync interval, after which all "
+        "sites take an outer step. Default: none.",
+        metavar="ITERS",
+        accepts=whole(1),
+    )
     overlap: int = setting(
         0,
         "Number of iterations behind which an exchange is hidden, at most the sync interval. Its result is applied that much "

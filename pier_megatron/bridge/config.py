@@ -58,6 +58,8 @@ class PierOptimizerConfig(OptimizerConfig):
     subgroup_gamma: float | None = Settings.subgroup_gamma
     subgroup_seed: int = Settings.subgroup_seed
     evaluate_mean: bool = Settings.evaluate_mean
+    sites: int | None = Settings.sites
+    site_interval: int | None = Settings.site_interval
     overlap: int = Settings.overlap
     fragments: int = Settings.fragments
     exchange_dtype: str = Settings.exchange_dtype

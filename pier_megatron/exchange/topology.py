@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.sites import new_site_communicators
 
 DESCRIPTION = "PIER_"
 """With which the descriptions of the plugin's own communicators begin."""
@@ -132,12 +133,21 @@ class Topology:
         """
         if len(self.groups()) == 1:
             return None
-        enumeration = sorted({rank.peers for rank in self.ranks})
         own: dist.ProcessGroup
         own, _ = dist.new_subgroups_by_enumeration(
-            [list(peers) for peers in enumeration], timeout=timeout, group_desc=f"{DESCRIPTION}BETWEEN_GROUPS"
+            [list(peers) for peers in self._enumeration], timeout=timeout, group_desc=f"{DESCRIPTION}BETWEEN_GROUPS"
         )
         return own
+
+    def new_site_communicators(
+        self, sites: int, timeout: datetime.timedelta | None
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Makes communicators inside and across sites, see :func:`pier_megatron.exchange.sites.new_site_communicators`."""
+        return new_site_communicators(self._enumeration, sites, timeout, DESCRIPTION)
+
+    @property
+    def _enumeration(self) -> list[tuple[int, ...]]:
+        return sorted({rank.peers for rank in self.ranks})
 
 
 def _ranges(ranks: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.exchange.topology import Topology
 from pier_megatron.outer import OuterLoop, expectation
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
@@ -79,15 +80,26 @@ def preset(config: PierConfig) -> str:
     )
 
 
+def sites(config: PierConfig) -> list[str]:
+    """Says which groups share a site, and how often they meet; nothing without ``--pier-sites``."""
+    if config.sites is None:
+        return []
+    size = config.groups_in_site
+    members = ", ".join(f"{first}-{first + size - 1}" for first in range(0, config.groups, size))
+    return [
+        f"{config.sites} sites of {size} groups ({members}): the groups of a site average their parameters every "
+        f"{config.site_interval} iterations, and share what it sends in an outer step"
+    ]
+
+
 def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str]) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
-    sent = sum(
-        bytes_of_outer_step(config, chunk.numel, chunk.shards.travel_exactly(config.codec))
-        for state in states
-        for chunk in state.chunks
-    )
+    chunks = [(chunk.numel, chunk.shards.travel_exactly(config.codec)) for state in states for chunk in state.chunks]
+    sent = sum(bytes_of_outer_step(config, *chunk) for chunk in chunks)
+    wire = wire_of(config)
+    between_sites = sum(wire.bytes_between_sites(*chunk) for chunk in chunks) if isinstance(wire, SiteWire) else None
     synchronous = round(8 * parameters * (config.groups - 1) / config.groups)
     is_pinned = loop.device.type == "cuda"
     size = sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states)
@@ -106,9 +118,11 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interv
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",
         f"  exchange: {', '.join(option for option in options if option)}, in chunks of {chunk_mib} MiB",
+        *(f"  {line}" for line in sites(config)),
         *schedule(config),
         f"  per rank: {parameters:,} FP32 parameters; sends {sent / 1e6:,.2f} MB to other groups in {config.sync_interval} "
-        f"iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 gradients)",
+        f"iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 gradients)"
+        + (f", {between_sites / 1e6:,.2f} MB of them to other sites" if between_sites is not None else ""),
         f"  outer state per rank: {size / 1e6:,.2f} MB of {'host' if config.offload else 'device'} memory, and up to "
         f"{working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way"
         + (", beside the buffers of one more NCCL communicator" if is_pinned else ""),

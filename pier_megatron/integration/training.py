@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.coding import compile_for
+from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, refusals, startup, worlds
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
@@ -89,14 +90,20 @@ def with_outer_loop(
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
-    compile_for(config.codec, config.groups if config.has_common_anchor else 1, device)
+    compile_for(config.codec, config.sites or (config.groups if config.has_common_anchor else 1), device)
     world = worlds.own()
     world.use_own_folders(versions.megatron_args())
     # All ranks meet here, so that none takes its host memory before the others have looked.
     with world.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
-        communicator = topology.new_communicator(datetime.timedelta(minutes=args.distributed_timeout_minutes))
+        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        communicator = topology.new_communicator(timeout)
+        exchange = GroupExchange(communicator, config.codec)
+        if config.sites is not None:
+            assert communicator is not None
+            of_sites = topology.new_site_communicators(config.sites, timeout)
+            exchange = SitedExchange(communicator, config.codec, *of_sites)
     membership = world.membership(config, shards, device)
     copies = Copies(members, model_chunks, device)
 
@@ -107,7 +114,7 @@ def with_outer_loop(
     loop = OuterLoop(
         shards,
         config,
-        GroupExchange(communicator, config.codec),
+        exchange,
         group=world.own_group(optimizer),
         device=device,
         inner_state=lambda main: next(filter(None, (member.state_of(main) for member in members)), {}),

@@ -42,7 +42,12 @@ _SETTINGS = (
     "fragments",
     "exchange_dtype",
     "no_error_feedback",
+    "sites",
+    "site_interval",
 )
+
+# Settings that plugins of format 4 may not know. They can read a checkpoint of a run that does not use them.
+_LATER = ("sites", "site_interval")
 
 LAYER_WISE = "--use-distributed-optimizer"
 """In the layout of a run whose inner optimizer can do with and without."""
@@ -112,6 +117,7 @@ class Description:
     ) -> "Description":
         """Describes a run as it is, and what of it is stored."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
+        settings = {name: value for name, value in settings.items() if name not in _LATER or value is not None}
         return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), **content)
 
     @classmethod
@@ -196,7 +202,8 @@ class Description:
     def _changes(self, present: "Description") -> list[str]:
         # What older plugins did not know, their runs had at its default.
         defaults = {field.name: field.default for field in dataclasses.fields(PierConfig)}
-        pairs = [(flag_of(name), self.settings.get(name, defaults.get(name)), present.settings[name]) for name in _SETTINGS]
+        then, now = (defaults | dict(run.settings) for run in (self, present))
+        pairs = [(flag_of(name), then.get(name), now[name]) for name in _SETTINGS]
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
 

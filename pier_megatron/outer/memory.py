@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 
 from pier_megatron.config import PierConfig
+from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.pairs import DirectWire
+from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.outer.flights import PIPELINE_DEPTH, chunks_on_the_wire
 from pier_megatron.outer.staging import WORK
 from pier_megatron.outer.state import state_names
@@ -15,13 +17,25 @@ _FP32 = 4
 
 def wire_of(config: PierConfig) -> Wire:
     """Returns what sums cost in the outer steps of a run."""
+    if config.sites is not None:
+        return SiteWire(config.codec, config.sites, config.groups_in_site)
     return DirectWire(config.codec, config.subgroup) if config.subgroup else Wire(config.codec, config.groups)
 
 
+def bytes_of_site_average(config: PierConfig, numel: int) -> int:
+    """Bytes that each rank sends inside its site to average ``numel`` parameters, in FP32."""
+    return Wire(CODECS["fp32"], config.groups_in_site).bytes_of_sum(numel)
+
+
 def bytes_of_outer_step(config: PierConfig, numel: int, exactly: bool = False) -> int:
-    """Bytes that each rank sends to other groups for ``numel`` elements, slow weights included; see :class:`Wire`."""
+    """Bytes that each rank sends to other groups in a sync interval for ``numel`` elements, see :class:`Wire`.
+
+    Slow weights and the averages inside sites are included.
+    """
     wire = wire_of(config)
     ahead = wire.bytes_of_sum(numel, exactly=True) if config.pulls else 0
+    if config.site_interval is not None:
+        ahead = config.sync_interval // config.site_interval * bytes_of_site_average(config, numel)
     return wire.bytes_of_sum(numel, exactly) + ahead
 
 

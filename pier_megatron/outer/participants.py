@@ -11,6 +11,8 @@ from torch.profiler import record_function
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange, GroupExchange
 from pier_megatron.exchange.pairs import Subgroup, draw_subgroups
+from pier_megatron.exchange.sites import SitedExchange
+from pier_megatron.outer.memory import bytes_of_site_average
 from pier_megatron.outer.pulls import Pulls
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import DISTANCE, OuterRound, Stopwatch
@@ -18,6 +20,7 @@ from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, Opt
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.verdicts import DivergedError, Judge, KnownVerdicts, Verdicts
+from pier_megatron.outer.weights import Weights
 
 
 class Participants:
@@ -74,6 +77,9 @@ class Participants:
             round_.bytes_sent += bytes_sent
         return round_
 
+    def average(self, iteration: int) -> None:
+        """Averages the parameters of the groups that meet between outer steps: here, none do."""
+
     def carry_out(self, round_: OuterRound) -> None:
         """Takes an outer step that is waited for."""
         round_.run()
@@ -115,6 +121,40 @@ class Participants:
                     "timeout, a rank of another group has died or hangs: its own log says why. The last checkpoint is whole."
                 )
             raise
+
+
+class SiteParticipants(Participants):
+    """All sites take part in every outer step, each with the mean of its groups, which meet more often among themselves.
+
+    What is not finite in one group is not finite in its site after their next average, and the site is excluded as a whole.
+    """
+
+    def __init__(self, config: PierConfig, share: Share, everyone: SitedExchange, weights: Weights) -> None:
+        """Begins with healthy sites."""
+        super().__init__(config, share, everyone)
+        self._inside, self._between, self._weights = everyone.inside, everyone.between, weights
+        self.audience = everyone.between.across
+        self.restarts = Restarts(config, everyone.between.size, share)
+        self._bytes_sent = 0
+
+    def at(self, iteration: int) -> Exchange:
+        """See :meth:`Participants.at`."""
+        return self._between
+
+    def average(self, iteration: int) -> None:
+        """See :meth:`Participants.average`."""
+        with self.phase("site_average", iteration):
+            self._weights.average(self._inside)
+        self._bytes_sent += sum(
+            bytes_of_site_average(self._config, chunk.numel) for _, chunk in self._share.chunks(range(self._config.fragments))
+        )
+
+    def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
+        """See :meth:`Participants.form`."""
+        round_ = super().form(progress, fragments)
+        assert round_ is not None
+        round_.bytes_sent, self._bytes_sent = round_.bytes_sent + self._bytes_sent, 0
+        return round_
 
 
 class DrawnParticipants(Participants):

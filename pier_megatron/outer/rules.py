@@ -166,6 +166,7 @@ def check_outer_optimizer(config: PierConfig, is_elastic: bool) -> None:
             f"{config.subgroup} groups that meet (--pier-preset noloco or --pier-subgroup-size)",
             "groups then keep anchors of their own, which only NoLoCo's rule pulls together. Let all groups meet",
         ),
+        (config.sites is not None, f"--pier-sites {config.sites}", "the two have not been tried together. Drop one"),
         (is_elastic, "--pier-lighthouse", "an island that joins would lack its state. Use groups of one launch"),
     )
     for is_given, setting, reason in problems:

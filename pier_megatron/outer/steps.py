@@ -8,8 +8,9 @@ import torch
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.outer.elastic import ElasticMembership, ElasticParticipants
-from pier_megatron.outer.participants import DrawnParticipants, Participants
+from pier_megatron.outer.participants import DrawnParticipants, Participants, SiteParticipants
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.restarts import NEVER
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
@@ -49,11 +50,18 @@ class OuterSteps:
             outer_optimizer: Factory of the outer optimizer; None for the built-in rules.
         """
         self._config, self._share, self._exchange, self._weights, self._reports = config, share, exchange, weights, reports
+        if (config.sites is not None) != isinstance(exchange, SitedExchange):
+            raise PierConfigError(
+                f"--pier-sites {config.sites}, but the loop was built over a {type(exchange).__name__}. Sites need a "
+                "SitedExchange (pier_megatron.exchange.sites), and nothing else takes one."
+            )
         if outer_optimizer is not None:
             check_outer_optimizer(config, is_elastic=islands is not None or config.lighthouse is not None)
         self.participants: Participants
         if islands is not None:
             self.participants = ElasticParticipants(config, share, exchange, islands, weights)
+        elif isinstance(exchange, SitedExchange):
+            self.participants = SiteParticipants(config, share, exchange, weights)
         elif config.has_common_anchor:
             optimizer = OptimizerRule(outer_optimizer, share.states) if outer_optimizer is not None else None
             self.participants = Participants(config, share, exchange, optimizer)
@@ -76,6 +84,11 @@ class OuterSteps:
         for round_ in list(self.rounds):
             self._move(progress, round_)
         fragments = config.fragments_due(iteration)
+        if config.is_site_average(iteration):
+            self.participants.average(iteration)
+            # An outer step that is waited for lets the model know itself.
+            if not fragments or (config.overlap and iteration < config.train_iters):
+                self._weights.commit()
         if fragments:
             self.take(progress, fragments)
         if not config.has_common_anchor and iteration == config.train_iters:

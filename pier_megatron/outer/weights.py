@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.collectives import Exchange, GroupExchange
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.staging import one_ahead
 from pier_megatron.outer.state import ANCHOR
@@ -75,6 +75,17 @@ class Weights:
             # Not here: after an error on one rank the others would not take part.
             self._is_committed = False
         self.commit()
+
+    def average(self, exchange: Exchange) -> None:
+        """Takes the mean of the parameters of some groups: the same bits in all of them, copies included."""
+        stagings = self._share.stagings
+        for staged in one_ahead(staging.lend(chunk, ()) for staging in stagings for chunk in staging.state.chunks):
+            staged.chunk.copy_parameters_to(staged.shared)
+            total = exchange.sum(staged.shared, exactly=staged.chunk.shards.travel_exactly(exchange.codec))
+            total.advance()
+            total.finish()
+            staged.chunk.set_parameters(staged.shared.div_(exchange.size))
+            staged.give_back()
 
     def _write_mean_of_anchors(self) -> None:
         """Writes the mean of all groups' anchors to the parameters: the same bits in all of them, whatever their anchors."""

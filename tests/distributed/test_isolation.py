@@ -26,6 +26,7 @@ _LAYOUTS = {
     "everything that asks": "--global-batch-size 16 --log-params-norm --log-num-zeros-in-grad --exit-signal-handler "
     "--exit-duration-in-mins 60 --tensorboard-log-interval 1",
     "overlapped exchange": "--global-batch-size 16 --pier-overlap 1",
+    "sites": "--global-batch-size 16 --pier-groups 4 --pier-sites 2 --pier-site-interval 1 --pier-exchange-dtype int8",
     "one group asleep": "--tensor-model-parallel-size 2 --global-batch-size 8",
 }
 _SABOTAGE = {"one group asleep": ["group 1 waits for group 0"]}
@@ -39,12 +40,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     return launch(tmp_path_factory.mktemp("isolation"), corpus, trainings)
 
 
-def crossing(run: Recorded, iteration: int) -> list[Collective]:
+def crossing(run: Recorded, iteration: int, groups_in_site: int = 1) -> list[Collective]:
     return [
         found
         for rank in run.ranks
         for found in rank["census"][iteration]
-        if len({rank["group_of"][member] for member in found.ranks}) > 1
+        if len({rank["group_of"][member] // groups_in_site for member in found.ranks}) > 1
     ]
 
 
@@ -53,7 +54,7 @@ def test_nothing_crosses_the_groups_between_outer_steps(runs: dict[str, Recorded
     run = runs[layout]
     silent = _SILENT if layout != "overlapped exchange" else (4, 5, 8, 11)
     for iteration in silent:
-        assert crossing(run, iteration) == []
+        assert crossing(run, iteration, 2 if layout == "sites" else 1) == []
         assert run.ranks[0]["census"][iteration]
 
 
@@ -61,6 +62,15 @@ def test_nothing_crosses_the_groups_between_outer_steps(runs: dict[str, Recorded
 def test_lazy_start_and_outer_steps_do_cross(runs: dict[str, Recorded], layout: str) -> None:
     for iteration in (2, *_SYNC):
         assert crossing(runs[layout], iteration)
+
+
+def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: dict[str, Recorded]) -> None:
+    run = runs["sites"]
+    assert {found.ranks for iteration in _SILENT for found in crossing(run, iteration)} == {(0, 1), (2, 3)}
+    for rank in run.ranks:
+        sent = sum(found.nbytes for found in rank["census"][6] if found.ranks in ((0, 2), (1, 3)))
+        # A byte for each parameter of its half, and for each of the sums of its quarter, and the scales of the blocks.
+        assert 0.75 * rank["parameters"] < sent < 0.8 * rank["parameters"]
 
 
 def test_stock_megatron_crosses_in_every_iteration(runs: dict[str, Recorded]) -> None:

@@ -47,6 +47,7 @@ _EXCHANGES = {
     "3 fragments overlapped by 2": {"fragments": 3, "overlap": 2, "train_iters": 14},
     "offloaded, 2 fragments overlapped by 1": {"offload": True, "fragments": 2, "overlap": 1},
 }
+_SITES = {"groups": 4, "sites": 2, "site_interval": 1, "overlap": 1, "train_iters": 14}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     trainings += [
         Run(name, f"{_flags(settings)} {_LAYOUTS['TP 2']}", [*_PROBES, "fragments"]) for name, settings in _EXCHANGES.items()
     ]
+    trainings.append(Run("sites", f"{_flags(_SITES)} {_LAYOUTS['inner DP 2']}", _PROBES))
     # Both copies of the tied embedding must take their outer step at the same time.
     trainings.append(Run("tied", f"{_flags(_TIED)} {_LAYOUTS['PP 2']}", [*_PROBES, "fragments"]))
     trainings.append(
@@ -72,7 +74,7 @@ _TIED = {"fragments": 3, "overlap": 2}
 def _flags(settings: dict[str, object]) -> str:
     """The flags for settings of an exchange."""
     flags = {
-        name: f"--train-iters {value}" if name == "train_iters" else f"--pier-{name} {value}"
+        name: f"--train-iters {value}" if name == "train_iters" else f"--pier-{name.replace('_', '-')} {value}"
         for name, value in settings.items()
     }
     return " ".join([_PIER, *flags.values()]).replace("--pier-offload True", "--pier-offload")
@@ -96,6 +98,11 @@ def test_preset_equals_the_reference(runs: dict[str, Recorded], preset: str) -> 
 @pytest.mark.parametrize("exchange", _EXCHANGES)
 def test_exchange_equals_the_reference(runs: dict[str, Recorded], exchange: str) -> None:
     assert error(runs[exchange], **_EXCHANGES[exchange]) < _TOLERANCE
+
+
+def test_sites_equal_the_reference(runs: dict[str, Recorded]) -> None:
+    assert error(runs["sites"], **_SITES) < _TOLERANCE
+    assert error(runs["sites"], **_SITES | {"site_interval": 3}) > 20 * _TOLERANCE
 
 
 def test_tied_embeddings_across_pipeline_stages_equal_the_reference(runs: dict[str, Recorded]) -> None:

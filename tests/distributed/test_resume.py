@@ -119,6 +119,15 @@ _BACKGROUND = [
     Run("changed-from-10", _BEHIND + "--load {directory}/changed --ckpt-step 10", _PROBES),
 ]
 
+_SITES = f"{_LAYOUTS['inner DP 2']} --bf16 {_PIER} {_HIDDEN} --pier-groups 4 --pier-sites 2 --pier-site-interval 1 "
+_OF_SITES = [
+    Run("sites", _SITES + "--save {directory}/sites-checkpoints --save-interval 12", _PROBES, saves=[8, 10]),
+    *(
+        Run(f"sites-from-{stop}", _SITES + f"--load {{directory}}/sites-checkpoints --ckpt-step {stop}", _PROBES)
+        for stop in (8, 10)
+    ),
+]
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -127,7 +136,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    everything = [run for layout in _LAYOUTS for run in _runs(layout)] + _CONTROLS + _PASSED + _BACKGROUND
+    everything = [run for layout in _LAYOUTS for run in _runs(layout)] + _CONTROLS + _PASSED + _BACKGROUND + _OF_SITES
     return launch(directory, corpus, everything)
 
 
@@ -204,6 +213,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(runs: dict[str, Recorded
     goes_on_exactly(runs["behind"], reference, 0)
     for stop in (4, 10):
         goes_on_exactly(runs[f"behind-from-{stop}"], reference, stop)
+
+
+@pytest.mark.parametrize("stop", [8, 10])
+def test_sites_resume_between_outer_steps_and_in_flight(runs: dict[str, Recorded], stop: int) -> None:
+    goes_on_exactly(runs[f"sites-from-{stop}"], runs["sites"], stop)
 
 
 def test_checkpoint_that_changes_while_it_is_written_is_seen(runs: dict[str, Recorded]) -> None:

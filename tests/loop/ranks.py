@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron import PierConfig
-from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
+from pier_megatron.exchange.sites import SitedExchange, SiteExchange, new_site_communicators
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants
+from pier_megatron.outer.participants import SiteParticipants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule
@@ -93,7 +95,7 @@ def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
         return _settle(round_)
 
 
-_update = Nesterov.update
+_update, _sum = Nesterov.update, SiteExchange.sum
 
 
 def _update_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -> None:
@@ -108,6 +110,14 @@ def _the_same_partners(groups: int, size: int, seed: int, iteration: int) -> lis
     return [tuple(range(begin, min(begin + size, groups))) for begin in range(0, groups, size)]
 
 
+def _sum_of_the_first_parts(
+    exchange: SiteExchange, vector: Tensor, residual: Residual | None = None, exactly: bool = False
+) -> Sum:
+    """The groups of a site do not divide what it sends."""
+    with mock.patch.object(exchange.inside, "rank", 0):
+        return _sum(exchange, vector, residual, exactly)
+
+
 # By name: what is replaced, and by what.
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
@@ -120,6 +130,8 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
     "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
     "the outer optimizer begins again": (OptimizerRule, "load_state_dicts", lambda rule, saved: None),
+    "sites do not average": (SiteParticipants, "average", lambda participants, iteration: None),
+    "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
     "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
 }
 
@@ -175,9 +187,9 @@ class Rank:
         self.parameters = [parameter.to(one_gpu.device()) for parameter in initial(self._part)]
         self._optimizer = inner_optimizer(self.parameters)
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
-        between, inside = self._communicators.of(settings)
+        _, inside = self._communicators.of(settings)
         config = settings.pier()
-        exchange, report = GroupExchange(between, config.codec), self.reports.append
+        exchange, report = self._communicators.exchange(settings), self.reports.append
         outer: OptimizerFactory | None = None
         if settings.outer_optimizer:
             assert config.outer_lr is not None
@@ -298,10 +310,9 @@ class Rank:
 
     def device_memory(self) -> tuple[int, int]:
         """Most memory that a loop of these settings over more parameters takes, and what the start-up block says of it."""
-        config = self._settings.pier()
-        between, _ = self._communicators.of(self._settings)
+        config, exchange = self._settings.pier(), self._communicators.exchange(self._settings)
         with mock.patch.object(PierConfig, "chunk_numel_on", return_value=_LONG_CHUNK_NUMEL):
-            return device_memory.used_and_said(config, GroupExchange(between, config.codec), 16 * _LONG_CHUNK_NUMEL)
+            return device_memory.used_and_said(config, exchange, 16 * _LONG_CHUNK_NUMEL)
 
     def result(self) -> dict[str, Any]:
         """What has happened so far."""
@@ -325,9 +336,17 @@ class Communicators:
                 here = [group for group, ranks in zip(made, enumeration, strict=True) if dist.get_rank() in ranks]
                 mine.append(here[0] if here else None)
             self._own[groups, ranks_in_group] = (mine[0], mine[1])
+        self._of_sites = new_site_communicators([range(WORLD)], sites=2)
 
     def of(self, settings: Settings) -> tuple[Any, Any]:
         return self._own[settings.groups, settings.ranks_in_group]
+
+    def exchange(self, settings: Settings) -> GroupExchange:
+        """Collectives between the groups of a run."""
+        (between, _), config = self.of(settings), settings.pier()
+        if config.sites is None:
+            return GroupExchange(between, config.codec)
+        return SitedExchange(between, config.codec, *self._of_sites)
 
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from programs import Program, are_the_same, check
-from ranks import Ranks, Settings
+from ranks import WORLD, Ranks, Settings
 
 from pier_megatron.exchange.codecs import CODECS
 
@@ -36,7 +36,11 @@ def runs(draw: st.DrawFn) -> Settings:
         "outlier_zscore": 6.0 if looks_for_outliers else None,
     }
     config["no_error_feedback"] = not CODECS[config["exchange_dtype"]].needs_error_feedback and draw(st.booleans())
-    if groups == 1:
+    if groups == WORLD and not looks_for_outliers and draw(st.booleans()):
+        divisors = [divisor for divisor in range(1, interval + 1) if interval % divisor == 0]
+        config |= {"sites": 2, "site_interval": draw(st.sampled_from(divisors)), "overlap": 0, "fragments": 1}
+        config["preset"] = draw(st.sampled_from(["pier-rising", "diloco", "local-sgd"]))
+    elif groups == 1:
         config["preset"] = draw(st.sampled_from(["pier-rising", "diloco"]))
     elif config["preset"] == "noloco" or draw(st.booleans()):
         config["subgroup_size"] = draw(st.integers(2, groups))
@@ -102,8 +106,9 @@ class Life(RuleBasedStateMachine):
         self.train(max(after, self.config.lazy_start - self.iteration))
         if self.goes_on:
             self.last_divergence = self.iteration
-            # The first group stays good: without any, the run ends.
-            self.do("iterate", bad=sorted({1 + group % (self.config.groups - 1) for group in bad}))
+            # The first group stays good, and with it its site: without any, the run ends.
+            first = self.config.groups_in_site if self.config.sites is not None else 1
+            self.do("iterate", bad=sorted({first + group % (self.config.groups - first) for group in bad}))
 
     @property
     def outliers_are_found(self) -> bool:

@@ -45,6 +45,7 @@ QUIET: dict[str, Any] = {}
 _BAD = {"bad": [1]}
 
 _PAIRS: dict[str, Any] = {"preset": "noloco"}
+_SITES: dict[str, Any] = {"sites": 2, "sync_interval": 4, "lazy_start_iters": 4, "site_interval": 2, "train_iters": 15}
 _SGD: dict[str, Any] = {"outer_optimizer": True, "outer_lr": 0.7, "outer_momentum": 0.6}
 
 # What happens, with which settings, and the bug under which the run must be seen to go wrong.
@@ -96,6 +97,21 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
         {**_PAIRS, "train_iters": 21, "subgroup_seed": 4},
         "nobody is restarted",
     ),
+    "sites, stopped between an average and an outer step": (
+        [(7, QUIET), ("stop_and_resume", QUIET), (8, QUIET)],
+        _SITES,
+        "sites do not average",
+    ),
+    "sites in few bits, offloaded": (
+        [(9, QUIET), ("stop_and_resume", QUIET), (6, QUIET)],
+        {**_SITES, "exchange_dtype": "int8", "offload": True},
+        "each group of a site sends the first part",
+    ),
+    "a group diverges with its site": (
+        [(5, QUIET), (1, {"bad": [3]}), (9, QUIET)],
+        _SITES,
+        "nobody is restarted",
+    ),
     "an outer optimizer of PyTorch, stopped": (
         [(7, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
         _SGD,
@@ -122,7 +138,7 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", _CASES)
 def test_run_is_right_and_the_bug_is_seen(ranks: Ranks, name: str) -> None:
     commands, config, bug = _CASES[name]
-    groups = 3 if config.get("preset") == "noloco" else 2
+    groups = 4 if "sites" in config else 3 if config.get("preset") == "noloco" else 2
     assert is_right(ranks, program(*commands, **config, groups=groups))
     assert not is_right(ranks, program(*commands, **config, groups=groups, sabotage=bug))
 

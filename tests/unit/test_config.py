@@ -41,6 +41,9 @@ def test_lazy_start_is_the_multiple_of_the_interval_nearest_a_tenth(train_iters:
     assert PierConfig(train_iters, groups=2, sync_interval=interval).lazy_start == lazy_start
 
 
+_SITES = {"groups": 4, "sites": 2, "site_interval": 5}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -66,6 +69,15 @@ def test_lazy_start_is_the_multiple_of_the_interval_nearest_a_tenth(train_iters:
         ({"lazy_start_iters": -50}, ["--pier-lazy-start-iters -50", "of at least 0"]),
         ({"lazy_start_iters": 120}, ["--pier-lazy-start-iters 120", "120 = 2 x 50 + 20", "100 or 150"]),
         ({"lazy_start_iters": 1000}, ["--pier-lazy-start-iters 1000", "the run has 1000", "--optimizer adam"]),
+        ({"sites": 2}, ["--pier-sites 2 without --pier-site-interval", "Add --pier-site-interval"]),
+        ({"site_interval": 5}, ["--pier-site-interval 5 without --pier-sites", "Add --pier-sites"]),
+        ({"sites": 2, "site_interval": 5}, ["--pier-sites 2", "--pier-groups 2", "one group in each site, drop it"]),
+        ({**_SITES, "groups": 5}, ["--pier-groups 5", "5 = 2 x 2 + 1"]),
+        ({**_SITES, "site_interval": 20}, ["--pier-site-interval 20", "--pier-sync-interval 50", "50 = 2 x 20 + 10"]),
+        ({**_SITES, "lighthouse": "http://h:1"}, ["--pier-lighthouse http://h:1 cannot be used with --pier-sites 2"]),
+        ({**_SITES, "fragments": 2}, ["--pier-fragments 2 cannot be used with --pier-sites 2", "differ. Drop one"]),
+        ({**_SITES, "outlier_zscore": 3.0}, ["--pier-outlier-zscore 3.0 cannot be used with --pier-sites 2"]),
+        ({**_SITES, "preset": "noloco"}, ["--pier-sites 2 with outer steps of 2 groups", "--pier-preset noloco", "pairs"]),
         ({"train_iters": 200}, ["0.1 of --train-iters 200 is 20", "0 x --pier-sync-interval 50", "20 or less"]),
     ],
 )

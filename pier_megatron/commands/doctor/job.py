@@ -127,7 +127,7 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
         Number of ranks of a group.
     """
     from pier_megatron.integration import planned_job, refusals
-    from pier_megatron.integration.startup import preset, schedule
+    from pier_megatron.integration.startup import preset, schedule, sites
 
     topology = planned_job.planned_topology(args, ranks_per_node)
     with findings.collecting():
@@ -136,6 +136,7 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
     findings.notes += [
         f"{_count(config.groups, 'group')} of {_count(ranks, 'rank')}, {preset(config)}",
         *topology.describe(),
+        *sites(config),
         *(line.removeprefix("  ") for line in schedule(config)),
     ]
     findings.warnings += [*config.warnings(), *topology.warnings(), *refusals.warnings(args, config)]

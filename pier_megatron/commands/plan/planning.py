@@ -45,10 +45,15 @@ def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = Fals
         Plain values: the job, memory in bytes, times in seconds, a verdict.
 
     Raises:
-        PierConfigError: If the job would not start, its size cannot be seen, or the log says nothing of it.
+        PierConfigError: If the job would not start, its size cannot be seen, it has sites, or the log says nothing of it.
     """
     found = command.planned_job()
     args, config, job = found.args, found.config, sizes.sizes_of(found.args)
+    if config is not None and config.sites is not None:
+        raise PierConfigError(
+            f"--pier-sites {config.sites}: pier-megatron plan does not count averages inside sites. Plan with --pier-groups "
+            f"{config.sites} in place of --pier-sites and --pier-site-interval: the links between sites carry the same."
+        )
     board = loss.read(log) if log is not None and log.is_dir() else None
     run = None if log is None else measured.read(log, board)
     has_noise = board is not None and loss.has_noise(board)
