@@ -128,10 +128,13 @@ def train(
         if config.is_site_average(t):
             for begin in range(0, config.groups, config.groups_in_site):
                 site = groups[begin : begin + config.groups_in_site]
-                for of_site in zip(*site, strict=True):
-                    mean = torch.stack(of_site).mean(0)
+                finite = [all(bool(tensor.isfinite().all()) for tensor in theta) for theta in site]
+                for of_site in zip(*site, strict=True) if any(finite) else ():
+                    mean = torch.stack([parameter for parameter, counts in zip(of_site, finite, strict=True) if counts]).mean(0)
                     for parameter in of_site:
                         parameter.copy_(mean)
+                for group in (begin + index for index, counts in enumerate(finite) if any(finite) and not counts):
+                    _hand_over(optimizers[begin + finite.index(True)], optimizers[group])
         sent = [[parameter.clone() for parameter in theta] for theta in groups]
         due = [_Exchange(fragment, t, sent, list(sent)) for fragment in config.fragments_due(t)]
         if config.overlap and not is_last:

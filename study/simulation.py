@@ -57,6 +57,10 @@ class Run:
         divides_noise: Whether groups divide the noise in AdamW's second moment by their number, to have the steps of all.
         slow_share: Of an AdamW step that follows a momentum which groups average when they meet (MT-DAO, arXiv 2510.05361).
         slow_beta: Of that momentum.
+        sites: Sites among which the groups are divided; 1 for groups that all meet at once.
+        site_interval: Iterations between outer steps of all sites, a multiple of ``interval``.
+        site_method: Preset of the outer schedule between sites; ``method`` is that inside them.
+        site_dtype: What a site's pseudo-gradient and the sum are sent as between sites, with error feedback.
     """
 
     method: str = SYNCHRONOUS
@@ -83,6 +87,25 @@ class Run:
     divides_noise: bool = False
     slow_share: float = 0.0
     slow_beta: float = 0.99
+    sites: int = 1
+    site_interval: int = 0
+    site_method: str = SYNCHRONOUS
+    site_dtype: str = "fp32"
+
+    @property
+    def between_sites(self) -> "Run":
+        """The outer level, on which each site is a group."""
+        return dataclasses.replace(
+            self,
+            groups=self.sites,
+            interval=self.site_interval,
+            method=self.site_method,
+            dtype=self.site_dtype,
+            sum_dtype=self.site_dtype,
+            outer_momentum=None,
+            outer_lr=None,
+            sites=1,
+        )
 
     def rate_factor(self, iteration: int) -> float:
         """Of the inner learning rates in an iteration, counted from 1: warmup and cosine, as Megatron has them."""
@@ -195,11 +218,11 @@ class _Flight:
 
 
 class _Outer:
-    """Anchor and momentum of all groups, which always meet; flat, as the plugin's chunks are."""
+    """Anchor and momentum of groups that meet: all of them, or those of each site; flat, as the plugin's chunks are."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
         self._run, self.config = run, config_of(run)
-        self._anchor = _flat(parameters)[0]
+        self._anchor = _flat(parameters).repeat(run.sites, 1)
         self._momentum, self._delta, self._expected = (torch.zeros_like(self._anchor) for _ in range(3))
         self._dropped: dict[str, Tensor] = {}
         self._flight: _Flight | None = None
@@ -207,14 +230,14 @@ class _Outer:
     def follow(self, iteration: int, parameters: Parameters) -> None:
         """The momentum warmup, where one is due, and the anchor of the lazy start."""
         if self.config.is_lazy(iteration) and iteration % self._run.interval == 0:
-            own = _flat(parameters)[0]
+            own = _flat(parameters).expand_as(self._anchor).clone()
             if self.config.is_momentum_warmup(iteration):
                 self._momentum = self.config.momentum_at(iteration) * self._momentum + self._anchor - own
             self._anchor = own
 
     def anchor(self, parameters: Parameters) -> Parameters:
         """By the names and in the shapes of parameters of one group."""
-        return _like(self._anchor.unsqueeze(0), parameters)
+        return _like(self._anchor[:1], parameters)
 
     def step(self, iteration: int, parameters: Parameters, outcome: Outcome) -> bool:
         """Does what is due after an iteration: changes the parameters; whether an outer step has been taken."""
@@ -231,16 +254,18 @@ class _Outer:
 
     def _begin(self, iteration: int, parameters: Parameters, outcome: Outcome) -> None:
         run, flat = self._run, _flat(parameters)
-        own = self._anchor - flat
+        anchor = self._of_groups(self._anchor)
+        own = anchor - flat
         arrived = self._coded("own", own, run.dtype)
-        total = arrived.sum(0, keepdim=True)
-        delta = self._coded("sum", total, run.sum_dtype)[0] / run.groups
-        outcome.norms.append((arrived.square().sum().item() / run.groups, delta.square().sum().item()))
+        met = run.groups // run.sites
+        total = arrived.view(run.sites, met, -1).sum(1)
+        delta = self._coded("sum", total, run.sum_dtype) / met
+        outcome.norms.append((arrived.square().sum().item() / run.groups, delta.square().sum().item() / run.sites))
         if self._delta.any():
-            outcome.correlations.append(torch.cosine_similarity(delta, self._delta, dim=0).item())
+            outcome.correlations.append(torch.cosine_similarity(delta, self._delta, dim=1).mean().item())
         self._delta = delta
         if run.own_share != 1 or run.predicted_share:
-            flat = self._anchor - run.own_share * own - run.predicted_share * self._expected
+            flat = anchor - run.own_share * own - run.predicted_share * self._of_groups(self._expected)
             parameters.update(_like(flat, parameters))
         self._expected = torch.lerp(delta, self._expected, run.prediction_decay)
         self._flight = _Flight(iteration, delta, flat)
@@ -251,8 +276,12 @@ class _Outer:
         mu, eta = self.config.momentum_at(begun), self.config.learning_rate_at(begun)
         self._momentum = mu * self._momentum + delta
         self._anchor = self._anchor - eta * (delta + mu * self._momentum)
-        parameters.update(_like(self._anchor + (_flat(parameters) - left), parameters))
+        parameters.update(_like(self._of_groups(self._anchor) + (_flat(parameters) - left), parameters))
         self._flight = None
+
+    def _of_groups(self, of_sites: Tensor) -> Tensor:
+        """What belongs to each group's site."""
+        return of_sites.repeat_interleave(self._run.groups // self._run.sites, 0)
 
     def _coded(self, which: str, rows: Tensor, dtype: str) -> Tensor:
         """What arrives of rows."""
@@ -263,6 +292,29 @@ class _Outer:
         arrived = coding.arrives(rows)
         self._dropped[which] = coding.feedback * (rows - arrived)
         return arrived
+
+
+class _Sites(_Outer):
+    """Groups that meet in their site, and sites that meet more rarely: each site is a group whose parameters are its anchor."""
+
+    def __init__(self, run: Run, parameters: Parameters) -> None:
+        super().__init__(run, parameters)
+        self._between = _Outer(run.between_sites, parameters)
+        assert self._between.config.lazy_start == self.config.lazy_start
+        assert run.site_interval % run.interval == 0
+
+    def follow(self, iteration: int, parameters: Parameters) -> None:
+        super().follow(iteration, parameters)
+        self._between.follow(iteration, parameters)
+
+    def step(self, iteration: int, parameters: Parameters, outcome: Outcome) -> bool:
+        """The outer step inside each site; then, if it is due, that between sites. The outcome has the norms of the latter."""
+        is_taken = super().step(iteration, parameters, Outcome())
+        anchors = _like(self._anchor, parameters)
+        if self._between.step(iteration, anchors, outcome):
+            self._anchor = _flat(anchors)
+            parameters.update(_like(self._of_groups(self._anchor), parameters))
+        return is_taken
 
 
 def _flat(parameters: Parameters) -> Tensor:
@@ -287,7 +339,7 @@ def train(run: Run, text: Text, is_brief: bool = False) -> Outcome:
     outcome, generator = Outcome(), np.random.default_rng(run.seed)
     parameters = initial(run.layers, run.width, run.seed)
     inner = _Inner(run, parameters)
-    outer = None if run.method == SYNCHRONOUS else _Outer(run, parameters)
+    outer = None if run.method == SYNCHRONOUS else (_Sites if run.sites > 1 else _Outer)(run, parameters)
     apart_until = run.iterations
     if run.tail:
         apart_until = round((1 - run.tail) * run.iterations) // run.interval * run.interval

@@ -6,6 +6,7 @@ The choice is made once, when the loop is built. Elastic islands are in :mod:`pi
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
@@ -14,7 +15,7 @@ from pier_megatron.exchange.pairs import Subgroup, draw_subgroups
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.outer.memory import bytes_of_site_average
 from pier_megatron.outer.pulls import Pulls
-from pier_megatron.outer.restarts import Restarts
+from pier_megatron.outer.restarts import Restarts, hand_over
 from pier_megatron.outer.rounds import DISTANCE, OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OptimizerRule, OuterRule
 from pier_megatron.outer.share import Share
@@ -126,7 +127,8 @@ class Participants:
 class SiteParticipants(Participants):
     """All sites take part in every outer step, each with the mean of its groups, which meet more often among themselves.
 
-    What is not finite in one group is not finite in its site after their next average, and the site is excluded as a whole.
+    A group that is not finite is excluded from the average of its site and takes that for its parameters, with the moments of
+    a group that counts. A site of such groups alone is excluded from the outer step, and restarted, as a group is elsewhere.
     """
 
     def __init__(self, config: PierConfig, share: Share, everyone: SitedExchange, weights: Weights) -> None:
@@ -135,7 +137,7 @@ class SiteParticipants(Participants):
         self._inside, self._between, self._weights = everyone.inside, everyone.between, weights
         self.audience = everyone.between.across
         self.restarts = Restarts(config, everyone.between.size, share)
-        self._bytes_sent = 0
+        self._bytes_sent, self._was_restarted = 0, False
 
     def at(self, iteration: int) -> Exchange:
         """See :meth:`Participants.at`."""
@@ -144,7 +146,14 @@ class SiteParticipants(Participants):
     def average(self, iteration: int) -> None:
         """See :meth:`Participants.average`."""
         with self.phase("site_average", iteration):
-            self._weights.average(self._inside)
+            counted = self.judge.verdicts((), self._inside).counted()
+            if not any(counted):
+                return
+            self._weights.average(self._inside, counted)
+            excluded = [group for group, counts in enumerate(counted) if not counts]
+            if excluded:
+                hand_over(self._share.moments(), self._inside, excluded, counted.index(True), self._share.device)
+                self._was_restarted |= self._inside.rank in excluded
         self._bytes_sent += sum(
             bytes_of_site_average(self._config, chunk.numel) for _, chunk in self._share.chunks(range(self._config.fragments))
         )
@@ -153,7 +162,10 @@ class SiteParticipants(Participants):
         """See :meth:`Participants.form`."""
         round_ = super().form(progress, fragments)
         assert round_ is not None
-        round_.bytes_sent, self._bytes_sent = round_.bytes_sent + self._bytes_sent, 0
+        round_.bytes_sent += self._bytes_sent
+        # Over all groups: others know only of those of their own site.
+        round_.restarted_before = self._everyone.gather(torch.tensor([self._was_restarted], device=self._share.device))
+        self._bytes_sent, self._was_restarted = 0, False
         return round_
 
 

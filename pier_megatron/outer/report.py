@@ -206,6 +206,8 @@ class OuterStepReports:
         found = spread(sums[contributes], len(groups) if is_ahead else sum(counted)) if is_known else None
         is_built_in = not isinstance(round_.rule, OptimizerRule)
         left_out = [index for index, counts in enumerate(counted) if not counts]
+        before = round_.restarted_before.result().flatten().tolist() if round_.restarted_before is not None else ()
+        in_sites = tuple(group for group, was_restarted in enumerate(before) if was_restarted)
         return OuterStepReport(
             iteration=round_.begun,
             pseudo_gradient_norm=pseudo_gradient,
@@ -222,9 +224,9 @@ class OuterStepReports:
             seconds=round_.stopwatch.seconds(),
             spread=found,
             spread_grows=not round_.rule.has_common_anchor and found is not None and self._watch.grows(found),
-            not_finite=tuple(groups[index] for index in left_out if verdicts[index] == NOT_FINITE),
+            not_finite=tuple(groups[index] for index in left_out if verdicts[index] == NOT_FINITE) + in_sites,
             outliers=tuple(groups[index] for index in left_out if verdicts[index] == OUTLIER),
-            restarted=tuple(groups[index] for index in restarted),
+            restarted=tuple(groups[index] for index in restarted) + in_sites,
         )
 
     def _lag_correlation(self, iteration: int, sums: Tensor) -> float | None:

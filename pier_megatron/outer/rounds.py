@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pier_megatron.exchange.collectives import Exchange, Sum
+from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
 from pier_megatron.outer.flights import ARRIVED, PIPELINE_DEPTH, Crossing, Flight
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
@@ -98,6 +98,7 @@ class OuterRound(Crossing):
         sums: Over the chunks that this rank counts, in the order of :data:`PRODUCTS` and what follows it; float64.
         bytes_sent: Bytes sent by this rank to other groups.
         stopwatch: Time spent on it so far.
+        restarted_before: Whether each group of the run was restarted since the outer step before, where groups meet in between.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class OuterRound(Crossing):
         self._compared = [chunk for _, chunk in self._chunks[random.Random(begun).randrange(parts) :: parts]]
         self.begun, self.verdicts, self.stopwatch = begun, verdicts, stopwatch
         self.weight = 1.0
+        self.restarted_before: Gathered | None = None
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
         self.bytes_sent = sum(
             exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self._chunks

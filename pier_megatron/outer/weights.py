@@ -1,7 +1,7 @@
 """What the parameters of this rank hold: what is trained, or what all groups agreed on."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -76,15 +76,22 @@ class Weights:
             self._is_committed = False
         self.commit()
 
-    def average(self, exchange: Exchange) -> None:
-        """Takes the mean of the parameters of some groups: the same bits in all of them, copies included."""
+    def average(self, exchange: Exchange, counted: Sequence[bool]) -> None:
+        """Takes the mean of the parameters of the groups that count: the same bits in all, copies included.
+
+        Args:
+            exchange: Collectives between the groups.
+            counted: Whether each of them counts; at least one does.
+        """
         stagings = self._share.stagings
         for staged in one_ahead(staging.lend(chunk, ()) for staging in stagings for chunk in staging.state.chunks):
             staged.chunk.copy_parameters_to(staged.shared)
+            if not counted[exchange.rank]:
+                staged.shared.zero_()
             total = exchange.sum(staged.shared, exactly=staged.chunk.shards.travel_exactly(exchange.codec))
             total.advance()
             total.finish()
-            staged.chunk.set_parameters(staged.shared.div_(exchange.size))
+            staged.chunk.set_parameters(staged.shared.div_(sum(counted)))
             staged.give_back()
 
     def _write_mean_of_anchors(self) -> None:

@@ -132,6 +132,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "the outer optimizer begins again": (OptimizerRule, "load_state_dicts", lambda rule, saved: None),
     "sites do not average": (SiteParticipants, "average", lambda participants, iteration: None),
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
+    "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
     "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
 }
 

@@ -106,9 +106,8 @@ class Life(RuleBasedStateMachine):
         self.train(max(after, self.config.lazy_start - self.iteration))
         if self.goes_on:
             self.last_divergence = self.iteration
-            # The first group stays good, and with it its site: without any, the run ends.
-            first = self.config.groups_in_site if self.config.sites is not None else 1
-            self.do("iterate", bad=sorted({first + group % (self.config.groups - first) for group in bad}))
+            # The first group stays good: without any, the run ends.
+            self.do("iterate", bad=sorted({1 + group % (self.config.groups - 1) for group in bad}))
 
     @property
     def outliers_are_found(self) -> bool:

@@ -107,10 +107,11 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
         {**_SITES, "exchange_dtype": "int8", "offload": True},
         "each group of a site sends the first part",
     ),
-    "a group diverges with its site": (
-        [(5, QUIET), (1, {"bad": [3]}), (9, QUIET)],
-        _SITES,
-        "nobody is restarted",
+    "a site diverges": ([(5, QUIET), (1, {"bad": [2, 3]}), (9, QUIET)], _SITES, "nobody is restarted"),
+    "a group diverges in each site": (
+        [(4, QUIET), (1, {"bad": [1, 2]}), (10, QUIET)],
+        {**_SITES, "overlap": 3},
+        "moments stay where they are",
     ),
     "an outer optimizer of PyTorch, stopped": (
         [(7, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
@@ -154,6 +155,14 @@ def test_group_is_restarted_once_and_said_so(ranks: Ranks) -> None:
     reports = results[0]["reports"]
     assert len([report for report in reports if report.not_finite]) > 1
     assert [report.restarted for report in reports if report.restarted] == [(1,)]
+
+
+def test_group_that_was_restarted_in_its_site_is_named_in_the_next_outer_step(ranks: Ranks) -> None:
+    results = program((4, QUIET), (1, {"bad": [1, 2]}), (10, QUIET), groups=4, **_SITES).run(ranks)
+    for result in results:
+        found = [(report.iteration, report.not_finite, report.restarted) for report in result["reports"]]
+        assert found == [(8, (1, 2), (1, 2)), (12, (), ()), (15, (), ())]
+        assert all(tensor.isfinite().all() for tensor in result["history"][5]["parameters"])
 
 
 def test_moments_are_not_taken_from_a_group_that_has_none(ranks: Ranks) -> None:
