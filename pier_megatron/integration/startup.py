@@ -37,7 +37,7 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
     if not own:
         return
     everyone = exchange.gather(torch.tensor(own, dtype=torch.int64, device=device).flatten()).result()
-    differing = [group for group in range(exchange.size) if not torch.equal(everyone[group], everyone[0])]
+    differing = (everyone != everyone[0]).any(dim=1).nonzero().flatten().tolist()
     if differing:
         raise PierConfigError(
             f"Group {differing[0]} does not start from the same weights as group 0: of (parameters, counted ones, sum of their "
