@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import os
+import pickle
 import resource
 import statistics
 import subprocess
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--kinds", choices=_KINDS, nargs="+", default=["stock", "instances", "islands"], help="(%(default)s)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=1, help="of each case; medians count (%(default)s)")
-    parser.add_argument("--save", action="store_true", help="also save a checkpoint on the first rank: its keys and bytes")
+    parser.add_argument("--save", action="store_true", help="also count what the rank writes into a checkpoint")
     parser.add_argument("--profile", type=Path, help="folder for profiles of the starts")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -151,7 +152,7 @@ def _measured(case: Case, options: argparse.Namespace) -> dict[str, float]:
 def _row(case: Case, measured: list[dict[str, float]]) -> str:
     found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
     step = f"{found['outer']:.1f}" if case.kind != "stock" else ""
-    saved = f" {found['keys']:,.0f} keys, {found['saved']:.1f} MB |" if "keys" in found else ""
+    saved = f" {found['keys']:.0f} keys, {found['saved']:,.0f} kB, {found['prepared']:.2f} s |" if "keys" in found else ""
     return (
         f"| {case.world:,} | {case.rank:,} | {case.kind} | {case.groups:,} | {found['start']:.2f} | {found['memory']:,.0f} | "
         f"{found['communicators']:.0f}, {found['joined']:.0f} | {found['plain']:.1f} | {step} | {found['log']:.1f} | "
@@ -187,13 +188,11 @@ def _run(case: Case, options: argparse.Namespace) -> None:
         sys.argv = [pretrain_bytes.__file__, *argv, *missing_cpu_flags(argv)]
         said = stack.enter_context(_said_by_others(case))
         stack.enter_context(_marking_iterations(marks, found, profile, said, created))
+        stack.enter_context(_counting_saves(found))
+        _make_indices_of_data(pretrain_bytes)
         if options.profile:
             profile.enable()
         pretrain_bytes.main()
-        if options.save:
-            files = [path for path in Path(f"{folder}/saved").rglob("*") if path.is_file()]
-            found["saved"] = sum(path.stat().st_size for path in files) / 1e6
-            found["keys"] = _keys(Path(f"{folder}/saved"))
     spent = dict(enumerate((after - before for before, after in itertools.pairwise(marks)), 1))
     plain, outer, log = (1e3 * statistics.median(spent[i] for i in where) for where in (_PLAIN, _OUTER, _LOGGED))
     found |= {"start": marks[0] - begun, "plain": plain, "outer": outer - plain, "log": log - plain}
@@ -203,6 +202,23 @@ def _run(case: Case, options: argparse.Namespace) -> None:
         profile.dump_stats(options.profile / f"{case.kind}-{case.groups}-of-{case.world}.pstats")
     print(json.dumps(found), flush=True)
     os._exit(0)
+
+
+def _make_indices_of_data(script: Any) -> None:
+    """Lets this rank write the indices of the data sets, which it would wait for the first one to write."""
+    import torch.distributed as dist
+
+    build, get_rank = script.build_datasets, dist.get_rank
+
+    @functools.wraps(build)
+    def as_the_first(*args: Any, **kwargs: Any) -> Any:
+        dist.get_rank = lambda group=None: 0
+        try:
+            return build(*args, **kwargs)
+        finally:
+            dist.get_rank = get_rank
+
+    script.build_datasets = as_the_first
 
 
 def _count_communicators() -> collections.Counter[str]:
@@ -289,11 +305,37 @@ def _said_by_others(case: Case) -> Iterator[dict[str, float]]:
     yield spent
 
 
-def _keys(folder: Path) -> int:
-    """How many keys a checkpoint has."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+@contextlib.contextmanager
+def _counting_saves(found: dict[str, float]) -> Iterator[None]:
+    """Counts what this rank puts into a checkpoint, and writes nothing: Megatron would miss what other ranks do."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory, apply_factories, is_main_replica
+    from megatron.training import training
 
-    return max(len(FileSystemReader(path.parent).read_metadata().state_dict_metadata) for path in folder.rglob(".metadata"))
+    save_checkpoint = training.save_checkpoint
+
+    def count(state: Any, *args: Any, **kwargs: Any) -> None:
+        found["prepared"] = time.process_time() - found.pop("began")
+        apply_factories(state)
+        parts = [part for part in nested_values(state) if isinstance(part, ShardedBase)]
+        assert not any(isinstance(part, ShardedTensorFactory) for part in parts)
+        written = [part for part in parts if is_main_replica(part.replica_id)]
+        found["keys"] = len({part.unique_key if hasattr(part, "unique_key") else part.key for part in written})
+        found["saved"] = sum(_size(part.data) for part in written) / 1e3
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        found["began"] = time.process_time()
+        return save_checkpoint(*args, **kwargs)
+
+    dist_checkpointing.save = count
+    training.save_checkpoint = timed
+    yield
+
+
+def _size(data: Any) -> int:
+    """Bytes of a tensor, or of what is pickled."""
+    return int(getattr(data, "nbytes", 0)) or len(pickle.dumps(data))
 
 
 if __name__ == "__main__":

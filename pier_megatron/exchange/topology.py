@@ -139,8 +139,8 @@ class Topology:
 
     def _drawn(self, group: int) -> str:
         members = self.members(group)
-        nodes = _some(dict.fromkeys(self.ranks[rank].node for rank in members))
-        domains = _some(dict.fromkeys(self.ranks[rank].domain for rank in members))
+        nodes = some_of(dict.fromkeys(self.ranks[rank].node for rank in members))
+        domains = some_of(dict.fromkeys(self.ranks[rank].domain for rank in members))
         where = nodes if self._kind_of_domain == "node" else f"{domains} ({nodes})"
         return f"group {group}: {'ranks' if len(members) > 1 else 'rank'} {ranges_of(members)} on {where}"
 
@@ -160,7 +160,7 @@ class Topology:
         return own
 
 
-def _some(names: Iterable[str]) -> str:
+def some_of(names: Iterable[str]) -> str:
     """Writes names one after the other; the first and the last of many."""
     found = list(names)
     if len(found) <= NAMED:
@@ -173,4 +173,4 @@ def ranges_of(ranks: Sequence[int]) -> str:
     known = set(ranks)
     starts = [rank for rank in ranks if rank - 1 not in known]
     ends = [rank for rank in ranks if rank + 1 not in known]
-    return _some(f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends, strict=True))
+    return some_of(f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends, strict=True))

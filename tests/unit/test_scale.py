@@ -14,11 +14,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pier_megatron import PierConfig
-from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.exchange.topology import NAMED, Rank, Topology
-from pier_megatron.integration import samples
+from pier_megatron.integration import refusals, samples
+from pier_megatron.integration.census import Collective, table
 from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
+from pier_megatron.integration.copies import Copies, CopiesDifferError, _Domain, _Parameter
+from pier_megatron.integration.island_world import _over_all_islands
+from pier_megatron.integration.worlds import World
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.description import Description
 from pier_megatron.outer.elastic import _refusals, _those_present
@@ -169,6 +173,36 @@ def _calls_of_outer_steps(groups: int, options: dict[str, Any]) -> int:
     return calls.looks
 
 
+def test_islands_tell_each_other_a_number_for_each_rank(fake_world: None) -> None:
+    # 16 islands of 1,024 ranks, TP 4: a quarter of all ranks holds the same part of the model.
+    group = _over_all_islands([rank % 1024 % _TENSOR for rank in range(_RANKS)])
+    assert dist.get_process_group_ranks(group) == list(range(0, _RANKS, _TENSOR))
+
+
+def test_ranks_that_hold_copies_are_not_written_out_unless_they_differ(
+    fake_world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = dist.new_group(list(range(_GROUPS)))
+    parameters = [_Parameter(f"layer {number}", torch.ones(4), False, False) for number in range(100)]
+    copies = Copies.__new__(Copies)
+    copies._members, copies._device, copies._under_way = [], torch.device("cpu"), None
+    copies._domains = [_Domain(parameters, group, group, None)]
+    asked = Counted()
+
+    def ranks_of(world: World, group: dist.ProcessGroup) -> tuple[int, ...]:
+        asked.looks += 1
+        return tuple(dist.get_process_group_ranks(group))
+
+    monkeypatch.setattr(World, "ranks_of", ranks_of)
+    copies.compare(4)
+    [equal] = copies._under_way.result()  # type: ignore[union-attr]
+    assert asked.looks == 0
+    copies._under_way = Gathered(torch.ones_like(equal)[None])
+    with pytest.raises(CopiesDifferError, match=r"layer \d+ on data-parallel ranks \[0, 1, 2, .* and 197 more"):
+        copies.check(waits=True)
+    assert asked.looks == 3
+
+
 def test_report_names_many_excluded_groups_together() -> None:
     report = OuterStepReport(8, 1.0, 1.0, 0.5, 0.5, 0.9, 0.7, 1, 1.0)
     few = dataclasses.replace(report, not_finite=(3, 5), restarted=(5,)).line()
@@ -224,6 +258,31 @@ def test_sources_of_a_resume_are_not_looked_up_among_all_groups(islands: tuple[i
     assert sources.lacking(saved) == []
     assert 0 < CountedTuple.counted.looks <= _LOOKS * _GROUPS
     assert len(described) == 2
+
+
+def test_checkpoint_of_many_groups_gets_a_warning() -> None:
+    args: Any = SimpleNamespace(
+        **dict.fromkeys(("save", "load", "save_interval", "no_save_optim", "fp16"), None),
+        data_parallel_size=4096,
+        log_interval=100,
+        bf16=True,
+        use_distributed_optimizer=True,
+    )
+
+    def warned(groups: int, **options: Any) -> list[str]:
+        return refusals.warnings(args, PierConfig(train_iters=1000, groups=groups, **options))
+
+    assert warned(_GROUPS) == []
+    args.save = "folder"
+    [warning] = warned(_GROUPS)
+    assert "--save with 1,024 groups: each stores an inner state of its own, 12,276 of 12,298 bytes per parameter." in warning
+    assert warned(NAMED) == warned(_GROUPS, save_inner_state="first") == []
+
+
+def test_collectives_of_many_ranks_name_few_of_them() -> None:
+    few, many = (table([Collective("allreduce_", tuple(range(ranks)), 4)]) for ranks in (4, _RANKS))
+    assert few == ["    1 x allreduce_                                4 bytes over ranks 0, 1, 2, 3"]
+    assert many[0].endswith("over ranks 0, 1, 2, 3, 4, 5, 6, 7, ... 16383 (16,384 in all)")
 
 
 class CountedStanding(tuple[int, ...]):
