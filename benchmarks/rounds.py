@@ -136,7 +136,7 @@ class Training:
         membership = Membership(self.least, self.rest_after, heartbeat_timeout=self.heartbeat_timeout, island_timeout=0.0)
         # Nothing is saved here; what would be lost if all islands died at once was not seen.
         faults = Faults() if self.mtbf is None else Faults(self.mtbf, restart, save_every=0.0)
-        return elastic(groups, faults, membership, rounds=4000).cost * groups.iteration
+        return elastic(groups, faults, membership, rounds=2000).cost * groups.iteration
 
 
 # Groups of the trainings that are measured here, and seconds for which they sleep in an iteration.
@@ -443,7 +443,7 @@ def of_goodput() -> list[Point]:
         groups = Groups(learners, 24, 1.0)
         membership = Membership(1, heartbeat_timeout=0.0, tick=0.0)
         faults = Faults(_YEAR / (millions * 1e6 / learners), _GOODPUT_RESTART, save_every=0.0)
-        simulated = elastic(groups, faults, membership, rounds=4000)
+        simulated = elastic(groups, faults, membership, rounds=2000)
         found.append(Point(f"{learners} learners, {millions:g} M chips", published, 100 * simulated.trains))
     return found
 
@@ -466,7 +466,7 @@ def minutes_of_islands(restart: float, interval: int) -> float:
         Groups(8, interval, step),
         Faults(8 * float(_BETWEEN.mean()), 60 * restart, save_every=60 * _MIGRATION / 30),
     )
-    return _MIGRATION * elastic(groups, faults, Membership(5), rounds=4000).cost
+    return _MIGRATION * elastic(groups, faults, Membership(5), rounds=1000).cost
 
 
 def published() -> list[str]:
@@ -518,23 +518,23 @@ def _cell(outcome: Outcome) -> str:
     return f"{outcome.trains:.0%}, {outcome.counts:.1%}, {outcome.cost:.2f} x"
 
 
+def _is_fitted(point: Point) -> bool:
+    return point.name.rpartition(",")[0] in _FITTED
+
+
 def summary(path: Path) -> list[str]:
     """The error on each set of measurements."""
+    loop = of_loop(path)
+    links = {is_fitted: [point for point in of_links() if _is_fitted(point) == is_fitted] for is_fitted in (False, True)}
     sets = {
         "outer loop around iterations that sleep, six groups of one launch": [
-            point for point in of_loop(path) if not point.name.startswith("elastic")
+            point for point in loop if not point.name.startswith("elastic")
         ],
         "the same, six elastic islands, real lighthouse and kills": [
-            point for point in of_loop(path) if point.name.startswith("elastic")
+            point for point in loop if point.name.startswith("elastic")
         ],
-        "two emulated nodes, real Megatron, rows not fitted": [
-            point for point in of_links() if not point.name.startswith(_FITTED) or "bf16" in point.name or "int" in point.name
-        ],
-        "the same, blocking FP32, which the efficiency of TCP is fitted to": [
-            point
-            for point in of_links()
-            if point.name.startswith(_FITTED) and "bf16" not in point.name and "int" not in point.name
-        ],
+        "two emulated nodes, real Megatron, rows not fitted": links[False],
+        "the same, blocking FP32, which the efficiency of TCP is fitted to": links[True],
         "four emulated nodes, real Megatron, all groups and pairs": of_pairs(),
         "three elastic islands, real Megatron": of_islands(),
         "torchft over shaped links (another implementation)": of_third_party(),

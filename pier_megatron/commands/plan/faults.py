@@ -24,7 +24,7 @@ _WORTH = 0.97
 _INTERVALS = (10, 20, 50, 100, 200, 500)
 
 # Draws of a simulation, and fewest and most rounds: enough for a mean, few enough for a moment.
-_DRAWS, _FEWEST, _MOST_ROUNDS = 1_000_000, 100, 1000
+_DRAWS, _FEWEST, _MOST_ROUNDS = 1_000_000, 100, 400
 
 # Of the picture: hours between failures of a node, and numbers of groups.
 _SWEPT_HOURS = tuple(10 ** (power / 2) for power in range(1, 11))
@@ -201,7 +201,6 @@ def make_plan(simulation: Simulation, iterations: int) -> Plan:
         },
         "ways": [_row(simulation, choice, outcome, iterations) for choice, outcome in rows.items()],
         "advice": _row(simulation, *chosen, iterations) | {"flags": _flags(simulation, *chosen)},
-        "sweeps": _sweeps(simulation),
     }
 
 
@@ -259,7 +258,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
-def _sweeps(simulation: Simulation) -> dict[str, dict[float, dict[str, float | None]]]:
+def sweeps(simulation: Simulation) -> dict[str, dict[float, dict[str, float | None]]]:
     """Cost of each way over hours between failures of a node, numbers of groups of the job's size, and intervals."""
     troubles, own = simulation.troubles, simulation.config.sync_interval
     failing = {
@@ -297,7 +296,8 @@ def lines(found: Plan, groups: int) -> list[str]:
             f"{assumed['hours between failures of the job']:,.4g} h; a restart takes {assumed['restart'] / 60:g} min, a save "
             f"{assumed['save']:g} s; "
         )
-    width = max(len(_name(row)) for row in (*found["ways"], advice))
+    title = "shares of time that trains, and of samples that count"
+    width = max(len(title), *(len(_name(row)) for row in found["ways"]))
     table = [
         f"{_name(row):{width}} {row['trains']:7.1%} {row['counts']:8.1%} {_number(row['cost'], '11.2f')} "
         f"{_number(row['GPU-hours'], '11,.0f')} {row['save interval'] or '':>13}"
@@ -307,8 +307,7 @@ def lines(found: Plan, groups: int) -> list[str]:
     return [
         "",
         f"Simulated (docs/planner.md#failures): {failures}groups differ in speed by {assumed['spread']:.1%}",
-        f"{'share of time that trains, of samples that count':{width}} {'trains':>7} {'counts':>8} {'x one alone':>11} "
-        f"{'GPU-hours':>11} {'save-interval':>13}",
+        f"{title:{width}} {'trains':>7} {'counts':>8} {'x one alone':>11} {'GPU-hours':>11} {'save-interval':>13}",
         *table,
         f"Advice: {_name(advice)}: {advice['flags']}"
         + (f" (lighthouse: {least} --join-timeout {advice['join timeout']:.0f})" if advice["way"] in _OF_ISLANDS else ""),

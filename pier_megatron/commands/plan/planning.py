@@ -89,7 +89,8 @@ def make_plan(
     simulated: Plan = {}
     if troubles is not None and job.groups > 1:
         simulation = faults.Simulation(job, cluster, config, troubles, args.log_interval)
-        simulated = {"faults": faults.make_plan(simulation, args.train_iters)}
+        rows = faults.make_plan(simulation, args.train_iters)
+        simulated = {"faults": rows | {"sweeps": faults.sweeps(simulation)}}
     line = verdict(
         job,
         cluster,
