@@ -64,6 +64,26 @@ def test_islands_where_nodes_fail_often() -> None:
     assert exact.exchange == few.exchange
 
 
+@pytest.mark.parametrize(
+    ("settings", "flags", "without"),
+    [
+        ({"overlap": 5, "exchange_dtype": "int8"}, "--pier-no-error-feedback", ["--pier-overlap"]),
+        ({"fragments": 2, "exchange_dtype": "int2"}, "--pier-exchange-dtype fp32", ["--pier-fragments"]),
+        ({"preset": "noloco"}, "", ["--pier-subgroup-size and --pier-preset noloco"]),
+    ],
+)
+def test_what_islands_refuse_is_named(settings: dict[str, object], flags: str, without: list[str]) -> None:
+    advice = advised(dataclasses.replace(_NONE, mtbf=5.0), **settings)
+    assert flags in str(advice["flags"])
+    assert advice["without"] == without
+
+
+def test_a_job_that_never_gets_to_a_save_never_ends() -> None:
+    found = faults.make_plan(simulation(dataclasses.replace(_NONE, mtbf=0.01)), 10_000)
+    json.dumps(found, allow_nan=False)
+    assert any("never ends" in line for line in faults.lines(found, 8))
+
+
 def test_a_job_of_one_launch_fails_with_any_node_and_an_island_with_its_own() -> None:
     found = simulation(dataclasses.replace(_NONE, mtbf=8.0))
     assert (found.mtbf(faults.ONE_LAUNCH), found.mtbf(faults.ELASTIC)) == (3600, 8 * 3600)

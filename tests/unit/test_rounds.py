@@ -103,12 +103,14 @@ def test_a_quorum_waits_until_the_dead_are_given_up(lives: list[float], met: flo
     assert islands.quorum(np.full(3, 10.0), np.array(lives)) == pytest.approx(met + _TICK)
 
 
-def test_an_island_that_comes_late_is_left_behind_by_a_majority_only() -> None:
-    for late, met, left in ((1, 15.0, 1), (2, 15.0, 2), (3, 30.0, 0)):
-        islands = Islands(Groups(5, 10, 1.0), Faults(), Membership(2, join_timeout=5.0), seed=0)
-        seconds = np.array([10.0] * (5 - late) + [30.0] * late)
-        assert islands.quorum(seconds, np.full(5, math.inf)) == pytest.approx(met + _TICK)
-        assert (~islands.are_members).sum() == left
+@pytest.mark.parametrize(
+    ("number", "late", "met", "left"), [(5, 1, 15.0, 1), (5, 2, 15.0, 2), (5, 3, 30.0, 0), (4, 2, 30.0, 0), (4, 1, 15.0, 1)]
+)
+def test_an_island_that_comes_late_is_left_behind_by_a_majority_only(number: int, late: int, met: float, left: int) -> None:
+    islands = Islands(Groups(number, 10, 1.0), Faults(), Membership(2, join_timeout=5.0), seed=0)
+    seconds = np.array([10.0] * (number - late) + [30.0] * late)
+    assert islands.quorum(seconds, np.full(number, math.inf)) == pytest.approx(met + _TICK)
+    assert (~islands.are_members).sum() == left
 
 
 def island_round(lives: list[float], least: int = 2, **settings: Any) -> Islands:

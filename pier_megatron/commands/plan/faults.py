@@ -200,7 +200,8 @@ def make_plan(simulation: Simulation, iterations: int) -> Plan:
             "save": troubles.save,
         },
         "ways": [_row(simulation, choice, outcome, iterations) for choice, outcome in rows.items()],
-        "advice": _row(simulation, *chosen, iterations) | {"flags": _flags(simulation, *chosen)},
+        "advice": _row(simulation, *chosen, iterations)
+        | {"flags": _flags(simulation, *chosen), "without": _refused(config) if chosen[0].way in _OF_ISLANDS else []},
     }
 
 
@@ -242,11 +243,26 @@ def _flags(simulation: Simulation, choice: Choice, outcome: Outcome) -> str:
     found, config = [], simulation.config
     if choice.way in _OF_ISLANDS and config.lighthouse is None:
         found.append("--pier-lighthouse URL --pier-island K --pier-lazy-start-iters 0")
+        if config.codec.needs_error_feedback:
+            found.append("--pier-exchange-dtype fp32")
+        elif config.has_error_feedback:
+            found.append("--pier-no-error-feedback")
     found.append(f"--pier-sync-interval {choice.interval}")
     if choice.rest_after is not None:
         found.append(f"--pier-sync-seconds {choice.rest_after:g}")
     every = simulation.save_interval(choice, outcome)
     return " ".join([*found, *([f"--save-interval {every}"] if every else [])])
+
+
+def _refused(config: PierConfig) -> list[str]:
+    """Flags of a job of one launch that elastic islands refuse."""
+    given = {
+        "--pier-overlap": config.overlap > 0,
+        "--pier-fragments": config.fragments > 1,
+        "--pier-outlier-zscore": config.outlier_zscore is not None,
+        "--pier-subgroup-size and --pier-preset noloco": config.subgroup is not None,
+    }
+    return [flag for flag, is_given in given.items() if is_given]
 
 
 def _finite(value: float) -> float | None:
@@ -310,6 +326,7 @@ def lines(found: Plan, groups: int) -> list[str]:
         f"{title:{width}} {'trains':>7} {'counts':>8} {'x one alone':>11} {'GPU-hours':>11} {'save-interval':>13}",
         *table,
         f"Advice: {_name(advice)}: {advice['flags']}"
+        + (f", without {', '.join(advice['without'])}" if advice["without"] else "")
         + (f" (lighthouse: {least} --join-timeout {advice['join timeout']:.0f})" if advice["way"] in _OF_ISLANDS else ""),
     ]
 

@@ -109,7 +109,7 @@ def _draw_faults(panels: "Sequence[Axes]", simulated: Plan, plan: Plan) -> None:
         axes.set(xscale="log", yscale="log", ylim=(0.98, _WORST), xlabel=label)
         axes.set_ylabel("GPU time of a sample that counts, x a group alone")
         _annotate(axes, own, note)
-    panels[2].legend(fontsize=9, loc="upper right")
+    panels[2].legend(fontsize=9, loc="center right")
 
 
 def _scaled(factor: float) -> tuple[Callable[[float], float], Callable[[float], float]]:
