@@ -117,7 +117,7 @@ class PierConfig(RunSchedule):
                 f"({division(self.sync_interval, interval)}): an outer step begins with an average inside each site."
             )
         untried = (
-            ("lighthouse", None, "elastic islands come and go one by one, and each carries a part of what its site sends"),
+            ("lighthouse", None, "elastic islands join and leave one by one, and each carries a part of what its site sends"),
             ("fragments", 1, "a fragment crosses between two averages, where the groups of a site differ"),
             ("outlier_zscore", None, "what a site sends is a mean, in which the outlier is already"),
         )

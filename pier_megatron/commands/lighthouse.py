@@ -1,12 +1,18 @@
 """``pier-megatron lighthouse``: the rendezvous server at which elastic islands find each other, torchft's lighthouse."""
 
 import argparse
+import resource
 import signal
 import threading
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import new_secret
 from pier_megatron.values import LAST_PORT, LONGEST, address, file_to_write, whole
+
+_FILES = resource.RLIMIT_NOFILE
+
+# Open files of the lighthouse beside its connections.
+_OWN_FILES = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +68,10 @@ def run(options: argparse.Namespace) -> int:
     least = options.islands // 2 + 1 if options.min_islands is None else options.min_islands
     if least > options.islands:
         raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")
-    from pier_megatron.exchange.membership import torchft
+    _allow_connections(options.islands)
+    from pier_megatron.exchange.membership import keep_quiet, torchft
 
+    keep_quiet(options.islands)
     try:
         server = torchft("coordination").LighthouseServer(
             bind=f"{options.address}:{options.port}",
@@ -86,3 +94,23 @@ def run(options: argparse.Namespace) -> int:
     ended.wait()
     server.shutdown()
     return 0
+
+
+def _allow_connections(islands: int) -> None:
+    """Raises this process's limit of open files to what so many islands need.
+
+    A lighthouse that reaches its limit closes its port, says nothing, and is lost to all islands.
+
+    Raises:
+        PierConfigError: If the limit cannot be raised so far.
+    """
+    # Of an island that was started again, the old connection may still be there.
+    needed = 2 * islands + _OWN_FILES
+    soft, hard = (float("inf") if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_FILES))
+    if hard < needed:
+        raise PierConfigError(
+            f"--islands {islands}: the lighthouse needs up to {needed} open files (2 x {islands} connections + {_OWN_FILES}), "
+            f"but this process may open {hard} (ulimit -Hn). Raise the hard limit, or pass fewer --islands."
+        )
+    if soft < needed:
+        resource.setrlimit(_FILES, (needed, resource.getrlimit(_FILES)[1]))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
-from pier_megatron.exchange.encoded import AllGather, ReduceScatter
+from pier_megatron.exchange.encoded import AllGather, ReduceScatter, gather_into
 
 _EXACT = CODECS["fp32"]
 
@@ -144,10 +144,12 @@ class GroupExchange(Exchange):
         Args:
             vector: Vector of this group, of a shape ``[n]`` that is the same in all.
         """
-        vectors = [vector.clone() for _ in range(self.size)]
+        # In one tensor: a list of them would take Python as long as there are groups.
+        vectors = vector.new_empty(self.size, len(vector))
         if self.process_group is None:
+            vectors.copy_(vector)
             return Gathered(vectors, [Computed(vector.device)])
-        return Gathered(vectors, [dist.all_gather(vectors, vector, group=self.process_group, async_op=True)])
+        return Gathered(vectors, [gather_into(vectors, vector, self.process_group)])
 
     def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
         """Copies a tensor of one group to others, in place; called by all groups.
@@ -237,8 +239,8 @@ class Computed:
 class Gathered:
     """Short vectors of some groups, on their way."""
 
-    def __init__(self, vectors: Sequence[Tensor], works: Sequence[dist.Work | Computed] = ()) -> None:
-        """Takes what will hold the vectors, of shape ``[n]`` each, once the ``works`` are done."""
+    def __init__(self, vectors: Tensor, works: Sequence[dist.Work | Computed] = ()) -> None:
+        """Takes what will hold the vectors, shape ``[groups, n]``, once the ``works`` are done."""
         self._vectors, self._works = vectors, works
 
     def is_complete(self) -> bool:
@@ -249,4 +251,4 @@ class Gathered:
         """Waits for these groups; shape ``[groups, n]``, the same on every rank."""
         for work in self._works:
             work.wait()
-        return torch.stack(list(self._vectors))
+        return self._vectors

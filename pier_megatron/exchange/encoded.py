@@ -65,6 +65,14 @@ def encode_with_feedback(rows: Tensor, codec: Codec, dropped: Tensor | None) -> 
     return payloads
 
 
+def gather_into(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Begins to collect tensors of one shape from all ranks, in one tensor."""
+    # The name from PyTorch 2.13 on, which warns of the older one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = gather(gathered, own, group=group, async_op=True)
+    return work
+
+
 class ReduceScatter:
     """Sums the parts of all ranks, each rank its own: all-to-all of encoded parts, added up in FP32."""
 
@@ -109,7 +117,7 @@ class AllGather:
         self._codec = codec
         sent = encode_with_feedback(part, codec, dropped)
         self._received = sent.new_empty(dist.get_world_size(group), sent.shape[1])
-        self._work = dist.all_gather_into_tensor(self._received, sent, group=group, async_op=True)
+        self._work = gather_into(self._received, sent, group)
 
     def result(self) -> Tensor:
         """Waits for all parts; float32 of shape ``[ranks, n]``."""

@@ -8,6 +8,7 @@ import collections
 import datetime
 import enum
 import json
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import Door, Said, ask, listen_at, read_secret
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.topology import NAMED
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
 _HEARTBEAT = datetime.timedelta(milliseconds=200)
@@ -44,6 +46,15 @@ def torchft(module: str) -> Any:
             f"--pier-lighthouse needs torchft, which cannot be imported ({error}). Install it with pip install "
             "'torchft>=0.2', the extra [islands] of this plugin."
         ) from error
+
+
+def keep_quiet(islands: int) -> None:
+    """Keeps torchft from logging every quorum in full, where many islands may be there; before its modules are imported.
+
+    Each island logs all of them: 230 kB of each quorum of a thousand. RUST_LOG=info brings it back.
+    """
+    if islands > NAMED:
+        os.environ.setdefault("RUST_LOG", "warn")
 
 
 class Outcome(enum.IntEnum):
@@ -170,6 +181,7 @@ class Membership:
         store = _store_at(address)
         self._door = Door(index, address, self._secret, self._said)
         self._at = f"{address}:{store.port}"
+        keep_quiet(self._most)
         coordination = torchft("coordination")
         self._server = coordination.ManagerServer(
             replica_id=self._door.name,

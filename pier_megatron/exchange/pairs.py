@@ -71,7 +71,7 @@ class Subgroup(Exchange):
 
     def gather(self, vector: Tensor) -> Gathered:
         """Begins to collect a short vector of each of these groups."""
-        vectors = [vector.clone() for _ in self.groups]
+        vectors = vector.expand(self.size, -1).clone()
         return Gathered(vectors, self.swap(vectors[self.rank], [vectors[index] for index in self.others]))
 
     def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:

@@ -1,10 +1,12 @@
 """Who is in which group, on which node, and the communicator between the groups."""
 
+import collections
 import dataclasses
 import datetime
+import functools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -14,26 +16,29 @@ from pier_megatron.exchange.sites import new_site_communicators
 DESCRIPTION = "PIER_"
 """With which the descriptions of the plugin's own communicators begin."""
 
+NAMED = 16
+"""Groups, nodes and stretches of ranks that a message names one by one. Of more, it names the first and the last ones."""
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rank:
-    """Where one process stands.
+    """Where one process stands. Every rank knows this of every other one, so that it has numbers but no lists of ranks.
 
     Attributes:
         rank: Global rank.
         node: Name of the node it runs on.
         domain: Name of the fast network it is on, see :func:`domain_name`.
         group: Index of its Pier group.
-        tensor_parallel_ranks: Global ranks of its tensor-parallel group.
-        peers: Global ranks that own the same parameters, one of each group, in group order.
+        tensor_parallel: First global rank of its tensor-parallel group.
+        peers: First global rank of those that own the same parameters, one of each group in group order.
     """
 
     rank: int
     node: str
     domain: str
     group: int
-    tensor_parallel_ranks: tuple[int, ...]
-    peers: tuple[int, ...]
+    tensor_parallel: int
+    peers: int
 
 
 def node_name() -> str:
@@ -53,11 +58,20 @@ def domain_name(rank: int, node: str, ranks_per_domain: int | None) -> str:
     return node if ranks_per_domain is None else f"domain {rank // ranks_per_domain}"
 
 
+def ranks_by_key[K: Hashable](keys: Iterable[K]) -> dict[K, list[int]]:
+    """Sorts ranks, given the key of each in their order: the ranks of each key, in order, by first appearance."""
+    ranks: dict[K, list[int]] = collections.defaultdict(list)
+    for rank, key in enumerate(keys):
+        ranks[key].append(rank)
+    return dict(ranks)
+
+
 class Topology:
     """The ranks of a run, in order, as every rank knows them."""
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = list(ranks)
+        self._members = dict(sorted(ranks_by_key(rank.group for rank in self.ranks).items()))
 
     @classmethod
     def gather(cls, own: Rank) -> "Topology":
@@ -73,18 +87,18 @@ class Topology:
             PierConfigError: With the ranks of one such group and where they are.
         """
         kind = self._kind_of_domain
-        for rank in self.ranks:
-            domains = {self.ranks[other].domain for other in rank.tensor_parallel_ranks}
+        for alike in ranks_by_key(rank.tensor_parallel for rank in self.ranks).values():
+            domains = {self.ranks[rank].domain for rank in alike}
             if len(domains) > 1:
-                where = ", ".join(f"rank {other} on {self.ranks[other].domain}" for other in rank.tensor_parallel_ranks)
+                where = ", ".join(f"rank {rank} on {self.ranks[rank].domain}" for rank in alike)
                 raise PierConfigError(
-                    f"--tensor-model-parallel-size {len(rank.tensor_parallel_ranks)}: a tensor-parallel group crosses {kind}s "
+                    f"--tensor-model-parallel-size {len(alike)}: a tensor-parallel group crosses {kind}s "
                     f"({where}). Tensor parallelism communicates several times in every layer and belongs inside a {kind}: "
                     f"use at most the number of GPUs per {kind}, place the ranks of a group on one {kind}, or say with "
                     "--pier-ranks-per-domain how many consecutive ranks share a fast network."
                 )
 
-    @property
+    @functools.cached_property
     def _kind_of_domain(self) -> str:
         return "node" if all(rank.domain == rank.node for rank in self.ranks) else "domain"
 
@@ -95,33 +109,41 @@ class Topology:
             return []
         first, kind = scattered[0], self._kind_of_domain
         return [
-            f"group {first} is not contiguous over {kind}s (ranks {_ranges(self.members(first))}): its pipeline traffic "
+            f"group {first} is not contiguous over {kind}s (ranks {ranges_of(self.members(first))}): its pipeline traffic "
             f"crosses {kind}s in every iteration while its outer traffic may stay inside one. --use-tp-pp-dp-mapping makes "
             "groups contiguous where Megatron allows it (TP x CP = ETP x EP)."
         ]
 
     def groups(self) -> list[int]:
         """Indices of the groups, in order."""
-        return sorted({rank.group for rank in self.ranks})
+        return list(self._members)
 
     def members(self, group: int) -> list[int]:
         """Global ranks of a group, in order."""
-        return [rank.rank for rank in self.ranks if rank.group == group]
+        return self._members[group]
 
     def _is_contiguous(self, group: int) -> bool:
         members = self.members(group)
         return members[-1] - members[0] + 1 == len(members)
 
     def describe(self) -> list[str]:
-        """Draws the groups, their nodes and the fast networks that are not nodes, one line per group."""
-        lines = []
-        for group in self.groups():
-            members = self.members(group)
-            nodes = ", ".join(dict.fromkeys(self.ranks[rank].node for rank in members))
-            domains = ", ".join(dict.fromkeys(self.ranks[rank].domain for rank in members))
-            where = nodes if self._kind_of_domain == "node" else f"{domains} ({nodes})"
-            lines.append(f"group {group}: {'ranks' if len(members) > 1 else 'rank'} {_ranges(members)} on {where}")
-        return lines
+        """Draws the groups, their nodes and the fast networks that are not nodes, one line per group; few of many groups."""
+        groups = self.groups()
+        if len(groups) <= NAMED:
+            return [self._drawn(group) for group in groups]
+        shown = groups[: NAMED // 2]
+        return [
+            *(self._drawn(group) for group in shown),
+            f"and {len(groups) - len(shown) - 1:,} more, to",
+            self._drawn(groups[-1]),
+        ]
+
+    def _drawn(self, group: int) -> str:
+        members = self.members(group)
+        nodes = some_of(dict.fromkeys(self.ranks[rank].node for rank in members))
+        domains = some_of(dict.fromkeys(self.ranks[rank].domain for rank in members))
+        where = nodes if self._kind_of_domain == "node" else f"{domains} ({nodes})"
+        return f"group {group}: {'ranks' if len(members) > 1 else 'rank'} {ranges_of(members)} on {where}"
 
     def new_communicator(self, timeout: datetime.timedelta | None) -> dist.ProcessGroup | None:
         """Makes a communicator between the ranks that own the same parameters; called by all ranks.
@@ -135,7 +157,7 @@ class Topology:
             return None
         own: dist.ProcessGroup
         own, _ = dist.new_subgroups_by_enumeration(
-            [list(peers) for peers in self._enumeration], timeout=timeout, group_desc=f"{DESCRIPTION}BETWEEN_GROUPS"
+            self._enumeration, timeout=timeout, group_desc=f"{DESCRIPTION}BETWEEN_GROUPS"
         )
         return own
 
@@ -146,12 +168,22 @@ class Topology:
         return new_site_communicators(self._enumeration, sites, timeout, DESCRIPTION)
 
     @property
-    def _enumeration(self) -> list[tuple[int, ...]]:
-        return sorted({rank.peers for rank in self.ranks})
+    def _enumeration(self) -> list[list[int]]:
+        """Ranks that own the same parameters, one of each group in group order."""
+        return list(ranks_by_key(rank.peers for rank in self.ranks).values())
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """Writes sorted numbers as ranges, such as ``0-3, 8-11``."""
-    starts = [rank for rank in ranks if rank - 1 not in set(ranks)]
-    ends = [rank for rank in ranks if rank + 1 not in set(ranks)]
-    return ", ".join(f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends, strict=True))
+def some_of(names: Iterable[str]) -> str:
+    """Writes names one after the other; the first and the last of many."""
+    found = list(names)
+    if len(found) <= NAMED:
+        return ", ".join(found)
+    return f"{', '.join(found[: NAMED // 2])}, ... {found[-1]} ({len(found):,} in all)"
+
+
+def ranges_of(ranks: Sequence[int]) -> str:
+    """Writes sorted numbers as ranges, such as ``0-3, 8-11``; the first and the last of many."""
+    known = set(ranks)
+    starts = [rank for rank in ranks if rank - 1 not in known]
+    ends = [rank for rank in ranks if rank + 1 not in known]
+    return some_of(f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends, strict=True))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pier_megatron.exchange.topology import some_of
 from pier_megatron.integration import worlds
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def table(collectives: list[Collective]) -> list[str]:
     for found in collectives:
         bytes_of[found.name, found.ranks].append(found.nbytes)
     return [
-        f"{len(sizes):5d} x {name:28} {sum(sizes):14,} bytes over ranks {', '.join(map(str, ranks))}"
+        f"{len(sizes):5d} x {name:28} {sum(sizes):14,} bytes over ranks {some_of(map(str, ranks))}"
         for (name, ranks), sizes in bytes_of.items()
     ]
 

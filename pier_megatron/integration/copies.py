@@ -79,7 +79,8 @@ class Copies:
         """
         self._members, self._device = members, device
         self._domains = _domains(model_chunks)
-        self._compared: list[str] = []
+        # Of each: name of the parameter, kind of the ranks, and these. A list of them is long where groups are large.
+        self._compared: list[tuple[str, str, dist.ProcessGroup]] = []
         self._under_way: Gathered | None = None
         self._iteration = 0
 
@@ -94,7 +95,7 @@ class Copies:
         differing = [torch.zeros(0, dtype=torch.bool, device=self._device)]
         for domain in self._domains:
             differing += self._compare(domain)
-        self._under_way = Gathered([torch.cat(differing)], [Computed(self._device)])
+        self._under_way = Gathered(torch.cat(differing)[None], [Computed(self._device)])
 
     def check(self, waits: bool) -> None:
         """Looks at what has been compared, if that is there or the caller ``waits``.
@@ -108,8 +109,11 @@ class Copies:
         found = [copies for copies, is_other in zip(self._compared, differs, strict=True) if is_other]
         if found:
             more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            named = "; ".join(
+                f"{name} on {kind} ranks {list(worlds.own().ranks_of(group))}" for name, kind, group in found[:_NAMED]
+            )
             raise CopiesDifferError(
-                f"After iteration {self._iteration} copies of a parameter differ: {'; '.join(found[:_NAMED])}{more}. Training "
+                f"After iteration {self._iteration} copies of a parameter differ: {named}{more}. Training "
                 "does not bring them together again, and a checkpoint stores one of them. A kernel or a collective has given "
                 "ranks different bits, or a memory or a link has gone wrong. Restart from an older checkpoint (--ckpt-step); "
                 "if it happens again, add --deterministic-mode. See docs/troubles.md."
@@ -131,13 +135,11 @@ class Copies:
         main = self._bits_of_mains([parameters[index] for index in looked_at], domain.data_parallel)
         sums = torch.stack([in_model, main])
 
-        def differing(group: dist.ProcessGroup, of: Callable[[_Parameter], bool], ranks: str) -> list[Tensor]:
+        def differing(group: dist.ProcessGroup, of: Callable[[_Parameter], bool], kind: str) -> list[Tensor]:
             chosen = [place for place, index in enumerate(looked_at) if of(parameters[index])]
             if group.size() == 1 or not chosen:
                 return []
-            where = f"on {ranks} ranks {list(worlds.own().ranks_of(group))}"
-            names = [parameters[looked_at[place]].name for place in chosen]
-            self._compared += [f"{name} {where}" for name in names]
+            self._compared += [(parameters[looked_at[place]].name, kind, group) for place in chosen]
             return [_differ(sums[:, chosen], group)]
 
         found = differing(domain.data_parallel, lambda parameter: True, "data-parallel")

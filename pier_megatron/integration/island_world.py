@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pier_megatron.exchange.topology import DESCRIPTION
+from pier_megatron.exchange.topology import DESCRIPTION, ranks_by_key
 from pier_megatron.integration import worlds
 from pier_megatron.integration.elastic_island import ElasticIsland
 from pier_megatron.integration.worlds import Island, World, default_group, in_islands
@@ -51,9 +51,11 @@ def form_islands[**P, R](initialize_model_parallel: Callable[P, R], /, *args: P.
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_group(),
     )
-    dense, expert = (
-        _over_all_islands([block[rank] for block in blocks for rank in dist.get_process_group_ranks(group)]) for group in inside
-    )
+    # A rank's groups are told apart by their first ranks, which have the same number in all islands.
+    firsts = tuple(dist.get_process_group_ranks(group)[0] for group in inside)
+    everyone = [firsts] * launch.size()
+    dist.all_gather_object(everyone, firsts)
+    dense, expert = (_over_all_islands(of_ranks) for of_ranks in zip(*everyone, strict=True))
     dist.group.WORLD = world
     worlds.set_own(Island(index, count, launch, world, (dense, expert)))
     return result
@@ -74,13 +76,10 @@ def _new_world(launch: dist.ProcessGroup, index: int, size: int, timeout: dateti
     return world
 
 
-def _over_all_islands(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Makes a group of the same ranks of all islands; called by all ranks, each with its own group's."""
-    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everyone, tuple(ranks))
+def _over_all_islands(firsts: Sequence[int]) -> dist.ProcessGroup:
+    """Makes a group of the same ranks of all islands; called by all ranks, with the first of its group for each of them."""
     own: dist.ProcessGroup
-    enumeration = [list(ranks) for ranks in sorted(set(everyone))]
-    own, _ = dist.new_subgroups_by_enumeration(enumeration, group_desc=f"{DESCRIPTION}OVER_ISLANDS")
+    own, _ = dist.new_subgroups_by_enumeration(list(ranks_by_key(firsts).values()), group_desc=f"{DESCRIPTION}OVER_ISLANDS")
     return own
 
 

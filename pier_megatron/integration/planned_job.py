@@ -272,10 +272,7 @@ def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
     )
     firsts = range(0, ranks_of_run, ranks_of_run // worlds)
     tensor_parallel = {
-        first + rank: tuple(first + other for other in ranks)
-        for first in firsts
-        for ranks in generator.get_ranks("tp")
-        for rank in ranks
+        first + rank: first + ranks[0] for first in firsts for ranks in generator.get_ranks("tp") for rank in ranks
     }
     positions = {}
     for alike in generator.get_ranks("dp-cp"):
@@ -284,7 +281,7 @@ def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
         groups = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         for index, members in enumerate(groups):
             for place, rank in enumerate(members):
-                positions[rank] = (index, tuple(other[place] for other in groups))
+                positions[rank] = (index, groups[0][place])
     planned = []
     for rank, (group, peers) in sorted(positions.items()):
         node = f"node {rank // ranks_per_node}"

@@ -5,6 +5,8 @@ import argparse
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import is_loopback
+from pier_megatron.exchange.topology import NAMED
+from pier_megatron.integration.checkpoint.size import INNER_STATE, bytes_per_parameter
 from pier_megatron.integration.inner.requirements import are_shared_out
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, strings
 
@@ -228,6 +230,15 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
                 f"({replicas} / --pier-groups {config.groups}) steps, keeps and exchanges all parameters of its part of the "
                 f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
                 "layer-wise optimizer shares them out."
+            )
+    if args.save is not None and config.groups // config.launches > NAMED:
+        sizes = bytes_per_parameter(args, config)
+        apart = sum(size for name, size in sizes.items() if name.startswith(INNER_STATE))
+        if apart:
+            found.append(
+                f"--save with {config.groups:,} groups: each stores an inner state of its own, {apart:,.0f} of "
+                f"{sum(sizes.values()):,.0f} bytes per parameter. --pier-save-inner-state first stores that of group 0 alone, "
+                "from which all groups then resume."
             )
     if args.log_interval < config.overlap:
         found.append(

@@ -10,7 +10,7 @@ import torch
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.sites import SiteWire
-from pier_megatron.exchange.topology import Topology
+from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, expectation
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.state import ANCHOR, OuterState
@@ -38,7 +38,7 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
     if not own:
         return
     everyone = exchange.gather(torch.tensor(own, dtype=torch.int64, device=device).flatten()).result()
-    differing = [group for group in range(exchange.size) if not torch.equal(everyone[group], everyone[0])]
+    differing = (everyone != everyone[0]).any(dim=1).nonzero().flatten().tolist()
     if differing:
         raise PierConfigError(
             f"Group {differing[0]} does not start from the same weights as group 0: of (parameters, counted ones, sum of their "
@@ -85,7 +85,7 @@ def sites(config: PierConfig) -> list[str]:
     if config.sites is None:
         return []
     size = config.groups_in_site
-    members = ", ".join(f"{first}-{first + size - 1}" for first in range(0, config.groups, size))
+    members = some_of(f"{first}-{first + size - 1}" for first in range(0, config.groups, size))
     return [
         f"{config.sites} sites of {size} groups ({members}): the groups of a site average their parameters every "
         f"{config.site_interval} iterations, and share what it sends in an outer step"

@@ -144,10 +144,10 @@ def _own_rank(config: PierConfig) -> Rank:
     rank = worlds.own().rank_in_launch()
     between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     peers = [rank] if between is None else dist.get_process_group_ranks(between)
-    tensor_parallel_ranks = worlds.own().ranks_of(parallel_state.get_tensor_model_parallel_group())
+    tensor_parallel = worlds.own().ranks_of(parallel_state.get_tensor_model_parallel_group())[0]
     node = node_name()
     domain = domain_name(rank, node, config.ranks_per_domain)
-    return Rank(rank, node, domain, peers.index(rank), tensor_parallel_ranks, tuple(peers))
+    return Rank(rank, node, domain, peers.index(rank), tensor_parallel, peers[0])
 
 
 def _report(report: OuterStepReport) -> None:

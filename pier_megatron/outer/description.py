@@ -6,6 +6,7 @@ groups never agree, the outer state is of each group too, and Megatron's keys ho
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -135,9 +136,10 @@ class Description:
         saved = cls(**found)
         if saved.is_local is not None:
             return saved
-        config, t = saved._config(), saved.iteration
+        config, t = saved._config, saved.iteration
         return dataclasses.replace(saved, is_local=not config.is_lazy(t), is_synchronised=config.is_synchronised(t))
 
+    @functools.cached_property
     def _config(self) -> PierConfig:
         settings = dict(self.settings)
         return PierConfig(lazy_start_iters=settings.pop("lazy_start"), **settings)
@@ -153,12 +155,20 @@ class Description:
     @property
     def has_common_outer_state(self) -> bool:
         """Whether all groups held the same anchor and momentum."""
-        return self._config().has_common_anchor
+        return self._config.has_common_anchor
 
     @property
     def holds_all_groups(self) -> bool:
         """Whether nothing of any group is missing: in the lazy start they are all the same."""
         return not self.is_local or self.island is not None or len(self.own_inner_state) >= self.settings["groups"] - 1
+
+    def is_apart(self, group: int) -> bool:
+        """Whether the inner state of a group is stored beside that of Megatron's own keys."""
+        return group in self._apart
+
+    @functools.cached_property
+    def _apart(self) -> frozenset[int]:
+        return frozenset(self.own_inner_state)
 
     @property
     def in_common(self) -> dict[str, object]:
@@ -196,7 +206,7 @@ class Description:
                 f"--load: the checkpoint of iteration {self.iteration} is of another run: {', '.join(changes)}. Restore what "
                 "was saved, or accept the differences with --pier-override-checkpoint."
             )
-        present._config().check_resumable(self.iteration, bool(self.is_local))
+        present._config.check_resumable(self.iteration, bool(self.is_local))
         return changes
 
     def _changes(self, present: "Description") -> list[str]:
@@ -209,7 +219,7 @@ class Description:
 
     def pulled_for(self, present: "Description") -> tuple[int, ...]:
         """Fragments whose momentum a run takes as it is in its next outer step; what :meth:`decay` undoes is not among them."""
-        config = present._config()
+        config = present._config
         takes = not config.has_common_anchor and config.sends_differences and self._has_fragments_of(present)
         return self.pulled if takes else ()
 
@@ -218,7 +228,7 @@ class Description:
 
         With other fragments, which are made of parts of the saved ones, the mean of theirs.
         """
-        config = self._config()
+        config = self._config
         factors = [1.0] * config.fragments
         for fragment in set(self.pulled) - set(self.pulled_for(present)):
             under_way = [begun for begun in self.rounds if fragment in config.fragments_due(begun)]
@@ -227,7 +237,7 @@ class Description:
             factors[fragment] = config.momentum_at(due or self.iteration) or 1.0
         if self._has_fragments_of(present):
             return factors
-        return [sum(factors) / len(factors)] * present._config().fragments
+        return [sum(factors) / len(factors)] * present._config.fragments
 
     def _has_fragments_of(self, present: "Description") -> bool:
         fragments = self.settings["fragments"]
@@ -254,7 +264,7 @@ class Description:
         if self.island is not None:
             # Each is in a folder of its own.
             return list(overlapping)
-        return sorted({source if source in self.own_inner_state else 0 for source in overlapping})
+        return sorted({source if self.is_apart(source) else 0 for source in overlapping})
 
     def outer_sources(self, group: int, present: "Description", rule: str) -> list[int | None]:
         """Saved groups of whose outer states a group takes the mean; None stands for that of all groups.

@@ -197,7 +197,7 @@ class ElasticParticipants(Participants):
             if refusals:
                 # Not to wait for them in a collective that they do not come to.
                 raise RuntimeError(f"islands end: {[standings[rank][_ISLAND] for rank in refusals]}")
-            absent = [rank for rank in range(exchange.size) if rank not in present]
+            absent = sorted({*range(exchange.size)} - {*present})
             if absent:
                 self._hand_over(exchange, present[0], absent)
             if not source[_IS_DUE]:
@@ -249,33 +249,34 @@ def _those_present(standings: Sequence[Standing]) -> list[int]:
 
     Of those with different anchors, most have the right one.
     """
-    furthest = [rank for rank, standing in enumerate(standings) if _how_far(standing) == max(map(_how_far, standings))]
+    newest = max(map(_how_far, standings))
+    furthest = [rank for rank, standing in enumerate(standings) if _how_far(standing) == newest]
     [(checksum, _)] = collections.Counter(standings[rank][_CHECKSUM] for rank in furthest).most_common(1)
     return [rank for rank in furthest if standings[rank][_CHECKSUM] == checksum]
 
 
 def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int, LeftBehindError | PierConfigError]:
     """Why islands cannot continue with those present, by rank in the quorum."""
-    source = standings[present[0]]
+    source, are_present = standings[present[0]], set(present)
     found: dict[int, LeftBehindError | PierConfigError] = {}
     for rank, standing in enumerate(standings):
         island, synced, iteration = standing[_ISLAND], standing[_SYNCED], standing[_ITERATION]
         if source[_SYNCED] == _NOWHERE:
             found[rank] = LeftBehindError(f"Island {island} lost those whose anchor it was to take over. {_TO_REJOIN}")
-        elif rank not in present and standing[_IS_DUE] and not standing[_IS_NEW]:
+        elif rank not in are_present and standing[_IS_DUE] and not standing[_IS_NEW]:
             found[rank] = LeftBehindError(
                 f"Island {island} missed the outer step after iteration {source[_SYNCED]}: it is at iteration {iteration} with "
                 f"an anchor of its own, of iteration {synced}. {_TO_REJOIN}"
             )
-        elif rank not in present and _how_far(standing) == _how_far(source):
+        elif rank not in are_present and _how_far(standing) == _how_far(source):
             found[rank] = PierConfigError(
                 f"--pier-island {island} is at iteration {iteration} with another anchor than island {source[_ISLAND]}. All "
                 "need the same --seed, or checkpoints of one run."
             )
-    names = [standing[_ISLAND] for rank, standing in enumerate(standings) if rank not in found]
+    names = collections.Counter(standing[_ISLAND] for rank, standing in enumerate(standings) if rank not in found)
     for rank, standing in enumerate(standings):
         # An island that has met the others keeps its number.
-        if rank not in found and standing[_IS_NEW] and names.count(standing[_ISLAND]) > 1:
+        if rank not in found and standing[_IS_NEW] and names[standing[_ISLAND]] > 1:
             found[rank] = PierConfigError(
                 f"--pier-island {standing[_ISLAND]}: another island of that number is there. Each needs one of its own, from 0 "
                 "to --pier-groups less 1."

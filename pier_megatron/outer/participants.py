@@ -79,7 +79,7 @@ class Participants:
         return round_
 
     def average(self, iteration: int) -> None:
-        """Averages the parameters of the groups that meet between outer steps: here, none do."""
+        """Averages parameters between outer steps: here, those of no other group."""
 
     def carry_out(self, round_: OuterRound) -> None:
         """Takes an outer step that is waited for."""

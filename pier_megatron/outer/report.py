@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
+from pier_megatron.exchange.topology import NAMED, ranges_of
 from pier_megatron.outer.noise import IntervalNoise
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
 from pier_megatron.outer.rules import OptimizerRule
@@ -84,10 +85,8 @@ class OuterStepReport:
 
     def line(self) -> str:
         """The line for the log, in the manner of Megatron's own."""
-        left_out = "".join(
-            f" {why}, LEFT OUT{' AND RESTARTED' if group in self.restarted else ''}: group {group} |"
-            for why, groups in (("NOT FINITE", self.not_finite), ("OUTLIER", self.outliers))
-            for group in groups
+        left_out = _left_out("NOT FINITE", self.not_finite, self.restarted) + _left_out(
+            "OUTLIER", self.outliers, self.restarted
         )
         return (
             f" outer step after iteration {self.iteration:8d} | "
@@ -128,6 +127,15 @@ class OuterStepReport:
         if wandb is not None:
             # It drops what belongs to a step before the last one that was logged, without a word.
             wandb.log(self.scalars() | {SCALAR_PREFIX + "outer-step-iteration": self.iteration}, now)
+
+
+def _left_out(why: str, groups: Sequence[int], restarted: Sequence[int]) -> str:
+    """Says which groups were excluded, each of a few and many together."""
+    if len(groups) <= NAMED:
+        return "".join(f" {why}, LEFT OUT{' AND RESTARTED' if group in restarted else ''}: group {group} |" for group in groups)
+    again = len(set(groups) & set(restarted))
+    how = f", {again:,} of them RESTARTED" if again else ""
+    return f" {why}, LEFT OUT: {len(groups):,} groups ({ranges_of(groups)}){how} |"
 
 
 class SpreadWatch:
@@ -248,9 +256,12 @@ def _squares(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> tuple
 def _check_anchors(iteration: int, checksums: Sequence[float]) -> None:
     differing = [group for group, checksum in enumerate(checksums) if checksum != checksums[0]]
     if differing:
+        which = f"{differing}" if len(checksums) <= NAMED else ranges_of(differing)
+        of_groups = [int(checksum) for checksum in checksums]
+        found = of_groups if len(checksums) <= NAMED else {group: of_groups[group] for group in (0, *differing[: NAMED - 1])}
         raise AnchorsDifferError(
-            f"After the outer step that began at iteration {iteration} the anchors of groups {differing} are not group 0's "
-            f"(checksums of a part of them, by group: {[int(checksum) for checksum in checksums]}), though all groups have "
+            f"After the outer step that began at iteration {iteration} the anchors of groups {which} are not group 0's "
+            f"(checksums of a part of them, by group: {found}), though all groups have "
             "computed them from the same sums. A memory, a link or a kernel has gone wrong, in this outer step or in one of "
             "the last ones, since each compares a part only. Restart from a checkpoint that is some outer steps older "
             "(--ckpt-step), without the group's nodes if it happens again."

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange
+from pier_megatron.exchange.topology import NAMED
 from pier_megatron.outer.outliers import OutlierDetector
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.staging import one_ahead
@@ -32,6 +33,7 @@ class Verdicts:
         self._exchange, self.own = exchange, own
         self._under_way = exchange.gather(torch.tensor([own], device=device))
         self._known: tuple[int, ...] | None = None
+        self._counted: list[bool] | None = None
 
     def all(self) -> tuple[int, ...]:
         """The verdicts in group order. Waits for all participants."""
@@ -45,9 +47,11 @@ class Verdicts:
         What is unusual in every group alike (a batch that all found hard) is unusual in none: where nobody is good,
         outliers count.
         """
-        found = self.all()
-        accepted = GOOD if GOOD in found else OUTLIER
-        return [verdict == accepted for verdict in found]
+        if self._counted is None:
+            found = self.all()
+            accepted = GOOD if GOOD in found else OUTLIER
+            self._counted = [verdict == accepted for verdict in found]
+        return self._counted
 
     def own_counts(self) -> bool:
         """Whether this group counts. Waits for the others only if this group is an outlier."""
@@ -61,7 +65,12 @@ class Verdicts:
         """
         if any(self.counted()):
             return
-        said = ", ".join(f"group {group} not finite" for group in self._exchange.groups)
+        groups = self._exchange.groups
+        said = (
+            ", ".join(f"group {group} not finite" for group in groups)
+            if len(groups) <= NAMED
+            else f"all {len(groups):,} groups not finite"
+        )
         raise DivergedError(
             f"After iteration {iteration} no group has a pseudo-gradient that can be used ({said}): the run has diverged and "
             "nothing was synchronised. The last checkpoint is untouched: restart from it, with a lower learning rate or other "
@@ -76,6 +85,7 @@ class KnownVerdicts(Verdicts):
         """Takes the verdicts of all groups, in group order, also of those that do not meet."""
         self._exchange, self.own = exchange, of_groups[exchange.groups[exchange.rank]]
         self._known = tuple(of_groups[group] for group in exchange.groups)
+        self._counted = None
 
 
 class Judge:

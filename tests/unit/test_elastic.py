@@ -24,7 +24,7 @@ class _Lost(GroupExchange):
 
     def gather(self, vector: torch.Tensor) -> Gathered:
         standing = torch.tensor([1, 4, 8, 1, 0, 4, 0])
-        return Gathered([vector, standing if len(vector) == len(standing) else torch.full_like(vector, GOOD)])
+        return Gathered(torch.stack([vector, standing if len(vector) == len(standing) else torch.full_like(vector, GOOD)]))
 
     def broadcast(self, tensor: torch.Tensor, source: int, targets: Sequence[int]) -> None:
         tensor.fill_(1.0)

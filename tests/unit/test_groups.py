@@ -18,10 +18,8 @@ def topology(
                 node=f"node {rank // per_node}",
                 domain=domain_name(rank, f"node {rank // per_node}", per_domain),
                 group=group_of[rank],
-                tensor_parallel_ranks=tuple(
-                    range(rank // tensor_parallel * tensor_parallel, (rank // tensor_parallel + 1) * tensor_parallel)
-                ),
-                peers=tuple(ranks[members[group_of[rank]].index(rank)] for ranks in members),
+                tensor_parallel=rank - rank % tensor_parallel,
+                peers=members[0][members[group_of[rank]].index(rank)],
             )
             for rank in range(world)
         ]

@@ -154,7 +154,7 @@ class _Furthest(_Exchange):
         self._handed_over, self._breaks_after = 0, 4
 
     def gather(self, vector: torch.Tensor) -> Gathered:
-        return Gathered([vector, torch.tensor([1, 4, 4, 0, 0, 0, 0])])
+        return Gathered(torch.stack([vector, torch.tensor([1, 4, 4, 0, 0, 0, 0])]))
 
     def broadcast(self, tensor: torch.Tensor, source: int, targets: Sequence[int]) -> None:
         self._handed_over += 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
+from pier_megatron.commands.plan import troubles
 from pier_megatron.errors import PierConfigError
 from pier_megatron.values import existing_file, existing_folder, png_to_write
 
@@ -16,6 +17,7 @@ from pier_megatron.values import existing_file, existing_folder, png_to_write
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     clusters.add_arguments(parser)
+    troubles.add_arguments(parser)
     parser.add_argument(
         "--log",
         type=_folder_or_file,
@@ -61,7 +63,14 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     from pier_megatron.commands.plan import picture, text
     from pier_megatron.commands.plan.planning import make_plan
 
-    plan = make_plan(LaunchCommand.parse(options.command), cluster, options.tflops is not None, options.log)
+    expected = troubles.troubles_of(options)
+    command = LaunchCommand.parse(options.command)
+    plan = make_plan(command, cluster, options.tflops is not None, options.log, expected)
+    if expected is not None and "faults" not in plan:
+        raise PierConfigError(
+            "--mtbf and --spread simulate groups that wait for each other: they need a job with --optimizer pier and more than "
+            f"one group; this one has {plan.get('groups', 'none')}."
+        )
     if options.plot and "sweeps" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
     if options.suggest and "suggestions" not in plan:

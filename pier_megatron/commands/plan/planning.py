@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan import compression_gain, fit, loss, measured, sizes, stock, suggestion, ways
+from pier_megatron.commands.plan import compression_gain, faults, fit, loss, measured, sizes, stock, suggestion, ways
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Plan, predict
 from pier_megatron.commands.plan.skipping_gain import predict_skipping
+from pier_megatron.commands.plan.troubles import Troubles
 from pier_megatron.commands.plan.verdict import gain_of, verdict
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -32,7 +33,13 @@ _ASSUMED = Speed("assumed: measure them with --tflops, or --log of a short run",
 _GIVEN = Speed("from --tflops", is_measured=True)
 
 
-def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = False, log: Path | None = None) -> Plan:
+def make_plan(
+    command: LaunchCommand,
+    cluster: Cluster,
+    is_measured: bool = False,
+    log: Path | None = None,
+    troubles: Troubles | None = None,
+) -> Plan:
     """Plans a job with ``--optimizer pier``, or with a flag inside a group; needs no GPU.
 
     Args:
@@ -40,6 +47,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = Fals
         cluster: Cluster on which it runs.
         is_measured: Whether the cluster's TFLOP/s are of this job.
         log: Output or TensorBoard folder of a run of the job that has begun, on fewer GPUs or iterations if need be.
+        troubles: Failures and uneven speeds to simulate; None for none.
 
     Returns:
         Plain values: the job, memory in bytes, times in seconds, a verdict.
@@ -83,6 +91,11 @@ def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = Fals
     if config is None:
         line = stock.verdict(needed, cluster, remedy, speed.source)
         return {"verdict": line} | plan | stock.make_plan(args, job, cluster)
+    simulated: Plan = {}
+    if troubles is not None and job.groups > 1:
+        simulation = faults.Simulation(job, cluster, config, troubles, args.log_interval)
+        rows = faults.make_plan(simulation, args.train_iters)
+        simulated = {"faults": rows | {"sweeps": faults.sweeps(simulation)}}
     line = verdict(
         job,
         cluster,
@@ -100,7 +113,7 @@ def make_plan(command: LaunchCommand, cluster: Cluster, is_measured: bool = Fals
             raise
         # The log has said how fast the job is, and that is what it was given for.
         expected = {"why": str(error)}
-    return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed)
+    return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed) | simulated
 
 
 def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> Plan:

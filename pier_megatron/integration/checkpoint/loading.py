@@ -1,5 +1,6 @@
 """How a run resumes from a checkpoint of its own or of another run."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -93,14 +94,16 @@ class Loading:
         place, saved, sources, stored = self._place, request.saved, request.sources, request.sources.stored
         metadata, model_state = request.metadata, request.model_state
         # Of the groups that go on with the inner state of a saved one, each reads a copy.
-        sources_of = [sources.of_inner(saved, group) for group in self._before_this]
-        copies = {source: sum(source in of for of in sources_of) for source in request.inner_sources}
+        copies = collections.Counter(source for group in self._before_this for source in sources.of_inner(saved, group))
+        copies_of_outer = collections.Counter(
+            source for group in self._before_this for source in sources.of_outer(saved, group) if source is not None
+        )
         entry: ShardedStateDict = {}
         for index, outer in enumerate(place.outer_states(request.snapshot)):
             for source in (source for source in request.outer_sources if sources.folder_of_outer(source) == key):
                 target = outer if len(request.outer_sources) == 1 else outer.zeros_on_host()
                 prefix = saved.outer_prefix(None if source is None else stored.number_in_folder(source), index)
-                copy = self._copy_of_outer(request, source)
+                copy = None if source is None else copies_of_outer[source]
                 entry[f"outer{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copy)
         of_inner = [source for source in request.inner_sources if stored.key_of(source) == key]
         apart = [source for source in of_inner if sources.is_apart(saved, source)]
@@ -151,12 +154,6 @@ class Loading:
             sources.outer_to_read(saved, place.group),
             snapshot,
         )
-
-    def _copy_of_outer(self, request: _Request, source: int | None) -> int | None:
-        """How many groups before this one read the outer state of a saved one; None if all read the same."""
-        if source is None:
-            return None
-        return sum(source in request.sources.of_outer(request.saved, group) for group in self._before_this)
 
     def restore(self, state: "StateDict", load_stock: "Callable[[StateDict], None]") -> bool:
         """Takes over what was read; see :class:`pier_megatron.integration.optimizer.Restoration`."""

@@ -94,7 +94,7 @@ class Saving:
         place, snapshot, group = self._place, self._snapshot, self._group
         entry: ShardedStateDict = {}
         prefix = group_prefix(group)
-        has_own = group in self.description.own_inner_state
+        has_own = self.description.is_apart(group)
         holder, copy = (None, None) if self.description.has_common_outer_state else (group, 0)
         for index, outer in enumerate(place.outer_states(snapshot) if self.description.holds_outer_state else ()):
             outer_prefix = self.description.outer_prefix(holder, index)

@@ -6,6 +6,9 @@ from pier_megatron.config import PierConfig
 from pier_megatron.outer.memory import rounds_at_once
 from pier_megatron.outer.state import COMMON
 
+INNER_STATE = "inner state of"
+"""Beginning of the name of what groups store beside what Megatron stores."""
+
 _FP32 = 4
 # Main parameter and AdamW's two moments.
 _INNER = 3 * _FP32
@@ -33,7 +36,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     sizes["outer state"] = _FP32 * len(COMMON) * (1 if config.has_common_anchor else config.groups)
     own = _groups_apart(args, config, groups, folders)
     if own:
-        sizes[f"inner state of {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
+        sizes[f"{INNER_STATE} {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
     under_way = 2 * _FP32 * rounds_at_once(config) / config.fragments + (_FP32 if config.has_error_feedback else 0)
     if under_way:
         sizes["exchanges under way and what codecs dropped"] = under_way * groups

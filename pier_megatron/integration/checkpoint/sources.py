@@ -1,5 +1,7 @@
 """From which saved groups, and from which folders, a group resumes."""
 
+import functools
+
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
@@ -16,6 +18,9 @@ class Sources:
     def __init__(self, place: RunPosition, stored: StoredRun) -> None:
         """Looks from ``place`` at what is stored."""
         self._place, self.stored = place, stored
+        self._there = frozenset(stored.islands)
+        # Asked for once for each group.
+        self._present = functools.cache(place.describe)
         self._descriptions: dict[int, Description] = {}
 
     def first_folder(self) -> int:
@@ -26,14 +31,14 @@ class Sources:
 
     def of_inner(self, saved: Description, group: int) -> list[int]:
         """Saved groups of whose inner states a group takes the mean."""
-        config, there = self._place.config, self.stored.islands
-        if there and self._has_groups_of(saved):
-            return [group if group in there else 0]
+        config = self._place.config
+        if self._there and self._has_groups_of(saved):
+            return [group if group in self._there else 0]
         return saved.sources(group, config.groups, config.load_inner_state)
 
     def of_outer(self, saved: Description, group: int) -> list[int | None]:
         """The same for the outer state; None stands for that of all groups."""
-        present = self._place.describe(saved.iteration)
+        present = self._present(saved.iteration)
         if saved.has_common_outer_state or present.has_common_outer_state:
             return saved.outer_sources(group, present, self._place.config.load_inner_state)
         return list(self.of_inner(saved, group))
@@ -57,7 +62,7 @@ class Sources:
 
     def is_apart(self, saved: Description, source: int) -> bool:
         """Whether the inner state of a saved group is stored beside Megatron's own."""
-        return self.stored.number_in_folder(source) in self._described(saved, source).own_inner_state
+        return self._described(saved, source).is_apart(self.stored.number_in_folder(source))
 
     def checksum_of_outer(self, saved: Description, source: int | None, name: str) -> int | None:
         """The checksum of a flat buffer of a saved group, or of all; None if it is not known."""
@@ -75,7 +80,7 @@ class Sources:
         stored = self.stored
         if not stored.islands or not self._has_groups_of(saved):
             return []
-        missing = [group for group in self._place.in_launch if group not in stored.islands]
+        missing = [group for group in self._place.in_launch if group not in self._there]
         return [
             f"there is no checkpoint of iteration {stored.iteration} of island {group}, which takes the inner state of island 0"
             for group in missing
@@ -88,7 +93,7 @@ class Sources:
             PierConfigError: On all ranks of all islands alike.
         """
         stored = self.stored
-        missing = self._folders_of(saved, self._place.in_launch) - {*stored.islands} if stored.islands else ()
+        missing = self._folders_of(saved, self._place.in_launch) - self._there if stored.islands else ()
         if missing:
             raise PierConfigError(
                 f"--load {stored.root}: this run goes on with the mean of saved islands, but the "
@@ -108,7 +113,7 @@ class Sources:
     def _nearest(self) -> int:
         """The folder of this island, or the first one."""
         own = self._place.in_world.start
-        return own if own in self.stored.islands else 0
+        return own if own in self._there else 0
 
     def _described(self, saved: Description, source: int) -> Description:
         return self._description(source) if self.stored.islands else saved

@@ -1,0 +1,308 @@
+"""Worlds of 16,384 ranks and 1,024 groups: how much is looked at, kept and said, counted and not timed."""
+
+import dataclasses
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pier_megatron import PierConfig
+from pier_megatron.exchange.collectives import Gathered, GroupExchange
+from pier_megatron.exchange.topology import NAMED, Rank, Topology
+from pier_megatron.integration import refusals, samples
+from pier_megatron.integration.census import Collective, table
+from pier_megatron.integration.checkpoint.sources import Sources
+from pier_megatron.integration.checkpoint.stored_run import StoredRun
+from pier_megatron.integration.copies import Copies, CopiesDifferError, _Domain, _Parameter
+from pier_megatron.integration.island_world import _over_all_islands
+from pier_megatron.integration.worlds import World
+from pier_megatron.outer import OuterLoop, Shards
+from pier_megatron.outer.description import Description
+from pier_megatron.outer.elastic import _refusals, _those_present
+from pier_megatron.outer.report import AnchorsDifferError, OuterStepReport, _check_anchors
+from pier_megatron.outer.verdicts import NOT_FINITE, DivergedError, Verdicts
+
+_RANKS, _GROUPS, _TENSOR = 16384, 1024, 4
+
+# Times that each element may be looked at, whatever for.
+_LOOKS = 40
+
+
+class Counted:
+    """How often anything is looked at."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+
+class CountedList(list[Any]):
+    """A list that counts how many of its elements are looked at."""
+
+    def __init__(self, elements: Any, counted: Counted) -> None:
+        super().__init__(elements)
+        self._counted = counted
+
+    def __iter__(self) -> Iterator[Any]:
+        for element in super().__iter__():
+            self._counted.looks += 1
+            yield element
+
+    def __getitem__(self, index: Any) -> Any:
+        self._counted.looks += 1
+        return super().__getitem__(index)
+
+    def __contains__(self, element: object) -> bool:
+        self._counted.looks += len(self)
+        return super().__contains__(element)
+
+
+def topology() -> Topology:
+    """As Megatron lays them out: a group is 16 ranks in order."""
+    size = _RANKS // _GROUPS
+    return Topology(
+        [
+            Rank(rank, f"node {rank // 8}", f"node {rank // 8}", rank // size, rank - rank % _TENSOR, rank % size)
+            for rank in range(_RANKS)
+        ]
+    )
+
+
+def test_ranks_are_not_looked_at_once_for_each_group() -> None:
+    drawn, counted = topology(), Counted()
+    drawn.ranks = CountedList(drawn.ranks, counted)
+    drawn.check()
+    assert drawn.warnings() == []
+    drawn.describe()
+    assert [len(drawn.members(group)) for group in drawn.groups()] == [_RANKS // _GROUPS] * _GROUPS
+    assert 0 < counted.looks <= _LOOKS * _RANKS
+
+
+def test_what_all_ranks_keep_of_each_does_not_grow_with_the_groups() -> None:
+    assert max(len(pickle.dumps(rank)) for rank in topology().ranks) < 250
+
+
+def test_few_of_many_groups_are_drawn() -> None:
+    lines = topology().describe()
+    assert lines[0] == "group 0: ranks 0-15 on node 0, node 1"
+    assert lines[-2:] == ["and 1,015 more, to", "group 1023: ranks 16368-16383 on node 2046, node 2047"]
+    assert len(lines) == NAMED // 2 + 2
+
+
+def test_few_of_many_nodes_and_stretches_are_named() -> None:
+    # Two groups that take turns, four ranks each.
+    ranks = [Rank(rank, f"node {rank // 8}", f"node {rank // 8}", rank // 4 % 2, rank, rank % 4) for rank in range(1024)]
+    [first, _] = Topology(ranks).describe()
+    assert first.startswith("group 0: ranks 0-3, 8-11, ")
+    assert first.endswith(
+        ", ... 1016-1019 (128 in all) on " + ", ".join(f"node {n}" for n in range(8)) + ", ... node 127 (128 in all)"
+    )
+
+
+class CountedFloat(float):
+    """A number that counts how often it is compared."""
+
+    counted = Counted()
+    __hash__ = float.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        self.counted.looks += 1
+        return float(self) == other
+
+
+def test_samples_of_groups_are_not_compared_pair_by_pair() -> None:
+    found = SimpleNamespace(tolist=lambda: [CountedFloat(number) for number in range(_GROUPS)])
+    gathered = SimpleNamespace(result=lambda: SimpleNamespace(flatten=lambda: found))
+    exchange: Any = SimpleNamespace(gather=lambda own: gathered)
+    CountedFloat.counted.looks = 0
+    samples.check_groups_read_different_samples(None, exchange, torch.device("cpu"))
+    assert CountedFloat.counted.looks <= _LOOKS * _GROUPS
+
+
+def test_samples_with_one_checksum_of_32_bits_are_told_apart() -> None:
+    # Two words that are known for it. Of 16,384 groups, two have that in common once in thirty starts.
+    words = (torch.tensor([*word], dtype=torch.uint8) for word in (b"plumless", b"buckeroo"))
+    first, second = (samples._fingerprint({"text": word}) for word in words)
+    assert first != second
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    """A world of which this process is one rank, and the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": 2, "fragments": 2}, {"exchange_dtype": "int8"}])
+def test_calls_of_an_outer_step_do_not_grow_with_the_groups(fake_world: None, options: dict[str, Any]) -> None:
+    few, many = (_calls_of_outer_steps(groups, options) for groups in (8, _GROUPS))
+    assert 0 < many <= few
+
+
+def _calls_of_outer_steps(groups: int, options: dict[str, Any]) -> int:
+    """Calls of Python and C functions in two sync intervals."""
+    config = PierConfig(train_iters=40, groups=groups, preset="diloco", sync_interval=4, lazy_start_iters=0, **options)
+    reports: list[str] = []
+    loop = OuterLoop(
+        [[Shards([torch.ones(2 * 1024 * 512)])]],
+        config,
+        GroupExchange(dist.new_group(list(range(groups))), config.codec),
+        report=lambda report: reports.append(report.line()),
+    )
+    calls = Counted()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        calls.looks += event in ("call", "c_call")
+
+    for iteration in range(1, 13):
+        if iteration == 5:
+            sys.setprofile(count)
+        loop.begin_iteration(iteration)
+        loop.end_iteration()
+        # Collectives of this world never say that they are done.
+        loop.reports.write_arrived(waits=True)
+    sys.setprofile(None)
+    assert reports
+    return calls.looks
+
+
+def test_islands_tell_each_other_a_number_for_each_rank(fake_world: None) -> None:
+    # 16 islands of 1,024 ranks, TP 4: a quarter of all ranks holds the same part of the model.
+    group = _over_all_islands([rank % 1024 % _TENSOR for rank in range(_RANKS)])
+    assert dist.get_process_group_ranks(group) == list(range(0, _RANKS, _TENSOR))
+
+
+def test_ranks_that_hold_copies_are_not_written_out_unless_they_differ(
+    fake_world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = dist.new_group(list(range(_GROUPS)))
+    parameters = [_Parameter(f"layer {number}", torch.ones(4), False, False) for number in range(100)]
+    copies = Copies.__new__(Copies)
+    copies._members, copies._device, copies._under_way = [], torch.device("cpu"), None
+    copies._domains = [_Domain(parameters, group, group, None)]
+    asked = Counted()
+
+    def ranks_of(world: World, group: dist.ProcessGroup) -> tuple[int, ...]:
+        asked.looks += 1
+        return tuple(dist.get_process_group_ranks(group))
+
+    monkeypatch.setattr(World, "ranks_of", ranks_of)
+    copies.compare(4)
+    [equal] = copies._under_way.result()  # type: ignore[union-attr]
+    assert asked.looks == 0
+    copies._under_way = Gathered(torch.ones_like(equal)[None])
+    with pytest.raises(CopiesDifferError, match=r"layer \d+ on data-parallel ranks \[0, 1, 2, .* and 197 more"):
+        copies.check(waits=True)
+    assert asked.looks == 3
+
+
+def test_report_names_many_excluded_groups_together() -> None:
+    report = OuterStepReport(8, 1.0, 1.0, 0.5, 0.5, 0.9, 0.7, 1, 1.0)
+    few = dataclasses.replace(report, not_finite=(3, 5), restarted=(5,)).line()
+    assert few.endswith(" NOT FINITE, LEFT OUT: group 3 | NOT FINITE, LEFT OUT AND RESTARTED: group 5 |")
+    many = dataclasses.replace(report, outliers=tuple(range(500)), restarted=tuple(range(20))).line()
+    assert many.endswith("| OUTLIER, LEFT OUT: 500 groups (0-499), 20 of them RESTARTED |")
+    assert dataclasses.replace(report, outliers=tuple(range(500))).scalars()["pier/groups-left-out"] == 500
+
+
+def test_errors_name_few_of_many_groups() -> None:
+    with pytest.raises(AnchorsDifferError, match=r"groups 7 are not group 0's \(checksums .*, by group: \{0: 1, 7: 2\}\)"):
+        _check_anchors(4, [1.0] * 7 + [2.0] + [1.0] * 1000)
+    gathered = SimpleNamespace(result=lambda: torch.full((_GROUPS, 1), NOT_FINITE))
+    exchange: Any = SimpleNamespace(groups=range(_GROUPS), rank=0, gather=lambda own: gathered)
+    with pytest.raises(DivergedError, match="all 1,024 groups not finite"):
+        Verdicts(exchange, NOT_FINITE, torch.device("cpu")).check(4)
+
+
+class CountedTuple(tuple[int, ...]):
+    """A tuple that counts how many of its elements are looked at."""
+
+    counted = Counted()
+
+    def __iter__(self) -> Iterator[int]:
+        self.counted.looks += len(self)
+        return super().__iter__()
+
+    def __contains__(self, element: object) -> bool:
+        self.counted.looks += len(self)
+        return super().__contains__(element)
+
+
+@pytest.mark.parametrize("islands", [(), CountedTuple(range(_GROUPS))])
+@pytest.mark.parametrize("preset", ["diloco", "noloco"])
+def test_sources_of_a_resume_are_not_looked_up_among_all_groups(islands: tuple[int, ...], preset: str) -> None:
+    config = PierConfig(train_iters=1000, groups=_GROUPS, preset=preset, lazy_start_iters=0, islands=bool(islands))
+    own = CountedTuple(range(_GROUPS))
+    described: list[Description] = []
+
+    def describe(iteration: int) -> Description:
+        described.append(Description.of_run(config, iteration, {}, "cpu", own_inner_state=own, is_local=True))
+        return described[-1]
+
+    place: Any = SimpleNamespace(config=config, in_world=range(_GROUPS), in_launch=range(_GROUPS), describe=describe)
+    sources, saved = Sources(place, StoredRun(Path(), 400, islands)), describe(400)
+    sources._descriptions = dict.fromkeys(range(_GROUPS), saved)
+    CountedTuple.counted.looks = 0
+    for group in range(_GROUPS):
+        assert sources.of_inner(saved, group) == [group]
+        assert sources.of_outer(saved, group) == [None if preset == "diloco" else group]
+        assert sources.is_apart(saved, group)
+    sources.check_folders(saved)
+    assert sources.lacking(saved) == []
+    assert 0 < CountedTuple.counted.looks <= _LOOKS * _GROUPS
+    assert len(described) == 2
+
+
+def test_checkpoint_of_many_groups_gets_a_warning() -> None:
+    args: Any = SimpleNamespace(
+        **dict.fromkeys(("save", "load", "save_interval", "no_save_optim", "fp16"), None),
+        data_parallel_size=4096,
+        log_interval=100,
+        bf16=True,
+        use_distributed_optimizer=True,
+    )
+
+    def warned(groups: int, **options: Any) -> list[str]:
+        return refusals.warnings(args, PierConfig(train_iters=1000, groups=groups, **options))
+
+    assert warned(_GROUPS) == []
+    args.save = "folder"
+    [warning] = warned(_GROUPS)
+    assert "--save with 1,024 groups: each stores an inner state of its own, 12,276 of 12,298 bytes per parameter." in warning
+    assert warned(NAMED) == warned(_GROUPS, save_inner_state="first") == []
+
+
+def test_collectives_of_many_ranks_name_few_of_them() -> None:
+    few, many = (table([Collective("allreduce_", tuple(range(ranks)), 4)]) for ranks in (4, _RANKS))
+    assert few == ["    1 x allreduce_                                4 bytes over ranks 0, 1, 2, 3"]
+    assert many[0].endswith("over ranks 0, 1, 2, 3, 4, 5, 6, 7, ... 16383 (16,384 in all)")
+
+
+class CountedStanding(tuple[int, ...]):
+    """What an island says of itself; counts how often any of it is looked at."""
+
+    counted = Counted()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.counted.looks += 1
+        return super().__getitem__(index)
+
+
+def test_islands_of_a_quorum_are_not_compared_pair_by_pair() -> None:
+    # Half of a thousand join.
+    numbers: list[Any] = [CountedFloat(island) for island in range(1000)]
+    standings = [CountedStanding((island, 4 * (int(island) % 2), 8, *[int(island) % 2] * 2, 4, 1)) for island in numbers]
+    CountedStanding.counted.looks = CountedFloat.counted.looks = 0
+    counted = Counted()
+    present = _those_present(standings)
+    assert present == list(range(1, 1000, 2))
+    assert not _refusals(standings, CountedList(present, counted))
+    assert CountedStanding.counted.looks + CountedFloat.counted.looks <= _LOOKS * len(standings)
+    assert counted.looks <= _LOOKS * len(standings)
