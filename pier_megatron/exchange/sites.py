@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange, Residual, Sum, Wire
+from pier_megatron.exchange.encoded import gather_into
 
 _FP32 = 4
 
@@ -44,13 +45,14 @@ class SiteWire(Wire):
         return super().segment_numel(self.part_numel(numel))
 
     def payload_bytes(self, numel: int) -> int:
-        """Memory of a sum under way: all parts, the own one, and its payloads."""
+        """Memory of a sum under way: the own part and its payloads."""
         part = self.part_numel(numel)
-        return (self.groups_in_site + 1) * _FP32 * part + Wire(self.codec, self.groups).payload_bytes(part)
+        return _FP32 * part + Wire(self.codec, self.groups).payload_bytes(part)
 
     def coding_bytes(self, numel: int) -> int:
-        """Memory that encoding or decoding the own part takes for a moment."""
-        return Wire(self.codec, self.groups).coding_bytes(self.part_numel(numel))
+        """Memory that encoding or decoding the own part takes for a moment, or gathering all parts."""
+        part = self.part_numel(numel)
+        return max(self.groups_in_site * _FP32 * part, Wire(self.codec, self.groups).coding_bytes(part))
 
 
 class SiteExchange(Exchange):
@@ -80,20 +82,20 @@ class _SumOfParts(Sum):
         inside = exchange.inside
         length = exchange.wire.part_numel(len(vector))
         begin, end = (min((inside.rank + more) * length, len(vector)) for more in (0, 1))
-        self._vector, self._inside = vector, inside.process_group
-        self._parts = vector.new_empty(inside.size * length)
-        self._own = vector.new_zeros(length)
-        self._own[: end - begin].copy_(vector[begin:end])
+        self._vector, self._inside = vector, inside
+        self._own = vector.new_zeros(1, length)
+        self._own[0, : end - begin].copy_(vector[begin:end])
         dropped = None if residual is None else Residual(residual.sent[begin:end], residual.reduced)
-        self._sum = exchange.across.sum(self._own, dropped, exactly)
+        self._sum = exchange.across.sum(self._own[0], dropped, exactly)
 
     def advance(self) -> None:
         self._sum.advance()
 
     def finish(self) -> None:
         self._sum.finish()
-        dist.all_gather_into_tensor(self._parts, self._own, group=self._inside)
-        self._vector.copy_(self._parts[: len(self._vector)])
+        parts = self._own.new_empty(self._inside.size, self._own.shape[1])
+        gather_into(parts, self._own, self._inside.process_group).wait()
+        self._vector.copy_(parts.view(-1)[: len(self._vector)])
 
 
 class SitedExchange(GroupExchange):

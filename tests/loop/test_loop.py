@@ -320,6 +320,14 @@ def test_device_memory_is_what_the_start_says(ranks: Ranks, dtype: str, overlap:
         assert abs(used - said) <= 0.05 * said, (used, said)
 
 
+@pytest.mark.parametrize(("dtype", "overlap"), [("fp32", 0), ("fp32", 2), ("int8", 0), ("int8", 2)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_device_memory_of_sites_is_what_the_start_says(ranks: Ranks, dtype: str, overlap: int, offload: bool) -> None:
+    program(groups=4, **_SITES, exchange_dtype=dtype, overlap=overlap, offload=offload).run(ranks)
+    for used, said in ranks.do("device_memory"):
+        assert abs(used - said) <= 0.05 * said, (used, said)
+
+
 def test_rank_without_parameters_takes_part_on_its_device() -> None:
     devices = []
 
