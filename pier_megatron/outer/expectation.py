@@ -27,8 +27,8 @@ _FEWEST_OUTER_STEPS = {"adam": 25, "muon": 10}
 _SHORTEST_INTERVAL = 10
 
 FORESEEABLE = (
-    f"pseudo-gradients in int4 or more bits, an interval of at least {_SHORTEST_INTERVAL} and AdamW inside, --pier-preset "
-    f"{' or '.join(_FITTED_PRESETS['adam'])}, at least {_FEWEST_OUTER_STEPS['adam']} outer steps, or Muon inside, "
+    f"no sites, pseudo-gradients in int4 or more bits, an interval of at least {_SHORTEST_INTERVAL} and AdamW inside, "
+    f"--pier-preset {' or '.join(_FITTED_PRESETS['adam'])}, at least {_FEWEST_OUTER_STEPS['adam']} outer steps, or Muon inside, "
     f"{' or '.join(_FITTED_PRESETS['muon'])}, at least {_FEWEST_OUTER_STEPS['muon']} outer steps"
 )
 
@@ -40,6 +40,7 @@ def is_foreseeable(config: PierConfig) -> bool:
         config.preset in _FITTED_PRESETS[inner]
         and config.outer_momentum is None
         and config.outer_lr is None
+        and config.sites is None
         # Fewer bits have noise of their own, which the law would take for that of groups.
         and not config.codec.needs_error_feedback
         and config.sync_interval >= _SHORTEST_INTERVAL

@@ -65,6 +65,7 @@ def test_nothing_is_said_of_what_was_not_studied() -> None:
         {"train_iters": 200},
         {"outer_lr": 1.0},
         {"exchange_dtype": "int2"},
+        {"sites": 2, "site_interval": 10},
         {"groups": 1},
     ):
         assert at_start(with_muon(**other)) is None

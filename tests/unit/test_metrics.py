@@ -193,7 +193,7 @@ def test_elastic_island_logs_the_spread_of_those_that_count() -> None:
     def spread_of(own: int, *others: int) -> float | None:
         """Its pseudo-gradient is (3, 0), and the mean (1.5, 2); nothing if it has just joined."""
         verdicts = (own, *others)
-        round_ = mock.Mock(rule=Nesterov(0.9, 0.7), begun=4, bytes_sent=0)
+        round_ = mock.Mock(rule=Nesterov(0.9, 0.7), begun=4, bytes_sent=0, restarted_before=None)
         round_.verdicts.all.return_value, round_.verdicts.counted.return_value = verdicts, [said == GOOD for said in verdicts]
         round_.exchange.groups, round_.exchange.rank, round_.stopwatch.seconds.return_value = range(len(verdicts)), 0, 0.0
         sums = torch.zeros(1, ELEMENTS + 1)
