@@ -28,8 +28,8 @@ _SHORTEST_INTERVAL = 10
 
 FORESEEABLE = (
     f"no sites, pseudo-gradients in int4 or more bits, an interval of at least {_SHORTEST_INTERVAL} and AdamW inside, "
-    f"--pier-preset {' or '.join(_FITTED_PRESETS['adam'])}, at least {_FEWEST_OUTER_STEPS['adam']} outer steps, or Muon inside, "
-    f"{' or '.join(_FITTED_PRESETS['muon'])}, at least {_FEWEST_OUTER_STEPS['muon']} outer steps"
+    f"--pier-preset {' or '.join(_FITTED_PRESETS['adam'])}, at least {_FEWEST_OUTER_STEPS['adam']} outer steps, or "
+    f"Muon inside, {' or '.join(_FITTED_PRESETS['muon'])}, at least {_FEWEST_OUTER_STEPS['muon']} outer steps"
 )
 
 
