@@ -149,7 +149,7 @@ class GroupExchange(Exchange):
         if self.process_group is None:
             vectors.copy_(vector)
             return Gathered(vectors, [Computed(vector.device)])
-        return Gathered(vectors, [gather_into(vectors, vector, self.process_group)])
+        return Gathered(vectors, [gather_into(vectors, vector[None], self.process_group)])
 
     def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
         """Copies a tensor of one group to others, in place; called by all groups.
