@@ -147,7 +147,7 @@ def test_preset_suits_the_run(settings: dict[str, Any], preset: str) -> None:
 
 
 def test_settings_of_megatron_that_disappoint() -> None:
-    args = argparse.Namespace(data_parallel_size=8, log_interval=10)
+    args = argparse.Namespace(data_parallel_size=8, log_interval=10, save=None)
     assert refusals.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=10)) == []
     [log] = refusals.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=25))
     assert "--log-interval 10" in log
@@ -157,7 +157,7 @@ def test_settings_of_megatron_that_disappoint() -> None:
     assert "all 8 model replicas train as one group" in single
     assert "Pass --pier-groups 8" in single
     [alone] = refusals.warnings(
-        argparse.Namespace(data_parallel_size=1, log_interval=10), PierConfig(train_iters=1000, groups=1)
+        argparse.Namespace(data_parallel_size=1, log_interval=10, save=None), PierConfig(train_iters=1000, groups=1)
     )
     assert "one model replica (data-parallel size 1)" in alone
 

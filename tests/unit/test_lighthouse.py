@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -18,12 +17,11 @@ _ISLANDS = 100
 @contextlib.contextmanager
 def lighthouse(soft: int, hard: int) -> Iterator[subprocess.Popen[str]]:
     """A lighthouse that may open so many files."""
+    # Not between fork and exec of this process, whose other threads may hold locks.
+    limited = f'ulimit -S -n {soft} && ulimit -H -n {hard} && exec "$@"'
+    command = [sys.executable, "-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(_ISLANDS), "--port", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(_ISLANDS), "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+        ["bash", "-c", limited, "bash", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with process:
         try:
