@@ -44,7 +44,7 @@ SPLIT, COPIED = [(7,), (3, 5), (11, 2)], [(5,), (4, 2)]
 CHUNK_NUMEL = 16
 
 # As where memory is counted, and all that is not chunks shall not count.
-_LONG_CHUNK_NUMEL = 2**16
+LONG_CHUNK_NUMEL = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,8 +312,8 @@ class Rank:
     def device_memory(self) -> tuple[int, int]:
         """Most memory that a loop of these settings over more parameters takes, and what the start-up block says of it."""
         config, exchange = self._settings.pier(), self._communicators.exchange(self._settings)
-        with mock.patch.object(PierConfig, "chunk_numel_on", return_value=_LONG_CHUNK_NUMEL):
-            return device_memory.used_and_said(config, exchange, 16 * _LONG_CHUNK_NUMEL)
+        with mock.patch.object(PierConfig, "chunk_numel_on", return_value=LONG_CHUNK_NUMEL):
+            return device_memory.used_and_said(config, exchange, 16 * LONG_CHUNK_NUMEL)
 
     def result(self) -> dict[str, Any]:
         """What has happened so far."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from programs import Program, are_the_same, check
-from ranks import FailedError, Ranks, Settings
+from ranks import LONG_CHUNK_NUMEL, FailedError, Ranks, Settings
 from torch.overrides import TorchFunctionMode
 
 from pier_megatron import PierConfig
@@ -325,7 +325,9 @@ def test_device_memory_is_what_the_start_says(ranks: Ranks, dtype: str, overlap:
 def test_device_memory_of_sites_is_what_the_start_says(ranks: Ranks, dtype: str, overlap: int, offload: bool) -> None:
     program(groups=4, **_SITES, exchange_dtype=dtype, overlap=overlap, offload=offload).run(ranks)
     for used, said in ranks.do("device_memory"):
-        assert abs(used - said) <= 0.05 * said, (used, said)
+        # Gloo's threads hold a tensor for a moment after its collective has been waited for.
+        late = 4 * LONG_CHUNK_NUMEL
+        assert -0.05 * said <= used - said <= 0.05 * said + late, (used, said)
 
 
 def test_rank_without_parameters_takes_part_on_its_device() -> None:
