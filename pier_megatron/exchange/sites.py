@@ -28,13 +28,18 @@ class SiteWire(Wire):
 
     groups_in_site: int
 
+    @property
+    def across(self) -> Wire:
+        """What a group of each site sums over the sites, of its part."""
+        return Wire(self.codec, self.groups)
+
     def part_numel(self, numel: int) -> int:
         """Elements of which each group of a site carries the sum, of ``numel`` in all."""
         return -(-numel // self.groups_in_site)
 
     def bytes_between_sites(self, numel: int, exactly: bool = False) -> int:
         """Bytes that each rank sends over the slow link."""
-        return super().bytes_of_sum(self.part_numel(numel), exactly)
+        return self.across.bytes_of_sum(self.part_numel(numel), exactly)
 
     def bytes_of_sum(self, numel: int, exactly: bool = False) -> int:
         """Bytes that each rank sends, inside its site too, where the sum is gathered in FP32."""
@@ -42,17 +47,17 @@ class SiteWire(Wire):
 
     def segment_numel(self, numel: int) -> int:
         """Elements of which each rank computes the sum."""
-        return super().segment_numel(self.part_numel(numel))
+        return self.across.segment_numel(self.part_numel(numel))
 
     def payload_bytes(self, numel: int) -> int:
         """Memory of a sum under way: the own part and its payloads."""
         part = self.part_numel(numel)
-        return _FP32 * part + Wire(self.codec, self.groups).payload_bytes(part)
+        return _FP32 * part + self.across.payload_bytes(part)
 
     def coding_bytes(self, numel: int) -> int:
         """Memory that encoding or decoding the own part takes for a moment, or gathering all parts."""
         part = self.part_numel(numel)
-        return max(self.groups_in_site * _FP32 * part, Wire(self.codec, self.groups).coding_bytes(part))
+        return max(self.groups_in_site * _FP32 * part, self.across.coding_bytes(part))
 
 
 class SiteExchange(Exchange):

@@ -9,8 +9,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pier_megatron import PierConfig, PierConfigError
-from pier_megatron.exchange.codecs import CODECS
+from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 from pier_megatron.exchange.collectives import GroupExchange, Wire
+from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop
 from pier_megatron.outer.flights import chunks_on_the_wire, window
@@ -272,6 +273,15 @@ def test_parameters_are_restored_when_showing_the_anchor_fails() -> None:
 def test_bytes_of_a_sum() -> None:
     assert Wire(CODECS["fp32"], 1).bytes_of_sum(1000) == 0
     assert Wire(CODECS["fp32"], 4).bytes_of_sum(1000) == 6000
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+@pytest.mark.parametrize("exactly", [False, True])
+def test_group_of_a_site_sends_over_the_slow_link_what_its_part_takes(codec: Codec, exactly: bool) -> None:
+    wire = SiteWire(codec, 2, groups_in_site=4)
+    between = Wire(codec, 2).bytes_of_sum(1000 * BLOCK, exactly)
+    assert wire.bytes_between_sites(4000 * BLOCK, exactly) == between
+    assert wire.bytes_of_sum(4000 * BLOCK, exactly) == between + 3 * 4 * 1000 * BLOCK
 
 
 def test_groups_are_compared_without_copies_of_the_model() -> None:
