@@ -1,5 +1,6 @@
 """Which pseudo-gradients can be used: each group judges its own, and all groups learn all verdicts."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,6 @@ class Verdicts:
         self._exchange, self.own = exchange, own
         self._under_way = exchange.gather(torch.tensor([own], device=device))
         self._known: tuple[int, ...] | None = None
-        self._counted: list[bool] | None = None
 
     def all(self) -> tuple[int, ...]:
         """The verdicts in group order. Waits for all participants."""
@@ -47,11 +47,14 @@ class Verdicts:
         What is unusual in every group alike (a batch that all found hard) is unusual in none: where nobody is good,
         outliers count.
         """
-        if self._counted is None:
-            found = self.all()
-            accepted = GOOD if GOOD in found else OUTLIER
-            self._counted = [verdict == accepted for verdict in found]
         return self._counted
+
+    @functools.cached_property
+    def _counted(self) -> list[bool]:
+        # Asked for with every chunk.
+        found = self.all()
+        accepted = GOOD if GOOD in found else OUTLIER
+        return [verdict == accepted for verdict in found]
 
     def own_counts(self) -> bool:
         """Whether this group counts. Waits for the others only if this group is an outlier."""
@@ -85,7 +88,6 @@ class KnownVerdicts(Verdicts):
         """Takes the verdicts of all groups, in group order, also of those that do not meet."""
         self._exchange, self.own = exchange, of_groups[exchange.groups[exchange.rank]]
         self._known = tuple(of_groups[group] for group in exchange.groups)
-        self._counted = None
 
 
 class Judge:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import Exchange, GroupExchange
+from pier_megatron.exchange.collectives import Exchange, GroupExchange, Sum
 from pier_megatron.outer.share import Share
-from pier_megatron.outer.staging import one_ahead
+from pier_megatron.outer.staging import Staged, one_ahead
 from pier_megatron.outer.state import ANCHOR
 
 
@@ -89,18 +89,19 @@ class Weights:
             if not counted[exchange.rank]:
                 staged.shared.zero_()
             total = exchange.sum(staged.shared, exactly=staged.chunk.shards.travel_exactly(exchange.codec))
-            total.advance()
-            total.finish()
-            staged.chunk.set_parameters(staged.shared.div_(sum(counted)))
-            staged.give_back()
+            _write_mean(staged, total, sum(counted))
 
     def _write_mean_of_anchors(self) -> None:
         """Writes the mean of all groups' anchors to the parameters: the same bits in all of them, whatever their anchors."""
         stagings = self._share.stagings
         for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging in stagings for chunk in staging.state.chunks):
             staged.shared.copy_(staged.anchor)
-            total = self._exchange.sum(staged.shared, exactly=True)
-            total.advance()
-            total.finish()
-            staged.chunk.set_parameters(staged.shared.div_(self._exchange.size))
-            staged.give_back()
+            _write_mean(staged, self._exchange.sum(staged.shared, exactly=True), self._exchange.size)
+
+
+def _write_mean(staged: Staged, total: Sum, number: int) -> None:
+    """Waits for the sum of ``number`` groups in ``staged.shared``, and takes the mean for the parameters."""
+    total.advance()
+    total.finish()
+    staged.chunk.set_parameters(staged.shared.div_(number))
+    staged.give_back()
