@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         new_secret(options.new_secret)
         print(f"--pier-secret-file {options.new_secret}: copy it to all islands")
         return 0
-    least = options.islands // 2 + 1 if options.min_islands is None else options.min_islands
+    least = more_than_half(options.islands) if options.min_islands is None else options.min_islands
     if least > options.islands:
         raise PierConfigError(f"--min-islands {least}: must be from 1 to --islands {options.islands}.")
     _allow_connections(options.islands)
@@ -94,6 +94,11 @@ def run(options: argparse.Namespace) -> int:
     ended.wait()
     server.shutdown()
     return 0
+
+
+def more_than_half(islands: int) -> int:
+    """The default of ``--min-islands``: of two halves that do not see each other, one at most goes on."""
+    return islands // 2 + 1
 
 
 def _allow_connections(islands: int) -> None:

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
+from pier_megatron.commands.lighthouse import more_than_half
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Plan, Prediction, predict
 from pier_megatron.commands.plan.rounds import Faults, Groups, Membership, Outcome, elastic, one_launch, young_interval
@@ -83,7 +84,7 @@ class Simulation:
     @property
     def least(self) -> int:
         """The lighthouse's default of ``--min-islands``."""
-        return self.job.groups // 2 + 1
+        return more_than_half(self.job.groups)
 
     @property
     def nodes(self) -> int:
@@ -178,18 +179,15 @@ def make_plan(simulation: Simulation, iterations: int) -> Plan:
     config = simulation.config
     one = PAIRS if config.subgroup == 2 else ONE_LAUNCH
     own = [Choice(SYNCHRONOUS, 1), Choice(one, config.sync_interval), Choice(ELASTIC, config.sync_interval)]
-    launched = _best(simulation, [Choice(one, interval) for interval in _intervals(config)])
-    islands = _best(
-        simulation,
-        [
-            choice
-            for interval in sorted({*_INTERVALS, config.sync_interval})
-            for choice in (Choice(ELASTIC, interval), *simulation.resting(interval))
-        ],
-    )
-    chosen = islands if islands[1].cost < _WORTH * launched[1].cost else launched
-    rows = {choice: simulation.run(choice) for choice in own} | dict([launched, islands])
-    troubles = simulation.troubles
+    of_launch = [Choice(one, interval) for interval in _tried(config) if _starts(config, interval)]
+    of_islands = [
+        choice for interval in _tried(config) for choice in (Choice(ELASTIC, interval), *simulation.resting(interval))
+    ]
+    outcomes = {choice: simulation.run(choice) for choice in dict.fromkeys((*own, *of_launch, *of_islands))}
+    launched, islands = (_best({choice: outcomes[choice] for choice in choices}) for choices in (of_launch, of_islands))
+    chosen = islands if outcomes[islands].cost < _WORTH * outcomes[launched].cost else launched
+    rows = {choice: _row(simulation, choice, outcomes[choice], iterations) for choice in (*own, launched, islands)}
+    advice, troubles = rows[chosen], simulation.troubles
     return {
         "assumed": {
             "hours between failures of a node": _finite(troubles.mtbf),
@@ -199,31 +197,34 @@ def make_plan(simulation: Simulation, iterations: int) -> Plan:
             "restart": troubles.restart,
             "save": troubles.save,
         },
-        "ways": [_row(simulation, choice, outcome, iterations) for choice, outcome in rows.items()],
-        "advice": _row(simulation, *chosen, iterations)
-        | {"flags": _flags(simulation, *chosen), "without": _refused(config) if chosen[0].way in _OF_ISLANDS else []},
+        "ways": list(rows.values()),
+        "advice": advice
+        | {
+            "flags": _flags(config, chosen, advice["save interval"]),
+            "without": _refused(config) if chosen.way in _OF_ISLANDS else [],
+        },
     }
 
 
-def _intervals(config: PierConfig) -> list[int]:
-    """Intervals with which the job would start."""
-    found = []
-    for interval in sorted({*_INTERVALS, config.sync_interval}):
-        try:
-            dataclasses.replace(config, sync_interval=interval)
-        except PierConfigError:
-            continue
-        found.append(interval)
-    return found
+def _tried(config: PierConfig) -> list[int]:
+    """Intervals to look at, the job's own among them."""
+    return sorted({*_INTERVALS, config.sync_interval})
 
 
-def _best(simulation: Simulation, choices: Sequence[Choice]) -> tuple[Choice, Outcome]:
+def _starts(config: PierConfig, interval: int) -> bool:
+    """Whether the job would start with an interval."""
+    try:
+        dataclasses.replace(config, sync_interval=interval)
+    except PierConfigError:
+        return False
+    return True
+
+
+def _best(outcomes: Mapping[Choice, Outcome]) -> Choice:
     """The shortest interval, and then the longest time before islands rest, that costs hardly more than what costs least."""
-    outcomes = {choice: simulation.run(choice) for choice in choices}
     limit = _AS_GOOD * min(outcome.cost for outcome in outcomes.values())
     good = [choice for choice, outcome in outcomes.items() if outcome.cost <= limit]
-    chosen = min(good, key=lambda choice: (choice.interval, -(choice.rest_after or math.inf)))
-    return chosen, outcomes[chosen]
+    return min(good, key=lambda choice: (choice.interval, -(choice.rest_after or math.inf)))
 
 
 def _row(simulation: Simulation, choice: Choice, outcome: Outcome, iterations: int) -> Plan:
@@ -239,8 +240,8 @@ def _row(simulation: Simulation, choice: Choice, outcome: Outcome, iterations: i
     }
 
 
-def _flags(simulation: Simulation, choice: Choice, outcome: Outcome) -> str:
-    found, config = [], simulation.config
+def _flags(config: PierConfig, choice: Choice, save_interval: int | None) -> str:
+    found = []
     if choice.way in _OF_ISLANDS and config.lighthouse is None:
         found.append("--pier-lighthouse URL --pier-island K --pier-lazy-start-iters 0")
         if config.codec.needs_error_feedback:
@@ -250,8 +251,7 @@ def _flags(simulation: Simulation, choice: Choice, outcome: Outcome) -> str:
     found.append(f"--pier-sync-interval {choice.interval}")
     if choice.rest_after is not None:
         found.append(f"--pier-sync-seconds {choice.rest_after:g}")
-    every = simulation.save_interval(choice, outcome)
-    return " ".join([*found, *([f"--save-interval {every}"] if every else [])])
+    return " ".join([*found, *([f"--save-interval {save_interval}"] if save_interval else [])])
 
 
 def _refused(config: PierConfig) -> list[str]:
@@ -276,14 +276,15 @@ def _rounded(seconds: float) -> float:
 
 def sweeps(simulation: Simulation) -> dict[str, dict[float, dict[str, float | None]]]:
     """Cost of each way over hours between failures of a node, numbers of groups of the job's size, and intervals."""
-    troubles, own = simulation.troubles, simulation.config.sync_interval
+    troubles, config = simulation.troubles, simulation.config
+    own = config.sync_interval
     failing = {
         hours: dataclasses.replace(simulation, troubles=dataclasses.replace(troubles, mtbf=hours)) for hours in _SWEPT_HOURS
     }
     return {
         "hours": {hours: _costs(of_hours, own) for hours, of_hours in failing.items()},
         "groups": {number: _costs(of_size(simulation, number), own) for number in _SWEPT_NUMBERS},
-        "interval": {interval: _costs(simulation, interval) for interval in sorted({*_INTERVALS, own})},
+        "interval": {interval: _costs(simulation, interval) for interval in _tried(config)},
     }
 
 
@@ -319,7 +320,7 @@ def lines(found: Plan, groups: int) -> list[str]:
         f"{_number(row['GPU-hours'], '11,.0f')} {row['save interval'] or '':>13}"
         for row in found["ways"]
     ]
-    least = f"--islands {groups} --min-islands {groups // 2 + 1}"
+    least = f"--islands {groups} --min-islands {more_than_half(groups)}"
     return [
         "",
         f"Simulated (docs/planner.md#failures): {failures}groups differ in speed by {assumed['spread']:.1%}",
