@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def more_than_half(islands: int) -> int:
-    """The default of ``--min-islands``: of two halves that do not see each other, one at most goes on."""
+    """The default of ``--min-islands``: of two halves that do not see each other, one at most continues."""
     return islands // 2 + 1
 
 
