@@ -29,6 +29,7 @@ from pier_megatron.integration.checkpoint.stored_model import StoredModel
 pytestmark = pytest.mark.processes
 
 _SEQUENCE = 32
+_END_OF_DOCUMENT = 256
 _COMMON = (
     f"--num-layers 2 --num-attention-heads 4 --seq-length {_SEQUENCE} --max-position-embeddings {_SEQUENCE} "
     "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 8 --global-batch-size 16 --tokenizer-type NullTokenizer "
@@ -173,8 +174,9 @@ def test_every_sequence_is_scored_once(scores: dict[str, dict[str, tuple[np.ndar
 
 def inputs_of(labels: torch.Tensor, text: bytes) -> torch.Tensor:
     """What came before the labels, found in the text."""
-    starts = {text[start + 1 : start + 1 + _SEQUENCE]: text[start] for start in range(0, len(text) - _SEQUENCE, _SEQUENCE)}
-    first = [starts[bytes(sequence.tolist())] for sequence in labels]
+    tokens = [*text, _END_OF_DOCUMENT]
+    starts = {tuple(tokens[start + 1 : start + 1 + _SEQUENCE]): tokens[start] for start in range(0, len(text), _SEQUENCE)}
+    first = [starts[tuple(sequence.tolist())] for sequence in labels]
     return torch.cat([torch.tensor(first)[:, None], labels[:, :-1]], dim=1)
 
 

@@ -20,8 +20,14 @@ def lighthouse(soft: int, hard: int) -> Iterator[subprocess.Popen[str]]:
     # Not between fork and exec of this process, whose other threads may hold locks.
     limited = f'ulimit -S -n {soft} && ulimit -H -n {hard} && exec "$@"'
     command = [sys.executable, "-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(_ISLANDS), "--port", "0"]
+    # A process of its own: a fork of a warm one has that one's limits.
+    variables = os.environ | {"PIER_TEST_WARM": ""}
     process = subprocess.Popen(
-        ["bash", "-c", limited, "bash", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ["bash", "-c", limited, "bash", *command],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     with process:
         try:
