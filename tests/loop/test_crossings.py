@@ -38,7 +38,7 @@ def runs(draw: st.DrawFn) -> Settings:
     config["no_error_feedback"] = not CODECS[config["exchange_dtype"]].needs_error_feedback and draw(st.booleans())
     if groups == WORLD and not looks_for_outliers and draw(st.booleans()):
         divisors = [divisor for divisor in range(1, interval + 1) if interval % divisor == 0]
-        config |= {"sites": 2, "site_interval": draw(st.sampled_from(divisors)), "overlap": 0, "fragments": 1}
+        config |= {"sites": 2, "site_interval": draw(st.sampled_from(divisors)), "fragments": 1}
         config["preset"] = draw(st.sampled_from(["pier-rising", "diloco", "local-sgd"]))
     elif groups == 1:
         config["preset"] = draw(st.sampled_from(["pier-rising", "diloco"]))
