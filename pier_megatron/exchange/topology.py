@@ -80,6 +80,10 @@ class Topology:
         dist.all_gather_object(ranks, own)
         return cls([rank for rank in ranks if rank is not None])
 
+    def ranks_beside(self, rank: int) -> int:
+        """Number of ranks on the node of a rank, itself included, whatever started them."""
+        return sum(other.node == self.ranks[rank].node for other in self.ranks)
+
     def check(self) -> None:
         """Refuses tensor-parallel groups that leave a fast network.
 

@@ -4,7 +4,6 @@ import collections
 import os
 from collections.abc import Sequence
 
-import psutil
 import torch
 
 from pier_megatron.config import PierConfig
@@ -47,13 +46,14 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
         )
 
 
-def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: int, is_pinned: bool) -> None:
+def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: int, available: int, is_pinned: bool) -> None:
     """Refuses to keep more in host memory than a node has; before any of its ranks takes its share.
 
     Args:
         config: Says whether at all.
         numels: Parameters that this rank owns, for each optimizer that owns some of them.
         ranks_on_node: Processes on this node, each of which needs as much.
+        available: Host memory, in bytes, that was available on the node before any of them took its share.
         is_pinned: Whether the memory will be pinned, for a device to copy to.
 
     Raises:
@@ -62,7 +62,6 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
     if not config.offload:
         return
     needed = ranks_on_node * sum(host_bytes(config, numel, is_pinned) for numel in numels)
-    available = psutil.virtual_memory().available
     if needed > available:
         rounded = ", buffers rounded up to powers of two as PyTorch pins them," if is_pinned else ""
         raise PierConfigError(

@@ -5,10 +5,10 @@ import copy
 import datetime
 import faulthandler
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -88,15 +88,16 @@ def with_outer_loop(
     shards = [member.main_parameters() for member in members]
     numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]
     device = optimizer.get_loss_scale().device
-    ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
+    # Looked at before all ranks meet: none has taken its share then.
+    available = psutil.virtual_memory().available
     compile_for(config.codec, config.sites or (config.groups if config.has_common_anchor else 1), device)
     world = worlds.own()
     world.use_own_folders(versions.megatron_args())
-    # All ranks meet here, so that none takes its host memory before the others have looked.
     with world.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
+        beside = topology.ranks_beside(world.rank_in_launch())
+        startup.check_host_memory(config, numels, beside, available, is_pinned=device.type == "cuda")
         timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
         communicator = topology.new_communicator(timeout)
         exchange = GroupExchange(communicator, config.codec)
@@ -104,7 +105,7 @@ def with_outer_loop(
             assert communicator is not None
             of_sites = topology.new_site_communicators(config.sites, timeout)
             exchange = SitedExchange(communicator, config.codec, *of_sites)
-    membership = world.membership(config, shards, device)
+    membership = world.membership(config, topology, shards, device)
     copies = Copies(members, model_chunks, device)
 
     def commit() -> None:
