@@ -16,7 +16,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, refusals, startup, worlds
+from pier_megatron.integration import current, nccl_options, refusals, startup, worlds
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
 from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.integration.copies import Copies
@@ -99,11 +99,13 @@ def with_outer_loop(
         beside = topology.ranks_beside(world.rank_in_launch())
         startup.check_host_memory(config, numels, beside, available, is_pinned=device.type == "cuda")
         timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-        communicator = topology.new_communicator(timeout)
+        between = functools.partial(nccl_options.options, args, nccl_options.BETWEEN_GROUPS, timeout)
+        communicator = topology.new_communicator(timeout, between())
         exchange = GroupExchange(communicator, config.codec)
         if config.sites is not None:
             assert communicator is not None
-            of_sites = topology.new_site_communicators(config.sites, timeout)
+            inside = nccl_options.options(args, nccl_options.INSIDE_SITES, timeout)
+            of_sites = topology.new_site_communicators(config.sites, timeout, inside, between())
             exchange = SitedExchange(communicator, config.codec, *of_sites)
     membership = world.membership(config, topology, shards, device)
     copies = Copies(members, model_chunks, device)
