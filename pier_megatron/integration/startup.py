@@ -14,6 +14,9 @@ from pier_megatron.outer import OuterLoop, expectation
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.state import ANCHOR, OuterState
 
+# Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.
+_BLACKWELL = (10, 0)
+
 # Longer schedules are shown by their first, last and evenly spaced outer steps.
 _SCHEDULE_ROWS = 8
 
@@ -128,16 +131,33 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interv
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *((f"  {expected}",) if (expected := expectation.at_start(config)) is not None else ()),
-        *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queued(loop))),
+        *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queues(loop))),
     ]
     return "\n".join(lines)
+
+
+def _queues(loop: OuterLoop) -> list[str]:
+    """Which work on a GPU waits for other work because both go through the same queue."""
+    config, queues = loop.config, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if loop.device.type != "cuda" or queues != "1" or not (config.overlap or config.offload):
+        return []
+    if torch.cuda.get_device_capability(loop.device) >= _BLACKWELL:
+        return [
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 on a GPU on which Megatron does not need it (Blackwell and newer): kernels, "
+            "collectives and copies wait for each other in one queue. Set it to 32, the most that CUDA accepts."
+        ]
+    found = _queued(loop) if config.overlap else []
+    if config.offload and os.environ.get("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "1") == "1":
+        found.append(
+            "--pier-offload with CUDA_DEVICE_MAX_CONNECTIONS=1: copies between host and device wait in the queue of the "
+            "kernels. Set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8, which gives them queues of their own."
+        )
+    return found
 
 
 def _queued(loop: OuterLoop) -> list[str]:
     """Whether collectives of one iteration hold up its kernels."""
     config, device_type = loop.config, loop.device.type
-    if not config.overlap or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" or device_type != "cuda":
-        return []
     chunks = max(sum(chunk.fragment == f for s in loop.states for chunk in s.chunks) for f in range(config.fragments))
     iterations = max(config.overlap - 1, 1)
     if chunks <= iterations:

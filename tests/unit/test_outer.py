@@ -1,6 +1,7 @@
 """The flat buffers and their updates against the formulas, on one process."""
 
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import one_gpu
@@ -304,14 +305,33 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None
         startup.check_host_memory(config, [numel], 16, available, is_pinned)
 
 
-def test_chunks_queued_back_to_back_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def queues_said(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), **settings: Any) -> list[str]:
+    """What start-up says of queues on a GPU, with ``CUDA_DEVICE_MAX_CONNECTIONS=1``."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    said = {}
-    for mib in (1, 2):
-        config = PierConfig(1000, groups=2, overlap=5, chunk_mib=mib)
-        running = loop.OuterLoop([[Shards([torch.zeros(7 * 2**18)])]], config, EXCHANGE)
-        running.device = torch.device("cuda")
-        said[mib] = startup._queued(running)
+    running = loop.OuterLoop([[Shards([torch.zeros(7 * 2**18)])]], PierConfig(1000, groups=2, **settings), EXCHANGE)
+    running.device = torch.device("cuda")
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        return startup._queues(running)
+
+
+def test_copies_behind_kernels_are_said_unless_they_have_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS", raising=False)
+    [said] = queues_said(monkeypatch, offload=True)
+    assert "Set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in said
+    assert queues_said(monkeypatch) == []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "8")
+    assert queues_said(monkeypatch, offload=True) == []
+
+
+def test_one_queue_on_blackwell_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in ({"overlap": 5, "chunk_mib": 1}, {"offload": True}):
+        [said] = queues_said(monkeypatch, (10, 0), **settings)
+        assert "Blackwell" in said
+        assert "Set it to 32" in said
+
+
+def test_chunks_queued_back_to_back_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {mib: queues_said(monkeypatch, overlap=5, chunk_mib=mib) for mib in (1, 2)}
     [warning] = said[1]
     assert "7 chunks of 1 MiB, 4 iterations" in warning
     assert "--pier-chunk-mib 2 " in warning
