@@ -1,6 +1,5 @@
 """What a run says and checks before its first iteration."""
 
-import collections
 import os
 from collections.abc import Sequence
 
@@ -174,9 +173,8 @@ def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
     """Work memory of a rank on its device; with a low-bit exchange also what one chunk takes while it is encoded."""
     total = coding = 0
     for state in states:
-        in_fragments = collections.Counter(chunk.fragment for chunk in state.chunks)
         longest = max((chunk.numel for chunk in state.chunks), default=0)
-        total += work_bytes(config, longest, list(in_fragments.values()))
+        total += work_bytes(config, longest, state.in_fragments)
         coding = max(coding, wire_of(config).coding_bytes(longest))
     return total + coding
 

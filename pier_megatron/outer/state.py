@@ -1,5 +1,6 @@
 """The outer optimizer's state: anchor and momentum, flat over the FP32 main shards of one rank, in chunks."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -180,6 +181,11 @@ class OuterState:
     def nbytes(self) -> int:
         """Memory that the state takes between outer steps, in bytes."""
         return sum(buffer.nbytes for buffer in (*self.flats.values(), *self.reduced_residuals.values()))
+
+    @property
+    def in_fragments(self) -> list[int]:
+        """Number of chunks in each fragment that has any."""
+        return list(collections.Counter(chunk.fragment for chunk in self.chunks).values())
 
     @property
     def counted(self) -> int:
