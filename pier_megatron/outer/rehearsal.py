@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,8 @@ def rehearse(config: PierConfig, share: Share, exchange: GroupExchange, outer_op
         return
     with _explained(first):
         _take_outer_steps(dataclasses.replace(config, fragments=1), share, exchange, outer_optimizer)
+        # Participants refer to themselves, so that only this gives their memory back.
+        gc.collect()
         for staging in share.stagings:
             staging.reserve(*buffers_at_once(config, staging.state.in_fragments))
 
@@ -79,7 +82,7 @@ def _explained(first: int) -> Iterator[None]:
     except RuntimeError as error:
         error.add_note(
             f"Pier: this was a rehearsal, at start, of the outer step after iteration {first}. If memory is short, use a "
-            "smaller --pier-chunk-mib or --pier-overlap, or --pier-offload. If the error speaks of a connection or a timeout, a "
-            "rank of another group cannot be reached, or its own log says why it failed."
+            "smaller --pier-chunk-mib or --pier-overlap, or --pier-offload. If the error speaks of a connection or a timeout, "
+            "a rank of another group cannot be reached, or its own log says why it failed."
         )
         raise
