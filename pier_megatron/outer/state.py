@@ -148,9 +148,8 @@ class OuterState:
         self.numel = sum(tensor.numel() for tensor in self._given)
         self.device = self._given[0].device if self._given else device or torch.device("cpu")
         self.offload = offload
-        self.factory_kwargs: dict[str, Any] = {"device": self.device}
-        if offload:
-            self.factory_kwargs = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        self._on_host: dict[str, Any] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        self.factory_kwargs: dict[str, Any] = self._on_host if offload else {"device": self.device}
         names = state_names(segment_numel is not None)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
@@ -217,6 +216,10 @@ class OuterState:
         for chunk in self.chunks:
             chunk.copy_parameters_to(chunk.of(flat))
         return flat
+
+    def parameters_on_host(self) -> Tensor:
+        """Copies the main parameters to host memory, pinned where there is a device, laid out as the flat buffers."""
+        return self.copy_parameters_to(torch.empty(self.numel, dtype=torch.float32, **self._on_host))
 
     def set_parameters(self, flat: Tensor) -> None:
         """Writes the main parameters; the inverse of :meth:`copy_parameters_to`."""

@@ -7,6 +7,7 @@ from unittest import mock
 import one_gpu
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from pier_megatron import PierConfig, PierConfigError
@@ -283,6 +284,32 @@ def test_group_of_a_site_sends_over_the_slow_link_what_its_part_takes(codec: Cod
     between = Wire(codec, 2).bytes_of_sum(1000 * BLOCK, exactly)
     assert wire.bytes_between_sites(4000 * BLOCK, exactly) == between
     assert wire.bytes_of_sum(4000 * BLOCK, exactly) == between + 3 * 4 * 1000 * BLOCK
+
+
+def test_save_of_an_exchange_under_way_copies_it_to_the_host() -> None:
+    """On the device its copies would take eight bytes a parameter. Fake tensors know their device, without a GPU."""
+    with FakeTensorMode():
+        device = torch.device("cuda")
+        state = OuterState([Shards([torch.empty(23, device=device)])], chunk_numel=4)
+        verdicts = mock.Mock(own_counts=lambda: True)
+        round_ = OuterRound([Staging(state)], EXCHANGE, (0,), Nesterov(0.9, 0.7), verdicts, 1, Stopwatch(device), device)
+        round_.begin()
+        saved = round_.settle()
+        assert state.anchor.device.type == "cuda"
+        assert {saved.own.device.type, saved.sum.device.type} == {"cpu"}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_parameters_that_evaluation_hides_wait_in_pinned_memory(device_type: str) -> None:
+    with FakeTensorMode():
+        state = OuterState([Shards([torch.empty(23, device=device_type)])])
+        with (
+            mock.patch.object(OuterState, "copy_parameters_to", lambda state, flat: flat),
+            mock.patch.object(torch, "empty") as made,
+        ):
+            state.parameters_on_host()
+    assert made.call_args.kwargs["device"] == "cpu"
+    assert made.call_args.kwargs["pin_memory"] is (device_type == "cuda")
 
 
 def test_groups_are_compared_without_copies_of_the_model() -> None:
