@@ -130,6 +130,6 @@ def _copy_host_memory(state: "ShardedStateDict", copied: Collection[int]) -> Non
     """
     mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
     for value in versions.require("megatron.core.dist_checkpointing.dict_utils", "nested_values")(state):
-        if isinstance(value, mapping.ShardedTensor | mapping.ShardedTensorFactory) and value.data.device.type == "cpu":
-            if value.data.data_ptr() not in copied:
-                value.data = value.data.clone()
+        is_sharded = isinstance(value, mapping.ShardedTensor | mapping.ShardedTensorFactory)
+        if is_sharded and value.data.device.type == "cpu" and value.data.data_ptr() not in copied:
+            value.data = value.data.clone()
