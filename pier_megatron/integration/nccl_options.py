@@ -4,7 +4,6 @@ import argparse
 import datetime
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -50,7 +49,7 @@ def check(args: argparse.Namespace, config: PierConfig) -> None:
             _check_entry(f"{names[name]}: {name}", entry)
 
 
-def options(args: argparse.Namespace, name: str, timeout: datetime.timedelta) -> Any:
+def options(args: argparse.Namespace, name: str, timeout: datetime.timedelta) -> object:
     """Options of a communicator of the plugin's.
 
     Args:
@@ -61,7 +60,8 @@ def options(args: argparse.Namespace, name: str, timeout: datetime.timedelta) ->
     Returns:
         ``ProcessGroupNCCL.Options``; None where the file does not name the communicator, or the backend is another one.
     """
-    entry = dict(_entries_of_file(args).get(name, {}))
+    of_file = _entries_of_file(args).get(name)
+    entry = dict(of_file) if isinstance(of_file, dict) else {}
     if name in _with_priority(args):
         entry["is_high_priority_stream"] = True
     if not entry or dist.get_backend() != "nccl":
@@ -80,7 +80,7 @@ def _with_priority(args: argparse.Namespace) -> Sequence[str]:
     return getattr(args, "high_priority_stream_groups", None) or ()
 
 
-def _entries_of_file(args: argparse.Namespace) -> Mapping[str, Any]:
+def _entries_of_file(args: argparse.Namespace) -> Mapping[str, object]:
     path = getattr(args, "nccl_communicator_config_path", None)
     if path is None:
         return {}

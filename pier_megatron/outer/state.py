@@ -149,7 +149,7 @@ class OuterState:
         self.device = self._given[0].device if self._given else device or torch.device("cpu")
         self.offload = offload
         self._on_host: dict[str, Any] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-        self.factory_kwargs: dict[str, Any] = self._on_host if offload else {"device": self.device}
+        self.factory_kwargs = self._on_host if offload else {"device": self.device}
         names = state_names(segment_numel is not None)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
