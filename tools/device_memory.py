@@ -32,6 +32,7 @@ def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tu
     parameters = [torch.zeros(numel // 8, device=here) for _ in range(8)]
     with _peak() as peak:
         loop = OuterLoop([[Shards(parameters)]], config, exchange)
+        loop.rehearse()
         for _ in range(_INTERVALS * config.sync_interval):
             loop.skip_iteration()
         loop.reports.write_arrived(waits=True)

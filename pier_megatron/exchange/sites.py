@@ -131,7 +131,11 @@ class SitedExchange(GroupExchange):
 
 
 def new_site_communicators(
-    enumeration: Sequence[Sequence[int]], sites: int, timeout: datetime.timedelta | None = None, description: str | None = None
+    enumeration: Sequence[Sequence[int]],
+    sites: int,
+    timeout: datetime.timedelta | None = None,
+    description: str | None = None,
+    options: tuple[object, object] = (None, None),
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Makes communicators inside and across sites, which are consecutive groups; called by all ranks.
 
@@ -140,12 +144,13 @@ def new_site_communicators(
         sites: Number of sites.
         timeout: Timeout of their collectives.
         description: What they are called, for messages.
+        options: Options of their backends.
     """
     size = len(enumeration[0]) // sites
     inside = [list(peers[begin : begin + size]) for peers in enumeration for begin in range(0, len(peers), size)]
     across = [list(peers[begin::size]) for peers in enumeration for begin in range(size)]
     own: list[dist.ProcessGroup] = []
-    for ranks, where in ((inside, "INSIDE_SITES"), (across, "BETWEEN_SITES")):
+    for ranks, where, of_backend in zip((inside, across), ("INSIDE_SITES", "BETWEEN_SITES"), options, strict=True):
         label = None if description is None else f"{description}{where}"
-        own.append(dist.new_subgroups_by_enumeration(ranks, timeout=timeout, group_desc=label)[0])
+        own.append(dist.new_subgroups_by_enumeration(ranks, timeout=timeout, pg_options=of_backend, group_desc=label)[0])
     return own[0], own[1]

@@ -80,6 +80,10 @@ class Topology:
         dist.all_gather_object(ranks, own)
         return cls([rank for rank in ranks if rank is not None])
 
+    def ranks_beside(self, rank: int) -> int:
+        """Number of ranks on the node of a rank, itself included, whatever started them."""
+        return sum(other.node == self.ranks[rank].node for other in self.ranks)
+
     def check(self) -> None:
         """Refuses tensor-parallel groups that leave a fast network.
 
@@ -145,10 +149,14 @@ class Topology:
         where = nodes if self._kind_of_domain == "node" else f"{domains} ({nodes})"
         return f"group {group}: {'ranks' if len(members) > 1 else 'rank'} {ranges_of(members)} on {where}"
 
-    def new_communicator(self, timeout: datetime.timedelta | None) -> dist.ProcessGroup | None:
+    def new_communicator(self, timeout: datetime.timedelta | None, options: object = None) -> dist.ProcessGroup | None:
         """Makes a communicator between the ranks that own the same parameters; called by all ranks.
 
         It is apart from Megatron's so that what crosses the groups never queues behind what stays inside one.
+
+        Args:
+            timeout: Timeout of its collectives.
+            options: Options of its backend; None for the backend's own.
 
         Returns:
             The communicator of this rank's peers, or None if there is one group.
@@ -157,15 +165,15 @@ class Topology:
             return None
         own: dist.ProcessGroup
         own, _ = dist.new_subgroups_by_enumeration(
-            self._enumeration, timeout=timeout, group_desc=f"{DESCRIPTION}BETWEEN_GROUPS"
+            self._enumeration, timeout=timeout, pg_options=options, group_desc=f"{DESCRIPTION}BETWEEN_GROUPS"
         )
         return own
 
     def new_site_communicators(
-        self, sites: int, timeout: datetime.timedelta | None
+        self, sites: int, timeout: datetime.timedelta | None, inside: object = None, across: object = None
     ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Makes communicators inside and across sites, see :func:`pier_megatron.exchange.sites.new_site_communicators`."""
-        return new_site_communicators(self._enumeration, sites, timeout, DESCRIPTION)
+        return new_site_communicators(self._enumeration, sites, timeout, DESCRIPTION, (inside, across))
 
     @property
     def _enumeration(self) -> list[list[int]]:

@@ -15,7 +15,7 @@ from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, division
 from pier_megatron.flags import WITH_ANY_OPTIMIZER, add_pier_arguments
-from pier_megatron.integration import refusals
+from pier_megatron.integration import nccl_options, refusals
 from pier_megatron.integration.inner import requirements
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
@@ -263,4 +263,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     # Megatron derives the iterations of sample-based training later, and the optimizer is built after that.
     if args.train_iters is not None:
-        refusals.check_sizes_and_intervals(args, config_from_args(args))
+        config = config_from_args(args)
+        refusals.check_sizes_and_intervals(args, config)
+        nccl_options.check(args, config)

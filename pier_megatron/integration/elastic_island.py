@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,10 +42,12 @@ class ElasticIsland(Island):
             shared = args.data_cache_path
             args.data_cache_path = str(Path(args.save) / "index" if shared is None else Path(shared) / f"island_{self.index}")
 
-    def membership(self, config: PierConfig, shards: Sequence[Sequence[Shards]], device: torch.device) -> ElasticMembership:
+    def membership(
+        self, config: PierConfig, topology: Topology, shards: Sequence[Sequence[Shards]], device: torch.device
+    ) -> ElasticMembership:
         """See :meth:`World.membership`."""
         assert config.lighthouse is not None
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < self.world.size() and is_loopback(config.island_address):
+        if topology.ranks_beside(self.rank_in_launch()) < self.world.size() and is_loopback(config.island_address):
             raise PierConfigError(
                 f"--pier-island-address {config.island_address}: the {self.world.size()} ranks of this island are on several "
                 "nodes, and this address reaches the node only that it is used on. Pass the first node's address, or on each "

@@ -95,8 +95,7 @@ def average_over_groups[R](training_log: Callable[..., R], optimizer: "PierOptim
         # Some statistics, those of experts among them, are reduced here in every iteration.
         with confined_to_group(optimizer.model_chunks[0]):
             return training_log(*args, **kwargs)
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    group = _between_groups()
     if group is None:
         return training_log(*args, **kwargs)
     own = _of_own_group(given.arguments, optimizer.loop.reports.latest)
@@ -113,6 +112,19 @@ def average_over_groups[R](training_log: Callable[..., R], optimizer: "PierOptim
         # Megatron goes on summing up from here.
         _restore_sums(given.arguments["total_loss_dict"], own)
     return result
+
+
+def rehearse() -> None:
+    """Gathers nothing between the groups, as means are gathered later: the first time connects them. Called by all ranks."""
+    group = _between_groups()
+    if group is not None:
+        dist.all_gather_object([None] * group.size(), None, group=group)
+
+
+def _between_groups() -> dist.ProcessGroup | None:
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    found: dist.ProcessGroup | None = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    return found
 
 
 def _log_spread(spread: float, iteration: int) -> None:

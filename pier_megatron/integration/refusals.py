@@ -127,7 +127,8 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     if args.timing_log_level > 0 and args.barrier_with_L1_time:
         raise PierConfigError(
             f"--timing-log-level {args.timing_log_level} puts about ten barriers of all ranks into every iteration, so that "
-            "every group would wait for the slowest. Add --no-barrier-with-level-1-timing."
+            "every group would wait for the slowest. Add --no-barrier-with-level-1-timing, or with --pier-overlap use "
+            "--timing-log-level 0: without barriers too these timers wait for the device, hence for what is on the wire."
         )
 
 
@@ -240,11 +241,31 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
                 f"{sum(sizes.values()):,.0f} bytes per parameter. --pier-save-inner-state first stores that of group 0 alone, "
                 "from which all groups then resume."
             )
-    if args.log_interval < config.overlap:
+    return found + _waits(args, config)
+
+
+def _waits(args: argparse.Namespace, config: PierConfig) -> list[str]:
+    """What makes Megatron wait for the device, hence for an exchange that training should hide."""
+    if not config.overlap:
+        return []
+    found = []
+    intervals = {
+        "log_interval": "at every log Megatron waits for the device",
+        "train_sync_interval": "Megatron waits for the device every so many iterations",
+    }
+    for name, waits in intervals.items():
+        interval = getattr(args, name, None)
+        if interval and interval < config.overlap:
+            found.append(
+                f"{flag(name)} {interval}: {waits}, hence for what is on the wire then. With --pier-overlap {config.overlap} "
+                f"that is {-(-config.overlap // interval)} times in each exchange, and so much of it is not hidden. Use "
+                f"{flag(name)} {config.overlap} or more."
+            )
+    if args.timing_log_level > 0:
         found.append(
-            f"--log-interval {args.log_interval}: at every log Megatron waits for the device, hence for what is on the wire "
-            f"then. With --pier-overlap {config.overlap} that is {-(-config.overlap // args.log_interval)} times in each "
-            f"exchange, and so much of it is not hidden. Log every {config.overlap} iterations or less often."
+            f"--timing-log-level {args.timing_log_level}: its timers wait for the device several times in every iteration, "
+            f"without barriers too, hence for what is on the wire. With --pier-overlap {config.overlap} next to nothing of an "
+            "exchange is hidden. Use --timing-log-level 0."
         )
     return found
 

@@ -1,10 +1,8 @@
 """What a run says and checks before its first iteration."""
 
-import collections
 import os
 from collections.abc import Sequence
 
-import psutil
 import torch
 
 from pier_megatron.config import PierConfig
@@ -14,6 +12,9 @@ from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, expectation
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.state import ANCHOR, OuterState
+
+# Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.
+_BLACKWELL = (10, 0)
 
 # Longer schedules are shown by their first, last and evenly spaced outer steps.
 _SCHEDULE_ROWS = 8
@@ -47,13 +48,14 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
         )
 
 
-def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: int, is_pinned: bool) -> None:
+def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: int, available: int, is_pinned: bool) -> None:
     """Refuses to keep more in host memory than a node has; before any of its ranks takes its share.
 
     Args:
         config: Says whether at all.
         numels: Parameters that this rank owns, for each optimizer that owns some of them.
         ranks_on_node: Processes on this node, each of which needs as much.
+        available: Host memory, in bytes, that was available on the node before any of them took its share.
         is_pinned: Whether the memory will be pinned, for a device to copy to.
 
     Raises:
@@ -62,7 +64,6 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
     if not config.offload:
         return
     needed = ranks_on_node * sum(host_bytes(config, numel, is_pinned) for numel in numels)
-    available = psutil.virtual_memory().available
     if needed > available:
         rounded = ", buffers rounded up to powers of two as PyTorch pins them," if is_pinned else ""
         raise PierConfigError(
@@ -129,16 +130,33 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interv
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *((f"  {expected}",) if (expected := expectation.at_start(config)) is not None else ()),
-        *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queued(loop))),
+        *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queues(loop))),
     ]
     return "\n".join(lines)
+
+
+def _queues(loop: OuterLoop) -> list[str]:
+    """Which work on a GPU waits for other work because both go through the same queue."""
+    config, queues = loop.config, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if loop.device.type != "cuda" or queues != "1" or not (config.overlap or config.offload):
+        return []
+    if torch.cuda.get_device_capability(loop.device) >= _BLACKWELL:
+        return [
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 on a GPU on which Megatron does not need it (Blackwell and newer): kernels, "
+            "collectives and copies wait for each other in one queue. Set it to 32, the most that CUDA accepts."
+        ]
+    found = _queued(loop) if config.overlap else []
+    if config.offload and os.environ.get("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "1") == "1":
+        found.append(
+            "--pier-offload with CUDA_DEVICE_MAX_CONNECTIONS=1: copies between host and device wait in the queue of the "
+            "kernels. Set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8, which gives them queues of their own."
+        )
+    return found
 
 
 def _queued(loop: OuterLoop) -> list[str]:
     """Whether collectives of one iteration hold up its kernels."""
     config, device_type = loop.config, loop.device.type
-    if not config.overlap or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" or device_type != "cuda":
-        return []
     chunks = max(sum(chunk.fragment == f for s in loop.states for chunk in s.chunks) for f in range(config.fragments))
     iterations = max(config.overlap - 1, 1)
     if chunks <= iterations:
@@ -155,9 +173,8 @@ def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
     """Work memory of a rank on its device; with a low-bit exchange also what one chunk takes while it is encoded."""
     total = coding = 0
     for state in states:
-        in_fragments = collections.Counter(chunk.fragment for chunk in state.chunks)
         longest = max((chunk.numel for chunk in state.chunks), default=0)
-        total += work_bytes(config, longest, list(in_fragments.values()))
+        total += work_bytes(config, longest, state.in_fragments)
         coding = max(coding, wire_of(config).coding_bytes(longest))
     return total + coding
 

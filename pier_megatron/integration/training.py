@@ -5,10 +5,10 @@ import copy
 import datetime
 import faulthandler
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -16,7 +16,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, refusals, startup, worlds
+from pier_megatron.integration import current, logged_means, nccl_options, refusals, startup, worlds
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
 from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.integration.copies import Copies
@@ -88,23 +88,26 @@ def with_outer_loop(
     shards = [member.main_parameters() for member in members]
     numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]
     device = optimizer.get_loss_scale().device
-    ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
+    # Looked at before all ranks meet: none has taken its share then.
+    available = psutil.virtual_memory().available
     compile_for(config.codec, config.sites or (config.groups if config.has_common_anchor else 1), device)
     world = worlds.own()
     world.use_own_folders(versions.megatron_args())
-    # All ranks meet here, so that none takes its host memory before the others have looked.
     with world.in_the_launch():
         topology = Topology.gather(_own_rank(config))
         topology.check()
+        beside = topology.ranks_beside(world.rank_in_launch())
+        startup.check_host_memory(config, numels, beside, available, is_pinned=device.type == "cuda")
         timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-        communicator = topology.new_communicator(timeout)
+        between = functools.partial(nccl_options.options, args, nccl_options.BETWEEN_GROUPS, timeout)
+        communicator = topology.new_communicator(timeout, between())
         exchange = GroupExchange(communicator, config.codec)
         if config.sites is not None:
             assert communicator is not None
-            of_sites = topology.new_site_communicators(config.sites, timeout)
+            inside = nccl_options.options(args, nccl_options.INSIDE_SITES, timeout)
+            of_sites = topology.new_site_communicators(config.sites, timeout, inside, between())
             exchange = SitedExchange(communicator, config.codec, *of_sites)
-    membership = world.membership(config, shards, device)
+    membership = world.membership(config, topology, shards, device)
     copies = Copies(members, model_chunks, device)
 
     def commit() -> None:
@@ -135,6 +138,8 @@ def with_outer_loop(
     if world.rank_in_launch() == 0:
         who, warnings = world.describe(topology, config), refusals.warnings(args, config)
         print(words(startup.describe(who, topology, loop, args.log_interval, warnings)), flush=True)
+    loop.rehearse()
+    logged_means.rehearse()
     current.set_optimizer(pier)
     return pier
 

@@ -73,7 +73,7 @@ class World:
         return topology.describe()
 
     def membership(
-        self, config: PierConfig, shards: Sequence[Sequence[Shards]], device: torch.device
+        self, config: PierConfig, topology: Topology, shards: Sequence[Sequence[Shards]], device: torch.device
     ) -> ElasticMembership | None:
         """Makes this world known to those of other launches; None if there are none."""
         return None

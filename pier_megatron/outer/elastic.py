@@ -23,8 +23,7 @@ from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress
-from pier_megatron.outer.staging import one_ahead
-from pier_megatron.outer.state import ANCHOR, COMMON
+from pier_megatron.outer.state import ANCHOR
 from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts
 from pier_megatron.outer.weights import Weights
 
@@ -199,7 +198,10 @@ class ElasticParticipants(Participants):
                 raise RuntimeError(f"islands end: {[standings[rank][_ISLAND] for rank in refusals]}")
             absent = sorted({*range(exchange.size)} - {*present})
             if absent:
-                self._hand_over(exchange, present[0], absent)
+                # Until the outer step has succeeded: the anchor of the others with the iteration of this island is that of
+                # nobody.
+                self._has_own_anchor = self._has_own_anchor and exchange.rank not in absent
+                self._share.hand_over(exchange, present[0], absent)
             if not source[_IS_DUE]:
                 return _Formed(source[_ITERATION], not here, source[_SYNCED], None)
             verdicts = Verdicts(exchange, verdict if here else ABSENT, self._share.device)
@@ -220,16 +222,6 @@ class ElasticParticipants(Participants):
         place = [_NOWHERE, _NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
         own = [self._island, *place, int(bool(fragments)), checksum_of_all, progress.trained, int(self._is_new)]
         return torch.tensor(own, device=self._share.device)
-
-    def _hand_over(self, exchange: GroupExchange, source: int, absent: Sequence[int]) -> None:
-        # Until the outer step has succeeded: the anchor of the others with the iteration of this island is that of nobody.
-        self._has_own_anchor = self._has_own_anchor and exchange.rank not in absent
-        stagings = self._share.stagings
-        lent = one_ahead(staging.lend(chunk, COMMON) for staging in stagings for chunk in staging.state.chunks)
-        for staged in lent:
-            for name in COMMON:
-                exchange.broadcast(staged.tensors[name], source, absent)
-            staged.give_back(COMMON)
 
 
 def _how_far(standing: Standing) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.elastic import ElasticMembership
+from pier_megatron.outer.rehearsal import rehearse
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.rules import OptimizerFactory
 from pier_megatron.outer.share import Share, moments_of, whole_parameters
@@ -71,6 +72,7 @@ class OuterLoop:
         self.device, self.states = self._share.device, self._share.states
         self._weights = Weights(self._share, exchange, on_change)
         self.reports = OuterStepReports(config, report)
+        self._outer_optimizer = outer_optimizer
         self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands, outer_optimizer)
 
     @classmethod
@@ -103,6 +105,14 @@ class OuterLoop:
         """
         shards, moments = [[whole_parameters(optimizer, group)]], functools.partial(moments_of, optimizer)
         return cls(shards, config, exchange, group=group, inner_state=moments, report=report, outer_optimizer=outer_optimizer)
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Takes all work buffers, and outer steps of parameters made for it; called by all ranks of all groups.
+
+        What does not fit or does not connect fails here, before the first iteration. Nothing of the run changes.
+        """
+        rehearse(self.config, self._share, self.exchange, self._outer_optimizer)
 
     @property
     def iteration(self) -> int:
@@ -229,6 +239,14 @@ class OuterLoop:
         self.progress = dataclasses.replace(snapshot.progress)
         self._steps.restore(snapshot)
         self._weights.commit()
+
+    def hand_out(self, source: int) -> None:
+        """Copies anchor and momentum of one group to all others, which have not read them; called by all.
+
+        Args:
+            source: Index of the group that has them.
+        """
+        self._share.hand_over(self.exchange, source, [group for group in range(self.exchange.size) if group != source])
 
     def checksums(self) -> list[dict[str, int]]:
         """Of each group, sums of the bits of anchor and momentum over all its ranks, however they share the model."""

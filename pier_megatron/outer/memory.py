@@ -55,33 +55,47 @@ def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
         return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
     chunk = min(numel, config.chunk_numel_on("cuda" if is_pinned else "cpu"))
-    in_flight = math.ceil(numel / config.fragments / chunk) * rounds_at_once(config) if chunk else 0
+    in_flight = math.ceil(numel / config.fragments / chunk) * _rounds_kept(config) if chunk else 0
     return len(state_names(config.has_error_feedback)) * taken(numel) + len(WORK) * in_flight * taken(chunk)
 
 
+def buffers_at_once(config: PierConfig, in_fragments: Sequence[int]) -> tuple[int, int]:
+    """Most buffers, each for a chunk, that a rank has lent at a time.
+
+    Args:
+        config: Settings of the run.
+        in_fragments: Number of chunks in each fragment.
+
+    Returns:
+        Number of those on the device, and of those beside them that wait between iterations where the state is offloaded.
+    """
+    # Beside those on their way in a blocking step: one in hand, one staged ahead.
+    at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
+    under_way = _under_way(config, in_fragments)
+    # Where the state is in place, chunks that wait keep their buffers.
+    lent = max(at_once, _on_the_wire(config, under_way) if config.offload else sum(under_way))
+    # Slow weights cross for every fragment that is not in a round.
+    pulled = _pulled(config, in_fragments)
+    beside = sum(pulled[max(1, len(under_way)) :])
+    return max(lent + beside, sum(pulled)), sum(under_way) if config.offload else 0
+
+
 def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) -> int:
-    """Device memory for the chunks that a rank works on at a time. It is made when it is first needed, and then kept.
+    """Device memory for the chunks that a rank works on at a time. It is made before training, and then kept.
 
     Args:
         config: Settings of the run.
         longest: Number of elements of the longest chunk.
         in_fragments: Number of chunks in each fragment.
     """
-    wire = wire_of(config)
-    # Beside those on their way in a blocking step: one in hand, one staged ahead.
-    at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
-    under_way = sorted(in_fragments, reverse=True)[: rounds_at_once(config)]
-    on_the_wire = sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
-    # Where the state is in place, chunks that wait keep their buffers.
-    lent = max(at_once, on_the_wire if config.offload else sum(under_way))
-    encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), on_the_wire)
-    # Slow weights cross for every fragment that is not in a round.
-    pulled = _pulled(config, in_fragments)
+    wire, under_way, pulled = wire_of(config), _under_way(config, in_fragments), _pulled(config, in_fragments)
+    encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), _on_the_wire(config, under_way))
     beside = sum(pulled[max(1, len(under_way)) :])
+    on_device, _ = buffers_at_once(config, in_fragments)
     of_chunk = longest * (_FP32 * len(WORK) + (bytes_per_parameter(config) if config.offload else 0))
     received = encoded * wire.payload_bytes(longest)
     ahead = (wire.groups - 1) * _FP32 * longest
-    return max(lent + beside, sum(pulled)) * of_chunk + max(received + beside * ahead, sum(pulled) * ahead)
+    return on_device * of_chunk + max(received + beside * ahead, sum(pulled) * ahead)
 
 
 def rounds_at_once(config: PierConfig) -> int:
@@ -89,6 +103,20 @@ def rounds_at_once(config: PierConfig) -> int:
     if not config.overlap:
         return 0
     return min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
+
+
+def _under_way(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
+    """Chunks that are kept for each of the rounds under way at a time."""
+    return sorted(in_fragments, reverse=True)[: _rounds_kept(config)]
+
+
+def _rounds_kept(config: PierConfig) -> int:
+    """Rounds under way at a time that keep all of their chunks: elastic islands apply nothing before everything is there."""
+    return 1 if config.lighthouse is not None else rounds_at_once(config)
+
+
+def _on_the_wire(config: PierConfig, under_way: Sequence[int]) -> int:
+    return sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
 
 
 def _pulled(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:

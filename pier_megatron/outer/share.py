@@ -7,10 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
+from pier_megatron.exchange.collectives import Exchange
 from pier_megatron.outer.memory import wire_of
 from pier_megatron.outer.snapshot import StateBuffers
-from pier_megatron.outer.staging import Staging, chunks_of
-from pier_megatron.outer.state import Chunk, OuterState, Shards
+from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
+from pier_megatron.outer.state import COMMON, Chunk, OuterState, Shards
 
 
 class Share:
@@ -47,6 +48,10 @@ class Share:
         self.stagings = [Staging(state) for state in self.states]
         self._group, self._inner_state = group, inner_state
 
+    def alike(self, shards: Sequence[Shards], config: PierConfig) -> "Share":
+        """Returns a share of other parameters, with the same ranks and on the same device."""
+        return Share([shards], config, self._group, self.device)
+
     def chunks(self, fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
         """Yields the chunks of some fragments, each with what lends it buffers."""
         return chunks_of(self.stagings, fragments)
@@ -59,6 +64,21 @@ class Share:
             for parameter, _ in state.slices()
             for _, moment in sorted(self._inner_state(parameter).items())
         ]
+
+    def hand_over(self, exchange: Exchange, source: int, targets: Sequence[int]) -> None:
+        """Copies anchor and momentum of one group to others, in place; called by all groups of the exchange.
+
+        By way of the device, chunk by chunk: NCCL takes no tensors in host memory, where offloaded state is.
+
+        Args:
+            exchange: Collectives between the groups.
+            source: Index of the group that has them.
+            targets: Indices of the groups that receive them.
+        """
+        for staged in one_ahead(staging.lend(chunk, COMMON) for staging in self.stagings for chunk in staging.state.chunks):
+            for name in COMMON:
+                exchange.broadcast(staged.tensors[name], source, targets)
+            staged.give_back(COMMON)
 
     def over_group(self, tensor: Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM) -> Tensor:
         """Reduces a tensor in place over the ranks of this group; returns it."""

@@ -90,8 +90,8 @@ class Staged:
 class Staging:
     """Lends work buffers to the chunks of one state, and takes them back.
 
-    Buffers are made when they are first needed and then kept. Offloaded state is copied to the device on a stream of its own
-    while earlier chunks are worked on, and back on another, behind the work on its chunk.
+    Buffers are made by :meth:`reserve`, or when they are first needed, and then kept. Offloaded state is copied to the
+    device on a stream of its own while earlier chunks are worked on, and back on another, behind the work on its chunk.
     """
 
     def __init__(self, state: OuterState) -> None:
@@ -153,11 +153,22 @@ class Staging:
         """Takes back what :meth:`keep` has set aside."""
         self._kept.append(kept)
 
+    def reserve(self, work: int, kept: int) -> None:
+        """Makes buffers that are not there yet, while none is lent, so that none has to be made later.
+
+        Args:
+            work: Number of work buffers on the device.
+            kept: Number of those beside them that wait between iterations, where the state is offloaded.
+        """
+        self._work.extend(self._new_work() for _ in range(work - len(self._work)))
+        self._kept.extend(self._new(WORK, **self.state.factory_kwargs) for _ in range(kept - len(self._kept)))
+
     def take_work(self) -> Buffers:
         """Work buffers on the device."""
         # Those that were given back longest ago: their copies back are done soonest.
-        if self._work:
-            return self._work.popleft()
+        return self._work.popleft() if self._work else self._new_work()
+
+    def _new_work(self) -> Buffers:
         buffers = self._new((*WORK, *(self.state.flats if self.state.offload else ())), device=self.state.device)
         if self.state.copies_on_streams:
             # The memory may be what kernels of the present stream, still to run, have been given before.

@@ -1,5 +1,6 @@
 """The outer optimizer's state: anchor and momentum, flat over the FP32 main shards of one rank, in chunks."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -147,9 +148,8 @@ class OuterState:
         self.numel = sum(tensor.numel() for tensor in self._given)
         self.device = self._given[0].device if self._given else device or torch.device("cpu")
         self.offload = offload
-        self.factory_kwargs: dict[str, Any] = {"device": self.device}
-        if offload:
-            self.factory_kwargs = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        self._on_host: dict[str, Any] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        self.factory_kwargs = self._on_host if offload else {"device": self.device}
         names = state_names(segment_numel is not None)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
@@ -182,6 +182,11 @@ class OuterState:
         return sum(buffer.nbytes for buffer in (*self.flats.values(), *self.reduced_residuals.values()))
 
     @property
+    def in_fragments(self) -> list[int]:
+        """Number of chunks in each fragment that has any."""
+        return list(collections.Counter(chunk.fragment for chunk in self.chunks).values())
+
+    @property
     def counted(self) -> int:
         """Parameters that a norm over the model counts on this rank."""
         return sum(chunk.numel for chunk in self.chunks if chunk.shards.is_counted)
@@ -211,6 +216,10 @@ class OuterState:
         for chunk in self.chunks:
             chunk.copy_parameters_to(chunk.of(flat))
         return flat
+
+    def parameters_on_host(self) -> Tensor:
+        """Copies the main parameters to host memory, pinned where there is a device, laid out as the flat buffers."""
+        return self.copy_parameters_to(torch.empty(self.numel, dtype=torch.float32, **self._on_host))
 
     def set_parameters(self, flat: Tensor) -> None:
         """Writes the main parameters; the inverse of :meth:`copy_parameters_to`."""

@@ -59,7 +59,7 @@ class Weights:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.anchor_in_model`."""
         states = self._share.states
         with torch.no_grad():
-            trained = [state.copy_parameters_to(torch.empty(state.numel, dtype=torch.float32)) for state in states]
+            trained = [state.parameters_on_host() for state in states]
         try:
             with torch.no_grad():
                 if as_mean:

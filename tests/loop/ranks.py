@@ -30,6 +30,7 @@ from pier_megatron.outer.participants import SiteParticipants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule
+from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
@@ -133,6 +134,8 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "sites do not average": (SiteParticipants, "average", lambda participants, iteration: None),
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
     "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
+    "the rehearsal is of the run's own parameters": (Share, "alike", lambda share, shards, config: share),
+    "the rehearsal takes no buffers": (Staging, "reserve", lambda staging, work, kept: None),
     "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
 }
 
@@ -172,6 +175,10 @@ def inner_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05, eps=0.05, weight_decay=0.01)
 
 
+def _refuse_new_buffers(names: Sequence[str], **place: Any) -> Any:
+    raise AssertionError("a buffer is taken after the rehearsal")
+
+
 class Rank:
     """One rank of a run, which does in each iteration what it is told."""
 
@@ -181,6 +188,7 @@ class Rank:
         self.group, self._part = divmod(rank, settings.ranks_in_group)
         self.reports: list[OuterStepReport] = []
         self.history: list[dict[str, Any]] = []
+        self._rehearses = False
         self._build()
 
     def _build(self) -> None:
@@ -202,6 +210,13 @@ class Rank:
         else:
             shards = [Shards(split), Shards(copied, is_counted=self._part == 0)]
             self.loop = OuterLoop([shards], config, exchange, group=inside, inner_state=self._moments, report=report)
+
+    def rehearse(self) -> None:
+        """Rehearses before the first iteration, and whenever it starts again; whatever is taken later is an error."""
+        self._rehearses = True
+        self.loop.rehearse()
+        for staging in self.loop._share.stagings:
+            staging._new = _refuse_new_buffers  # type: ignore[method-assign]
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self._optimizer.state.get(parameter, {})
@@ -278,6 +293,8 @@ class Rank:
         for parameter, kept in zip(self.parameters, found["parameters"], strict=True):
             parameter.copy_(kept)
         self._optimizer.load_state_dict(found["optimizer"])
+        if self._rehearses:
+            self.rehearse()
         self.loop.restore(found["loop"])
 
     def save(self) -> None:

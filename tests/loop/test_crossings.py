@@ -59,13 +59,15 @@ class Life(RuleBasedStateMachine):
 
     ranks: Ranks
 
-    @initialize(run=runs())
-    def begin(self, run: Settings) -> None:
+    @initialize(run=runs(), rehearses=st.booleans())
+    def begin(self, run: Settings, rehearses: bool) -> None:
         self.program = Program(run)
         self.config = run.pier()
         self.iteration = 0
         self.last_divergence = -1000
         self.ranks.start(run)
+        if rehearses:
+            self.do("rehearse")
         self.fragments = self.ranks.do("fragments")
 
     def do(self, name: str, **arguments: Any) -> list[Any]:

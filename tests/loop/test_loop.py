@@ -328,6 +328,44 @@ def test_clock_that_jumps_is_refused(ranks: Ranks) -> None:
         program((3, QUIET), ("jump_in_time", QUIET)).run(ranks)
 
 
+# The rehearsal at start.
+
+
+_REHEARSED: list[dict[str, Any]] = [
+    {},
+    {"preset": "diloco", "lazy_start_iters": 0, "exchange_dtype": "int4", "offload": True},
+    {"overlap": 3, "fragments": 3, "exchange_dtype": "int8", "offload": True},
+    {"overlap": 2, "exchange_dtype": "int1", "outlier_zscore": 6.0},
+    {"preset": "noloco", "groups": 3},
+    {"preset": "noloco", "groups": 4, "exchange_dtype": "int8", "overlap": 2, "fragments": 2, "offload": True},
+    {**_SITES, "groups": 4, "exchange_dtype": "int4"},
+    {**_SGD, "groups": 2},
+]
+
+
+@pytest.mark.parametrize("config", _REHEARSED, ids=str)
+def test_rehearsal_takes_every_buffer_and_leaves_no_trace(ranks: Ranks, config: dict[str, Any]) -> None:
+    length = config.get("train_iters", _BASE["train_iters"])
+    # Once more where there is something to leave a trace in, unless buffers are lent then.
+    again: list[Command] = [] if "overlap" in config else [("rehearse", QUIET)]
+    planned = program(("rehearse", QUIET), (5, QUIET), *again, (length - 5, QUIET), **config)
+    assert are_the_same(planned.run(ranks), planned.run(ranks, only_iterations=True))
+
+
+def test_rehearsal_again_where_an_exchange_resumes(ranks: Ranks) -> None:
+    overlapped = {"overlap": 2, "exchange_dtype": "int8", "offload": True}
+    planned = program(("rehearse", QUIET), (7, QUIET), ("stop_and_resume", QUIET), (5, QUIET), **overlapped)
+    assert are_the_same(planned.run(ranks), planned.run(ranks, only_iterations=True))
+
+
+def test_trace_of_a_rehearsal_and_late_buffers_are_seen(ranks: Ranks) -> None:
+    commands: list[Command] = [(5, QUIET), ("rehearse", QUIET), (7, QUIET)]
+    changed = program(*commands, sabotage="the rehearsal is of the run's own parameters")
+    assert not are_the_same(changed.run(ranks), changed.run(ranks, only_iterations=True))
+    with pytest.raises(FailedError, match="a buffer is taken after the rehearsal"):
+        program(*commands, sabotage="the rehearsal takes no buffers").run(ranks)
+
+
 # Memory and devices.
 
 

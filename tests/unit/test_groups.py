@@ -33,6 +33,16 @@ def test_draws_groups_and_nodes() -> None:
     assert drawn.warnings() == []
 
 
+def test_ranks_of_a_node_are_counted_by_its_name_whatever_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As srun starts them: torchrun's variable is missing, or left over from elsewhere.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    scattered = Topology(
+        [Rank(rank, f"node {rank % 3}", f"node {rank % 3}", group=0, tensor_parallel=rank, peers=rank) for rank in range(8)]
+    )
+    assert [scattered.ranks_beside(rank) for rank in (0, 1, 2)] == [3, 3, 2]
+    assert topology(16, 4, 2, [[*range(8)], [*range(8, 16)]]).ranks_beside(5) == 4
+
+
 def test_tensor_parallel_group_across_nodes_is_refused() -> None:
     with pytest.raises(PierConfigError, match=r"--tensor-model-parallel-size 4.*rank 1 on node 0, rank 2 on node 1.*inside"):
         topology(8, 2, 4, [[*range(4)], [*range(4, 8)]]).check()

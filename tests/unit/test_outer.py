@@ -1,11 +1,13 @@
 """The flat buffers and their updates against the formulas, on one process."""
 
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import one_gpu
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from pier_megatron import PierConfig, PierConfigError
@@ -284,6 +286,32 @@ def test_group_of_a_site_sends_over_the_slow_link_what_its_part_takes(codec: Cod
     assert wire.bytes_of_sum(4000 * BLOCK, exactly) == between + 3 * 4 * 1000 * BLOCK
 
 
+def test_save_of_an_exchange_under_way_copies_it_to_the_host() -> None:
+    """On the device its copies would take eight bytes a parameter. Fake tensors know their device, without a GPU."""
+    with FakeTensorMode():
+        device = torch.device("cuda")
+        state = OuterState([Shards([torch.empty(23, device=device)])], chunk_numel=4)
+        verdicts = mock.Mock(own_counts=lambda: True)
+        round_ = OuterRound([Staging(state)], EXCHANGE, (0,), Nesterov(0.9, 0.7), verdicts, 1, Stopwatch(device), device)
+        round_.begin()
+        saved = round_.settle()
+        assert state.anchor.device.type == "cuda"
+        assert {saved.own.device.type, saved.sum.device.type} == {"cpu"}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_parameters_that_evaluation_hides_wait_in_pinned_memory(device_type: str) -> None:
+    with FakeTensorMode():
+        state = OuterState([Shards([torch.empty(23, device=device_type)])])
+        with (
+            mock.patch.object(OuterState, "copy_parameters_to", lambda state, flat: flat),
+            mock.patch.object(torch, "empty") as made,
+        ):
+            state.parameters_on_host()
+    assert made.call_args.kwargs["device"] == "cpu"
+    assert made.call_args.kwargs["pin_memory"] is (device_type == "cuda")
+
+
 def test_groups_are_compared_without_copies_of_the_model() -> None:
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=10_000):
         alone = loop.OuterLoop([[Shards([torch.randn(300_000), torch.randn(200_000)])]], PierConfig(1000, groups=1), EXCHANGE)
@@ -298,20 +326,39 @@ def test_groups_are_compared_without_copies_of_the_model() -> None:
 def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None:
     config = PierConfig(1000, groups=2, offload=True)
     numel = 50 * 10**9 // 8  # Anchor and momentum together 50 GB, of which pinning makes 68.7 GB.
-    with mock.patch.object(startup.psutil, "virtual_memory", return_value=mock.Mock(available=700e9)):
-        startup.check_host_memory(config, [numel], 8, is_pinned)
-        with pytest.raises(PierConfigError, match=r"--pier-offload: .* 16 ranks.*takes (800\.0|1,099\.5) GB.*700\.0 GB are"):
-            startup.check_host_memory(config, [numel], 16, is_pinned)
+    available = 700 * 10**9
+    startup.check_host_memory(config, [numel], 8, available, is_pinned)
+    with pytest.raises(PierConfigError, match=r"--pier-offload: .* 16 ranks.*takes (800\.0|1,099\.5) GB.*700\.0 GB are"):
+        startup.check_host_memory(config, [numel], 16, available, is_pinned)
+
+
+def queues_said(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), **settings: Any) -> list[str]:
+    """What start-up says of queues on a GPU, with ``CUDA_DEVICE_MAX_CONNECTIONS=1``."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    running = loop.OuterLoop([[Shards([torch.zeros(7 * 2**18)])]], PierConfig(1000, groups=2, **settings), EXCHANGE)
+    running.device = torch.device("cuda")
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        return startup._queues(running)
+
+
+def test_copies_behind_kernels_are_said_unless_they_have_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS", raising=False)
+    [said] = queues_said(monkeypatch, offload=True)
+    assert "Set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in said
+    assert queues_said(monkeypatch) == []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "8")
+    assert queues_said(monkeypatch, offload=True) == []
+
+
+def test_one_queue_on_blackwell_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in ({"overlap": 5, "chunk_mib": 1}, {"offload": True}):
+        [said] = queues_said(monkeypatch, (10, 0), **settings)
+        assert "Blackwell" in said
+        assert "Set it to 32" in said
 
 
 def test_chunks_queued_back_to_back_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    said = {}
-    for mib in (1, 2):
-        config = PierConfig(1000, groups=2, overlap=5, chunk_mib=mib)
-        running = loop.OuterLoop([[Shards([torch.zeros(7 * 2**18)])]], config, EXCHANGE)
-        running.device = torch.device("cuda")
-        said[mib] = startup._queued(running)
+    said = {mib: queues_said(monkeypatch, overlap=5, chunk_mib=mib) for mib in (1, 2)}
     [warning] = said[1]
     assert "7 chunks of 1 MiB, 4 iterations" in warning
     assert "--pier-chunk-mib 2 " in warning

@@ -1,6 +1,7 @@
 """A snapshot that is read into the loop's own buffers, as checkpoints are."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -38,9 +39,9 @@ class _Copies(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _loop() -> OuterLoop:
+def _loop(exchange: GroupExchange | None = None) -> OuterLoop:
     config = PierConfig(20, groups=2, preset="pier", sync_interval=4, lazy_start_iters=4, exchange_dtype="int8", offload=True)
-    return OuterLoop([[Shards([torch.randn(10), torch.randn(4, 5)])]], config, _Deaf())
+    return OuterLoop([[Shards([torch.randn(10), torch.randn(4, 5)])]], config, exchange or _Deaf())
 
 
 def test_buffers_are_the_loops_own_and_talk_to_nobody() -> None:
@@ -77,3 +78,28 @@ def test_room_for_a_round_is_as_long_as_its_chunks() -> None:
     [buffers] = _loop().empty_snapshot(Progress(9, is_local=True), {8: (1, 1)}).rounds
     assert (buffers.begun, buffers.verdicts) == (8, (1, 1))
     assert len(buffers.own) == len(buffers.sum) == 30
+
+
+class _Handed(_Deaf):
+    """Two groups, of which the other hands out ones; notes the memory of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.memory = 1, set[int]()
+
+    def broadcast(self, tensor: torch.Tensor, source: int, targets: Sequence[int]) -> None:
+        assert (source, [*targets]) == (0, [1])
+        self.memory.add(tensor.untyped_storage().data_ptr())
+        tensor.fill_(1.0)
+
+
+def test_offloaded_state_is_handed_out_by_way_of_the_device() -> None:
+    """NCCL takes no host tensors: what crosses must be none of the flat buffers, which are in host memory."""
+    exchange = _Handed()
+    loop = _loop(exchange)
+    loop.hand_out(source=0)
+    [state] = loop.states
+    assert exchange.memory
+    assert exchange.memory.isdisjoint(flat.untyped_storage().data_ptr() for flat in state.flats.values())
+    assert state.anchor.eq(1.0).all()
+    assert state.momentum.eq(1.0).all()

@@ -196,3 +196,38 @@ def test_anchor_is_not_read_while_a_failed_hand_over_is_copied_back() -> None:
     assert _join_after_a_failure() == 4
     with mock.patch.object(Staging, "synchronize"), pytest.raises(RaceError):
         _join_after_a_failure()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_elastic_island_takes_no_buffer_after_its_rehearsal(offload: bool) -> None:
+    """It keeps all chunks of an outer step until every island has everything, more than are on the wire at a time."""
+    config = PierConfig(
+        train_iters=8,
+        groups=2,
+        sync_interval=4,
+        lazy_start_iters=0,
+        preset="diloco",
+        offload=offload,
+        lighthouse="http://other",
+    )
+    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=4):
+        islands = ElasticMembership(_Membership(GroupExchange()), own=0, wait_seconds=60)
+        alone = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange(), islands=islands)
+        alone.rehearse()
+        with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
+            alone.join()
+            for _ in range(config.train_iters):
+                alone.skip_iteration()
+    assert alone.is_synchronised
+
+
+def test_what_fails_in_a_rehearsal_says_so() -> None:
+    config = PierConfig(train_iters=8, groups=2, sync_interval=4, lazy_start_iters=0)
+    running = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange())
+    with (
+        mock.patch.object(Staging, "reserve", side_effect=RuntimeError("out of memory")),
+        pytest.raises(RuntimeError) as failed,
+    ):
+        running.rehearse()
+    assert "a rehearsal, at start, of the outer step after iteration 4" in failed.value.__notes__[-1]
+    assert "--pier-chunk-mib" in failed.value.__notes__[-1]

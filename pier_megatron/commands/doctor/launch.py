@@ -77,11 +77,6 @@ def _look_at_variables(command: LaunchCommand, sources: ScriptSources, findings:
                 f"srun without torchrun: Megatron reads {names}, which srun does not set. Make sure that {around.unread}, "
                 "which cannot be read from here, sets them"
             )
-    elif around.step is not None and not around.provides("LOCAL_WORLD_SIZE", differs=False):
-        findings.warnings.append(
-            "srun without torchrun: LOCAL_WORLD_SIZE is not set, without which Pier counts one rank per node in its figures of "
-            f"host memory. Set it to {command.ranks_per_node}"
-        )
 
 
 def _look_at_torchrun(command: LaunchCommand, findings: Findings) -> None:

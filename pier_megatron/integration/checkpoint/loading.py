@@ -169,7 +169,8 @@ class Loading:
         inner_mean.take()
         outer_mean.take()
         if request.sources.is_handed_out(request.saved):
-            self._receive_outer_state(request.snapshot)
+            # What all islands have in common only the first island's folder holds.
+            self._loop.hand_out(source=0)
         assert request.objects is not None
         snapshot, progress = request.snapshot, request.snapshot.progress
         snapshot.outliers = request.objects["outliers"]
@@ -221,13 +222,6 @@ class Loading:
         )
         state: StateDict = found["optimizer"]
         return state
-
-    def _receive_outer_state(self, snapshot: Snapshot) -> None:
-        """Takes over from the first island what all islands have in common, which only its folder holds."""
-        exchange = self._loop.exchange
-        for state in snapshot.states:
-            for buffer in (state.anchor, state.momentum):
-                exchange.broadcast(buffer, 0, range(1, exchange.size))
 
     def _inner_settings(self, request: _Request) -> "list[StateDict]":
         """What each inner optimizer has beside its tensors."""

@@ -1,6 +1,6 @@
 """What the plugin adds to Megatron's checkpoints when they are saved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -111,20 +111,25 @@ class Saving:
         entry["objects"] = sharded_object(group, place.ranks.rank(), objects, copy=(0, 0))
         entry["tensors"] = place.sharded_tensors(group, place.exact_tensors(snapshot))
         if versions.megatron_args().async_save:
-            _copy_host_memory(entry)
+            _copy_host_memory(entry, {part.data_ptr() for round_ in snapshot.rounds for part in (round_.own, round_.sum)})
         if snapshot.progress.is_local and group > 0:
             # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
             stock = without_sharded(stock)
         return {**stock, ENTRY: entry}
 
 
-def _copy_host_memory(state: "ShardedStateDict") -> None:
+def _copy_host_memory(state: "ShardedStateDict", copied: Collection[int]) -> None:
     """Replaces sharded tensors in host memory by copies, for a save that goes on behind training.
 
     Megatron copies what is on a device before training continues. A buffer on the host it would give to the writing process:
     moved out of pinned into shared memory, and read while the next outer steps change it.
+
+    Args:
+        state: Sharded tensors, which are changed in place.
+        copied: Addresses of what is the checkpoint's own already.
     """
     mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
     for value in versions.require("megatron.core.dist_checkpointing.dict_utils", "nested_values")(state):
-        if isinstance(value, mapping.ShardedTensor | mapping.ShardedTensorFactory) and value.data.device.type == "cpu":
+        is_sharded = isinstance(value, mapping.ShardedTensor | mapping.ShardedTensorFactory)
+        if is_sharded and value.data.device.type == "cpu" and value.data.data_ptr() not in copied:
             value.data = value.data.clone()

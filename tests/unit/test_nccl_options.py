@@ -1,0 +1,112 @@
+"""Options of the plugin's NCCL communicators, without NCCL: what is refused, and what PyTorch is handed."""
+
+import argparse
+import datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from pier_megatron import PierConfig, PierConfigError
+from pier_megatron.exchange.topology import Rank, Topology
+from pier_megatron.integration import nccl_options
+
+pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch without NCCL")
+
+_MINUTE = datetime.timedelta(minutes=1)
+
+
+def _args(folder: Path, text: str | None, priority: list[str] | None = None) -> argparse.Namespace:
+    file = folder / "nccl.yaml"
+    if text is not None:
+        file.write_text(text)
+    return argparse.Namespace(
+        nccl_communicator_config_path=None if text is None else str(file), high_priority_stream_groups=priority
+    )
+
+
+def _config(**settings: Any) -> PierConfig:
+    return PierConfig(**({"train_iters": 100, "groups": 4, "lazy_start_iters": 0, "sync_interval": 10} | settings))
+
+
+_ON_SITES = {"sites": 2, "site_interval": 5}
+
+
+def _options(args: argparse.Namespace, name: str, backend: str = "nccl") -> Any:
+    with mock.patch.object(dist, "get_backend", return_value=backend):
+        return nccl_options.options(args, name, _MINUTE)
+
+
+def test_what_the_file_says_reaches_nccl(tmp_path: Path) -> None:
+    args = _args(tmp_path, "pier: {max_ctas: 4, min_ctas: 1, net_name: IB}\ntp: {max_ctas: 99}", ["pier", "tp"])
+    nccl_options.check(args, _config())
+    found = _options(args, "pier")
+    assert isinstance(found, dist.ProcessGroupNCCL.Options)
+    assert (found.config.max_ctas, found.config.min_ctas, found.config.net_name) == (4, 1, "IB")
+    assert found.is_high_priority_stream
+    # PyTorch warns of another one than that of the communicator.
+    assert found._timeout == _MINUTE
+    assert _options(args, "pier", "gloo") is None
+    assert _options(args, "pier_inside_sites") is None
+
+
+def test_without_an_entry_nothing_is_handed_on(tmp_path: Path) -> None:
+    for args in (_args(tmp_path, None), _args(tmp_path, "tp: {max_ctas: 4}", ["tp"]), argparse.Namespace()):
+        nccl_options.check(args, _config())
+        assert _options(args, "pier") is None
+
+
+def test_priority_needs_no_file(tmp_path: Path) -> None:
+    args = _args(tmp_path, None, ["pier_inside_sites"])
+    nccl_options.check(args, _config(**_ON_SITES))
+    assert _options(args, "pier_inside_sites").is_high_priority_stream
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pier: {max_ctas: many}", r"pier: max_ctas is 'many'. Use a whole number from 1 to 64"),
+        ("pier: {max_ctas: true}", r"max_ctas is True. Use a whole"),
+        ("pier: {max_ctas: 0}", r"max_ctas is 0. Use a whole number"),
+        ("pier: {min_ctas: 8, max_ctas: 4}", r"min_ctas 8 is above max_ctas 4. Lower min_ctas"),
+        ("pier: {max_cta: 4}", r"option 'max_cta', which Megatron passes over. Use is_high_priority_stream, cga"),
+        ("pier: {is_high_priority_stream: 1}", r"is_high_priority_stream is 1. Use true or false"),
+        ("pier: {net_name: ethernet}", r"net_name is 'ethernet'. Use ib or socket"),
+        ("pier: 4", r"pier is 4, must be options by name"),
+        ("pier_sites: {max_ctas: 4}", r"no communicator 'pier_sites'. Use pier or pier_inside_sites"),
+        ("pier_inside_sites: {max_ctas: 4}", r"'pier_inside_sites' has no effect without --pier-sites"),
+        ("- pier", r"holds no names of communicators"),
+        ("pier: {max_ctas", r"cannot be read: .*Name a YAML file"),
+    ],
+)
+def test_bad_values_are_refused_with_the_flag(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(PierConfigError, match=rf"(?s)--nccl-communicator-config-path \S+nccl\.yaml.*{said}"):
+        nccl_options.check(_args(tmp_path, text), _config())
+
+
+def test_elastic_islands_make_communicators_of_their_own(tmp_path: Path) -> None:
+    elastic = _config(lighthouse="http://host:1", preset="diloco")
+    with pytest.raises(PierConfigError, match=r"--high-priority-stream-groups pier: .*no effect with --pier-lighthouse"):
+        nccl_options.check(_args(tmp_path, None, ["pier"]), elastic)
+
+
+def test_missing_file_is_refused() -> None:
+    args = argparse.Namespace(nccl_communicator_config_path="/nowhere/nccl.yaml")
+    with pytest.raises(PierConfigError, match=r"--nccl-communicator-config-path /nowhere/nccl\.yaml cannot be read"):
+        nccl_options.check(args, _config())
+
+
+def test_every_communicator_has_its_options_and_a_name_for_the_flight_recorder() -> None:
+    made: dict[str, object] = {}
+
+    def note(ranks: list[list[int]], *, timeout: object, pg_options: object, group_desc: str) -> tuple[object, None]:
+        made[group_desc] = pg_options
+        return mock.Mock(), None
+
+    topology = Topology([Rank(rank, "node 0", "node 0", group=rank, tensor_parallel=rank, peers=0) for rank in range(4)])
+    with mock.patch.object(dist, "new_subgroups_by_enumeration", note):
+        topology.new_communicator(_MINUTE, "groups")
+        topology.new_site_communicators(2, _MINUTE, "inside", "across")
+    assert made == {"PIER_BETWEEN_GROUPS": "groups", "PIER_INSIDE_SITES": "inside", "PIER_BETWEEN_SITES": "across"}
