@@ -1,7 +1,6 @@
 """What a run says and checks before its first iteration."""
 
 import collections
-import os
 from collections.abc import Sequence
 
 import psutil
@@ -129,26 +128,9 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interv
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *((f"  {expected}",) if (expected := expectation.at_start(config)) is not None else ()),
-        *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queued(loop))),
+        *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings)),
     ]
     return "\n".join(lines)
-
-
-def _queued(loop: OuterLoop) -> list[str]:
-    """Whether collectives of one iteration hold up its kernels."""
-    config, device_type = loop.config, loop.device.type
-    if not config.overlap or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" or device_type != "cuda":
-        return []
-    chunks = max(sum(chunk.fragment == f for s in loop.states for chunk in s.chunks) for f in range(config.fragments))
-    iterations = max(config.overlap - 1, 1)
-    if chunks <= iterations:
-        return []
-    fitting = -(-chunks // iterations) * config.chunk_mib_on(device_type)
-    return [
-        f"--pier-overlap {config.overlap}: {chunks} chunks of {config.chunk_mib_on(device_type)} MiB, {iterations} iterations. "
-        "With CUDA_DEVICE_MAX_CONNECTIONS=1 the kernels of training wait behind all but the last collective of an iteration. "
-        f"--pier-chunk-mib {fitting} makes it one in each."
-    ]
 
 
 def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:

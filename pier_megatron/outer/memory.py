@@ -71,7 +71,7 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
     # Beside those on their way in a blocking step: one in hand, one staged ahead.
     at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
     under_way = sorted(in_fragments, reverse=True)[: rounds_at_once(config)]
-    on_the_wire = sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
+    on_the_wire = sum(chunks_on_the_wire(number, config.overlap, wire.launches_of_sum()) for number in under_way)
     # Where the state is in place, chunks that wait keep their buffers.
     lent = max(at_once, on_the_wire if config.offload else sum(under_way))
     encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), on_the_wire)
@@ -96,5 +96,6 @@ def _pulled(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
     if not config.pulls:
         return []
     span = config.sync_interval - config.overlap
-    at_once = (max(chunks_on_the_wire(number, span), PIPELINE_DEPTH) for number in in_fragments)
+    launches = wire_of(config).launches_of_sum(exactly=True)
+    at_once = (max(chunks_on_the_wire(number, span, launches), PIPELINE_DEPTH) for number in in_fragments)
     return sorted(map(min, in_fragments, at_once), reverse=True)

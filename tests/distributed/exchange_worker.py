@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Residual
-from pier_megatron.exchange.encoded import AllGather, ReduceScatter, as_rows
+from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter, as_rows
 from pier_megatron.exchange.pairs import Subgroup
 from pier_megatron.integration.census import CollectiveCensus
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
@@ -38,7 +38,7 @@ def sums(codec: str, exactly: bool = False) -> dict[str, object]:
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     result = vector(exchange.rank)
     with CollectiveCensus() as census:
-        under_way = exchange.sum(result, exactly=exactly)
+        under_way = exchange.sum([result], exactly=exactly)
         under_way.advance()
         under_way.finish()
     return {"sum": result.cpu(), "sent": exchange.wire.bytes_of_sum(NUMEL, exactly), "collectives": census.collectives}
@@ -53,7 +53,7 @@ def met(codec: str, steps: int = 3) -> dict[str, object]:
     with CollectiveCensus() as census:
         for step in range(steps):
             results.append(vector(exchange.rank, step))
-            under_way = meeting.sum(results[-1], residual)
+            under_way = meeting.sum([results[-1]], [residual])
             under_way.advance()
             under_way.finish()
     gathered = meeting.gather(torch.tensor([exchange.rank], device=DEVICE)).result()
@@ -76,8 +76,8 @@ def in_parts(codec: str, steps: int = 2) -> dict[str, list[torch.Tensor]]:
     dropped = torch.zeros(as_rows(vector(0), dist.get_world_size()).numel(), device=DEVICE)
     for step in range(steps):
         parts = as_rows(vector(dist.get_rank(), step), dist.get_world_size())
-        scattered.append(ReduceScatter(parts, CODECS[codec], None, dropped).result())
-        gathered.append(AllGather(scattered[-1], CODECS[codec], None).result())
+        scattered.append(next(ReduceScatter(Payloads([parts], CODECS[codec], [dropped]), None).result()))
+        gathered.append(next(AllGather(Payloads([scattered[-1]], CODECS[codec]), None).result()))
     return {"scattered": [part.cpu() for part in scattered], "gathered": [parts.cpu() for parts in gathered]}
 
 
@@ -91,7 +91,7 @@ def drift(codec: str, feedback: bool, steps: int = 25) -> torch.Tensor:
     total, exact = torch.zeros(NUMEL, device=DEVICE), torch.zeros(NUMEL, device=DEVICE)
     for step in range(steps):
         result = vector(exchange.rank, step)
-        under_way = exchange.sum(result, residual)
+        under_way = exchange.sum([result], [residual])
         under_way.advance()
         under_way.finish()
         total += result
