@@ -30,11 +30,17 @@ class _Exchange(GroupExchange):
         self.size, self.groups, self._detector = 2, (0, 1), detector
         self.wire = Wire(self.codec, 2)
 
-    def sum(self, vector: torch.Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
-        if residual is not None:
-            vector += residual.sent
-            residual.sent.mul_(0.5)
-        waits = new_work(self._detector, lambda: vector.mul_(2.0))
+    def sum(self, vectors: Sequence[torch.Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
+        for vector, residual in zip(vectors, residuals, strict=False):
+            if residual is not None:
+                vector += residual.sent
+                residual.sent.mul_(0.5)
+
+        def work() -> None:
+            for vector in vectors:
+                vector.mul_(2.0)
+
+        waits = new_work(self._detector, work)
         under_way = Sum()
         under_way.finish = waits
         return under_way
