@@ -112,7 +112,7 @@ class ReduceScatter:
         """Begins.
 
         Args:
-            parts: Of each vector what each rank is to sum, a row for each.
+            parts: Vectors of which each rank sums a part, a row for each of them.
             group: The ranks.
         """
         self._parts, self._received = parts, torch.empty_like(parts.sent)

@@ -70,6 +70,29 @@ def met(codec: str, steps: int = 3) -> dict[str, object]:
     }
 
 
+def together(codec: str, exactly: bool) -> dict[str, list[list[torch.Tensor]]]:
+    """Vectors of unequal length, summed twice with error feedback: all at once, and one after the other."""
+    everyone = GroupExchange(dist.group.WORLD, CODECS[codec])
+    lengths = [NUMEL - 900, 700, 200]
+    found: dict[str, list[list[torch.Tensor]]] = {}
+    for name, exchange in (("all", everyone), ("some", Subgroup(everyone, (0, 1, 3) if everyone.rank != 2 else (2,)))):
+        for at_once in (True, False):
+            residuals = [
+                Residual(*(torch.zeros(size, device=DEVICE) for size in (length, exchange.wire.segment_numel(length))))
+                for length in lengths
+            ]
+            for step in range(2):
+                vectors = list(vector(everyone.rank, step).split(lengths))
+                pairs = [(vectors, residuals)] if at_once else [([v], [r]) for v, r in zip(vectors, residuals, strict=True)]
+                for some, dropped in pairs:
+                    under_way = exchange.sum(some, dropped if not exchange.codec.lossless else (), exactly)
+                    under_way.advance()
+                    under_way.finish()
+            of_residuals = [tensor for residual in residuals for tensor in (residual.sent, residual.reduced)]
+            found.setdefault(name, []).append([tensor.cpu() for tensor in (*vectors, *of_residuals)])
+    return found
+
+
 def in_parts(codec: str, steps: int = 2) -> dict[str, list[torch.Tensor]]:
     """A reduce-scatter with error feedback and a gather of what it left, apart from any sum; parts are no whole blocks."""
     scattered, gathered = [], []
@@ -130,6 +153,7 @@ def main() -> None:
         "sums": {codec: sums(codec) for codec in CODECS},
         "exact sums": {codec: sums(codec, exactly=True) for codec in CODECS},
         "met": {codec: met(codec) for codec in CODECS},
+        "together": {(codec, exactly): together(codec, exactly) for codec in CODECS for exactly in (False, True)},
         "in parts": {codec: in_parts(codec) for codec in CODECS},
         "drift": {(codec, on): drift(codec, on) for codec in CODECS if codec != "fp32" for on in (True, False)},
         "rounds": {
