@@ -3,13 +3,14 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
-from pier_megatron.exchange.encoded import AllGather, ReduceScatter, gather_into
+from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter, gather_into
 
 _EXACT = CODECS["fp32"]
 
@@ -52,6 +53,10 @@ class Wire:
         """Memory that encoding or decoding ``numel`` elements takes for a moment: a padded copy, and what is made of it."""
         return 0 if self._is_plain else 2 * 4 * self.groups * self.segment_numel(numel)
 
+    def launches_of_sum(self, exactly: bool = False) -> int:
+        """Collectives of a sum that are launched one after the other; see :class:`_EncodedSum` for the second."""
+        return 1 if self._is_plain and not exactly else 2
+
     @property
     def _is_plain(self) -> bool:
         return self.groups == 1 or self.codec.lossless
@@ -76,12 +81,12 @@ class Exchange(abc.ABC):
         self.codec, self.groups, self.size, self.rank, self.wire = codec, tuple(groups), len(groups), rank, wire
 
     @abc.abstractmethod
-    def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":
-        """Begins to sum ``vector`` over the groups.
+    def sum(self, vectors: Sequence[Tensor], residuals: Sequence["Residual | None"] = (), exactly: bool = False) -> "Sum":
+        """Begins to sum vectors over the groups, together: with as many launches as one of them.
 
         Args:
-            vector: float32, shape ``[n]``; it must not change before the sum is finished, and holds it then.
-            residual: What the codec has dropped from earlier vectors of this place, to be made up for now.
+            vectors: float32, shape ``[n]`` each; they must not change before the sum is finished, and hold it then.
+            residuals: What the codec has dropped from earlier vectors of each place, to be made up for now; by default, none.
             exactly: Send FP32, whatever the codec, and sum in the order of the groups: ranks that hold copies come to the same
                 bits, each over its own communicator. A collective of a communicator's own may sum in any order.
 
@@ -122,21 +127,21 @@ class GroupExchange(Exchange):
         super().__init__(codec, groups or range(size), rank, Wire(codec, size))
         self.process_group = process_group if size > 1 else None
 
-    def sum(self, vector: Tensor, residual: "Residual | None" = None, exactly: bool = False) -> "Sum":
-        """Begins to sum a vector over all groups; see :meth:`Exchange.sum`.
+    def sum(self, vectors: Sequence[Tensor], residuals: Sequence["Residual | None"] = (), exactly: bool = False) -> "Sum":
+        """Begins to sum vectors over all groups; see :meth:`Exchange.sum`.
 
         Args:
-            vector: FP32 vector of this group; holds the sum once the result has been waited for.
-            residual: Error feedback of a low-bit codec, or None for none.
+            vectors: FP32 vectors of this group; hold the sum once the result has been waited for.
+            residuals: Error feedback of a low-bit codec for each, or None for none.
             exactly: Whether to send FP32 and sum in group order, whatever the codec.
         """
         if self.process_group is None:
             return Sum()
         if exactly:
-            return _EncodedSum(self, _EXACT, vector, None)
+            return _EncodedSum(self, _EXACT, vectors, ())
         if self.codec.lossless:
-            return _AllReduce(dist.all_reduce(vector, group=self.process_group, async_op=True))
-        return _EncodedSum(self, self.codec, vector, residual)
+            return _AllReduce(vectors, self.process_group)
+        return _EncodedSum(self, self.codec, vectors, residuals)
 
     def gather(self, vector: Tensor) -> "Gathered":
         """Begins to collect a short vector of each group.
@@ -164,18 +169,35 @@ class GroupExchange(Exchange):
 
 
 class Sum:
-    """A sum over the groups under way; this one is that of a single group, complete from the start."""
+    """A sum over the groups under way; this one is several, or without any that of a single group, complete from the start."""
+
+    _sums: Sequence["Sum"] = ()
+
+    def __init__(self, sums: Sequence["Sum"] = ()) -> None:
+        """Takes sums that are under way together."""
+        self._sums = sums
 
     def advance(self) -> None:
         """Begins what follows on what has arrived. Call it once on every rank, before :meth:`finish`."""
+        for each in self._sums:
+            each.advance()
 
     def finish(self) -> None:
-        """Waits until the vector holds the sum, the same bits in every group."""
+        """Waits until the vectors hold the sum, the same bits in every group."""
+        for each in self._sums:
+            each.finish()
 
 
 class _AllReduce(Sum):
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    def __init__(self, vectors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._work: Any
+        if len(vectors) == 1:
+            self._work = dist.all_reduce(vectors[0], group=group, async_op=True)
+            return
+        # As Megatron launches the reductions of several gradient buckets.
+        with dist._coalescing_manager(group, async_ops=True) as self._work:  # type: ignore[attr-defined]
+            for vector in vectors:
+                dist.all_reduce(vector, group=group, async_op=True)
 
     def finish(self) -> None:
         self._work.wait()
@@ -202,21 +224,31 @@ class _EncodedSum(Sum):
     Adding up encoded numbers would overflow them or round at every hop; this rounds twice, whatever the number of groups.
     """
 
-    def __init__(self, exchange: GroupExchange, codec: Codec, vector: Tensor, residual: Residual | None) -> None:
-        self._exchange, self._codec, self._vector, self._residual = exchange, codec, vector, residual
-        segments = vector.new_zeros(exchange.size, exchange.wire.segment_numel(len(vector)))
-        segments.view(-1)[: len(vector)].copy_(vector)
-        dropped = None if residual is None else residual.sent
-        self._scattered: ReduceScatter | None = ReduceScatter(segments, codec, exchange.process_group, dropped)
+    def __init__(
+        self, exchange: GroupExchange, codec: Codec, vectors: Sequence[Tensor], residuals: Sequence[Residual | None]
+    ) -> None:
+        self._exchange, self._codec, self._vectors, self._residuals = exchange, codec, vectors, residuals
+        segments = (self._segments(vector) for vector in vectors)
+        dropped = [None if residual is None else residual.sent for residual in residuals]
+        self._scattered: ReduceScatter | None = ReduceScatter(Payloads(segments, codec, dropped), exchange.process_group)
 
     def advance(self) -> None:
-        assert self._scattered is not None
-        total, self._scattered = self._scattered.result(), None
-        dropped = None if self._residual is None else self._residual.reduced
-        self._gathered = AllGather(total, self._codec, self._exchange.process_group, dropped)
+        scattered, self._scattered = self._scattered, None
+        assert scattered is not None
+        dropped = [None if residual is None else residual.reduced for residual in self._residuals]
+        totals = Payloads(scattered.result(), self._codec, dropped)
+        # What was received makes room for what will be.
+        del scattered
+        self._gathered = AllGather(totals, self._exchange.process_group)
 
     def finish(self) -> None:
-        self._vector.copy_(self._gathered.result().view(-1)[: len(self._vector)])
+        for vector, gathered in zip(self._vectors, self._gathered.result(), strict=True):
+            vector.copy_(gathered.view(-1)[: len(vector)])
+
+    def _segments(self, vector: Tensor) -> Tensor:
+        segments = vector.new_zeros(self._exchange.size, self._exchange.wire.segment_numel(len(vector)))
+        segments.view(-1)[: len(vector)].copy_(vector)
+        return segments
 
 
 class Computed:

@@ -1,5 +1,8 @@
 """Collectives in a codec's bytes, over any process group: parts are summed in FP32, and none is rounded at every hop."""
 
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,53 +76,74 @@ def gather_into(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) 
     return work
 
 
+class Payloads:
+    """Encoded tensors side by side, so that one collective carries them all.
+
+    Attributes:
+        sent: uint8 of shape ``[m, bytes]``.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], codec: Codec, dropped: Sequence[Tensor | None] = ()) -> None:
+        """Encodes tensors one after the other.
+
+        Args:
+            tensors: What is not needed any more; float32 of shape ``[m, n]``, each n a multiple of :data:`BLOCK`.
+            codec: Codec of the payloads.
+            dropped: Residuals of error feedback for each of them, see :func:`encode_with_feedback`; by default, none.
+        """
+        self._codec = codec
+        residuals = itertools.chain(dropped, itertools.repeat(None))
+        encoded = [
+            encode_with_feedback(tensor, codec, of_tensor) for tensor, of_tensor in zip(tensors, residuals, strict=False)
+        ]
+        self._lengths = [payload.shape[1] for payload in encoded]
+        self.sent = encoded[0] if len(encoded) == 1 else torch.cat(encoded, dim=1)
+
+    def decoded(self, received: Tensor) -> Iterator[Tensor]:
+        """Decodes such payloads of any ranks, uint8 of shape ``[k, bytes]``, tensor by tensor; float32 of shape ``[k, n]``."""
+        for payload in received.split(self._lengths, dim=1):
+            yield decode(self._codec, payload.contiguous())
+
+
 class ReduceScatter:
     """Sums the parts of all ranks, each rank its own: all-to-all of encoded parts, added up in FP32."""
 
-    def __init__(self, parts: Tensor, codec: Codec, group: dist.ProcessGroup | None, dropped: Tensor | None = None) -> None:
+    def __init__(self, parts: Payloads, group: dist.ProcessGroup | None) -> None:
         """Begins.
 
         Args:
-            parts: What each rank is to sum, and does not need any more; float32 of shape ``[ranks, n]``, n a multiple of
-                :data:`BLOCK`.
-            codec: Codec of the payloads.
+            parts: Vectors of which each rank sums a part, a row for each of them.
             group: The ranks.
-            dropped: Residuals of error feedback, see :func:`encode_with_feedback`.
         """
-        self._codec = codec
-        sent = encode_with_feedback(parts, codec, dropped)
-        self._received = torch.empty_like(sent)
-        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+        self._parts, self._received = parts, torch.empty_like(parts.sent)
+        self._work = dist.all_to_all_single(self._received, parts.sent, group=group, async_op=True)
 
-    def result(self) -> Tensor:
-        """Waits for the sum of this rank's part; float32 of shape ``[1, n]``."""
+    def result(self) -> Iterator[Tensor]:
+        """Waits for the sums of this rank's parts; float32 of shape ``[1, n]`` each, computed when they are asked for."""
         self._work.wait()
-        total: Tensor
-        total, *others = decode(self._codec, self._received).split(1)
-        # In rank order for each element, wherever in the vector it is: ranks that hold copies of it come to the same bits.
-        for other in others:
-            total += other
-        return total
+        for decoded in self._parts.decoded(self._received):
+            total, *others = decoded.split(1)
+            # In rank order for each element, wherever in the vector it is: ranks that hold copies of it come to the same bits.
+            for other in others:
+                total += other
+            yield total
 
 
 class AllGather:
-    """Collects a part of each rank, encoded: the same bits on every rank, its own part included."""
+    """Collects parts of each rank, encoded: the same bits on every rank, its own part included."""
 
-    def __init__(self, part: Tensor, codec: Codec, group: dist.ProcessGroup | None, dropped: Tensor | None = None) -> None:
+    def __init__(self, parts: Payloads, group: dist.ProcessGroup | None) -> None:
         """Begins.
 
         Args:
-            part: This rank's, with ``dropped`` not needed any more; float32 of shape ``[1, n]``, n a multiple of :data:`BLOCK`.
-            codec: Codec of the payloads.
+            parts: This rank's part of each vector, one row.
             group: The ranks.
-            dropped: Residuals, see :class:`ReduceScatter`.
         """
-        self._codec = codec
-        sent = encode_with_feedback(part, codec, dropped)
-        self._received = sent.new_empty(dist.get_world_size(group), sent.shape[1])
-        self._work = gather_into(self._received, sent, group)
+        self._parts = parts
+        self._received = parts.sent.new_empty(dist.get_world_size(group), parts.sent.shape[1])
+        self._work = gather_into(self._received, parts.sent, group)
 
-    def result(self) -> Tensor:
-        """Waits for all parts; float32 of shape ``[ranks, n]``."""
+    def result(self) -> Iterator[Tensor]:
+        """Waits for all parts; float32 of shape ``[ranks, n]`` of each vector, decoded when it is asked for."""
         self._work.wait()
-        return decode(self._codec, self._received)
+        yield from self._parts.decoded(self._received)

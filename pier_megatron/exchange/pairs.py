@@ -48,6 +48,10 @@ class DirectWire(Wire):
         """A padded copy of one vector, and what is made of it."""
         return 0 if self._is_plain else 2 * 4 * padded(numel)
 
+    def launches_of_sum(self, exactly: bool = False) -> int:
+        """Messages to all of the others at once, and nothing after them."""
+        return 1
+
     def _payload(self, numel: int) -> int:
         return self.codec.nbytes(padded(numel))
 
@@ -63,16 +67,16 @@ class Subgroup(Exchange):
         super().__init__(everyone.codec, groups, groups.index(everyone.rank), DirectWire(everyone.codec, len(groups)))
         self._process_group = everyone.process_group
 
-    def sum(self, vector: Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
-        """Begins to sum ``vector`` over these groups; see :meth:`Exchange.sum`."""
+    def sum(self, vectors: Sequence[Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
+        """Begins to sum vectors over these groups; see :meth:`Exchange.sum`."""
         if self.size == 1:
             return Sum()
-        return _DirectSum(self, vector, residual, exactly or self.codec.lossless)
+        return _DirectSum(self, vectors, residuals, exactly or self.codec.lossless)
 
     def gather(self, vector: Tensor) -> Gathered:
         """Begins to collect a short vector of each of these groups."""
         vectors = vector.expand(self.size, -1).clone()
-        return Gathered(vectors, self.swap(vectors[self.rank], [vectors[index] for index in self.others]))
+        return Gathered(vectors, self.swap([(vectors[self.rank], [vectors[index] for index in self.others])]))
 
     def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
         """Copies a tensor of one of these groups to others of them; see :meth:`Exchange.broadcast`."""
@@ -86,10 +90,16 @@ class Subgroup(Exchange):
         """All of these groups but the own one, by index."""
         return [index for index in range(self.size) if index != self.rank]
 
-    def swap(self, sent: Tensor, received: Sequence[Tensor]) -> list[dist.Work]:
-        """Begins to send a tensor to each of the others, and to receive one of each."""
-        operations = [self._operation(dist.isend, sent, other) for other in self.others]
-        operations += [self._operation(dist.irecv, into, other) for into, other in zip(received, self.others, strict=True)]
+    def swap(self, tensors: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> list[dist.Work]:
+        """Begins to send tensors to each of the others, and to receive one like each of all of them.
+
+        Args:
+            tensors: Tensors that are sent, each with where those of the others arrive.
+        """
+        operations = []
+        for sent, received in tensors:
+            operations += [self._operation(dist.isend, sent, other) for other in self.others]
+            operations += [self._operation(dist.irecv, into, other) for into, other in zip(received, self.others, strict=True)]
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _operation(self, kind: object, tensor: Tensor, index: int) -> dist.P2POp:
@@ -101,28 +111,34 @@ class Subgroup(Exchange):
 
 
 class _DirectSum(Sum):
-    """A sum in the order of the groups, so that each of them comes to the same bits."""
+    """Sums in the order of the groups, so that each of them comes to the same bits."""
 
-    def __init__(self, subgroup: Subgroup, vector: Tensor, residual: Residual | None, exactly: bool) -> None:
-        self._subgroup, self._vector, self._exactly = subgroup, vector, exactly
-        if exactly:
-            self._sent = vector
-        else:
-            row = vector.new_zeros(1, padded(len(vector)))
-            row[0, : len(vector)].copy_(vector)
-            self._sent = encode_with_feedback(row, subgroup.codec, None if residual is None else residual.sent)
-        self._received = [torch.empty_like(self._sent) for _ in subgroup.others]
-        self._works = subgroup.swap(self._sent, self._received)
+    def __init__(
+        self, subgroup: Subgroup, vectors: Sequence[Tensor], residuals: Sequence[Residual | None], exactly: bool
+    ) -> None:
+        self._subgroup, self._vectors, self._exactly = subgroup, vectors, exactly
+        missing = [None] * (len(vectors) - len(residuals))
+        sent = [self._encoded(*of_one) for of_one in zip(vectors, (*residuals, *missing), strict=True)]
+        self._payloads = [(payload, [torch.empty_like(payload) for _ in subgroup.others]) for payload in sent]
+        self._works = subgroup.swap(self._payloads)
 
     def finish(self) -> None:
         for work in self._works:
             work.wait()
-        of_group = dict(zip(self._subgroup.others, self._received, strict=True)) | {self._subgroup.rank: self._sent}
-        total, *others = (self._decoded(of_group[index]) for index in range(self._subgroup.size))
-        for other in others:
-            total += other
-        if total is not self._vector:
-            self._vector.copy_(total)
+        for vector, (sent, received) in zip(self._vectors, self._payloads, strict=True):
+            in_order = [*received[: self._subgroup.rank], sent, *received[self._subgroup.rank :]]
+            total, *others = (self._decoded(payload, len(vector)) for payload in in_order)
+            for other in others:
+                total += other
+            if total is not vector:
+                vector.copy_(total)
 
-    def _decoded(self, payload: Tensor) -> Tensor:
-        return payload if self._exactly else decode(self._subgroup.codec, payload)[0, : len(self._vector)]
+    def _encoded(self, vector: Tensor, residual: Residual | None) -> Tensor:
+        if self._exactly:
+            return vector
+        row = vector.new_zeros(1, padded(len(vector)))
+        row[0, : len(vector)].copy_(vector)
+        return encode_with_feedback(row, self._subgroup.codec, None if residual is None else residual.sent)
+
+    def _decoded(self, payload: Tensor, length: int) -> Tensor:
+        return payload if self._exactly else decode(self._subgroup.codec, payload)[0, :length]

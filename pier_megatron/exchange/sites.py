@@ -59,6 +59,10 @@ class SiteWire(Wire):
         part = self.part_numel(numel)
         return max(self.groups_in_site * _FP32 * part, self.across.coding_bytes(part))
 
+    def launches_of_sum(self, exactly: bool = False) -> int:
+        """Those over the slow link; what is gathered inside the site afterwards is waited for."""
+        return self.across.launches_of_sum(exactly)
+
 
 class SiteExchange(Exchange):
     """Collectives between sites, each of which is represented by every one of its groups, for a part of the parameters."""
@@ -68,9 +72,9 @@ class SiteExchange(Exchange):
         super().__init__(across.codec, across.groups, across.rank, SiteWire(across.codec, across.size, inside.size))
         self.across, self.inside = across, inside
 
-    def sum(self, vector: Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
-        """Begins to sum ``vector``, the same in all groups of a site, over the sites; see :meth:`Exchange.sum`."""
-        return _SumOfParts(self, vector, residual, exactly)
+    def sum(self, vectors: Sequence[Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
+        """Begins to sum vectors, the same in all groups of a site, over the sites; see :meth:`Exchange.sum`."""
+        return _SumOfParts(self, vectors, residuals, exactly)
 
     def gather(self, vector: Tensor) -> Gathered:
         """Begins to collect a short vector of each site."""
@@ -82,25 +86,33 @@ class SiteExchange(Exchange):
 
 
 class _SumOfParts(Sum):
-    def __init__(self, exchange: SiteExchange, vector: Tensor, residual: Residual | None, exactly: bool) -> None:
+    def __init__(
+        self, exchange: SiteExchange, vectors: Sequence[Tensor], residuals: Sequence[Residual | None], exactly: bool
+    ) -> None:
         assert isinstance(exchange.wire, SiteWire)
-        inside = exchange.inside
-        length = exchange.wire.part_numel(len(vector))
-        begin, end = (min((inside.rank + more) * length, len(vector)) for more in (0, 1))
-        self._vector, self._inside = vector, inside
-        self._own = vector.new_zeros(1, length)
-        self._own[0, : end - begin].copy_(vector[begin:end])
-        dropped = None if residual is None else Residual(residual.sent[begin:end], residual.reduced)
-        self._sum = exchange.across.sum(self._own[0], dropped, exactly)
+        self._vectors, self._inside = vectors, exchange.inside
+        lengths = [exchange.wire.part_numel(len(vector)) for vector in vectors]
+        # Side by side, so that one collective gathers them all.
+        self._own = vectors[0].new_zeros(1, sum(lengths))
+        self._parts = self._own[0].split(lengths)
+        carried = [slice(self._inside.rank * length, (self._inside.rank + 1) * length) for length in lengths]
+        for part, vector, place in zip(self._parts, vectors, carried, strict=True):
+            part[: len(vector[place])].copy_(vector[place])
+        dropped = [
+            residual and Residual(residual.sent[place], residual.reduced)
+            for residual, place in zip(residuals, carried, strict=False)
+        ]
+        self._sum = exchange.across.sum(self._parts, dropped, exactly)
 
     def advance(self) -> None:
         self._sum.advance()
 
     def finish(self) -> None:
         self._sum.finish()
-        parts = self._own.new_empty(self._inside.size, self._own.shape[1])
-        gather_into(parts, self._own, self._inside.process_group).wait()
-        self._vector.copy_(parts.view(-1)[: len(self._vector)])
+        gathered = self._own.new_empty(self._inside.size, self._own.shape[1])
+        gather_into(gathered, self._own, self._inside.process_group).wait()
+        for vector, parts in zip(self._vectors, gathered.split([len(part) for part in self._parts], dim=1), strict=True):
+            vector.copy_(parts.reshape(-1)[: len(vector)])
 
 
 class SitedExchange(GroupExchange):

@@ -145,28 +145,12 @@ def _queues(loop: OuterLoop) -> list[str]:
             "CUDA_DEVICE_MAX_CONNECTIONS=1 on a GPU on which Megatron does not need it (Blackwell and newer): kernels, "
             "collectives and copies wait for each other in one queue. Set it to 32, the most that CUDA accepts."
         ]
-    found = _queued(loop) if config.overlap else []
     if config.offload and os.environ.get("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "1") == "1":
-        found.append(
+        return [
             "--pier-offload with CUDA_DEVICE_MAX_CONNECTIONS=1: copies between host and device wait in the queue of the "
             "kernels. Set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8, which gives them queues of their own."
-        )
-    return found
-
-
-def _queued(loop: OuterLoop) -> list[str]:
-    """Whether collectives of one iteration hold up its kernels."""
-    config, device_type = loop.config, loop.device.type
-    chunks = max(sum(chunk.fragment == f for s in loop.states for chunk in s.chunks) for f in range(config.fragments))
-    iterations = max(config.overlap - 1, 1)
-    if chunks <= iterations:
-        return []
-    fitting = -(-chunks // iterations) * config.chunk_mib_on(device_type)
-    return [
-        f"--pier-overlap {config.overlap}: {chunks} chunks of {config.chunk_mib_on(device_type)} MiB, {iterations} iterations. "
-        "With CUDA_DEVICE_MAX_CONNECTIONS=1 the kernels of training wait behind all but the last collective of an iteration. "
-        f"--pier-chunk-mib {fitting} makes it one in each."
-    ]
+        ]
+    return []
 
 
 def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:

@@ -1,4 +1,4 @@
-"""Chunks that cross the groups one after the other, in windows that are spread over iterations."""
+"""Chunks that cross the groups in batches, one after the other, in windows that are spread over iterations."""
 
 import abc
 import dataclasses
@@ -15,15 +15,32 @@ PIPELINE_DEPTH = 4
 """Chunks on their way at once where everything is waited for: one is subtracted, two are on the wire, one is updated."""
 
 
-def window(index: int, number: int, span: int) -> tuple[int, int, int]:
-    """When a chunk of a round that spans iterations is on the wire, in iterations since the round began.
+def batch_sizes(number: int, span: int, launches: int) -> list[int]:
+    """Chunks of a round that spans iterations, in batches that are launched together: as evenly as they divide.
 
-    The chunks follow each other as evenly as the iterations allow: collectives that are queued back to back can hold up the
-    kernels that come after them (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do), and chunks that wait need no device memory.
+    As many batches as can be launched in iterations of their own: collectives that are queued back to back can hold up the
+    kernels that come after them (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do).
 
     Args:
-        index: Index of the chunk.
         number: Number of chunks in the round.
+        span: Iterations after which the round ends, at least 1.
+        launches: Collectives that a sum launches one after the other.
+
+    Returns:
+        Number of chunks in each batch.
+    """
+    batches = min(number, max(1, (span - 1) // launches))
+    return [(index + 1) * number // batches - index * number // batches for index in range(batches)]
+
+
+def window(index: int, number: int, span: int) -> tuple[int, int, int]:
+    """When a batch of a round that spans iterations is on the wire, in iterations since the round began.
+
+    The batches follow each other as evenly as the iterations allow; chunks that wait need no device memory.
+
+    Args:
+        index: Index of the batch.
+        number: Number of batches in the round.
         span: Iterations after which the round ends, at least 1.
 
     Returns:
@@ -31,16 +48,20 @@ def window(index: int, number: int, span: int) -> tuple[int, int, int]:
     """
     begin = index * max(span - 1, 1) // number
     end = min(span, max(-(-(index + 1) * span // number), begin + 2))
-    return begin, max(begin + 1, (begin + end) // 2), end
+    return begin, max(begin + 1, (begin + end - 1) // 2), end
 
 
-def chunks_on_the_wire(number: int, span: int) -> int:
-    """Most chunks of a round that are on the wire at a time; as for :func:`window`."""
-    ends = [window(index, number, span) for index in range(number)]
-    return max((sum(begin <= now < end for begin, _, end in ends) for now in range(span)), default=0)
+def chunks_on_the_wire(number: int, span: int, launches: int) -> int:
+    """Most chunks of a round that are on the wire at a time; as for :func:`batch_sizes`."""
+    sizes = batch_sizes(number, span, launches)
+    windows = [window(index, len(sizes), span) for index in range(len(sizes))]
+    on_the_wire = (
+        sum(size for size, (begin, _, end) in zip(sizes, windows, strict=True) if begin <= now < end) for now in range(span)
+    )
+    return max(on_the_wire, default=0)
 
 
-# How far a chunk has come.
+# How far a batch has come.
 _WAITING, _SENT, _SENT_ON, ARRIVED = range(4)
 
 
@@ -52,17 +73,13 @@ class Flight:
         staging: Lender of its buffers.
         chunk: The chunk.
         kept: Buffers that outlast its time on the wire; None if nothing does.
-        stage: How far it has come.
         staged: Buffers in which it is worked on while it is on the wire.
-        sum: Sum that it waits for then.
     """
 
     staging: Staging
     chunk: Chunk
     kept: Buffers | None = None
-    stage: int = _WAITING
     staged: Staged | None = None
-    sum: Sum = dataclasses.field(default_factory=Sum)
 
     def lend(self, *reads: str) -> Staged:
         """Lends buffers to the chunk; see :meth:`Staging.lend`."""
@@ -79,16 +96,32 @@ class Flight:
         self.staging.release(self.kept)
 
 
+@dataclasses.dataclass
+class _Batch:
+    """Flights that are launched together.
+
+    Attributes:
+        flights: The flights.
+        stage: How far they have come.
+        sum: Sum that they wait for while they are on the wire.
+    """
+
+    flights: Sequence[Flight]
+    stage: int = _WAITING
+    sum: Sum = dataclasses.field(default_factory=Sum)
+
+
 class Crossing(abc.ABC):
     """Flights that are moved on at the same iterations on every rank."""
 
-    def __init__(self, reads: Sequence[str], flights: Sequence[Flight] = ()) -> None:
-        """Takes the ``flights``, in order, and the names of what :meth:`_take_off` ``reads``."""
-        self._reads, self._flights = reads, flights
+    def __init__(self, reads: Sequence[str], launches: int, flights: Sequence[Flight] = ()) -> None:
+        """Takes the ``flights``, in order, the names of what :meth:`_take_off` ``reads``, and how often a sum is launched."""
+        self._reads, self._launches, self._flights = reads, launches, flights
+        self._batches: Sequence[_Batch] | None = None
 
     @abc.abstractmethod
-    def _take_off(self, staged: Staged) -> Sum:
-        """Begins the sum of a chunk."""
+    def _take_off(self, batch: Sequence[Staged]) -> Sum:
+        """Begins the sum of some chunks."""
 
     @abc.abstractmethod
     def _land(self, staged: Staged) -> None:
@@ -96,26 +129,37 @@ class Crossing(abc.ABC):
 
     def proceed(self, age: int, span: int) -> None:
         """Moves on what is due ``age`` iterations after the beginning, of ``span``; called at the same ages on every rank."""
-        for index, flight in enumerate(self._flights):
-            times = window(index, len(self._flights), span)
-            self._move(flight, sum(age >= time for time in times))
+        if self._batches is None:
+            sizes = batch_sizes(len(self._flights), span, self._launches)
+            flights = iter(self._flights)
+            self._batches = [_Batch(list(itertools.islice(flights, size))) for size in sizes]
+        for index, batch in enumerate(self._batches):
+            times = window(index, len(self._batches), span)
+            self._move(batch, sum(age >= time for time in times))
 
     def arrive(self) -> None:
         """Waits for everything, a few chunks at a time."""
-        for some in itertools.batched(self._flights, PIPELINE_DEPTH):
+        if self._batches is None:
+            self._batches = [_Batch([flight]) for flight in self._flights]
+        longest = max((len(batch.flights) for batch in self._batches), default=1)
+        for some in itertools.batched(self._batches, max(1, PIPELINE_DEPTH // longest)):
             for stage in (_SENT, _SENT_ON, ARRIVED):
-                for flight in some:
-                    self._move(flight, stage)
+                for batch in some:
+                    self._move(batch, stage)
 
-    def _move(self, flight: Flight, stage: int) -> None:
-        if flight.stage < _SENT <= stage:
-            [flight.staged] = one_ahead([flight.lend(*self._reads)])
-            flight.sum = self._take_off(flight.staged)
-        if flight.stage < _SENT_ON <= stage:
-            flight.sum.advance()
-        if flight.stage < ARRIVED <= stage:
-            flight.sum.finish()
-            assert flight.staged is not None
-            self._land(flight.staged)
-            flight.staged, flight.sum = None, Sum()
-        flight.stage = max(flight.stage, stage)
+    def _move(self, batch: _Batch, stage: int) -> None:
+        if batch.stage < _SENT <= stage:
+            lent = one_ahead(flight.lend(*self._reads) for flight in batch.flights)
+            for flight, staged in zip(batch.flights, lent, strict=True):
+                flight.staged = staged
+            batch.sum = self._take_off([flight.staged for flight in batch.flights if flight.staged is not None])
+        if batch.stage < _SENT_ON <= stage:
+            batch.sum.advance()
+        if batch.stage < ARRIVED <= stage:
+            batch.sum.finish()
+            for flight in batch.flights:
+                assert flight.staged is not None
+                self._land(flight.staged)
+                flight.staged = None
+            batch.sum = Sum()
+        batch.stage = max(batch.stage, stage)

@@ -116,7 +116,8 @@ def _rounds_kept(config: PierConfig) -> int:
 
 
 def _on_the_wire(config: PierConfig, under_way: Sequence[int]) -> int:
-    return sum(chunks_on_the_wire(number, config.overlap) for number in under_way)
+    launches = wire_of(config).launches_of_sum()
+    return sum(chunks_on_the_wire(number, config.overlap, launches) for number in under_way)
 
 
 def _pulled(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
@@ -124,5 +125,6 @@ def _pulled(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
     if not config.pulls:
         return []
     span = config.sync_interval - config.overlap
-    at_once = (max(chunks_on_the_wire(number, span), PIPELINE_DEPTH) for number in in_fragments)
+    launches = wire_of(config).launches_of_sum(exactly=True)
+    at_once = (max(chunks_on_the_wire(number, span, launches), PIPELINE_DEPTH) for number in in_fragments)
     return sorted(map(min, in_fragments, at_once), reverse=True)

@@ -1,7 +1,7 @@
 """Slow weights of the groups that will meet next, sent behind training: NoLoCo's second tensor."""
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -105,15 +105,17 @@ class _Pull(Crossing):
     """Slow weights of one fragment on their way."""
 
     def __init__(self, share: Share, exchange: Exchange, fragment: int, alpha: float, strength: float) -> None:
-        super().__init__(COMMON, [Flight(staging, chunk) for staging, chunk in share.chunks((fragment,))])
+        flights = [Flight(staging, chunk) for staging, chunk in share.chunks((fragment,))]
+        super().__init__(COMMON, exchange.wire.launches_of_sum(exactly=True), flights)
         self.fragment = fragment
         self._exchange, self._alpha, self._strength = exchange, alpha, strength
         self.distance = torch.zeros((), dtype=torch.float64, device=share.device)
         self.bytes_sent = sum(exchange.wire.bytes_of_sum(flight.chunk.numel, exactly=True) for flight in self._flights)
 
-    def _take_off(self, staged: Staged) -> Sum:
-        staged.shared.copy_(staged.anchor)
-        return self._exchange.sum(staged.shared, exactly=True)
+    def _take_off(self, batch: Sequence[Staged]) -> Sum:
+        for staged in batch:
+            staged.shared.copy_(staged.anchor)
+        return self._exchange.sum([staged.shared for staged in batch], exactly=True)
 
     def _land(self, staged: Staged) -> None:
         distance = torch.sub(staged.anchor, staged.shared, alpha=1 / self._exchange.size, out=staged.shared)

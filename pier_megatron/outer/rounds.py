@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
-from pier_megatron.outer.flights import ARRIVED, PIPELINE_DEPTH, Crossing, Flight
+from pier_megatron.outer.flights import PIPELINE_DEPTH, Crossing, Flight
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, Staged, Staging, chunks_of, one_ahead
@@ -126,7 +126,7 @@ class OuterRound(Crossing):
         """
         self.exchange, self.rule, self.fragments = exchange, rule, fragments
         self._chunks = list(chunks_of(stagings, fragments))
-        super().__init__((RESIDUAL, *rule.sent_of))
+        super().__init__((RESIDUAL, *rule.sent_of), exchange.wire.launches_of_sum())
         self._forgets_progress = False
         parts = max(1, min(_PARTS_TO_COMPARE, len(self._chunks)))
         # The same on all ranks, and every part's turn comes whatever the intervals are.
@@ -166,7 +166,8 @@ class OuterRound(Crossing):
     def resume(self, saved: RoundBuffers) -> None:
         """Continues where :meth:`settle` has left another round; in place of :meth:`begin`."""
         sizes = [chunk.numel for _, chunk in self._chunks]
-        self._flights = [Flight(staging, chunk, staging.keep(), ARRIVED) for staging, chunk in self._chunks]
+        self._flights = [Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
+        self._batches = ()
         for flight, *parts in zip(self._flights, saved.own.split(sizes), saved.sum.split(sizes), strict=True):
             for kept, part in zip(flight.kept_parts().values(), parts, strict=True):
                 kept.copy_(part)
@@ -209,18 +210,24 @@ class OuterRound(Crossing):
             if in_flight:
                 in_flight[-1][1].advance()
             self._subtract(staged, counts)
-            in_flight.append((staged, self._take_off(staged)))
+            in_flight.append((staged, self._take_off([staged])))
         if in_flight:
             in_flight[-1][1].advance()
         while in_flight:
             land()
 
-    def _take_off(self, staged: Staged) -> Sum:
-        self.rule.send(staged)
-        if self.weight != 1:
-            staged.shared.mul_(self.weight)
-        exactly = staged.chunk.shards.travel_exactly(self.exchange.codec)
-        return self.exchange.sum(staged.shared, staged.residual, exactly)
+    def _take_off(self, batch: Sequence[Staged]) -> Sum:
+        for staged in batch:
+            self.rule.send(staged)
+            if self.weight != 1:
+                staged.shared.mul_(self.weight)
+        sums = []
+        for exactly in (False, True):
+            alike = [each for each in batch if each.chunk.shards.travel_exactly(self.exchange.codec) == exactly]
+            if alike:
+                vectors, residuals = zip(*((staged.shared, staged.residual) for staged in alike), strict=True)
+                sums.append(self.exchange.sum(vectors, residuals, exactly))
+        return Sum(sums)
 
     def _land(self, staged: Staged) -> None:
         # What the codec dropped on the way is known now, and part of the state wherever that lives.

@@ -88,7 +88,7 @@ class Weights:
             staged.chunk.copy_parameters_to(staged.shared)
             if not counted[exchange.rank]:
                 staged.shared.zero_()
-            total = exchange.sum(staged.shared, exactly=staged.chunk.shards.travel_exactly(exchange.codec))
+            total = exchange.sum([staged.shared], exactly=staged.chunk.shards.travel_exactly(exchange.codec))
             _write_mean(staged, total, sum(counted))
 
     def _write_mean_of_anchors(self) -> None:
@@ -96,7 +96,7 @@ class Weights:
         stagings = self._share.stagings
         for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging in stagings for chunk in staging.state.chunks):
             staged.shared.copy_(staged.anchor)
-            _write_mean(staged, self._exchange.sum(staged.shared, exactly=True), self._exchange.size)
+            _write_mean(staged, self._exchange.sum([staged.shared], exactly=True), self._exchange.size)
 
 
 def _write_mean(staged: Staged, total: Sum, number: int) -> None:

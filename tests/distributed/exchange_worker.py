@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Residual
-from pier_megatron.exchange.encoded import AllGather, ReduceScatter, as_rows
+from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter, as_rows
 from pier_megatron.exchange.pairs import Subgroup
 from pier_megatron.integration.census import CollectiveCensus
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
@@ -38,7 +38,7 @@ def sums(codec: str, exactly: bool = False) -> dict[str, object]:
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     result = vector(exchange.rank)
     with CollectiveCensus() as census:
-        under_way = exchange.sum(result, exactly=exactly)
+        under_way = exchange.sum([result], exactly=exactly)
         under_way.advance()
         under_way.finish()
     return {"sum": result.cpu(), "sent": exchange.wire.bytes_of_sum(NUMEL, exactly), "collectives": census.collectives}
@@ -53,7 +53,7 @@ def met(codec: str, steps: int = 3) -> dict[str, object]:
     with CollectiveCensus() as census:
         for step in range(steps):
             results.append(vector(exchange.rank, step))
-            under_way = meeting.sum(results[-1], residual)
+            under_way = meeting.sum([results[-1]], [residual])
             under_way.advance()
             under_way.finish()
     gathered = meeting.gather(torch.tensor([exchange.rank], device=DEVICE)).result()
@@ -70,14 +70,37 @@ def met(codec: str, steps: int = 3) -> dict[str, object]:
     }
 
 
+def together(codec: str, exactly: bool) -> dict[str, list[list[torch.Tensor]]]:
+    """Vectors of unequal length, summed twice with error feedback: all at once, and one after the other."""
+    everyone = GroupExchange(dist.group.WORLD, CODECS[codec])
+    lengths = [NUMEL - 900, 700, 200]
+    found: dict[str, list[list[torch.Tensor]]] = {}
+    for name, exchange in (("all", everyone), ("some", Subgroup(everyone, (0, 1, 3) if everyone.rank != 2 else (2,)))):
+        for at_once in (True, False):
+            residuals = [
+                Residual(*(torch.zeros(size, device=DEVICE) for size in (length, exchange.wire.segment_numel(length))))
+                for length in lengths
+            ]
+            for step in range(2):
+                vectors = list(vector(everyone.rank, step).split(lengths))
+                pairs = [(vectors, residuals)] if at_once else [([v], [r]) for v, r in zip(vectors, residuals, strict=True)]
+                for some, dropped in pairs:
+                    under_way = exchange.sum(some, dropped if not exchange.codec.lossless else (), exactly)
+                    under_way.advance()
+                    under_way.finish()
+            of_residuals = [tensor for residual in residuals for tensor in (residual.sent, residual.reduced)]
+            found.setdefault(name, []).append([tensor.cpu() for tensor in (*vectors, *of_residuals)])
+    return found
+
+
 def in_parts(codec: str, steps: int = 2) -> dict[str, list[torch.Tensor]]:
     """A reduce-scatter with error feedback and a gather of what it left, apart from any sum; parts are no whole blocks."""
     scattered, gathered = [], []
     dropped = torch.zeros(as_rows(vector(0), dist.get_world_size()).numel(), device=DEVICE)
     for step in range(steps):
         parts = as_rows(vector(dist.get_rank(), step), dist.get_world_size())
-        scattered.append(ReduceScatter(parts, CODECS[codec], None, dropped).result())
-        gathered.append(AllGather(scattered[-1], CODECS[codec], None).result())
+        scattered.append(next(ReduceScatter(Payloads([parts], CODECS[codec], [dropped]), None).result()))
+        gathered.append(next(AllGather(Payloads([scattered[-1]], CODECS[codec]), None).result()))
     return {"scattered": [part.cpu() for part in scattered], "gathered": [parts.cpu() for parts in gathered]}
 
 
@@ -91,7 +114,7 @@ def drift(codec: str, feedback: bool, steps: int = 25) -> torch.Tensor:
     total, exact = torch.zeros(NUMEL, device=DEVICE), torch.zeros(NUMEL, device=DEVICE)
     for step in range(steps):
         result = vector(exchange.rank, step)
-        under_way = exchange.sum(result, residual)
+        under_way = exchange.sum([result], [residual])
         under_way.advance()
         under_way.finish()
         total += result
@@ -130,6 +153,7 @@ def main() -> None:
         "sums": {codec: sums(codec) for codec in CODECS},
         "exact sums": {codec: sums(codec, exactly=True) for codec in CODECS},
         "met": {codec: met(codec) for codec in CODECS},
+        "together": {(codec, exactly): together(codec, exactly) for codec in CODECS for exactly in (False, True)},
         "in parts": {codec: in_parts(codec) for codec in CODECS},
         "drift": {(codec, on): drift(codec, on) for codec in CODECS if codec != "fp32" for on in (True, False)},
         "rounds": {

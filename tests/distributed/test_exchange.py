@@ -56,6 +56,25 @@ def test_exact_sums_are_in_group_order(records: list[dict[str, dict]], codec: st
     assert not torch.equal(records[0]["sums"]["fp32"]["sum"], in_order)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("exactly", [False, True])
+@pytest.mark.parametrize("groups", ["all", "some"])
+def test_vectors_summed_at_once_have_the_sums_of_each_alone(
+    records: list[dict[str, dict]], codec: str, exactly: bool, groups: str
+) -> None:
+    # A collective of the communicator takes an order that depends on the length.
+    tolerance = 1e-5 if codec == "fp32" and groups == "all" and not exactly else 0
+    for record in records:
+        at_once, one_by_one = record["together"][codec, exactly][groups]
+        for found, expected in zip(at_once, one_by_one, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    if exactly or codec == "fp32":
+        lengths = [len(vector) for vector in records[0]["together"][codec, exactly][groups][0][:3]]
+        expected = sum(vector(rank, 1).cpu().double() for rank in range(_GROUPS) if groups == "all" or rank != 2)
+        for found, part in zip(records[0]["together"][codec, exactly][groups][0], expected.split(lengths), strict=False):
+            torch.testing.assert_close(found.double(), part, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(("codec", "steps"), [("bf16", 128), ("int8", 127), ("int4", 7), ("int2", 2), ("int1", 1)])
 def test_low_bit_sum_is_off_by_one_rounding_per_group_and_one_of_the_sum(
     records: list[dict[str, dict]], codec: str, steps: int

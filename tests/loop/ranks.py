@@ -112,11 +112,11 @@ def _the_same_partners(groups: int, size: int, seed: int, iteration: int) -> lis
 
 
 def _sum_of_the_first_parts(
-    exchange: SiteExchange, vector: Tensor, residual: Residual | None = None, exactly: bool = False
+    exchange: SiteExchange, vectors: Sequence[Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False
 ) -> Sum:
     """The groups of a site do not divide what it sends."""
     with mock.patch.object(exchange.inside, "rank", 0):
-        return _sum(exchange, vector, residual, exactly)
+        return _sum(exchange, vectors, residuals, exactly)
 
 
 # By name: what is replaced, and by what.

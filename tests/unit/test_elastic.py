@@ -29,7 +29,7 @@ class _Lost(GroupExchange):
     def broadcast(self, tensor: torch.Tensor, source: int, targets: Sequence[int]) -> None:
         tensor.fill_(1.0)
 
-    def sum(self, vector: torch.Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
+    def sum(self, vectors: Sequence[torch.Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
         raise RuntimeError("the other island died")
 
 

@@ -16,7 +16,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop
-from pier_megatron.outer.flights import chunks_on_the_wire, window
+from pier_megatron.outer.flights import batch_sizes, chunks_on_the_wire, window
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
@@ -168,30 +168,41 @@ def test_subgroup_stops_if_it_is_useless_within_an_interval_of_a_restart() -> No
     assert looked == [False, True, True, False]
 
 
+@pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 24, 25, 60])
-@pytest.mark.parametrize("span", [1, 2, 3, 12, 25])
-def test_chunks_follow_each_other_over_the_iterations(number: int, span: int) -> None:
-    windows = [window(index, number, span) for index in range(number)]
+@pytest.mark.parametrize("span", [1, 2, 3, 4, 5, 12, 25])
+def test_batches_follow_each_other_over_the_iterations(number: int, span: int, launches: int) -> None:
+    sizes = batch_sizes(number, span, launches)
+    assert sum(sizes) == number
+    assert max(sizes) - min(sizes) <= 1
+    windows = [window(index, len(sizes), span) for index in range(len(sizes))]
     assert windows == sorted(windows)
     assert all(0 <= begin < sent_on <= end <= span for begin, sent_on, end in windows)
     assert windows[-1][2] == span
-    # As few begin together as the iterations allow; what is summed in low bits must be sent on before the end.
-    begun = [sum(begin == now for begin, _, _ in windows) for now in range(span)]
-    assert max(begun) <= -(-number // max(span - 1, 1))
-    assert chunks_on_the_wire(number, span) == max(sum(b <= now < e for b, _, e in windows) for now in range(span))
+    # No two launches in an iteration; what is summed in low bits must be sent on before the end.
+    launched = [time for times in windows for time in times[:launches]]
+    assert len({*launched}) == len(launched)
+    on_the_wire = [
+        sum(size for size, (begin, _, end) in zip(sizes, windows, strict=True) if begin <= now < end) for now in range(span)
+    ]
+    assert chunks_on_the_wire(number, span, launches) == max(on_the_wire)
 
 
-def test_chunks_of_an_overlapped_round_are_sent_one_by_one() -> None:
+@pytest.mark.parametrize(("span", "sent"), [(8, [1, 1, 1, 1, 1, 1, 0, 0]), (4, [2, 2, 2, 0])])
+def test_chunks_of_an_overlapped_round_are_sent_in_as_many_batches_as_there_are_iterations(span: int, sent: list[int]) -> None:
     state = OuterState([Shards(shards())], chunk_numel=4)
     round_ = outer_round(state)
     with mock.patch.object(GroupExchange, "sum", autospec=True, side_effect=GroupExchange.sum) as sums:
         round_.begin()
-        sent = []
-        for age in range(8):
-            round_.proceed(age, span=8)
-            sent.append(sums.call_count)
+        found = []
+        for age in range(span):
+            round_.proceed(age, span)
+            found.append(sum(len(call.args[1]) for call in sums.mock_calls))
+            assert sums.call_count <= 1
+            sums.reset_mock()
         round_.finish()
-    assert sent == [1, 2, 3, 4, 5, 6, 6, 6]
+        assert not sums.called
+    assert found == sent
 
 
 def test_blocking_step_leaves_parameters_and_anchor_equal_to_the_last_bit() -> None:
@@ -355,11 +366,3 @@ def test_one_queue_on_blackwell_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         [said] = queues_said(monkeypatch, (10, 0), **settings)
         assert "Blackwell" in said
         assert "Set it to 32" in said
-
-
-def test_chunks_queued_back_to_back_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {mib: queues_said(monkeypatch, overlap=5, chunk_mib=mib) for mib in (1, 2)}
-    [warning] = said[1]
-    assert "7 chunks of 1 MiB, 4 iterations" in warning
-    assert "--pier-chunk-mib 2 " in warning
-    assert said[2] == []

@@ -29,15 +29,29 @@ class _Exchange(GroupExchange):
         super().__init__(codec=CODECS[codec])
         self.size, self.groups, self._detector = 2, (0, 1), detector
         self.wire = Wire(self.codec, 2)
+        self._read: list[torch.Tensor] = []
 
-    def sum(self, vector: torch.Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
-        if residual is not None:
-            vector += residual.sent
-            residual.sent.mul_(0.5)
-        waits = new_work(self._detector, lambda: vector.mul_(2.0))
+    def sum(self, vectors: Sequence[torch.Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
+        for vector, residual in zip(vectors, residuals, strict=False):
+            if residual is not None:
+                vector += residual.sent
+                residual.sent.mul_(0.5)
+
+        def work() -> None:
+            for vector in vectors:
+                vector.mul_(2.0)
+
+        waits = new_work(self._detector, work)
         under_way = Sum()
         under_way.finish = waits
         return under_way
+
+    def gather(self, vector: torch.Tensor) -> Gathered:
+        vectors = vector.new_empty(2, len(vector))
+        # As a communicator does, which keeps what it reads.
+        self._read.append(vector)
+        waits = new_work(self._detector, lambda: vectors.copy_(vector))
+        return Gathered(vectors, [mock.Mock(wait=waits, is_completed=lambda: False)])
 
 
 def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) -> None:
@@ -118,6 +132,7 @@ _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "copies are not waited for": (rounds, "one_ahead", iter, {}),
     "slow weights are sent before they are there": (flights, "one_ahead", iter, {"preset": "noloco", "exchange_dtype": "int8"}),
+    "what groups tell each other is read before it is there": (Gathered, "result", lambda gathered: gathered._vectors, {}),
     "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),
 }
 

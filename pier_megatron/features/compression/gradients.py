@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
-from pier_megatron.exchange.encoded import ReduceScatter
+from pier_megatron.exchange.encoded import Payloads, ReduceScatter
 from pier_megatron.exchange.layout import Piece
 from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.features.compression.policy import has_feedback
@@ -229,10 +229,11 @@ class _Scattered(Sum):
         parts = piece.read(whole)
         if residual is not None:
             parts = parts.contiguous()
-        self._sum = ReduceScatter(parts, wire.codec, group, None if residual is None else residual.sent)
+        self._sum = ReduceScatter(Payloads([parts], wire.codec, [None if residual is None else residual.sent]), group)
 
     def finish(self) -> None:
-        self._piece.write(self._sum.result().div_(self._divisor), self._output)
+        [total] = self._sum.result()
+        self._piece.write(total.div_(self._divisor), self._output)
         _drop_what_is_not_finite(self._residual)
 
 
@@ -261,7 +262,7 @@ class _Summed(Sum):
     ) -> None:
         self._piece, self._output, self._divisor, self._residual = piece, output, divisor, residual
         self._row = piece.read(whole)
-        self._sum = GroupExchange(group, wire.codec).sum(self._row[0], residual)
+        self._sum = GroupExchange(group, wire.codec).sum([self._row[0]], [residual])
 
     def advance(self) -> None:
         self._sum.advance()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
-from pier_megatron.exchange.encoded import AllGather
+from pier_megatron.exchange.encoded import AllGather, Payloads
 from pier_megatron.exchange.layout import Piece
 from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.features.compression.traffic import codec_in_force, count
@@ -58,7 +58,7 @@ def _begin(codec: Codec, bucket_group: BucketGroup, whole: Tensor, own: Tensor, 
     laid_out = pieces_of(bucket_group, whole, ranks)
     count("gather", (ranks - 1) * sum(codec.nbytes(piece.numel) for piece in laid_out), (ranks - 1) * own.nbytes)
     rows = ((piece, piece.of(group.rank()).read(own.view(1, -1))) for piece in laid_out)
-    return [(parts, piece, AllGather(row, codec, group)) for piece, row in rows]
+    return [(parts, piece, AllGather(Payloads([row], codec), group)) for piece, row in rows]
 
 
 class _Handle:
@@ -69,4 +69,5 @@ class _Handle:
 
     def wait(self) -> None:
         for parts, piece, gather in self._gathers:
-            piece.write(gather.result(), parts)
+            [whole] = gather.result()
+            piece.write(whole, parts)

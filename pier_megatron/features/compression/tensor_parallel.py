@@ -31,7 +31,7 @@ def sum_encoded(reduce: Callable[[Tensor, dist.ProcessGroup], Tensor], /, tensor
     exchange = GroupExchange(group, codec)
     count_sum("tp", exchange.wire, tensor)
     vector = tensor.detach().float().flatten()
-    total = exchange.sum(vector)
+    total = exchange.sum([vector])
     total.advance()
     total.finish()
     # In place, as Megatron's.
