@@ -34,7 +34,7 @@ from pier_megatron.features import compression
 from pier_megatron.features.layered import feature as layered
 from pier_megatron.features.skipping import feature as skipping
 from pier_megatron.features.skipping.paths import Paths
-from pier_megatron.integration import current, gradient_averaging, startup, training
+from pier_megatron.integration import current, gradient_averaging, training
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.outer import OuterLoop, rounds
@@ -423,7 +423,7 @@ def _other_weights(directory: Path) -> Patch:
 def _no_memory(directory: Path) -> Iterator[None]:
     """A node without free memory, where it must not be taken before that is seen."""
     taken = mock.patch.object(outer_state.OuterState, "__init__", side_effect=AssertionError("taken before it was looked at"))
-    with taken, mock.patch.object(startup.psutil, "virtual_memory", return_value=mock.Mock(available=0)):
+    with taken, mock.patch.object(training.psutil, "virtual_memory", return_value=mock.Mock(available=0)):
         yield
 
 
