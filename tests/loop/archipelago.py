@@ -276,16 +276,17 @@ def _sockets() -> set[tuple[int, str]]:
     return {(number, name) for number, name in found if name.startswith("socket:")}
 
 
-def _break_on_demand(membership: memberships.Membership) -> None:
+def _break_on_demand() -> None:
     """Lets signals do to this rank what libraries and networks do."""
     between: set[tuple[int, str]] = set()
-    configure = membership._group.configure
+    connect = memberships.connect
 
-    def configure_and_look(*args: Any, **kwargs: Any) -> None:
+    def connect_and_look(*args: Any) -> dist.ProcessGroup:
         before = _sockets()
-        configure(*args, **kwargs)
+        group = connect(*args)
         between.clear()
         between.update(_sockets() - before)
+        return group
 
     def hold(seconds: int) -> Callable[..., None]:
         # Called by way of PyDLL, a function does not let go of Python's lock.
@@ -301,7 +302,7 @@ def _break_on_demand(membership: memberships.Membership) -> None:
             with socket.socket(fileno=os.dup(number)) as copy, contextlib.suppress(OSError):
                 copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
-    membership._group.configure = configure_and_look
+    memberships.connect = connect_and_look
     signal.signal(HOLD, hold(HELD_SECONDS))
     signal.signal(HANG, hold(HUNG_SECONDS))
     signal.signal(FAIL_IN_A_THREAD, fail_in_a_thread)
@@ -324,7 +325,7 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     # As of nodes that were each given an address of their own; on this machine all of them are there.
     address, secret = f"127.0.0.{1 + part}", str(diary.folder / plan.secret)
     membership = memberships.Membership(plan.index, url, address, world, config.codec, timeout, run, plan.islands, secret)
-    _break_on_demand(membership)
+    _break_on_demand()
     # Only now: a signal that nothing hears ends a process.
     diary.write(pid=os.getpid())
     if plan.fails_alone_in is not None and part == 0:
