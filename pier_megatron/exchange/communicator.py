@@ -9,6 +9,7 @@ import datetime
 import threading
 from collections.abc import Callable
 from concurrent import futures
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def connect(
         RuntimeError: If they do not find each other in time.
     """
     found = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
-    keys = dist.PrefixStore(prefix, found)
+    keys = dist.PrefixStore(prefix, found)  # type: ignore[attr-defined]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout, options._devices = timeout, [_device_at(address)]
     gloo = dist.ProcessGroupGloo(keys, *place, options)
@@ -50,7 +51,7 @@ def connect(
     return group
 
 
-def store_at(address: str) -> dist.Store:
+def store_at(address: str) -> Any:
     """A store that listens at one address only.
 
     Raises:
@@ -86,7 +87,7 @@ class Communicator:
     them notice that at once.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Any) -> None:
         """Begins without a connection.
 
         Args:
@@ -170,7 +171,7 @@ def _run(connects: Callable[[], dist.ProcessGroup], connected: "futures.Future[d
         connected.set_exception(error)
 
 
-def _device_at(address: str) -> object:
+def _device_at(address: str) -> Any:
     try:
         return dist.ProcessGroupGloo.create_device(hostname=address)
     except RuntimeError:

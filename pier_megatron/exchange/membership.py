@@ -158,7 +158,7 @@ class Membership:
             group = self._communicator.begin(
                 self._key,
                 functools.partial(self._silence, self._admitted[(place + 1) % size]),
-                functools.partial(connect, quorum.get("store"), prefix, (place, size), self._address, self._timeout),
+                functools.partial(connect, quorum["store"], prefix, (place, size), self._address, self._timeout),
             )
         self._members = members
         return GroupExchange(group, self._codec, [_island(name) for name in self._admitted])
@@ -232,7 +232,7 @@ class Membership:
         key = f"meetings/{self._meetings}"
         if self._world.rank() == 0:
             try:
-                said = self._ask(within)
+                said = self._ask(within) | {"store": self._at}
                 if _members(said) != self._members:
                     said |= self._admit(said)
             except PierConfigError as error:
@@ -240,8 +240,8 @@ class Membership:
             except (RuntimeError, OSError) as error:
                 said = {"error": str(error)}
             self._store.set(key, json.dumps(said))
-            for key in ("meetings", "ends"):
-                self._store.delete_key(f"{key}/{self._meetings - 1}")
+            for past in ("meetings", "ends"):
+                self._store.delete_key(f"{past}/{self._meetings - 1}")
         self._store.wait([key], within + _CONNECT + self._timeout)
         told: Said = json.loads(self._store.get(key))
         if "refusal" in told:
