@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from pier_megatron.exchange.authentication import listen_at
 
-_PERIOD_SECONDS = 1.0
-_SLICE_SECONDS = 0.2
+# How often a watch looks whether its exchange is lost. It looks a second time: who has all of an exchange may leave it.
+_PERIOD_SECONDS = 0.5
 
 
 def connect(
@@ -69,22 +69,36 @@ def store_at(address: str) -> Any:
 
 
 def interrupt(group: dist.ProcessGroup) -> None:
-    """Fails whatever is under way in a communicator, here and at its other members. It is of no use afterwards.
+    """Fails what this rank has under way in a communicator, and what others have with it. It is of no use afterwards.
 
-    gloo's ``abort`` does nothing (PyTorch 2.13), but a receive that times out closes all connections of the communicator.
+    gloo's ``abort`` does nothing (PyTorch 2.13), but a receive that times out closes all connections of its rank.
     """
-    for other in range(group.size()):
-        if other != group.rank():
-            # Of a connection that is closed already, nothing can be received: the next one tells the others.
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], other, 0).wait(datetime.timedelta(milliseconds=1))
+    for other in _others(group):
+        # From a connection that is closed already nothing can be received, and nothing closes the others.
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], other, 0).wait(datetime.timedelta(milliseconds=1))
+
+
+def is_closed(group: dist.ProcessGroup) -> bool:
+    """Whether one of the connections of this rank is: who waits for another one is not told."""
+    try:
+        for other in _others(group):
+            # Nobody sends it. Only where the connection is closed, asking for it fails.
+            group.recv([torch.empty(1)], other, 0)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    return [other for other in range(group.size()) if other != group.rank()]
 
 
 class Communicator:
     """The connection of this rank with other islands, guarded while they exchange something.
 
-    A thread watches each exchange. What is lost is interrupted on all ranks of the island; the islands that are connected with
-    them notice that at once.
+    A thread watches each exchange. One that is lost is interrupted on all ranks of the island, and then on those that are
+    connected with them.
     """
 
     def __init__(self, store: Any) -> None:
@@ -119,7 +133,7 @@ class Communicator:
             connected: futures.Future[dist.ProcessGroup] = futures.Future()
             # What PyTorch connects cannot be interrupted: it is left to its own time-out.
             threading.Thread(target=_run, args=(connects, connected), daemon=True).start()
-            while not lost.is_set() and not futures.wait([connected], _SLICE_SECONDS).done:
+            while not lost.is_set() and not futures.wait([connected], _PERIOD_SECONDS).done:
                 pass
             if connected.done():
                 self._group = connected.result()
@@ -147,21 +161,29 @@ class Communicator:
             self._group = None
 
     def _watch(self, key: str, silence: Callable[[], str | None], ended: threading.Event, lost: threading.Event) -> None:
-        while not ended.wait(_PERIOD_SECONDS):
-            try:
-                why = "another rank of this island has failed" if self._store.check([key]) else silence()
-            except (RuntimeError, OSError) as error:
-                # The first rank of the island is gone, and its store with it.
-                why = str(error)
-            if why is None or ended.is_set():
-                continue
-            print(f" Pier: the exchange is interrupted: {why}", flush=True)
-            lost.set()
-            with contextlib.suppress(RuntimeError):
-                self._store.set(key, "")
-            if (group := self._group) is not None:
-                interrupt(group)
+        why = None
+        while why is None and not ended.wait(_PERIOD_SECONDS):
+            why = self._why_lost(key, silence)
+        if ended.wait(_PERIOD_SECONDS):
             return
+        print(f" Pier: the exchange is interrupted: {why}", flush=True)
+        lost.set()
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, "")
+        if (group := self._group) is not None:
+            interrupt(group)
+
+    def _why_lost(self, key: str, silence: Callable[[], str | None]) -> str | None:
+        group = self._group
+        try:
+            if self._store.check([key]):
+                return "another rank of this island has ended it"
+            if group is not None and is_closed(group):
+                return "another island has ended it"
+            return silence()
+        except (RuntimeError, OSError) as error:
+            # The first rank of the island is gone, and its store with it.
+            return str(error)
 
 
 def _run(connects: Callable[[], dist.ProcessGroup], connected: "futures.Future[dist.ProcessGroup]") -> None:

@@ -200,7 +200,7 @@ class Membership:
     def _silence(self, neighbour: str) -> str | None:
         """What is wrong with the next island, if it does not answer the first rank of this one.
 
-        Each island asks one, so that all are asked. Whoever hears nothing ends its exchange, which the others notice.
+        Each island asks one, so that all are asked: who hears nothing ends its exchange, and so do those who notice that.
         """
         if self._world.rank() > 0 or neighbour in ask([neighbour], self._secret, _SILENCE_SECONDS):
             return None
