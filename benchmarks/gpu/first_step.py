@@ -13,7 +13,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("", "tools", "benchmarks/gpu")]
@@ -84,11 +84,11 @@ def measured(mode: str, parameters: int) -> dict[str, float]:
     return found | {"anchor at least": lowest.item(), "anchor at most": highest.item()}
 
 
-def rows(parameters: int | None = None) -> Iterator[Row]:
+def rows(parameters: int | None = None, modes: Sequence[str] = tuple(MODES)) -> Iterator[Row]:
     """A row for each mode."""
     numel = parameters or (PARAMETERS if is_gpu() else _PARAMETERS_ON_CPU)
-    for place, mode in enumerate(MODES):
-        seconds = limits.share(limits.left(), [1.0] * (len(MODES) - place))
+    for place, mode in enumerate(modes):
+        seconds = limits.share(limits.left(), [1.0] * (len(modes) - place))
         with tempfile.TemporaryDirectory() as folder:
             answer = Path(folder) / "answer.json"
             command = [sys.executable, __file__, "--parameters", str(numel), "--rank-of", mode, str(answer)]
@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--parameters", type=int, help=f"FP32 parameters of each rank; {PARAMETERS:,}, few on a CPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default cuda where there is one")
     parser.add_argument("--backend", choices=["nccl", "gloo"], help="between ranks; by default what answers, NCCL first")
+    parser.add_argument("--mode", choices=list(MODES), action="append", help="run this one; all by default")
     parser.add_argument("--rank-of", nargs=2, metavar=("MODE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
@@ -122,7 +123,7 @@ def main() -> int:
         return 0
     print(f"Device and backend: {one_gpu.choose(options.device, options.backend)}", flush=True)
     failed = False
-    for row in rows(options.parameters):
+    for row in rows(options.parameters, options.mode or list(MODES)):
         print(f"{row.status:8} {row.what}: {row.result}{row.why}", flush=True)
         failed |= row.status == "failed"
     return int(failed)
