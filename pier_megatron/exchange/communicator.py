@@ -6,6 +6,7 @@ NCCL's watchdog would end the process of a survivor. gloo takes CUDA tensors as 
 
 import contextlib
 import datetime
+import os
 import threading
 from collections.abc import Callable
 from concurrent import futures
@@ -197,5 +198,8 @@ def _device_at(address: str) -> Any:
     try:
         return dist.ProcessGroupGloo.create_device(hostname=address)
     except RuntimeError:
-        # The address of the island's first node, on another one of its nodes.
+        # The address of the island's first node, on another one of its nodes. PyTorch's default does not look at the variable.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if interface:
+            return dist.ProcessGroupGloo.create_device(interface=interface)
         return dist.ProcessGroupGloo.create_default_device()
