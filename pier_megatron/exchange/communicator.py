@@ -119,7 +119,7 @@ class Communicator:
 
         Args:
             key: Key of this exchange in the store, the same on all ranks of the island.
-            silence: Who does not answer any more, if anybody; called every second, in a thread.
+            silence: Reason why this rank thinks an island gone, or None; called twice a second, in a thread.
             connects: What makes a new connection.
 
         Returns:
