@@ -58,8 +58,9 @@ bench: setup
 	$(BIN)/python benchmarks/interconnect.py --output runs/bench
 	$(BIN)/python benchmarks/outer_step_passes.py
 
-gpu: setup
-	$(BIN)/python benchmarks/gpu/run.py --into docs/gpu.md
+# Without an environment, with the Python on the PATH: a machine with a GPU may have PyTorch and no package index.
+gpu:
+	$(if $(wildcard $(VENV)/.ready),$(BIN)/python,python3) benchmarks/gpu/run.py --into docs/gpu.md
 
 study: setup
 	$(BIN)/python study/run.py

@@ -124,7 +124,8 @@ class Settings:
     )
     island_timeout: int = setting(
         120,
-        "Seconds after which an outer step is retried without islands that do not answer, with --pier-lighthouse.",
+        "Seconds that a collective between islands may take before the outer step is retried, with --pier-lighthouse. Silent "
+        "islands are given up earlier.",
         accepts=whole(1, LONGEST),
     )
     island_wait: int = setting(

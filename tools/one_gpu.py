@@ -35,12 +35,13 @@ class RanksFailedError(RuntimeError):
     """Ranks failed or took too long; the text is the end of what they printed."""
 
 
-def choose(device_type: str | None = None, backend_name: str | None = None) -> str:
+def choose(device_type: str | None = None, backend_name: str | None = None, seconds: float = _PROBE_SECONDS) -> str:
     """Chooses for this process and all that it starts, unless it has been chosen where this one was started.
 
     Args:
         device_type: ``cuda`` or ``cpu``; by default ``cuda`` where there is a GPU.
         backend_name: ``nccl`` or ``gloo``; by default, on a GPU, NCCL where a probe gets an answer over it, else gloo.
+        seconds: Limit of the probe.
 
     Returns:
         What has been chosen and why, in a line.
@@ -57,7 +58,7 @@ def choose(device_type: str | None = None, backend_name: str | None = None) -> s
         os.environ[_BACKEND] = "gloo"
         return "cpu, gloo"
     given = backend_name or os.environ.get(_BACKEND)
-    why_not = None if given else _probe("nccl")
+    why_not = None if given else _probe("nccl", seconds)
     os.environ[_BACKEND] = given or ("gloo" if why_not else "nccl")
     return f"cuda, {backend()}" + (f" (no answer over nccl: {why_not})" if why_not else "")
 
@@ -70,6 +71,11 @@ def device() -> torch.device:
 def backend() -> str:
     """How ranks talk."""
     return os.environ.get(_BACKEND, "gloo")
+
+
+def device_of_pairs() -> torch.device:
+    """Where ranks compute that send to single other ones: gloo sends no CUDA tensor that way, other than in a collective."""
+    return torch.device("cpu") if backend() == "gloo" else device()
 
 
 def synchronize() -> None:
@@ -149,11 +155,11 @@ def last_lines(log: Path, number: int = 3) -> str:
     return " / ".join((errors or lines)[-number:])
 
 
-def _probe(backend_name: str) -> str | None:
+def _probe(backend_name: str, seconds: float) -> str | None:
     """Lets two ranks talk; returns why they cannot."""
     with tempfile.TemporaryDirectory() as logs:
         try:
-            run([sys.executable, __file__], 2, Path(logs), _PROBE_SECONDS, **{_BACKEND: backend_name})
+            run([sys.executable, __file__], 2, Path(logs), seconds, **{_BACKEND: backend_name})
         except RanksFailedError as error:
             return str(error)
     return None

@@ -35,14 +35,14 @@ def has(module: str) -> bool:
     return found is not None and not found.startswith("cannot")
 
 
-def device_name() -> str:
-    """What computes here."""
-    return torch.cuda.get_device_name(0) if one_gpu.device().type == "cuda" else f"CPU ({platform.machine()})"
+def device_name(kind: str) -> str:
+    """What computes here, of a kind: ``cuda`` or ``cpu``."""
+    return torch.cuda.get_device_name(0) if kind == "cuda" else f"CPU ({platform.machine()})"
 
 
 def about(command: str) -> dict[str, str]:
     """What stands above a table."""
-    known = {"device": device_name(), "PyTorch": torch.__version__}
+    known = {"device": device_name(one_gpu.device().type), "PyTorch": torch.__version__}
     if one_gpu.device().type == "cuda":
         known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return known | {"ranks over": one_gpu.backend(), "command": command}
@@ -50,7 +50,7 @@ def about(command: str) -> dict[str, str]:
 
 def look() -> Rows:
     """Lists everything."""
-    yield Row("device", device_name())
+    yield Row("device", device_name(one_gpu.device().type))
     if one_gpu.device().type == "cuda":
         properties = torch.cuda.get_device_properties(0)
         yield Row("device memory", f"{properties.total_memory / 2**30:.1f} GiB, {properties.multi_processor_count} SMs")

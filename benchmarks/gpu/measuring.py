@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import one_gpu
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -48,3 +49,20 @@ def copy_rate(numel: int) -> float:
     """Bytes that are read and written per second by a copy of FP32 within the device, in GB/s."""
     source, target = (torch.ones(numel, device=one_gpu.device()) for _ in range(2))
     return gigabytes_per_second(2 * source.nbytes, median_seconds(lambda: target.copy_(source)))
+
+
+def matrix_products(seconds: float) -> Callable[[], None]:
+    """Matrix products that keep the device busy for about so long, as many on every rank."""
+    size, dtype = (4096, torch.bfloat16) if is_gpu() else (128, torch.float32)
+    left, right = (torch.randn(size, size, device=one_gpu.device(), dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    one = median_seconds(lambda: torch.mm(left, right, out=out))
+    number = torch.tensor([max(round(seconds / one), 1)], device=one_gpu.device())
+    dist.broadcast(number, 0)
+    times = int(number)
+
+    def work() -> None:
+        for _ in range(times):
+            torch.mm(left, right, out=out)
+
+    return work

@@ -6,20 +6,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import device_memory
+import limits
 import one_gpu
 import torch
 import torch.distributed as dist
-from measuring import is_gpu, median_seconds
+from measuring import is_gpu, matrix_products
 
 from pier_megatron import PierConfig
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards
-
-_TIMEOUT = datetime.timedelta(seconds=45)
 
 
 def _loop(parameters: int, **settings: Any) -> OuterLoop:
@@ -31,7 +29,7 @@ def _loop(parameters: int, **settings: Any) -> OuterLoop:
 def overlap() -> dict[str, float]:
     """Mean seconds of an iteration of matrix products, by what is exchanged beside them."""
     interval, overlapped, intervals, parameters = (40, 30, 3, 50_000_000) if is_gpu() else (8, 6, 2, 200_000)
-    work = _matrix_products(seconds=0.02 if is_gpu() else 0.005)
+    work = matrix_products(0.02 if is_gpu() else 0.005)
     kinds: dict[str, dict[str, Any]] = {
         # A loop with the same calls, whose outer step never comes.
         "no exchange": {"sync_interval": 10**6},
@@ -58,23 +56,6 @@ def overlap() -> dict[str, float]:
         dist.barrier()
         found[name] = (time.perf_counter() - begin) / (intervals * interval)
     return found
-
-
-def _matrix_products(seconds: float) -> Callable[[], None]:
-    """Matrix products that keep the device busy for about so long, as many on every rank."""
-    size, dtype = (4096, torch.bfloat16) if is_gpu() else (128, torch.float32)
-    left, right = (torch.randn(size, size, device=one_gpu.device(), dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    one = median_seconds(lambda: torch.mm(left, right, out=out))
-    number = torch.tensor([max(round(seconds / one), 1)], device=one_gpu.device())
-    dist.broadcast(number, 0)
-    times = int(number)
-
-    def work() -> None:
-        for _ in range(times):
-            torch.mm(left, right, out=out)
-
-    return work
 
 
 def memory() -> dict[str, tuple[int, int]]:
@@ -107,7 +88,8 @@ def killed() -> None:
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     one_gpu.become_rank(rank)
-    dist.init_process_group(one_gpu.backend(), timeout=_TIMEOUT)
+    # Of what waits for a killed rank, before both are ended.
+    dist.init_process_group(one_gpu.backend(), timeout=datetime.timedelta(seconds=min(limits.left() / 3, 45)))
     answer = {"overlap": overlap, "memory": memory, "killed": killed}[sys.argv[1]]()
     if rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(answer))

@@ -1,8 +1,8 @@
 """Everything that needs a GPU, on one GPU: ``python benchmarks/gpu/run.py [--part N] [--device cuda|cpu]``.
 
-Each part takes less than ten minutes and needs nothing but PyTorch, NumPy and, for what trains, Megatron's wheel
-(``--megatron``) with einops, psutil and pybind11. What is missing is said and skipped, what fails does not stop the rest.
-With ``--device cpu`` everything is small and shows only that it runs. Results: ``runs/gpu/results.json`` and ``.md``.
+Each part ends within ``--seconds``, set-up included, and needs nothing but PyTorch, NumPy and, for what trains, Megatron's
+wheel with einops, psutil and pybind11. What is missing is said and skipped; what fails, or takes too long, does not stop the
+rest. With ``--device cpu`` everything is small and shows only that it runs. Results: ``runs/gpu/results.json`` and ``.md``.
 """
 
 import argparse
@@ -23,14 +23,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import first_step
 import inner_optimizers
 import inventory
+import limits
 import one_gpu
 import passes
 import suites
+import torch
 import trainings
 import two_ranks
-from table import Results, Row, Rows, SkippedError
+from table import Results, Row, Rows, SkippedError, write_whole
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -41,27 +44,33 @@ class Check:
 
     Attributes:
         look: That yields rows.
-        seconds: After which it is given up.
+        weight: Seconds that it may take of nine minutes of its part; more, if others take less.
     """
 
     look: Callable[[], Rows]
-    seconds: int
+    weight: int
 
 
 _PARTS: dict[str, dict[str, Check]] = {
     "1": {
         "inventory": Check(inventory.look, 60),
-        "tests of updates and codecs": Check(suites.unit, 60),
-        "tests of the exchange": Check(suites.exchange, 90),
-        "tests of the loop": Check(suites.loop, 130),
-        "random lives of the loop": Check(suites.crossings, 170),
+        "an outer step of 7B": Check(first_step.rows, 480),
     },
     "2": {
-        "inner optimizers": Check(inner_optimizers.compare, 60),
-        "a killed rank": Check(two_ranks.killed, 120),
-        "Megatron": Check(trainings.resumed, 360),
+        "tests of updates and codecs": Check(suites.unit, 60),
+        "tests of the exchange": Check(suites.exchange, 90),
+        "tests of islands' communicators": Check(suites.communicator, 90),
+        "tests of the loop": Check(suites.loop, 300),
     },
     "3": {
+        "random lives of the loop": Check(suites.crossings, 360),
+        "inner optimizers": Check(inner_optimizers.compare, 60),
+        "a killed rank": Check(two_ranks.killed, 120),
+    },
+    "4": {
+        "Megatron": Check(trainings.resumed, 540),
+    },
+    "5": {
         "passes of an outer step": Check(passes.passes, 60),
         "codecs": Check(passes.codecs, 120),
         "offload": Check(passes.offload, 80),
@@ -69,6 +78,7 @@ _PARTS: dict[str, dict[str, Check]] = {
         "memory": Check(two_ranks.memory, 120),
     },
 }
+_SECONDS, _PROBE = 540.0, 1 / 6
 
 
 def main() -> int:
@@ -77,8 +87,13 @@ def main() -> int:
     parser.add_argument("--part", choices=list(_PARTS), action="append", help="run this one; all by default")
     parser.add_argument("--only", help="name of the only check to run, of the parts that are run")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default cuda, which must be there", default="cuda")
-    parser.add_argument("--backend", choices=["nccl", "gloo"], help="between ranks; by default what answers, NCCL first")
-    parser.add_argument("--megatron", type=Path, help="wheel of megatron-core, or a folder with an unpacked one")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="limit of each part, set-up included (%(default)s)")
+    parser.add_argument(
+        "--backend", choices=["nccl", "gloo"], help="between ranks; by default as in --output, or what answers, NCCL first"
+    )
+    parser.add_argument(
+        "--megatron", type=Path, help="wheel of megatron-core, or an unpacked one; by default a wheel beside the checkout"
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs/gpu/results.json", help="(%(default)s)")
     parser.add_argument("--into", type=Path, help="also show the tables in this document, such as docs/gpu.md")
     parser.add_argument("--render", action="store_true", help="run nothing, only show what --output holds")
@@ -87,15 +102,17 @@ def main() -> int:
     if options.rows:
         return _look(_PARTS[options.part[0]][options.only], options.rows)
 
-    results = Results(options.output)
+    begin, results = time.monotonic(), Results(options.output)
     if not options.render:
         try:
-            print(f"Device and backend: {one_gpu.choose(options.device, options.backend)}", flush=True)
-        except RuntimeError as error:
+            backend = options.backend or results.backend(inventory.device_name(options.device), torch.__version__)
+            print(f"Device and backend: {one_gpu.choose(options.device, backend, _PROBE * options.seconds)}", flush=True)
+        except (RuntimeError, AssertionError) as error:
             parser.error(f"{error} --device cpu shows that everything runs, and measures nothing.")
-        with _importable(options.megatron):
+        with _importable(options.megatron or wheel_beside(REPOSITORY)):
             for part in options.part or list(_PARTS):
-                _run_part(part, options.only, results, options.output.parent / "logs")
+                _run_part(part, options.only, results, options.output.parent / "logs", begin + options.seconds)
+                begin = time.monotonic()
         print(f"\n{results.markdown()}\n{options.output}", flush=True)
     if options.into:
         results.write_into(options.into)
@@ -120,28 +137,42 @@ def _importable(megatron: Path | None) -> Iterator[None]:
         yield
 
 
-def _run_part(part: str, only: str | None, results: Results, logs: Path) -> None:
+def wheel_beside(repository: Path) -> Path | None:
+    """The newest of Megatron's wheels in the repository or beside it; None where Megatron is installed, or there is none."""
+    if inventory.has("megatron.core"):
+        return None
+    wheels = [wheel for folder in (repository, repository.parent) for wheel in folder.glob("megatron_core-*.whl")]
+    return max(wheels, key=lambda wheel: wheel.stat().st_mtime, default=None)
+
+
+def _run_part(part: str, only: str | None, results: Results, logs: Path, deadline: float) -> None:
     command = f"python benchmarks/gpu/run.py --part {part} --device {one_gpu.device().type}"
     results.begin(part, inventory.about(command), forgets=only is None)
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    for name, check in _PARTS[part].items():
-        if only in (None, name):
-            print(f"part {part}: {name} ...", flush=True)
-            results.add(part, name, _run_check(part, name, check, logs / f"{part} {name}.log".replace(" ", "-")))
+    checks = {name: check for name, check in _PARTS[part].items() if only in (None, name)}
+    weights = [check.weight for check in checks.values()]
+    for place, name in enumerate(checks):
+        seconds = limits.share(deadline - time.monotonic(), weights[place:])
+        print(f"part {part}: {name}, at most {seconds:.0f} s ...", flush=True)
+        results.add(part, name, _run_check(part, name, seconds, logs / f"{part} {name}.log".replace(" ", "-")))
     print(f"part {part}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def _run_check(part: str, name: str, check: Check, log: Path) -> list[Row]:
+def _run_check(part: str, name: str, seconds: float, log: Path) -> list[Row]:
     """The rows of a check, and one more that says why if it did not come to its end."""
     command = [sys.executable, __file__, "--part", part, "--only", name]
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         rows = Path(folder) / "rows.json"
         process = subprocess.Popen(
-            [*command, "--rows", str(rows)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            [*command, "--rows", str(rows)],
+            env=os.environ | limits.environment(seconds),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
-            status: int | None = process.wait(check.seconds)
+            status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
         with contextlib.suppress(ProcessLookupError):
@@ -150,7 +181,7 @@ def _run_check(part: str, name: str, check: Check, log: Path) -> list[Row]:
         process.wait()
         found = [Row(**row) for row in json.loads(rows.read_text())] if rows.exists() else []
     if status is None:
-        found.append(Row(name, "", "failed", f"no end after {check.seconds} s: {one_gpu.last_lines(log)}"))
+        found.append(Row(name, "", "failed", f"no end after {seconds:.0f} s: {one_gpu.last_lines(log)}"))
     elif status:
         found.append(Row(name, "", "failed", one_gpu.last_lines(log)))
     return found
@@ -162,10 +193,10 @@ def _look(check: Check, rows: Path) -> int:
     try:
         for row in check.look():
             found.append(row)
-            rows.write_text(json.dumps([dataclasses.asdict(row) for row in found]))
+            write_whole(rows, json.dumps([dataclasses.asdict(row) for row in found]))
     except SkippedError as reason:
         found.append(Row("all", "", "skipped", str(reason)))
-    rows.write_text(json.dumps([dataclasses.asdict(row) for row in found]))
+    write_whole(rows, json.dumps([dataclasses.asdict(row) for row in found]))
     return 0
 
 

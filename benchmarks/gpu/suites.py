@@ -3,9 +3,11 @@
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import inventory
+import limits
 import one_gpu
 from table import Row, Rows, SkippedError
 
@@ -18,13 +20,20 @@ def _run(*paths: str, needs: tuple[str, ...] = ()) -> Rows:
     if missing:
         raise SkippedError(f"missing: {', '.join(missing)}")
     command = [sys.executable, "-m", "pytest", "--device", one_gpu.device().type, "--maxfail", "5", *paths]
-    process = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=_REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            process.wait(limits.left())
+        except subprocess.TimeoutExpired:
+            process.kill()
+        output.seek(0)
+        printed = output.read()
     # Into the log of the check.
-    print(process.stdout, process.stderr, flush=True)
-    summary = _SUMMARY.search(process.stdout)
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", process.stdout, re.MULTILINE)
-    status, why = ("ok", "") if process.returncode == 0 else ("failed", "; ".join(failed) or process.stderr[-500:])
-    yield Row(" ".join(paths), summary[0] if summary else "no summary", status, why)
+    print(printed, flush=True)
+    summary = _SUMMARY.search(printed)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", printed, re.MULTILINE)
+    status, why = ("ok", "") if process.wait() == 0 else ("failed", "; ".join(failed) or printed[-500:])
+    yield Row(" ".join(paths), summary[0] if summary else "no end in time", status, why)
 
 
 def unit() -> Rows:
@@ -35,6 +44,11 @@ def unit() -> Rows:
 def exchange() -> Rows:
     """The exchange between four groups."""
     yield from _run("tests/distributed/test_exchange.py")
+
+
+def communicator() -> Rows:
+    """The communicator between elastic islands."""
+    yield from _run("tests/distributed/test_communicator.py")
 
 
 def loop() -> Rows:

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,22 @@ class Results:
         """Begins a part, which ``forgets`` what it has found before or replaces some of it."""
         kept = {} if forgets or part not in self.parts else self.parts[part]["checks"]
         self.parts[part] = {"about": about | {"date": datetime.date.today().isoformat()}, "checks": kept}
+        self._write()
 
     def add(self, part: str, check: str, rows: list[Row]) -> None:
         """Keeps what a check has found."""
         self.parts[part]["checks"][check] = [dataclasses.asdict(row) for row in rows]
+        self._write()
+
+    def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self.parts, indent=1) + "\n")
-        self._path.with_suffix(".md").write_text(self.markdown())
+        write_whole(self._path, json.dumps(self.parts, indent=1) + "\n")
+        write_whole(self._path.with_suffix(".md"), self.markdown())
+
+    def backend(self, device: str, pytorch: str) -> str | None:
+        """What ranks talked over in an earlier run on this device with this PyTorch, if there was one."""
+        found = [part["about"] for part in self.parts.values()]
+        return next((of["ranks over"] for of in found if (of["device"], of["PyTorch"]) == (device, pytorch)), None)
 
     def failed(self) -> list[str]:
         """What has failed in any part."""
@@ -84,6 +94,13 @@ class Results:
         before, rest = document.read_text().split(BEGIN)
         _, after = rest.split(END)
         document.write_text(f"{before}{BEGIN}\n\n{self.markdown()}\n{END}{after}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that another process reads whole, or as it was before, even if this one is ended meanwhile."""
+    new = path.with_suffix(f"{path.suffix}.new")
+    new.write_text(text)
+    os.replace(new, path)
 
 
 def _cell(text: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import inventory
+import limits
 import one_gpu
 import torch
 from table import Row, Rows, SkippedError, checked
@@ -14,7 +15,6 @@ from table import Row, Rows, SkippedError, checked
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SCRIPT = _REPOSITORY / "pier_megatron/commands/demo/pretrain_bytes.py"
 _RANKS, _STOP, _END = 4, 8, 12
-_SECONDS = 110
 
 # Eight is within an interval, and with the hidden exchange one is in flight then.
 _FLAGS = (
@@ -93,7 +93,7 @@ def _train(folder: Path, flags: list[str], *more: str) -> dict[int, str]:
     data = [word for kind in ("train", "valid", "test") for word in (f"--{kind}-data-path", str(corpus))]
     launcher = [sys.executable, "-m", "pier_megatron", "--device", one_gpu.device().type, str(_SCRIPT)]
     logs = folder.with_name(f"{folder.name}-logs")
-    one_gpu.run([*launcher, *_FLAGS, *data, *flags, *more], _RANKS, logs, _SECONDS, **_ENVIRONMENT)
+    one_gpu.run([*launcher, *_FLAGS, *data, *flags, *more], _RANKS, logs, limits.left() / 2, **_ENVIRONMENT)
     printed = (logs / f"rank{_RANKS - 1}.log").read_text()
     print(printed, flush=True)
     return {int(t): loss for t, loss in re.findall(r" iteration +(\d+)/.* lm loss: (\S+) ", printed)}

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import limits
 import one_gpu
 from measuring import is_gpu
 from table import Row, Rows, checked
@@ -14,16 +15,17 @@ from table import Row, Rows, checked
 _TOLERANCE = 0.05
 
 
-def _ask(job: str, seconds: float) -> Any:
+def _ask(job: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        one_gpu.run([sys.executable, str(Path(__file__).with_name("rank.py")), job, str(answer)], 2, Path(folder), seconds)
+        command = [sys.executable, str(Path(__file__).with_name("rank.py")), job, str(answer)]
+        one_gpu.run(command, 2, Path(folder), limits.left())
         return json.loads(answer.read_text())
 
 
 def overlap() -> Rows:
     """Iterations that are matrix products, with and without an exchange beside them."""
-    found = _ask("overlap", 140)
+    found = _ask("overlap")
     alone = found["no exchange"]
     for name, seconds in found.items():
         yield Row(f"mean iteration, {name}", f"{seconds * 1e3:.2f} ms, {seconds / alone:.3f} x without exchange")
@@ -32,7 +34,7 @@ def overlap() -> Rows:
 def memory() -> Rows:
     """The start-up block's figure against what was allocated at once."""
     counted = "PyTorch's count" if is_gpu() else "counted by operator"
-    for name, (used, said) in _ask("memory", 110).items():
+    for name, (used, said) in _ask("memory").items():
         result = f"{used / 1e6:.1f} MB at once ({counted}), {said / 1e6:.1f} MB said: {used / said:.3f}"
         yield checked(name, abs(used - said) <= _TOLERANCE * said, result, f"off by more than {_TOLERANCE:.0%}")
 
@@ -42,10 +44,10 @@ def killed() -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(Path(__file__).with_name("rank.py")), "killed", "no answer"]
         with one_gpu.started(command, 2, Path(folder)) as (survivor, victim):
-            victim.wait(60)
+            victim.wait(limits.left() / 2)
             begin = time.monotonic()
-            status = None
-            while status is None and time.monotonic() - begin < 90:
+            status, patience = None, limits.left()
+            while status is None and time.monotonic() - begin < patience:
                 time.sleep(0.02)
                 status = survivor.poll()
             seconds = time.monotonic() - begin
@@ -53,7 +55,11 @@ def killed() -> Rows:
         printed = one_gpu.last_lines(Path(folder) / "rank0.log", 4)
     print(log, flush=True)
     what = f"a rank is killed between outer steps, {one_gpu.backend()}"
-    result = f"the other ended with {status} after {seconds:.1f} s" if status is not None else "the other went on for 90 s"
+    result = (
+        f"the other ended with {status} after {seconds:.1f} s"
+        if status is not None
+        else f"the other went on for {seconds:.0f} s"
+    )
     yield checked(what, bool(status), result, "it did not end with an error")
     yield Row("what it printed", printed[:1500])
     names_phase = "Pier: group 0 was in phase" in log

@@ -115,9 +115,12 @@ class EmulatedNodes:
                 limit = max(int(megabits * 1e6 / 8 * 0.4), 1_000_000)
                 _run(f"tc qdisc replace dev {device} root tbf rate {megabits}mbit burst {burst} limit {limit}", place)
 
-    def set_links(self, up: bool) -> None:
-        """Cuts all links, or mends them; connections stay open, and what is sent meanwhile is lost."""
-        for node in range(self.size):
+    def set_links(self, up: bool, nodes: Collection[int] | None = None) -> None:
+        """Cuts the links of some nodes, by default of all, or mends them.
+
+        Connections stay open, and what is sent meanwhile is lost.
+        """
+        for node in range(self.size) if nodes is None else nodes:
             self._at_switch(f"ip link set port{node} {'up' if up else 'down'}")
 
     def running_on(self, node: int) -> Callable[..., contextlib.AbstractContextManager["subprocess.Popen[str]"]]:

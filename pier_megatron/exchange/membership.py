@@ -1,4 +1,4 @@
-"""Membership of elastic islands: torchft's lighthouse, quorum and process groups.
+"""Membership of elastic islands: torchft's lighthouse and quorums.
 
 Nothing here decides anything together with others; all of that is torchft's (https://github.com/pytorch/torchft, in the extra
 ``islands``). What islands send each other is tensors and the texts of torchft's own messages: nothing is unpickled.
@@ -7,6 +7,7 @@ Nothing here decides anything together with others; all of that is torchft's (ht
 import collections
 import datetime
 import enum
+import functools
 import json
 import os
 import time
@@ -17,14 +18,18 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.authentication import Door, Said, ask, listen_at, read_secret
+from pier_megatron.exchange.authentication import Door, Said, ask, read_secret
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.communicator import Communicator, connect, store_at
 from pier_megatron.exchange.topology import NAMED
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
 _HEARTBEAT = datetime.timedelta(milliseconds=200)
 _CONNECT = datetime.timedelta(seconds=10)
+
+# Silence after which an island counts as dead in the middle of an exchange, as it does at the lighthouse by default.
+_SILENCE_SECONDS = 5.0
 
 # How often torchft asks a lighthouse again that does not answer: so often that only the time of the question counts. It says
 # nothing when it gives up, and who has asked would wait all that time although the lighthouse is back.
@@ -126,7 +131,7 @@ class Membership:
             raise PierConfigError(name)
         if self._store is None:
             self._store = dist.TCPStore(name, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._group = _reconfigurable_group(dist.get_backend(world), address, timeout)
+        self._address, self._communicator = address, Communicator(self._store)
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
         """Waits until the islands have formed a quorum; called by all ranks of each, and then :meth:`agree`.
@@ -145,11 +150,18 @@ class Membership:
         members = _members(quorum)
         if members != self._members:
             self._members, self._admitted = None, quorum["admitted"]
-            place = self._admitted.index(quorum["own"])
-            self._group.configure(f"{quorum['store']}/{self._world.rank()}", quorum["own"], place, len(self._admitted))
-            self._members = members
-        islands = [_island(name) for name in self._admitted]
-        return GroupExchange(self._group.parent if len(islands) > 1 else None, self._codec, islands)
+            self._communicator.close()
+        place, size = self._admitted.index(quorum["own"]), len(self._admitted)
+        group = None
+        if size > 1:
+            prefix = f"pier/{quorum['step']}/{self._world.rank()}"
+            group = self._communicator.begin(
+                self._key,
+                functools.partial(self._silence, self._admitted[(place + 1) % size]),
+                functools.partial(connect, quorum["store"], prefix, (place, size), self._address, self._timeout),
+            )
+        self._members = members
+        return GroupExchange(group, self._codec, [_island(name) for name in self._admitted])
 
     def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
         """What a meeting has come to on all ranks of the island, if it has succeeded on those of all islands.
@@ -165,22 +177,40 @@ class Membership:
                 meeting.gather(torch.ones(1, device=self._device)).result().tolist()
             except (RuntimeError, ValueError):
                 outcome = Outcome.FAILED
+        if outcome != Outcome.SUCCEEDED:
+            # Before this rank waits for the others, which may wait for other islands.
+            self._communicator.leave(self._key)
         least = torch.tensor([outcome], dtype=torch.int32, device=self._device)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world)
         outcome = Outcome(int(least.item()))
+        self._communicator.end()
         if outcome == Outcome.SUCCEEDED:
             self._failures, self._is_new = 0, False
         else:
             self._failures += 1
             self._members = None
-            self._group.abort(errored=False)
+            self._communicator.leave(self._key)
         return outcome
+
+    @property
+    def _key(self) -> str:
+        """Of this meeting, in the island's store: a rank that sets it ends the exchange of the others."""
+        return f"ends/{self._meetings}"
+
+    def _silence(self, neighbour: str) -> str | None:
+        """What is wrong with the next island, if it does not answer the first rank of this one.
+
+        Each island asks one, so that all are asked: who hears nothing ends its exchange, and so do those who notice that.
+        """
+        if self._world.rank() > 0 or neighbour in ask([neighbour], self._secret, _SILENCE_SECONDS):
+            return None
+        return f"island {_island(neighbour)} does not answer"
 
     def _announce(self, index: int, lighthouse: str, address: str) -> tuple[Any, Any]:
         """Makes the island known; on its first rank. Returns its store, and whom it asks who is there."""
-        store = _store_at(address)
+        store = store_at(address)
         self._door = Door(index, address, self._secret, self._said)
-        self._at = f"{address}:{store.port}"
+        self._at = [address, store.port]
         keep_quiet(self._most)
         coordination = torchft("coordination")
         self._server = coordination.ManagerServer(
@@ -188,7 +218,7 @@ class Membership:
             lighthouse_addr=lighthouse,
             hostname=address,
             bind=f"{address}:0",
-            store_addr=self._at,
+            store_addr=f"{address}:{store.port}",
             world_size=1,
             heartbeat_interval=_HEARTBEAT,
             connect_timeout=_CONNECT,
@@ -202,7 +232,7 @@ class Membership:
         key = f"meetings/{self._meetings}"
         if self._world.rank() == 0:
             try:
-                said = self._ask(within)
+                said = self._ask(within) | {"store": self._at}
                 if _members(said) != self._members:
                     said |= self._admit(said)
             except PierConfigError as error:
@@ -210,7 +240,8 @@ class Membership:
             except (RuntimeError, OSError) as error:
                 said = {"error": str(error)}
             self._store.set(key, json.dumps(said))
-            self._store.delete_key(f"meetings/{self._meetings - 1}")
+            for past in ("meetings", "ends"):
+                self._store.delete_key(f"{past}/{self._meetings - 1}")
         self._store.wait([key], within + _CONNECT + self._timeout)
         told: Said = json.loads(self._store.get(key))
         if "refusal" in told:
@@ -257,7 +288,7 @@ class Membership:
             raise RuntimeError(f"islands of another run end: {[_island(list(known)[place]) for place in others]}")
         # Not the store that the lighthouse names: that could be a stranger's.
         first = next(iter(known.values()))
-        return {"admitted": list(known), "store": f"{first['store']}/pier/{quorum['step']}"}
+        return {"admitted": list(known), "store": first["store"]}
 
     def _ask(self, within: datetime.timedelta) -> Said:
         patience = 0.0
@@ -307,44 +338,3 @@ def _common_run(said: Sequence[Said]) -> tuple[Said, list[int]]:
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-
-
-def _reconfigurable_group(backend: str, address: str, timeout: datetime.timedelta) -> Any:
-    """Communicator that can get other members; over gloo it listens only at the address, if that is this node's."""
-    groups = torchft("process_group")
-    if backend == "nccl":
-        return groups.ProcessGroupNCCL(timeout=timeout)
-
-    class GlooAtAddress(groups.ProcessGroupGloo):  # type: ignore[misc, name-defined]
-        def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout, options._devices = timeout, [_gloo_device(address)]
-            group = dist.ProcessGroup(store, rank, world_size)
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
-            gloo._set_sequence_number_for_group()
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-            return group
-
-    return GlooAtAddress(timeout=timeout)
-
-
-def _gloo_device(address: str) -> Any:
-    try:
-        return dist.ProcessGroupGloo.create_device(hostname=address)
-    except RuntimeError:
-        # The address of the island's first node, on another one of its nodes.
-        return dist.ProcessGroupGloo.create_default_device()
-
-
-def _store_at(address: str) -> Any:
-    """A store that listens at one address only."""
-    listener = listen_at(address)
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )

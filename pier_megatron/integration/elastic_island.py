@@ -64,7 +64,7 @@ class ElasticIsland(Island):
         return [
             f"island {config.island}, at {config.island_address}: this job; whoever else is there is known at "
             f"{config.lighthouse}",
-            f"an outer step is retried after {config.island_timeout} s without an answer; too few islands for "
+            f"an outer step is retried without silent islands, or after {config.island_timeout} s; too few islands for "
             f"{config.island_wait} min end the job with a save",
         ]
 

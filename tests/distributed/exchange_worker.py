@@ -46,18 +46,18 @@ def sums(codec: str, exactly: bool = False) -> dict[str, object]:
 
 def met(codec: str, steps: int = 3) -> dict[str, object]:
     """Sums among groups 0, 1 and 3, with error feedback, while group 2 is on its own."""
-    exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
+    exchange, here = GroupExchange(dist.group.WORLD, CODECS[codec]), one_gpu.device_of_pairs()
     meeting = Subgroup(exchange, (0, 1, 3) if exchange.rank != 2 else (2,))
-    residual = None if exchange.codec.lossless else Residual(torch.zeros(NUMEL, device=DEVICE), torch.zeros(0, device=DEVICE))
+    residual = None if exchange.codec.lossless else Residual(torch.zeros(NUMEL, device=here), torch.zeros(0, device=here))
     results = []
     with CollectiveCensus() as census:
         for step in range(steps):
-            results.append(vector(exchange.rank, step))
+            results.append(vector(exchange.rank, step).to(here))
             under_way = meeting.sum([results[-1]], [residual])
             under_way.advance()
             under_way.finish()
-    gathered = meeting.gather(torch.tensor([exchange.rank], device=DEVICE)).result()
-    handed = torch.full((3,), float(exchange.rank), device=DEVICE)
+    gathered = meeting.gather(torch.tensor([exchange.rank], device=here)).result()
+    handed = torch.full((3,), float(exchange.rank), device=here)
     if exchange.rank != 2:
         meeting.broadcast(handed, 1, [2])
     sent = sum(found.nbytes for found in census.collectives)

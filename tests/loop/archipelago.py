@@ -81,7 +81,9 @@ class Plan:
         seconds: That an iteration takes.
         islands: Most that there may be.
         wait_seconds: How long it waits for enough others.
+        timeout: Seconds that a collective may take.
         dies_after: Outer steps after which it kills itself in the middle of the next one.
+        halts_after: Numbers of outer steps after which it stands still in the middle of the next one, until it is woken.
         bad_at: Iteration in which its first rank's parameters become nan.
         rests_after: Iterations of an interval after which it rests.
         seed: Of its parameters.
@@ -97,7 +99,9 @@ class Plan:
     seconds: float = 0.01
     islands: int = 3
     wait_seconds: float = 60.0
+    timeout: float = ISLAND_TIMEOUT
     dies_after: int | None = None
+    halts_after: tuple[int, ...] = ()
     bad_at: int | None = None
     rests_after: int = INTERVAL
     seed: int = 0
@@ -235,15 +239,15 @@ class _Diary:
         self._file.flush()
 
 
-def _die_in_the_exchange(loop: OuterLoop, steps: int) -> Callable[..., Sum]:
-    """In place of a sum: the second one of an outer step is where its island ends."""
+def _signal_in_the_exchange(loop: OuterLoop, steps: Sequence[int], number: int) -> Callable[..., Sum]:
+    """In place of a sum: at the second one of an outer step its island gets a signal."""
     asked: list[int] = []
     begin = GroupExchange.sum
 
     def sum_(exchange: GroupExchange, *args: Any, **kwargs: Any) -> Sum:
         asked.append(loop.iteration)
-        if len(set(asked)) > steps and asked.count(loop.iteration) == 2:
-            os.killpg(0, signal.SIGKILL)
+        if len(set(asked)) - 1 in steps and asked.count(loop.iteration) == 2:
+            os.killpg(0, number)
         return begin(exchange, *args, **kwargs)
 
     return sum_
@@ -276,16 +280,17 @@ def _sockets() -> set[tuple[int, str]]:
     return {(number, name) for number, name in found if name.startswith("socket:")}
 
 
-def _break_on_demand(membership: memberships.Membership) -> None:
+def _break_on_demand() -> None:
     """Lets signals do to this rank what libraries and networks do."""
     between: set[tuple[int, str]] = set()
-    configure = membership._group.configure
+    connect = memberships.connect
 
-    def configure_and_look(*args: Any, **kwargs: Any) -> None:
+    def connect_and_look(*args: Any) -> dist.ProcessGroup:
         before = _sockets()
-        configure(*args, **kwargs)
+        group = connect(*args)
         between.clear()
         between.update(_sockets() - before)
+        return group
 
     def hold(seconds: int) -> Callable[..., None]:
         # Called by way of PyDLL, a function does not let go of Python's lock.
@@ -301,7 +306,7 @@ def _break_on_demand(membership: memberships.Membership) -> None:
             with socket.socket(fileno=os.dup(number)) as copy, contextlib.suppress(OSError):
                 copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
-    membership._group.configure = configure_and_look
+    memberships.connect = connect_and_look
     signal.signal(HOLD, hold(HELD_SECONDS))
     signal.signal(HANG, hold(HUNG_SECONDS))
     signal.signal(FAIL_IN_A_THREAD, fail_in_a_thread)
@@ -319,12 +324,12 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     assert world is not None
     # Seconds for which a test would wait.
     memberships._CONNECT = datetime.timedelta(seconds=PATIENCE)
-    timeout = datetime.timedelta(seconds=ISLAND_TIMEOUT)
+    timeout = datetime.timedelta(seconds=plan.timeout)
     run = {"--tensor-model-parallel-size": plan.layout}
     # As of nodes that were each given an address of their own; on this machine all of them are there.
     address, secret = f"127.0.0.{1 + part}", str(diary.folder / plan.secret)
     membership = memberships.Membership(plan.index, url, address, world, config.codec, timeout, run, plan.islands, secret)
-    _break_on_demand(membership)
+    _break_on_demand()
     # Only now: a signal that nothing hears ends a process.
     diary.write(pid=os.getpid())
     if plan.fails_alone_in is not None and part == 0:
@@ -356,7 +361,9 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
         loop.join()
         diary.write(joined=loop.iteration, took_over=loop.iteration != (plan.loads or 0))
         if plan.dies_after is not None:
-            GroupExchange.sum = _die_in_the_exchange(loop, plan.dies_after)  # type: ignore[method-assign]
+            GroupExchange.sum = _signal_in_the_exchange(loop, [plan.dies_after], signal.SIGKILL)  # type: ignore[method-assign]
+        if plan.halts_after and part == 0:
+            GroupExchange.sum = _signal_in_the_exchange(loop, plan.halts_after, signal.SIGSTOP)  # type: ignore[method-assign]
         while loop.iteration < plan.train_iters and not loop.is_deserted:
             loop.begin_iteration(loop.iteration + 1)
             trains = plan.trains(loop.iteration)
@@ -528,6 +535,11 @@ class Island:
     @property
     def is_alive(self) -> bool:
         return self._process.is_alive()
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether it stands still."""
+        return psutil.Process(self.session).status() == psutil.STATUS_STOPPED
 
     def send_to_rank(self, part: int, number: int) -> None:
         """Sends a signal to one of its ranks."""

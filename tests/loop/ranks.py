@@ -193,7 +193,8 @@ class Rank:
 
     def _build(self) -> None:
         settings = self._settings
-        self.parameters = [parameter.to(one_gpu.device()) for parameter in initial(self._part)]
+        here = one_gpu.device() if settings.pier().subgroup is None else one_gpu.device_of_pairs()
+        self.parameters = [parameter.to(here) for parameter in initial(self._part)]
         self._optimizer = inner_optimizer(self.parameters)
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
         _, inside = self._communicators.of(settings)

@@ -93,6 +93,29 @@ def test_an_island_that_slept_too_long_ends_on_all_its_ranks(sea: Archipelago) -
     sea.check()
 
 
+def test_a_silent_island_is_given_up_long_before_the_time_out_and_a_slow_one_is_not(sea: Archipelago) -> None:
+    minutes = 300
+    first, second = [sea.start(Plan(index, timeout=minutes)) for index in range(2)]
+    sea.go_on([first, second], seconds=60)
+    halts = sea.start(Plan(2, timeout=minutes, halts_after=(1, 3)))
+    sea.until(lambda: halts.is_halted, 60)
+    slow_in = first.last_step() + INTERVAL
+    time.sleep(1.5)
+    halts.send(signal.SIGCONT)
+    sea.until(lambda: halts.is_halted and first.last_step() > slow_in, 60)
+    silent_in = first.last_step() + INTERVAL
+    seconds = sea.until(lambda: min(first.last_step(), second.last_step()) > silent_in, minutes)
+    halts.send(signal.SIGCONT)
+    ends = halts.wait(60)
+    assert len(ends) == PARTS
+    assert all(said.startswith("LeftBehindError: Island 2 missed the outer step after iteration") for said in ends)
+    sea.go_on([first, second, sea.start(Plan(2, timeout=minutes))], seconds=60)
+    steps = sea.check()
+    assert (steps[slow_in]["islands"], steps[silent_in]["islands"]) == ([0, 1, 2], [0, 1])
+    assert first.log().count("the exchange is interrupted") + second.log().count("the exchange is interrupted") >= 1
+    assert seconds < minutes / 5
+
+
 def test_islands_go_on_when_the_lighthouse_is_back(sea: Archipelago) -> None:
     islands = [sea.start(Plan(index)) for index in range(3)]
     sea.go_on(islands, seconds=60)

@@ -1,0 +1,205 @@
+"""The communicator between elastic islands: gloo on every device, which a watch interrupts when it waits for nobody.
+
+NCCL's watchdog would end the process of a survivor. gloo takes CUDA tensors as well, for each collective that
+:class:`~pier_megatron.exchange.collectives.GroupExchange` calls, through pinned memory of its own.
+"""
+
+import contextlib
+import datetime
+import os
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pier_megatron.exchange.authentication import listen_at
+
+# How often a watch looks whether its exchange is lost. It looks a second time: who has all of an exchange may leave it.
+_PERIOD_SECONDS = 0.5
+
+
+def connect(
+    store: tuple[str, int], prefix: str, place: tuple[int, int], address: str, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """Connects this rank with the same rank of other islands.
+
+    Args:
+        store: Address and port of the store at which they find each other.
+        prefix: Beginning of their keys in it.
+        place: Index of this island among them, and their number.
+        address: Address to listen at, if it is this node's.
+        timeout: Time to find each other, and for every collective.
+
+    Returns:
+        Process group that PyTorch does not know by name, for CPU and CUDA tensors.
+
+    Raises:
+        RuntimeError: If they do not find each other in time.
+    """
+    found = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    keys = dist.PrefixStore(prefix, found)  # type: ignore[attr-defined]
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._devices = timeout, [_device_at(address)]
+    gloo = dist.ProcessGroupGloo(keys, *place, options)
+    gloo._set_sequence_number_for_group()
+    group = dist.ProcessGroup(keys, *place)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def store_at(address: str) -> Any:
+    """A store that listens at one address only.
+
+    Raises:
+        OSError: If the address is none of this node.
+    """
+    listener = listen_at(address)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """Fails what this rank has under way in a communicator, and what others have with it. It is of no use afterwards.
+
+    gloo's ``abort`` does nothing (PyTorch 2.13), but a receive that times out closes all connections of its rank.
+    """
+    for other in _others(group):
+        # From a connection that is closed already nothing can be received, and nothing closes the others.
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], other, 0).wait(datetime.timedelta(milliseconds=1))
+
+
+def is_closed(group: dist.ProcessGroup) -> bool:
+    """Whether one of the connections of this rank is: who waits for another one is not told."""
+    try:
+        for other in _others(group):
+            # Nobody sends it. Only where the connection is closed, asking for it fails.
+            group.recv([torch.empty(1)], other, 0)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    return [other for other in range(group.size()) if other != group.rank()]
+
+
+class Communicator:
+    """The connection of this rank with other islands, guarded while they exchange something.
+
+    A thread watches each exchange. One that is lost is interrupted on all ranks of the island, and then on those that are
+    connected with them.
+    """
+
+    def __init__(self, store: Any) -> None:
+        """Begins without a connection.
+
+        Args:
+            store: Store of this island, by which its ranks tell each other that an exchange is lost.
+        """
+        self._store = store
+        self._group: dist.ProcessGroup | None = None
+        self._ended = threading.Event()
+
+    def begin(
+        self, key: str, silence: Callable[[], str | None], connects: Callable[[], dist.ProcessGroup]
+    ) -> dist.ProcessGroup:
+        """Begins an exchange, over the connection of the one before unless that was closed.
+
+        Args:
+            key: Key of this exchange in the store, the same on all ranks of the island.
+            silence: Reason why this rank thinks an island gone, or None; called twice a second, in a thread.
+            connects: What makes a new connection.
+
+        Returns:
+            Process group of the islands.
+
+        Raises:
+            RuntimeError: If there is no connection, or the exchange is lost before it begins.
+        """
+        self._ended, lost = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, args=(key, silence, self._ended, lost), daemon=True).start()
+        if self._group is None:
+            connected: futures.Future[dist.ProcessGroup] = futures.Future()
+            # What PyTorch connects cannot be interrupted: it is left to its own time-out.
+            threading.Thread(target=_run, args=(connects, connected), daemon=True).start()
+            while not lost.is_set() and not futures.wait([connected], _PERIOD_SECONDS).done:
+                pass
+            if connected.done():
+                self._group = connected.result()
+        if self._group is None or lost.is_set():
+            raise RuntimeError("interrupted before the exchange")
+        return self._group
+
+    def close(self) -> None:
+        """Closes a connection that is not needed any more."""
+        self._group = None
+
+    def end(self) -> None:
+        """Ends the watch over an exchange."""
+        self._ended.set()
+
+    def leave(self, key: str) -> None:
+        """Ends the connection, and the exchange of all ranks of the island.
+
+        Args:
+            key: Key of the exchange.
+        """
+        self._store.set(key, "")
+        if self._group is not None:
+            interrupt(self._group)
+            self._group = None
+
+    def _watch(self, key: str, silence: Callable[[], str | None], ended: threading.Event, lost: threading.Event) -> None:
+        why = None
+        while why is None and not ended.wait(_PERIOD_SECONDS):
+            why = self._why_lost(key, silence)
+        if ended.wait(_PERIOD_SECONDS):
+            return
+        print(f" Pier: the exchange is interrupted: {why}", flush=True)
+        lost.set()
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, "")
+        if (group := self._group) is not None:
+            interrupt(group)
+
+    def _why_lost(self, key: str, silence: Callable[[], str | None]) -> str | None:
+        group = self._group
+        try:
+            if self._store.check([key]):
+                return "another rank of this island has ended it"
+            if group is not None and is_closed(group):
+                return "another island has ended it"
+            return silence()
+        except (RuntimeError, OSError) as error:
+            # The first rank of the island is gone, and its store with it.
+            return str(error)
+
+
+def _run(connects: Callable[[], dist.ProcessGroup], connected: "futures.Future[dist.ProcessGroup]") -> None:
+    try:
+        connected.set_result(connects())
+    except Exception as error:
+        connected.set_exception(error)
+
+
+def _device_at(address: str) -> Any:
+    try:
+        return dist.ProcessGroupGloo.create_device(hostname=address)
+    except RuntimeError:
+        # The address of the island's first node, on another one of its nodes. PyTorch's default does not look at the variable.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if interface:
+            return dist.ProcessGroupGloo.create_device(interface=interface)
+        return dist.ProcessGroupGloo.create_default_device()
