@@ -120,7 +120,8 @@ def _encode(
         else:
             levels = (levels + _ROUNDS) - _ROUNDS
             decoded = levels * scale[:, None]
-        signed, BYTES: tl.constexpr = levels.to(tl.int32), _BLOCK * BITS // 8
+        BYTES: tl.constexpr = _BLOCK * BITS // 8
+        signed = levels.to(tl.int32)
         if BITS < 8:
             parts = tl.reshape(signed + HALF, (BLOCKS, BYTES, 8 // BITS))
             signed = tl.sum(parts << (tl.arange(0, 8 // BITS) * BITS)[None, None, :], axis=2)

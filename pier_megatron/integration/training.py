@@ -90,7 +90,7 @@ def with_outer_loop(
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
-    compile_for(config.codec, config.sites or (config.groups if config.has_common_anchor else 1), device)
+    compile_for(config.codec, device)
     world = worlds.own()
     world.use_own_folders(versions.megatron_args())
     # All ranks meet here, so that none takes its host memory before the others have looked.
