@@ -16,7 +16,7 @@ from pier_megatron.integration import startup
 from pier_megatron.outer import loop
 from pier_megatron.outer.flights import chunks_on_the_wire, window
 from pier_megatron.outer.restarts import Restarts
-from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
+from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
