@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # Of parameters that only data-parallel ranks hold copies of, one in so many is compared at a time.
 _TURNS = 16
 
-
 # An error names no more parameters than these.
 _NAMED = 3
 

@@ -14,6 +14,7 @@ from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop
+from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.flights import chunks_on_the_wire, window
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
