@@ -135,9 +135,7 @@ def _encode(
         tl.store(dropped + place, exact - decoded, mask=is_block[:, None] & (place < kept))
 
 
-@triton.jit(
-    do_not_specialize=("blocks", "blocks_of_row"), do_not_specialize_on_alignment=("rows", "integers", "scales")
-)
+@triton.jit(do_not_specialize=("blocks", "blocks_of_row"), do_not_specialize_on_alignment=("rows", "integers", "scales"))
 def _decode(
     rows,
     integers,

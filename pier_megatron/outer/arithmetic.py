@@ -28,7 +28,7 @@ def subtract(part: Part, counts: bool, rule: OuterRule | None = None, weight: fl
     """Takes the pseudo-gradient, ``own = anchor - parameters``, and writes what is sent.
 
     Args:
-        part: Buffers of a chunk.
+        part: Buffers of a chunk. Where kernels send it at once, ``part.own`` is not written: :func:`descend` does without.
         counts: Whether this group counts; the pseudo-gradient of an excluded one is zero.
         rule: Rule that says what is sent, into ``part.shared``; None to send later.
         weight: Weight of this group's pseudo-gradient in the mean.
@@ -36,9 +36,11 @@ def subtract(part: Part, counts: bool, rule: OuterRule | None = None, weight: fl
     if runs_kernels(part.own.device):
         from pier_megatron.outer import kernels
 
-        is_sent = _has_kernels(rule)
-        kernels.subtract(part.chunk.pieces, part.anchor, part.own, part.shared if is_sent else None, counts, weight)
-        if rule is not None and not is_sent:
+        if _has_kernels(rule):
+            kernels.subtract(part.chunk.pieces, part.anchor, part.shared, counts, weight)
+            return
+        kernels.subtract(part.chunk.pieces, part.anchor, part.own, counts)
+        if rule is not None:
             send(part, rule, weight)
         return
     for block in _blocks(part, rule):
@@ -56,28 +58,29 @@ def send(part: Part, rule: OuterRule, weight: float) -> None:
         part.shared.mul_(weight)
 
 
-def descend(part: Part, rule: OuterRule, size: int, counted: int, is_alone: bool, keeps_progress: bool) -> Tensor:
+def descend(part: Part, rule: OuterRule, size: int, counts: bool, counted: int, keeps_progress: bool) -> Tensor:
     """Takes the step for a sum that has arrived, and writes the parameters.
 
     Args:
         part: Buffers of a chunk, with the sum in ``part.shared``.
         rule: Rule of the step.
         size: Number of participants.
-        counted: Number of participants that are not excluded.
-        is_alone: Whether the sum is what this group sent, and the parameters have not moved since.
-        keeps_progress: Whether the parameters keep what they have moved by since the pseudo-gradient was taken; otherwise
-            they become the anchor.
+        counts: Whether this group counts.
+        counted: Number of participants that do.
+        keeps_progress: Whether the parameters keep what they have moved by since the pseudo-gradient was taken. If not, they
+            have not moved, and become the anchor.
 
     Returns:
         Sums of the :data:`PRODUCTS`, float64 of shape ``[PRODUCTS]``; zeros if the chunk is not counted on this rank.
     """
     is_counted = part.chunk.shards.is_counted
+    is_alone = size == 1 and counts and not keeps_progress
     if _has_kernels(rule) and runs_kernels(part.own.device):
         from pier_megatron.outer import kernels
 
         assert isinstance(rule, Nesterov)
-        vectors = (part.anchor, part.momentum, part.own, part.shared)
-        sums = kernels.descend(part.chunk.pieces, *vectors, counted, rule.mu, rule.eta, is_alone, keeps_progress)
+        vectors = (part.anchor, part.momentum, part.own if keeps_progress else None, part.shared)
+        sums = kernels.descend(part.chunk.pieces, *vectors, counts, counted, rule.mu, rule.eta, is_alone)
         return sums if is_counted else torch.zeros_like(sums)
     products: list[Tensor] = []
     for block in _blocks(part, rule):

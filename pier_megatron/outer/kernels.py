@@ -22,16 +22,13 @@ _STAYS, _FROM_ANCHOR, _FROM_PARAMETERS = (tl.constexpr(start) for start in range
 _PRODUCTS = tl.constexpr(5)
 
 
-def subtract(
-    pieces: Sequence[Tensor], anchor: Tensor, own: Tensor, shared: Tensor | None, counts: bool, weight: float = 1.0
-) -> None:
-    """Computes ``own = anchor - parameters``, or zero for an excluded group, and ``shared = weight * own``.
+def subtract(pieces: Sequence[Tensor], anchor: Tensor, into: Tensor, counts: bool, weight: float = 1.0) -> None:
+    """Computes ``weight * (anchor - parameters)``, or zero for an excluded group.
 
     Args:
         pieces: Parameters of a chunk in order, float32, of any lengths.
         anchor: Anchor of the chunk, float32 of shape ``[numel]``.
-        own: Result, like the anchor.
-        shared: What is sent, like the anchor; None if that is not asked for.
+        into: Result, like the anchor.
         counts: Whether the group counts.
         weight: Weight of the group in the mean.
     """
@@ -39,8 +36,7 @@ def subtract(
         _subtract[_programs(piece)](
             piece,
             anchor,
-            own,
-            shared,
+            into,
             begin,
             len(piece),
             int(counts),
@@ -54,13 +50,13 @@ def descend(
     pieces: Sequence[Tensor],
     anchor: Tensor,
     momentum: Tensor,
-    own: Tensor,
+    own: Tensor | None,
     shared: Tensor,
+    counts: bool,
     counted: int,
     mu: float,
     eta: float,
     is_alone: bool,
-    keeps_progress: bool,
 ) -> Tensor:
     """Takes a step of :class:`pier_megatron.outer.rules.Nesterov`, and writes the parameters.
 
@@ -68,13 +64,14 @@ def descend(
         pieces: Parameters of a chunk in order, float32, of any lengths; changed in place.
         anchor: Anchor of the chunk, float32 of shape ``[numel]``; changed in place.
         momentum: Momentum, like the anchor; changed in place.
-        own: Pseudo-gradient of this group, like the anchor.
+        own: Pseudo-gradient of this group, like the anchor, if the parameters keep what they have moved by since it was taken.
+            None if they have not moved since: it is computed again, and they become the anchor.
         shared: Sum of what the groups sent, like the anchor.
-        counted: Number of groups in that sum.
+        counts: Whether this group counts.
+        counted: Number of groups in the sum.
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         is_alone: Whether the sum is what this group sent, and the parameters have not moved since.
-        keeps_progress: Whether the parameters keep what they have moved by since ``own`` was taken.
 
     Returns:
         Sums of products over the chunk, float64, as :func:`pier_megatron.outer.arithmetic.descend`.
@@ -94,12 +91,12 @@ def descend(
             begin,
             len(piece),
             first,
+            int(counts),
             start.value,
             float(counted),
             float(mu),
             float(1 - eta if is_alone else -eta),
             float(-eta * mu),
-            KEEPS_PROGRESS=keeps_progress,
             ELEMENTS=_ELEMENTS,
             enable_fp_fusion=False,
         )
@@ -109,10 +106,9 @@ def descend(
 def compile_for(device: torch.device) -> None:
     """Compiles every variant of the kernels, by running it."""
     piece, anchor, momentum, own, shared = torch.zeros(5, 1, device=device)
-    for is_sent in (None, shared):
-        subtract([piece], anchor, own, is_sent, counts=True)
-    for keeps_progress in (False, True):
-        descend([piece], anchor, momentum, own, shared, 1, 0.0, 0.0, is_alone=False, keeps_progress=keeps_progress)
+    subtract([piece], anchor, own, counts=True)
+    for kept in (None, own):
+        descend([piece], anchor, momentum, kept, shared, counts=True, counted=1, mu=0.0, eta=0.0, is_alone=False)
 
 
 def _launches(pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, int, int]]:
@@ -127,33 +123,17 @@ def _programs(piece: Tensor) -> tuple[int]:
     return (triton.cdiv(len(piece), _ELEMENTS),)
 
 
-@triton.jit(
-    do_not_specialize=("begin", "numel", "counts"),
-    do_not_specialize_on_alignment=("parameters", "anchor", "own", "shared"),
-)
-def _subtract(
-    parameters,
-    anchor,
-    own,
-    shared,
-    begin: tl.int64,
-    numel: tl.int64,
-    counts: tl.int32,
-    weight,
-    ELEMENTS: tl.constexpr,
-):
+@triton.jit(do_not_specialize=("begin", "numel", "counts"), do_not_specialize_on_alignment=("parameters", "anchor", "into"))
+def _subtract(parameters, anchor, into, begin: tl.int64, numel: tl.int64, counts: tl.int32, weight, ELEMENTS: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = place < numel
     difference = tl.load(anchor + begin + place, mask=mask) - tl.load(parameters + place, mask=mask)
     # Not a product with zero, which would keep every nan.
-    difference = tl.where(counts != 0, difference, 0.0)
-    tl.store(own + begin + place, difference, mask=mask)
-    if shared is not None:
-        tl.store(shared + begin + place, difference * weight, mask=mask)
+    tl.store(into + begin + place, tl.where(counts != 0, difference * weight, 0.0), mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=("begin", "numel", "first", "start"),
+    do_not_specialize=("begin", "numel", "first", "counts", "start"),
     do_not_specialize_on_alignment=("parameters", "anchor", "momentum", "own", "shared", "sums"),
 )
 def _descend(
@@ -166,36 +146,35 @@ def _descend(
     begin: tl.int64,
     numel: tl.int64,
     first: tl.int64,
+    counts: tl.int32,
     start: tl.int32,
     counted,
     mu,
     step,
     momentum_step,
-    KEEPS_PROGRESS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     place = program * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = place < numel
-    gradient = tl.load(own + begin + place, mask=mask, other=0.0)
+    here = tl.load(parameters + place, mask=mask, other=0.0)
+    old = tl.load(anchor + begin + place, mask=mask, other=0.0)
+    old_momentum = tl.load(momentum + begin + place, mask=mask, other=0.0)
     total = tl.load(shared + begin + place, mask=mask, other=0.0)
     mean = tl.div_rn(total, tl.zeros_like(total) + counted)
-    old_momentum = tl.load(momentum + begin + place, mask=mask, other=0.0)
-    old = tl.load(anchor + begin + place, mask=mask, other=0.0)
-    if KEEPS_PROGRESS:
-        here = tl.load(parameters + place, mask=mask, other=0.0)
-        base = old
-    else:
-        here = tl.load(parameters + place, mask=mask & (start == _FROM_PARAMETERS), other=0.0)
-        base = tl.where(start == _FROM_PARAMETERS, here, old)
     new_momentum = mean + mu * old_momentum
+    base = tl.where(start == _FROM_PARAMETERS, here, old)
     new = tl.where(start == _STAYS, old, base + step * mean + momentum_step * new_momentum)
+    if own is None:
+        gradient = tl.where(counts != 0, old - here, 0.0)
+        here = new
+    else:
+        gradient = tl.load(own + begin + place, mask=mask, other=0.0)
+        # The old anchor less the pseudo-gradient is where the parameters were.
+        here += (gradient - old) + new
     tl.store(momentum + begin + place, new_momentum, mask=mask)
     tl.store(anchor + begin + place, new, mask=mask)
-    if KEEPS_PROGRESS:
-        tl.store(parameters + place, here + ((gradient - old) + new), mask=mask)
-    else:
-        tl.store(parameters + place, new, mask=mask)
+    tl.store(parameters + place, here, mask=mask)
     row = sums + (first + program) * _PRODUCTS
     tl.store(row, tl.sum(gradient * gradient))
     tl.store(row + 1, tl.sum(gradient * mean))

@@ -219,8 +219,8 @@ class OuterRound(Crossing):
         staged.give_back((SHARED, RESIDUAL))
 
     def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:
-        is_alone = self.exchange.size == 1 and not keep_progress and self.verdicts.own_counts()
-        products = arithmetic.descend(staged, self.rule, self.exchange.size, counted, is_alone, keep_progress)
+        counts = self.verdicts.own_counts()
+        products = arithmetic.descend(staged, self.rule, self.exchange.size, counts, counted, keep_progress)
         if staged.chunk.shards.is_counted:
             self.sums[:PRODUCTS] += products
             self.sums[ELEMENTS] += staged.chunk.numel

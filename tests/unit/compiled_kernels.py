@@ -44,10 +44,7 @@ _CPU = torch.device("cpu")
 def compiled() -> dict[str, CompiledKernel]:
     """Every kernel that was compiled until now, by its function and the key of the call."""
     functions = [
-        value
-        for module in (codec_kernels, step_kernels)
-        for value in vars(module).values()
-        if isinstance(value, JITFunction)
+        value for module in (codec_kernels, step_kernels) for value in vars(module).values() if isinstance(value, JITFunction)
     ]
     return {
         f"{function.__name__} {key}": kernel
@@ -74,12 +71,9 @@ def call_with_other_shapes() -> None:
         for offset in (0, 1, 4):
             pieces = [vector(size, offset) for size in sizes]
             anchor, momentum, own, shared = (vector(sum(sizes), offset) for _ in range(4))
-            for is_sent in (None, shared):
-                step_kernels.subtract(pieces, anchor, own, is_sent, offset == 0, 1 / counted)
-            for eta, is_alone, keeps_progress in ((0.7, False, False), (1.0, True, False), (0, False, True)):
-                step_kernels.descend(
-                    pieces, anchor, momentum, own, shared, counted, 0.9, eta, is_alone, keeps_progress
-                )
+            step_kernels.subtract(pieces, anchor, shared, offset == 0, 1 / counted)
+            for kept, eta, is_alone in ((None, 0.7, False), (None, 1.0, True), (own, 0.9, False)):
+                step_kernels.descend(pieces, anchor, momentum, kept, shared, offset == 0, counted, 0, eta, is_alone)
 
 
 def main() -> None:
@@ -95,7 +89,7 @@ def main() -> None:
         at_start = compiled()
         call_with_other_shapes()
     found = {
-        "at start": [name for name in at_start],
+        "at start": list(at_start),
         "later": sorted(compiled().keys() - at_start.keys()),
         "launched": len(_LAUNCHED),
         "fused": [name for name, kernel in at_start.items() if "fma." in kernel.asm["ptx"]],

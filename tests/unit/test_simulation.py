@@ -124,9 +124,7 @@ def test_exchange_is_coded_both_ways_as_the_plugins(text: Text) -> None:
     for _ in range(3):
         vectors = torch.randn(2, numel, generator=generator)
         found = outer._coded("sum", outer._coded("own", vectors, "int2").sum(0, keepdim=True), "int2")
-        payloads = [
-            encode(codec, vector[None].clone(), own) for vector, own in zip(vectors, own_dropped, strict=True)
-        ]
+        payloads = [encode(codec, vector[None].clone(), own) for vector, own in zip(vectors, own_dropped, strict=True)]
         total = torch.stack([decode(codec, payload) for payload in payloads]).sum(0)
         assert torch.equal(found, decode(codec, encode(codec, total, sum_dropped)))
 
