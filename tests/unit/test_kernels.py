@@ -24,6 +24,7 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
 from pier_megatron.outer import OuterLoop, Shards, arithmetic
 from pier_megatron.outer import kernels as step_kernels
+from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Part
 from pier_megatron.outer.state import Chunk
@@ -196,8 +197,11 @@ def trained(**settings: Any) -> list[torch.Tensor]:
     common = {"groups": 2, "sync_interval": 2, "lazy_start_iters": 2, "preset": "pier-rising"}
     config = PierConfig(train_iters=10, **(common | settings))
     reports = []
-    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=100):
-        loop = OuterLoop([[Shards(parameters)]], config, _Twins(), report=lambda report, iteration: reports.append(report))
+    with (
+        mock.patch.object(PierConfig, "chunk_numel_on", return_value=100),
+        mock.patch.object(DrawnParticipants, "at", Participants.at),
+    ):
+        loop = OuterLoop([[Shards(parameters)]], config, _Twins(), report=reports.append)
         for iteration in range(1, config.train_iters + 1):
             loop.begin_iteration(iteration)
             for parameter in parameters:
@@ -216,7 +220,7 @@ def trained(**settings: Any) -> list[torch.Tensor]:
         {"offload": True},
         {"overlap": 1, "fragments": 2},
         {"overlap": 1, "offload": True},
-        {"preset": "noloco", "subgroup": 2},
+        {"preset": "noloco"},
     ],
     ids=str,
 )
