@@ -18,6 +18,9 @@ _FEW_BITS = 2
 
 _SCALE_TYPES = {2: torch.bfloat16, 4: torch.float32}
 
+# Codecs that kernels encode on a GPU, by name: others are encoded in plain PyTorch there too.
+_WITH_KERNELS = ("bf16", "int8", "int4", "int2", "int1")
+
 
 def encode(codec: Codec, rows: Tensor, dropped: Tensor | None = None) -> Tensor:
     """Encodes each row, and what was dropped of earlier ones with them.
@@ -33,7 +36,7 @@ def encode(codec: Codec, rows: Tensor, dropped: Tensor | None = None) -> Tensor:
     Returns:
         Payloads, uint8 of shape ``[m, codec.nbytes(n)]``.
     """
-    if not codec.lossless and runs_kernels(rows.device):
+    if codec.name in _WITH_KERNELS and runs_kernels(rows.device):
         from pier_megatron.exchange import kernels
 
         return kernels.encode(codec, rows, dropped)
@@ -42,7 +45,7 @@ def encode(codec: Codec, rows: Tensor, dropped: Tensor | None = None) -> Tensor:
 
 def decode(codec: Codec, payloads: Tensor) -> Tensor:
     """Decodes each row; uint8 of shape ``[m, nbytes(n)]``, contiguous, to float32 of shape ``[m, n]``."""
-    if codec.scaled and runs_kernels(payloads.device):
+    if codec.name in _WITH_KERNELS and codec.scaled and runs_kernels(payloads.device):
         from pier_megatron.exchange import kernels
 
         return kernels.decode(codec, payloads)
@@ -57,7 +60,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 def compile_for(codec: Codec, device: torch.device) -> None:
     """Compiles a codec's kernels, if it has some there: before training, so that it does not end where that fails."""
-    if codec.lossless or not runs_kernels(device):
+    if codec.name not in _WITH_KERNELS or not runs_kernels(device):
         return
     rows = torch.zeros(1, BLOCK, device=device)
     for dropped in (None, torch.zeros(BLOCK, device=device)):

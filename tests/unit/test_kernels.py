@@ -62,12 +62,12 @@ def scales(payloads: torch.Tensor, name: str) -> torch.Tensor:
     return found[:, integers:].view(torch.bfloat16)
 
 
-SHAPES = [(1, 1), (3, 9), (2, 17), (5, 16)]
+SHAPES = [(1, 1), (3, 9), (2, 17)]
 
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -float("inf"), 3e38, 1e-30])
+@pytest.mark.parametrize("value", [None, float("nan"), -float("inf"), 3e38])
 def test_payloads_are_the_same_bits(name: str, shape: tuple[int, int], value: float | None) -> None:
     codec, original = CODECS[name], rows(*shape, value)
     expected, found = coding.encode_plainly(codec, original), codec_kernels.encode(codec, original.to(DEVICE)).cpu()
@@ -81,7 +81,7 @@ def test_payloads_are_the_same_bits(name: str, shape: tuple[int, int], value: fl
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("padding", [0, 1, BLOCK - 1])
+@pytest.mark.parametrize("padding", [0, BLOCK - 1])
 def test_error_feedback_is_the_same_bits(name: str, shape: tuple[int, int], padding: int) -> None:
     codec, numel = CODECS[name], shape[0] * shape[1] * BLOCK
     expected_dropped, found_dropped = torch.zeros(numel - padding), torch.zeros(numel - padding, device=DEVICE)
@@ -193,12 +193,12 @@ class _Twins(GroupExchange):
 def trained(**settings: Any) -> list[torch.Tensor]:
     """Parameters, outer state and the report's numbers after some outer steps."""
     generator = torch.Generator().manual_seed(1)
-    parameters = [torch.randn(size, generator=generator).to(DEVICE) for size in (5, 1, 17, 1200)]
+    parameters = [torch.randn(size, generator=generator).to(DEVICE) for size in (5, 1, 17, 600)]
     common = {"groups": 2, "sync_interval": 2, "lazy_start_iters": 2, "preset": "pier-rising"}
-    config = PierConfig(train_iters=10, **(common | settings))
+    config = PierConfig(train_iters=8, **(common | settings))
     reports = []
     with (
-        mock.patch.object(PierConfig, "chunk_numel_on", return_value=100),
+        mock.patch.object(PierConfig, "chunk_numel_on", return_value=400),
         mock.patch.object(DrawnParticipants, "at", Participants.at),
     ):
         loop = OuterLoop([[Shards(parameters)]], config, _Twins(), report=reports.append)
