@@ -12,9 +12,6 @@ from pier_megatron.outer.staging import Part
 PRODUCTS = 5
 """Of each chunk, summed over its elements: own * own, own * mean, mean * mean, mean * old momentum, momentum * momentum."""
 
-# Elements of a block: half a MiB of each of the five tensors that a step reads.
-_BLOCK_NUMEL = 2**17
-
 
 def compile_for(device: torch.device) -> None:
     """Compiles the kernels, if there are some for a device: before training, so that it does not end where that fails."""
@@ -119,4 +116,4 @@ def _has_kernels(rule: OuterRule | None) -> bool:
 
 def _blocks(part: Part, rule: OuterRule | None) -> Iterable[Part]:
     is_cut = part.own.device.type == "cpu" and (rule is None or rule.is_elementwise)
-    return part.blocks(_BLOCK_NUMEL) if is_cut else (part,)
+    return part.blocks() if is_cut else (part,)

@@ -72,9 +72,9 @@ class Part:
         self.chunk.copy_parameters_to(into)
         torch.sub(self.anchor, into, out=into)
 
-    def blocks(self, numel: int) -> "Iterator[Part]":
-        """Cuts it into stretches of ``numel`` elements, of which the last may be shorter."""
-        for block in self.chunk.blocks(numel):
+    def blocks(self) -> "Iterator[Part]":
+        """Cuts it into :attr:`Chunk.blocks`."""
+        for block in self.chunk.blocks:
             begin = block.start - self.chunk.start
             yield Part(block, {name: tensor[begin : begin + block.numel] for name, tensor in self.tensors.items()})
 
