@@ -40,8 +40,9 @@ def rows(number: int, blocks: int, value: float | None = None) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number * blocks)
     found = torch.randn(number, blocks * BLOCK, generator=generator)
     found *= torch.logspace(-6, 2, blocks).repeat_interleave(BLOCK)
-    # Halves of steps, which are rounded to even numbers.
+    # Halves of steps, which are rounded to even numbers: of integers and, in all places or in the scale, of BF16.
     found[0, :BLOCK] = torch.arange(BLOCK) - 63.5
+    found[0, BLOCK : 2 * BLOCK] = 1 + 2**-8
     found[-1, (blocks - 1) * BLOCK :] = 0
     if value is not None:
         found[number // 2, (blocks // 2) * BLOCK + 5] = value
@@ -84,7 +85,8 @@ def test_payloads_are_the_same_bits(name: str, shape: tuple[int, int], value: fl
 @pytest.mark.parametrize("padding", [0, BLOCK - 1])
 def test_error_feedback_is_the_same_bits(name: str, shape: tuple[int, int], padding: int) -> None:
     codec, numel = CODECS[name], shape[0] * shape[1] * BLOCK
-    expected_dropped, found_dropped = torch.zeros(numel - padding), torch.zeros(numel - padding, device=DEVICE)
+    expected_dropped, around = torch.zeros(numel - padding), torch.full((numel + 1,), 1e3, device=DEVICE)
+    found_dropped = around[: numel - padding].zero_()
     for seed in range(3):
         original = rows(*shape) + torch.randn(shape[0], shape[1] * BLOCK, generator=torch.Generator().manual_seed(seed))
         original.view(-1)[numel - padding :] = 0
@@ -92,6 +94,7 @@ def test_error_feedback_is_the_same_bits(name: str, shape: tuple[int, int], padd
         found = codec_kernels.encode(codec, original.to(DEVICE), found_dropped).cpu()
         assert torch.equal(found, expected)
         assert torch.equal(found_dropped.cpu(), expected_dropped)
+        assert (around[numel - padding :] == 1e3).all()
         assert expected_dropped.any() or len(expected_dropped) == 1
 
 
