@@ -45,29 +45,6 @@ def unpack(payloads: Tensor, codec: Codec, into: Tensor) -> None:
         into.copy_(decode(codec, payloads)[:, : into.numel() // parts].reshape(into.shape))
 
 
-def encode_with_feedback(rows: Tensor, codec: Codec, dropped: Tensor | None) -> Tensor:
-    """Encodes rows, and what was dropped of earlier ones with them.
-
-    Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv 1901.09847.
-
-    Args:
-        rows: float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`; with ``dropped`` contiguous, and it changes.
-        codec: Codec of the payloads.
-        dropped: What the codec has dropped of earlier rows, replaced by what it drops now; float32 of shape ``[k]``, of the
-            first k elements, behind which there is only padding. None for no error feedback.
-
-    Returns:
-        Payloads, uint8 of shape ``[m, codec.nbytes(n)]``.
-    """
-    if dropped is None:
-        return encode(codec, rows)
-    exact = rows.view(-1)[: len(dropped)]
-    exact += dropped
-    payloads = encode(codec, rows)
-    torch.sub(exact, decode(codec, payloads).view(-1)[: len(dropped)], out=dropped)
-    return payloads
-
-
 def gather_into(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Begins to collect tensors of one shape from all ranks, in one tensor."""
     # The name from PyTorch 2.13 on, which warns of the older one.
@@ -89,13 +66,11 @@ class Payloads:
         Args:
             tensors: What is not needed any more; float32 of shape ``[m, n]``, each n a multiple of :data:`BLOCK`.
             codec: Codec of the payloads.
-            dropped: Residuals of error feedback for each of them, see :func:`encode_with_feedback`; by default, none.
+            dropped: Residuals of each, see :func:`pier_megatron.exchange.coding.encode`; by default, none.
         """
         self._codec = codec
         residuals = itertools.chain(dropped, itertools.repeat(None))
-        encoded = [
-            encode_with_feedback(tensor, codec, of_tensor) for tensor, of_tensor in zip(tensors, residuals, strict=False)
-        ]
+        encoded = [encode(codec, tensor, of_tensor) for tensor, of_tensor in zip(tensors, residuals, strict=False)]
         self._lengths = [payload.shape[1] for payload in encoded]
         self.sent = encoded[0] if len(encoded) == 1 else torch.cat(encoded, dim=1)
 

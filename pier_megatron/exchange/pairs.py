@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.coding import decode
+from pier_megatron.exchange.coding import decode, encode
 from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange, Residual, Sum, Wire
-from pier_megatron.exchange.encoded import encode_with_feedback, padded
+from pier_megatron.exchange.encoded import padded
 
 
 def draw_subgroups(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
@@ -138,7 +138,7 @@ class _DirectSum(Sum):
             return vector
         row = vector.new_zeros(1, padded(len(vector)))
         row[0, : len(vector)].copy_(vector)
-        return encode_with_feedback(row, self._subgroup.codec, None if residual is None else residual.sent)
+        return encode(self._subgroup.codec, row, None if residual is None else residual.sent)
 
     def _decoded(self, payload: Tensor, length: int) -> Tensor:
         return payload if self._exactly else decode(self._subgroup.codec, payload)[0, :length]

@@ -41,7 +41,7 @@ def check(args: argparse.Namespace, config: PierConfig) -> None:
             raise PierConfigError(f"{where}: {name!r} has no effect without --pier-sites. Drop it, or use {BETWEEN_GROUPS}.")
         if config.lighthouse is not None:
             raise PierConfigError(
-                f"{where}: {name!r} has no effect with --pier-lighthouse, whose communicators torchft makes. Drop it; "
+                f"{where}: {name!r} has no effect with --pier-lighthouse: islands exchange over gloo. Drop it; "
                 "NCCL_MAX_CTAS in the environment limits those of all communicators."
             )
     for name, entry in of_file.items():

@@ -90,7 +90,7 @@ def with_outer_loop(
     device = optimizer.get_loss_scale().device
     # Looked at before all ranks meet: none has taken its share then.
     available = psutil.virtual_memory().available
-    compile_for(config.codec, config.sites or (config.groups if config.has_common_anchor else 1), device)
+    compile_for(config.codec, device)
     world = worlds.own()
     world.use_own_folders(versions.megatron_args())
     with world.in_the_launch():
