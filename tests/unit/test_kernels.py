@@ -5,7 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -188,8 +188,9 @@ class _Twins(GroupExchange):
         super().__init__()
         self.size, self.groups = 2, (0, 1)
 
-    def sum(self, vector: torch.Tensor, residual: Residual | None = None, exactly: bool = False) -> Sum:
-        vector.mul_(2.0)
+    def sum(self, vectors: Sequence[torch.Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
+        for vector in vectors:
+            vector.mul_(2.0)
         return Sum()
 
 
