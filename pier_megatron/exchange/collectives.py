@@ -190,17 +190,24 @@ class Sum:
 
 class _AllReduce(Sum):
     def __init__(self, vectors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self._work: Any
-        if len(vectors) == 1:
-            self._work = dist.all_reduce(vectors[0], group=group, async_op=True)
+        self._works: Sequence[Any]
+        if len(vectors) == 1 or not _coalesces(group, vectors[0].device):
+            self._works = [dist.all_reduce(vector, group=group, async_op=True) for vector in vectors]
             return
         # As Megatron launches the reductions of several gradient buckets.
-        with dist._coalescing_manager(group, async_ops=True) as self._work:  # type: ignore[attr-defined]
+        with dist._coalescing_manager(group, async_ops=True) as launched:  # type: ignore[attr-defined]
             for vector in vectors:
                 dist.all_reduce(vector, group=group, async_op=True)
+        self._works = [launched]
 
     def finish(self) -> None:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a communicator sums several tensors in one launch: gloo refuses CUDA tensors in this call only."""
+    return device.type == "cpu" or group._get_backend(device).name() != "gloo"  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -83,3 +83,16 @@ def test_collectives_of_a_hidden_exchange_have_iterations_of_their_own(
     batches = min(_CHUNKS, max(1, (overlap - 1) // launches)) if overlap else _CHUNKS
     assert sum(of_round) == batches * launches
     assert max(of_round) == (1 if overlap else _CHUNKS * launches)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_vectors_on_a_gpu_are_summed_in_one_launch_unless_over_gloo(backend: str) -> None:
+    """Of CUDA tensors gloo refuses ``allreduce_coalesced``, and takes ``allreduce``."""
+    between = mock.Mock()
+    between.size.return_value, between._get_backend.return_value.name.return_value = 2, backend
+    vectors = [torch.empty(3, device="meta") for _ in range(2)]
+    with mock.patch.object(dist, "all_reduce") as summed, mock.patch.object(dist, "_coalescing_manager") as together:
+        GroupExchange(between).sum(vectors).finish()
+    assert (summed.call_count, together.call_count) == (2, int(backend == "nccl"))
+    of_vectors, of_all = summed.return_value.wait, together.return_value.__enter__.return_value.wait
+    assert (of_vectors.call_count, of_all.call_count) == ((2, 0) if backend == "gloo" else (0, 1))
