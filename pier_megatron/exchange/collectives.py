@@ -207,7 +207,7 @@ class _AllReduce(Sum):
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a communicator sums several tensors in one launch: gloo refuses CUDA tensors in this call only."""
-    return device.type == "cpu" or group._get_backend(device).name() != "gloo"  # type: ignore[attr-defined]
+    return device.type == "cpu" or group._get_backend(device).name() != "gloo"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
