@@ -14,7 +14,7 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.outer import Shards, flights, loop, rounds
+from pier_megatron.outer import Shards, arithmetic, flights, loop, rounds
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.rounds import Stopwatch
@@ -228,7 +228,9 @@ def test_elastic_island_takes_no_buffer_after_its_rehearsal(offload: bool) -> No
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=4):
         islands = ElasticMembership(_Membership(GroupExchange()), own=0, wait_seconds=60)
         alone = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange(), islands=islands)
-        alone.rehearse()
+        with mock.patch.object(arithmetic, "compile_for") as compiled:
+            alone.rehearse()
+        compiled.assert_called_once_with(alone.device)
         with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
             alone.join()
             for _ in range(config.train_iters):
