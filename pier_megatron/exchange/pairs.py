@@ -127,8 +127,10 @@ class _DirectSum(Sum):
             work.wait()
         for vector, (sent, received) in zip(self._vectors, self._payloads, strict=True):
             in_order = [*received[: self._subgroup.rank], sent, *received[self._subgroup.rank :]]
-            total, *others = (self._decoded(payload, len(vector)) for payload in in_order)
-            for other in others:
+            # One decoded at a time beside the sum.
+            decoded = (self._decoded(payload, len(vector)) for payload in in_order)
+            total = next(decoded)
+            for other in decoded:
                 total += other
             if total is not vector:
                 vector.copy_(total)
