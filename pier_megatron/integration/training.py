@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, refusals, startup, worlds
@@ -90,7 +89,6 @@ def with_outer_loop(
     device = optimizer.get_loss_scale().device
     ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     startup.check_host_memory(config, numels, ranks_on_node, is_pinned=device.type == "cuda")
-    compile_for(config.codec, config.sites or (config.groups if config.has_common_anchor else 1), device)
     world = worlds.own()
     world.use_own_folders(versions.megatron_args())
     # All ranks meet here, so that none takes its host memory before the others have looked.

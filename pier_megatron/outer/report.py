@@ -14,8 +14,9 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.exchange.topology import NAMED, ranges_of
+from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.noise import IntervalNoise
-from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
+from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, OuterRound
 from pier_megatron.outer.rules import OptimizerRule
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
 
