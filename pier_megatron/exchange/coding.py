@@ -59,7 +59,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def compile_for(codec: Codec, device: torch.device) -> None:
-    """Compiles a codec's kernels, if it has some there: before training, so that it does not end where that fails."""
+    """Compiles a codec's kernels, if it has some for a device."""
     if codec.name not in _WITH_KERNELS or not runs_kernels(device):
         return
     rows = torch.zeros(1, BLOCK, device=device)

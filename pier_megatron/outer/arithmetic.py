@@ -14,7 +14,7 @@ PRODUCTS = 5
 
 
 def compile_for(device: torch.device) -> None:
-    """Compiles the kernels, if there are some for a device: before training, so that it does not end where that fails."""
+    """Compiles the kernels, if there are some for a device."""
     if runs_kernels(device):
         from pier_megatron.outer import kernels
 

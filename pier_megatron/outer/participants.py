@@ -159,10 +159,10 @@ class SiteParticipants(Participants):
         """See :meth:`Participants.form`."""
         round_ = super().form(progress, fragments)
         assert round_ is not None
-        config, since = self._config, range(progress.last_common_step + 1, progress.iteration + 1)
-        # By the schedule: of those before a stop, this process knows nothing else.
-        averages = sum(map(config.is_site_average, since))
-        round_.bytes_sent += averages * sum(bytes_of_site_average(config, chunk.numel) for _, chunk in self._share.chunks((0,)))
+        of_average = sum(bytes_of_site_average(self._config, chunk.numel) for _, chunk in self._share.chunks(fragments))
+        # By the schedule: of averages before a stop, this process knows nothing else.
+        since = range(progress.last_common_step + 1, progress.iteration + 1)
+        round_.bytes_sent += of_average * sum(map(self._config.is_site_average, since))
         # Over all groups: others know only of those of their own site.
         round_.restarted_before = self._everyone.gather(torch.tensor([self._was_restarted], device=self._share.device))
         self._was_restarted = False

@@ -9,7 +9,6 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer import arithmetic
 from pier_megatron.outer.memory import buffers_at_once
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rules import OptimizerFactory
@@ -37,8 +36,6 @@ def rehearse(config: PierConfig, share: Share, exchange: GroupExchange, outer_op
     if first is None:
         return
     with _explained(first):
-        # Elastic islands take other steps than the one below, when they have met.
-        arithmetic.compile_for(share.device)
         _take_outer_steps(dataclasses.replace(config, fragments=1), share, exchange, outer_optimizer)
         # Participants refer to themselves, so that only this gives their memory back.
         gc.collect()

@@ -74,6 +74,9 @@ class Part:
 
     def blocks(self) -> "Iterator[Part]":
         """Cuts it into :attr:`Chunk.blocks`."""
+        if len(self.chunk.blocks) == 1:
+            yield self
+            return
         for block in self.chunk.blocks:
             begin = block.start - self.chunk.start
             yield Part(block, {name: tensor[begin : begin + block.numel] for name, tensor in self.tensors.items()})

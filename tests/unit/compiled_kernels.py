@@ -19,10 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from pier_megatron import PierConfig
 from pier_megatron.exchange import coding
 from pier_megatron.exchange import kernels as codec_kernels
 from pier_megatron.exchange.codecs import BLOCK, CODECS
-from pier_megatron.outer import arithmetic
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer import OuterLoop, Shards, arithmetic
 from pier_megatron.outer import kernels as step_kernels
 
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -38,7 +40,6 @@ _DRIVER = SimpleNamespace(
         load_binary=lambda *args: (object(), object(), 0, 0, 1024),
     ),
 )
-_CPU = torch.device("cpu")
 
 
 def compiled() -> dict[str, CompiledKernel]:
@@ -83,9 +84,9 @@ def main() -> None:
         mock.patch.object(coding, "runs_kernels", return_value=True),
         mock.patch.object(arithmetic, "runs_kernels", return_value=True),
     ):
-        for codec in CODECS.values():
-            coding.compile_for(codec, _CPU)
-        arithmetic.compile_for(_CPU)
+        for name in CODECS:
+            config = PierConfig(10, groups=1, sync_interval=2, lazy_start_iters=2, preset="diloco", exchange_dtype=name)
+            OuterLoop([[Shards([torch.zeros(3)])]], config, GroupExchange())
         at_start = compiled()
         call_with_other_shapes()
     found = {

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from pier_megatron import PierConfig
 from pier_megatron.exchange import coding
 from pier_megatron.exchange import kernels as codec_kernels
-from pier_megatron.exchange.codecs import BLOCK, CODECS
+from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
 from pier_megatron.outer import OuterLoop, Shards, arithmetic
 from pier_megatron.outer import kernels as step_kernels
@@ -179,6 +179,35 @@ def test_alone_without_momentum_the_parameters_stay_as_they_are() -> None:
         arithmetic.descend(fused, Nesterov(0.0, 1.0), 1, True, 1, keeps_progress=False)
     assert torch.equal(torch.cat(fused.chunk.pieces), before)
     assert torch.equal(fused.anchor, before)
+
+
+class _HeavyBall(Nesterov):
+    def update(self, staged: Part, is_alone: bool) -> None:
+        staged.momentum.mul_(self.mu).add_(staged.shared)
+        staged.anchor.sub_(staged.momentum, alpha=self.eta)
+
+
+def test_a_rule_without_kernels_takes_its_own_steps() -> None:
+    plain, rule = part("integers"), _HeavyBall(0.5, 0.75)
+    fused = on_device(plain)
+    arithmetic.subtract(plain, True, rule)
+    arithmetic.descend(plain, rule, 2, True, 2, keeps_progress=False)
+    with kernels_running():
+        arithmetic.subtract(fused, True, rule)
+        arithmetic.descend(fused, rule, 2, True, 2, keeps_progress=False)
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(fused.tensors[name].cpu(), tensor)
+
+
+def test_a_codec_without_kernels_is_encoded_in_pytorch() -> None:
+    original, other = rows(2, 3).to(DEVICE), Codec("other", bits=16)
+    with (
+        mock.patch.object(coding, "runs_kernels", return_value=True),
+        mock.patch.object(codec_kernels, "encode", side_effect=AssertionError),
+    ):
+        assert torch.equal(coding.encode(other, original), coding.encode_plainly(other, original))
+        with pytest.raises(AssertionError):
+            coding.encode(CODECS["bf16"], original)
 
 
 class _Twins(GroupExchange):

@@ -22,7 +22,7 @@ _PASSES = 32
 
 CODING = 16
 """Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
-and their sum when it decodes. A GPU's codecs are fused; see pier_megatron/exchange/coding.py."""
+and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py."""
 
 # Bytes on the wire of an FP32 gradient and of a bf16 parameter.
 _GRADIENT, _PARAMETER = 4, 2
