@@ -36,7 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CHOSEN] = one_gpu.choose(config.getoption("--device"))
     # Before workers start, which inherit it.
     os.environ.setdefault("PIER_TEST_SEED", str(random.randrange(10**6)))
-    if one_gpu.device().type == "cuda":
+    if one_gpu.device().type == "cpu":
+        # Before anything imports Triton: its kernels then run in its interpreter.
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
         # While it can be seen: some folders hide it from what they start.
         torch.cuda.init()
 

@@ -6,7 +6,7 @@ cannot be spared: the levels are the middles between integers, the outer ones ha
 """
 
 import functools
-from collections.abc import Callable
+import importlib.util
 
 import torch
 from torch import Tensor
@@ -18,30 +18,76 @@ _FEW_BITS = 2
 
 _SCALE_TYPES = {2: torch.bfloat16, 4: torch.float32}
 
+# Codecs that kernels encode on a GPU, by name: others are encoded in plain PyTorch there too.
+_WITH_KERNELS = ("bf16", "int8", "int4", "int2", "int1")
 
-def encode(codec: Codec, rows: Tensor) -> Tensor:
-    """Encodes each row; float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`, to uint8 of ``[m, nbytes(n)]``."""
-    if not codec.scaled:
-        return rows.to(torch.bfloat16 if codec.bits == 16 else torch.float32).contiguous().view(torch.uint8)
-    payloads = torch.empty(len(rows), codec.nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
-    for part, encoded in zip(_parts(codec, payloads), _fused_on_gpu(_quantise, rows.is_cuda)(rows, codec.bits), strict=True):
-        part.copy_(encoded)
-    return payloads
+
+def encode(codec: Codec, rows: Tensor, dropped: Tensor | None = None) -> Tensor:
+    """Encodes each row, and what was dropped of earlier ones with them.
+
+    Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv 1901.09847.
+
+    Args:
+        codec: Codec of the payloads.
+        rows: float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`; with ``dropped`` contiguous, and it may change.
+        dropped: What the codec has dropped of earlier rows, replaced by what it drops now; float32 of shape ``[k]``, of the
+            first k elements, behind which there is only padding. None for no error feedback.
+
+    Returns:
+        Payloads, uint8 of shape ``[m, codec.nbytes(n)]``.
+    """
+    if codec.name in _WITH_KERNELS and runs_kernels(rows.device):
+        from pier_megatron.exchange import kernels
+
+        return kernels.encode(codec, rows, dropped)
+    return encode_plainly(codec, rows, dropped)
 
 
 def decode(codec: Codec, payloads: Tensor) -> Tensor:
     """Decodes each row; uint8 of shape ``[m, nbytes(n)]``, contiguous, to float32 of shape ``[m, n]``."""
+    if codec.name in _WITH_KERNELS and codec.scaled and runs_kernels(payloads.device):
+        from pier_megatron.exchange import kernels
+
+        return kernels.decode(codec, payloads)
+    return decode_plainly(codec, payloads)
+
+
+@functools.cache
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels in Triton take the place of plain PyTorch on a device: on a GPU, unless Triton is missing."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def compile_for(codec: Codec, device: torch.device) -> None:
+    """Compiles a codec's kernels, if it has some for a device."""
+    if codec.name not in _WITH_KERNELS or not runs_kernels(device):
+        return
+    rows = torch.zeros(1, BLOCK, device=device)
+    for dropped in (None, torch.zeros(BLOCK, device=device)):
+        decode(codec, encode(codec, rows, dropped))
+
+
+def encode_plainly(codec: Codec, rows: Tensor, dropped: Tensor | None = None) -> Tensor:
+    """Encodes in PyTorch's operators, the reference of the kernels; see :func:`encode`."""
+    if dropped is not None:
+        exact = rows.view(-1)[: len(dropped)]
+        exact += dropped
+        payloads = encode_plainly(codec, rows)
+        torch.sub(exact, decode_plainly(codec, payloads).view(-1)[: len(dropped)], out=dropped)
+        return payloads
+    if not codec.scaled:
+        return rows.to(torch.bfloat16 if codec.bits == 16 else torch.float32).contiguous().view(torch.uint8)
+    payloads = torch.empty(len(rows), codec.nbytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
+    for part, encoded in zip(_parts(codec, payloads), _quantise(rows, codec.bits), strict=True):
+        part.copy_(encoded)
+    return payloads
+
+
+def decode_plainly(codec: Codec, payloads: Tensor) -> Tensor:
+    """Decodes in PyTorch's operators, the reference of the kernels; see :func:`decode`."""
     if not codec.scaled:
         return payloads.view(torch.bfloat16 if codec.bits == 16 else torch.float32).float()
-    integers, scales = _parts(codec, payloads)
-    decoded: Tensor = _fused_on_gpu(_dequantise, payloads.is_cuda)(integers, scales, codec.bits)
-    return decoded
-
-
-def compile_for(codec: Codec, groups: int, device: torch.device) -> None:
-    """Compiles, on a GPU, what sums over ``groups`` need: before training, so that it does not end where that fails."""
-    for rows in (groups, 1) if codec.scaled and device.type == "cuda" else ():
-        decode(codec, encode(codec, torch.zeros(rows, 2 * BLOCK, device=device)))
+    return _dequantise(*_parts(codec, payloads), codec.bits)
 
 
 def _parts(codec: Codec, payloads: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,10 +131,3 @@ def _dequantise(integers: Tensor, scales: Tensor, bits: int) -> Tensor:
 def _or_one(scales: Tensor) -> Tensor:
     """Scales to divide by: a block of zeros has none, and what it is divided by does not matter."""
     return scales.masked_fill(scales == 0, 1.0)
-
-
-@functools.cache
-def _fused_on_gpu[**P, R](function: Callable[P, R], on_gpu: bool) -> Callable[P, R]:
-    """A dozen kernels of a pass over memory each become one or two; what the function says is the reference for them."""
-    # Otherwise a fused kernel leaves the rounding to bf16 out: integers would be of another scale than the one that is sent.
-    return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True}) if on_gpu else function

@@ -42,29 +42,6 @@ def unpack(payloads: Tensor, codec: Codec, into: Tensor) -> None:
         into.copy_(decode(codec, payloads)[:, : into.numel() // parts].reshape(into.shape))
 
 
-def encode_with_feedback(rows: Tensor, codec: Codec, dropped: Tensor | None) -> Tensor:
-    """Encodes rows, and what was dropped of earlier ones with them.
-
-    Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv 1901.09847.
-
-    Args:
-        rows: float32 of shape ``[m, n]``, n a multiple of :data:`BLOCK`; with ``dropped`` contiguous, and it changes.
-        codec: Codec of the payloads.
-        dropped: What the codec has dropped of earlier rows, replaced by what it drops now; float32 of shape ``[k]``, of the
-            first k elements, behind which there is only padding. None for no error feedback.
-
-    Returns:
-        Payloads, uint8 of shape ``[m, codec.nbytes(n)]``.
-    """
-    if dropped is None:
-        return encode(codec, rows)
-    exact = rows.view(-1)[: len(dropped)]
-    exact += dropped
-    payloads = encode(codec, rows)
-    torch.sub(exact, decode(codec, payloads).view(-1)[: len(dropped)], out=dropped)
-    return payloads
-
-
 def gather_into(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Begins to collect tensors of one shape from all ranks, in one tensor."""
     # The name from PyTorch 2.13 on, which warns of the older one.
@@ -84,10 +61,10 @@ class ReduceScatter:
                 :data:`BLOCK`.
             codec: Codec of the payloads.
             group: The ranks.
-            dropped: Residuals of error feedback, see :func:`encode_with_feedback`.
+            dropped: Residuals of error feedback, see :func:`pier_megatron.exchange.coding.encode`.
         """
         self._codec = codec
-        sent = encode_with_feedback(parts, codec, dropped)
+        sent = encode(codec, parts, dropped)
         self._received = torch.empty_like(sent)
         self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
 
@@ -115,7 +92,7 @@ class AllGather:
             dropped: Residuals, see :class:`ReduceScatter`.
         """
         self._codec = codec
-        sent = encode_with_feedback(part, codec, dropped)
+        sent = encode(codec, part, dropped)
         self._received = sent.new_empty(dist.get_world_size(group), sent.shape[1])
         self._work = gather_into(self._received, sent, group)
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.coding import decode
+from pier_megatron.exchange.coding import decode, encode
 from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange, Residual, Sum, Wire
-from pier_megatron.exchange.encoded import encode_with_feedback, padded
+from pier_megatron.exchange.encoded import padded
 
 
 def draw_subgroups(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
@@ -110,7 +110,7 @@ class _DirectSum(Sum):
         else:
             row = vector.new_zeros(1, padded(len(vector)))
             row[0, : len(vector)].copy_(vector)
-            self._sent = encode_with_feedback(row, subgroup.codec, None if residual is None else residual.sent)
+            self._sent = encode(subgroup.codec, row, None if residual is None else residual.sent)
         self._received = [torch.empty_like(self._sent) for _ in subgroup.others]
         self._works = subgroup.swap(self._sent, self._received)
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 # Of parameters that only data-parallel ranks hold copies of, one in so many is compared at a time.
 _TURNS = 16
 
-# Elements whose bits are summed up at once: a sum in int64 may copy them.
-_AT_ONCE = 2**22
-
 # An error names no more parameters than these.
 _NAMED = 3
 
@@ -188,7 +185,7 @@ def _domains(model_chunks: "Sequence[DistributedDataParallel]") -> list[_Domain]
 
 def _bits(tensor: Tensor) -> Tensor:
     """A sum over a tensor's bits; an int64 scalar."""
-    return torch.stack([sum_of_bits(some) for some in tensor.detach().reshape(-1).split(_AT_ONCE)]).sum()
+    return sum_of_bits(tensor.detach().reshape(-1))
 
 
 def _differ(sums: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import current, logged_means, nccl_options, refusals, startup, worlds
@@ -90,7 +89,6 @@ def with_outer_loop(
     device = optimizer.get_loss_scale().device
     # Looked at before all ranks meet: none has taken its share then.
     available = psutil.virtual_memory().available
-    compile_for(config.codec, config.sites or (config.groups if config.has_common_anchor else 1), device)
     world = worlds.own()
     world.use_own_folders(versions.megatron_args())
     with world.in_the_launch():

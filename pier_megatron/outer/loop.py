@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
+from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer import arithmetic
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.rehearsal import rehearse
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
@@ -70,6 +72,9 @@ class OuterLoop:
         self.config, self.exchange, self.progress = config, exchange, Progress()
         self._share = Share(shards, config, group, device, inner_state)
         self.device, self.states = self._share.device, self._share.states
+        # Before training, so that it does not end where that fails.
+        coding.compile_for(config.codec, self.device)
+        arithmetic.compile_for(self.device)
         self._weights = Weights(self._share, exchange, on_change)
         self.reports = OuterStepReports(config, report)
         self._outer_optimizer = outer_optimizer

@@ -137,7 +137,7 @@ class SiteParticipants(Participants):
         self._inside, self._between, self._weights = everyone.inside, everyone.between, weights
         self.audience = everyone.between.across
         self.restarts = Restarts(config, everyone.between.size, share)
-        self._bytes_sent, self._was_restarted = 0, False
+        self._was_restarted = False
 
     def at(self, iteration: int) -> Exchange:
         """See :meth:`Participants.at`."""
@@ -154,18 +154,18 @@ class SiteParticipants(Participants):
             if excluded:
                 hand_over(self._share.moments(), self._inside, excluded, counted.index(True), self._share.device)
                 self._was_restarted |= self._inside.rank in excluded
-        self._bytes_sent += sum(
-            bytes_of_site_average(self._config, chunk.numel) for _, chunk in self._share.chunks(range(self._config.fragments))
-        )
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
         """See :meth:`Participants.form`."""
         round_ = super().form(progress, fragments)
         assert round_ is not None
-        round_.bytes_sent += self._bytes_sent
+        config, since = self._config, range(progress.last_common_step + 1, progress.iteration + 1)
+        # By the schedule: of those before a stop, this process knows nothing else.
+        averages = sum(map(config.is_site_average, since))
+        round_.bytes_sent += averages * sum(bytes_of_site_average(config, chunk.numel) for _, chunk in self._share.chunks((0,)))
         # Over all groups: others know only of those of their own site.
         round_.restarted_before = self._everyone.gather(torch.tensor([self._was_restarted], device=self._share.device))
-        self._bytes_sent, self._was_restarted = 0, False
+        self._was_restarted = False
         return round_
 
 

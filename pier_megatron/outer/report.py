@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.exchange.topology import NAMED, ranges_of
+from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.noise import IntervalNoise
-from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, PRODUCTS, OuterRound
+from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, OuterRound
 from pier_megatron.outer.rules import OptimizerRule
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
 
@@ -205,7 +206,7 @@ class OuterStepReports:
         verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.exchange.groups
         is_common = round_.rule.has_common_anchor and len(sums) == len(groups)
         if is_common:
-            _check_anchors(round_.begun, sums[:, CHECKSUM].tolist())
+            _check_anchors(round_.begun, dict(zip(groups, sums[:, CHECKSUM].tolist(), strict=True)))
         contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
         pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
         # Slow weights that crossed ahead are those of all that met; pseudo-gradients, of those that count.
@@ -215,7 +216,7 @@ class OuterStepReports:
         is_built_in = not isinstance(round_.rule, OptimizerRule)
         left_out = [index for index, counts in enumerate(counted) if not counts]
         before = round_.restarted_before.result().flatten().tolist() if round_.restarted_before is not None else ()
-        in_sites = tuple(group for group, was_restarted in enumerate(before) if was_restarted)
+        in_sites = [group for group, was_restarted in enumerate(before) if was_restarted]
         return OuterStepReport(
             iteration=round_.begun,
             pseudo_gradient_norm=pseudo_gradient,
@@ -232,10 +233,16 @@ class OuterStepReports:
             seconds=round_.stopwatch.seconds(),
             spread=found,
             spread_grows=not round_.rule.has_common_anchor and found is not None and self._watch.grows(found),
-            not_finite=tuple(groups[index] for index in left_out if verdicts[index] == NOT_FINITE) + in_sites,
+            not_finite=self._named((groups[index] for index in left_out if verdicts[index] == NOT_FINITE), in_sites),
             outliers=tuple(groups[index] for index in left_out if verdicts[index] == OUTLIER),
-            restarted=tuple(groups[index] for index in restarted) + in_sites,
+            restarted=self._named((groups[index] for index in restarted), in_sites),
         )
+
+    def _named(self, groups: Iterable[int], in_sites: Iterable[int]) -> tuple[int, ...]:
+        """Groups, each for its whole site where there are sites, and those that their sites have excluded."""
+        size = 1 if self._config.sites is None else self._config.groups_in_site
+        of_sites = (member for group in groups for member in range(group - group % size, group - group % size + size))
+        return tuple(sorted({*of_sites, *in_sites}))
 
     def _lag_correlation(self, iteration: int, sums: Tensor) -> float | None:
         """Of pseudo-gradients of one length: their products with a momentum are its weights times what they have in common."""
@@ -253,14 +260,16 @@ def _squares(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> tuple
     return own, mean, met
 
 
-def _check_anchors(iteration: int, checksums: Sequence[float]) -> None:
-    differing = [group for group, checksum in enumerate(checksums) if checksum != checksums[0]]
+def _check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:
+    """Compares checksums, by group, with that of the first one."""
+    first, *_ = checksums
+    differing = [group for group, checksum in checksums.items() if checksum != checksums[first]]
     if differing:
-        which = f"{differing}" if len(checksums) <= NAMED else ranges_of(differing)
-        of_groups = [int(checksum) for checksum in checksums]
-        found = of_groups if len(checksums) <= NAMED else {group: of_groups[group] for group in (0, *differing[: NAMED - 1])}
+        is_short = len(checksums) <= NAMED
+        which = f"{differing}" if is_short else ranges_of(differing)
+        found = {group: int(checksums[group]) for group in (checksums if is_short else (first, *differing[: NAMED - 1]))}
         raise AnchorsDifferError(
-            f"After the outer step that began at iteration {iteration} the anchors of groups {which} are not group 0's "
+            f"After the outer step that began at iteration {iteration} the anchors of groups {which} are not group {first}'s "
             f"(checksums of a part of them, by group: {found}), though all groups have "
             "computed them from the same sums. A memory, a link or a kernel has gone wrong, in this outer step or in one of "
             "the last ones, since each compares a part only. Restart from a checkpoint that is some outer steps older "

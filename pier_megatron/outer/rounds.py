@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
+from pier_megatron.outer import arithmetic
+from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.flights import ARRIVED, PIPELINE_DEPTH, Crossing, Flight
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum_of_bits
 from pier_megatron.outer.verdicts import Verdicts
-
-PRODUCTS = 5
-"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, mean * old momentum, momentum * momentum."""
 
 CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
 """Behind the products: bits of a part of the new anchor; squares of the distance of the own weights to the mean of those that
@@ -43,10 +42,7 @@ def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
         rule: Rule that descends along pseudo-gradients.
     """
     for staged in one_ahead(staging.lend(chunk, COMMON) for staging in stagings for chunk in staging.state.chunks):
-        # What groups would send is the mean already.
-        staged.subtract_parameters(staged.shared)
-        rule.update(staged, is_alone=False)
-        staged.chunk.copy_parameters_to(staged.anchor)
+        arithmetic.warm_up(staged, rule)
         staged.give_back(COMMON)
 
 
@@ -144,7 +140,7 @@ class OuterRound(Crossing):
         counts = self.verdicts.own_counts()
         self._flights = [Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
         for staged in one_ahead(flight.lend(ANCHOR) for flight in self._flights):
-            self._subtract(staged, counts)
+            arithmetic.subtract(staged, counts)
             staged.give_back((OWN,))
 
     def settle(self) -> RoundBuffers:
@@ -208,17 +204,18 @@ class OuterRound(Crossing):
                 land()
             if in_flight:
                 in_flight[-1][1].advance()
-            self._subtract(staged, counts)
-            in_flight.append((staged, self._take_off(staged)))
+            arithmetic.subtract(staged, counts, self.rule, self.weight)
+            in_flight.append((staged, self._sum(staged)))
         if in_flight:
             in_flight[-1][1].advance()
         while in_flight:
             land()
 
     def _take_off(self, staged: Staged) -> Sum:
-        self.rule.send(staged)
-        if self.weight != 1:
-            staged.shared.mul_(self.weight)
+        arithmetic.send(staged, self.rule, self.weight)
+        return self._sum(staged)
+
+    def _sum(self, staged: Staged) -> Sum:
         exactly = staged.chunk.shards.travel_exactly(self.exchange.codec)
         return self.exchange.sum(staged.shared, staged.residual, exactly)
 
@@ -226,30 +223,11 @@ class OuterRound(Crossing):
         # What the codec dropped on the way is known now, and part of the state wherever that lives.
         staged.give_back((SHARED, RESIDUAL))
 
-    def _subtract(self, staged: Staged, counts: bool) -> None:
-        staged.subtract_parameters(staged.own)
-        if not counts:
-            staged.own.zero_()  # Not a product with zero, which would keep every nan.
-
     def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:
-        own, shared, anchor = staged.own, staged.shared, staged.anchor
-        self.rule.combine(staged, self.exchange.size, counted)
-        is_counted = staged.chunk.shards.is_counted
-        # Before the update, which may overwrite what it was computed from.
-        pairs = ((own, own), (own, shared), (shared, shared), (shared, staged.momentum)) if is_counted else ()
-        products = [torch.dot(*pair) for pair in pairs]
-        if keep_progress:
-            # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
-            own.sub_(anchor)
-        is_alone = self.exchange.size == 1 and not keep_progress and self.verdicts.own_counts()
-        self.rule.update(staged, is_alone)
-        if is_counted:
-            products.append(torch.dot(staged.momentum, staged.momentum))
-            self.sums[:PRODUCTS] += torch.stack(products).double()
+        counts = self.verdicts.own_counts()
+        products = arithmetic.descend(staged, self.rule, self.exchange.size, counts, counted, keep_progress)
+        if staged.chunk.shards.is_counted:
+            self.sums[:PRODUCTS] += products
             self.sums[ELEMENTS] += staged.chunk.numel
             if staged.chunk in self._compared:
-                self.sums[CHECKSUM] += sum_of_bits(anchor) % _CHECKSUMS_BELOW
-        if keep_progress:
-            staged.chunk.move_parameters(own.add_(anchor))
-        else:
-            staged.chunk.set_parameters(anchor)
+                self.sums[CHECKSUM] += sum_of_bits(staged.anchor) % _CHECKSUMS_BELOW

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.staging import OWN, Staged
+from pier_megatron.outer.staging import OWN, Part
 from pier_megatron.outer.state import ANCHOR, OuterState
 
 if TYPE_CHECKING:
@@ -30,19 +30,21 @@ class OuterRule(Protocol):
     Attributes:
         has_common_anchor: Whether all groups hold the same anchor afterwards.
         sent_of: Names of what :meth:`send` reads.
+        is_elementwise: Whether a stretch of a chunk can be updated without the rest of it.
     """
 
     has_common_anchor: ClassVar[bool]
+    is_elementwise: ClassVar[bool]
     sent_of: ClassVar[tuple[str, ...]]
 
-    def send(self, staged: Staged) -> None:
+    def send(self, staged: Part) -> None:
         """Writes what this group sends to ``staged.shared``.
 
         Args:
             staged: Buffers, with this group's pseudo-gradient in ``staged.own``; zero if the group is excluded.
         """
 
-    def combine(self, staged: Staged, size: int, counted: int) -> None:
+    def combine(self, staged: Part, size: int, counted: int) -> None:
         """Turns the sum in ``staged.shared`` into the direction that this group descends along.
 
         Args:
@@ -51,7 +53,7 @@ class OuterRule(Protocol):
             counted: Number of participants that are not excluded.
         """
 
-    def update(self, staged: Staged, is_alone: bool) -> None:
+    def update(self, staged: Part, is_alone: bool) -> None:
         """Updates ``staged.anchor`` and ``staged.momentum``.
 
         Args:
@@ -64,13 +66,14 @@ class _OfMean:
     """What rules have in common that descend along the mean pseudo-gradient of all groups."""
 
     has_common_anchor: ClassVar[bool] = True
+    is_elementwise: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN,)
 
-    def send(self, staged: Staged) -> None:
+    def send(self, staged: Part) -> None:
         """Sends the pseudo-gradient."""
         staged.shared.copy_(staged.own)
 
-    def combine(self, staged: Staged, size: int, counted: int) -> None:
+    def combine(self, staged: Part, size: int, counted: int) -> None:
         """Takes the mean over the groups that count."""
         staged.shared.div_(counted)
 
@@ -90,7 +93,7 @@ class Nesterov(_OfMean):
     mu: float
     eta: float
 
-    def update(self, staged: Staged, is_alone: bool) -> None:
+    def update(self, staged: Part, is_alone: bool) -> None:
         """Takes the step; see :meth:`OuterRule.update`."""
         delta, anchor, momentum = staged.shared, staged.anchor, staged.momentum
         torch.add(delta, momentum, alpha=self.mu, out=momentum)
@@ -112,6 +115,8 @@ class OptimizerRule(_OfMean):
     It keeps its own state, and the outer momentum stays zero.
     """
 
+    is_elementwise: ClassVar[bool] = False
+
     def __init__(self, factory: OptimizerFactory, states: Sequence[OuterState]) -> None:
         """Lays optimizers over the anchors of the outer states.
 
@@ -131,7 +136,7 @@ class OptimizerRule(_OfMean):
         anchors = {chunk: nn.Parameter(chunk.of(state.anchor)) for state in self._states for chunk in state.chunks}
         self._optimizers = {chunk: self._factory([anchor]) for chunk, anchor in anchors.items()}
 
-    def update(self, staged: Staged, is_alone: bool) -> None:
+    def update(self, staged: Part, is_alone: bool) -> None:
         """Takes the step of the chunk's optimizer."""
         optimizer = self._optimizers[staged.chunk]
         [anchor] = optimizer.param_groups[0]["params"]
@@ -190,17 +195,18 @@ class NoLoCo:
     alpha: float
     beta: float
     has_common_anchor: ClassVar[bool] = False
+    is_elementwise: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN, ANCHOR)
 
-    def send(self, staged: Staged) -> None:
+    def send(self, staged: Part) -> None:
         """Sends the parameters."""
         torch.sub(staged.anchor, staged.own, out=staged.shared)
 
-    def combine(self, staged: Staged, size: int, counted: int) -> None:
+    def combine(self, staged: Part, size: int, counted: int) -> None:
         """Takes the distance to the mean of the parameters."""
         torch.sub(staged.anchor, staged.shared, alpha=1 / size, out=staged.shared)
 
-    def update(self, staged: Staged, is_alone: bool) -> None:
+    def update(self, staged: Part, is_alone: bool) -> None:
         """Takes the step."""
         torch.add(staged.shared, staged.momentum, alpha=self.alpha, out=staged.momentum)
         staged.anchor.add_(staged.momentum, alpha=-self.beta)
@@ -220,15 +226,15 @@ class NoLoCoOfDifferences(NoLoCo):
     pulled: frozenset[int]
     sent_of: ClassVar[tuple[str, ...]] = (OWN,)
 
-    def send(self, staged: Staged) -> None:
+    def send(self, staged: Part) -> None:
         """Sends the pseudo-gradient."""
         staged.shared.copy_(staged.own)
 
-    def combine(self, staged: Staged, size: int, counted: int) -> None:
+    def combine(self, staged: Part, size: int, counted: int) -> None:
         """Takes the mean over the groups that met."""
         staged.shared.div_(size)
 
-    def update(self, staged: Staged, is_alone: bool) -> None:
+    def update(self, staged: Part, is_alone: bool) -> None:
         """Takes the step."""
         alpha = 1.0 if staged.chunk.fragment in self.pulled else self.alpha
         torch.add(staged.shared, staged.momentum, alpha=alpha, out=staged.momentum)

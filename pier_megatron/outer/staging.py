@@ -34,28 +34,18 @@ class Buffers:
         return {name: tensor[: chunk.numel] for name, tensor in self.tensors.items()}
 
 
-class Staged:
-    """A chunk with everything that its outer step reads and writes, where the parameters are.
+class Part:
+    """A stretch of the flat buffers with everything that its outer step reads and writes, where the parameters are.
 
     Attributes:
-        chunk: The stretch of the flat buffers that it is.
+        chunk: The stretch that it is.
         tensors: Its part of the state, of :data:`OWN` and of :data:`SHARED` by name, each float32 of shape ``[numel]``: in
             place, or copies of what is offloaded.
-        residual: What the codec has dropped here, if it drops anything.
     """
 
-    def __init__(self, staging: "Staging", chunk: Chunk, kept: Buffers | None) -> None:
-        """Lays a chunk over work buffers, or over those that are ``kept`` for it."""
-        self._staging, self.chunk = staging, chunk
-        state = staging.state
-        in_state = {name: chunk.of(flat) for name, flat in state.flats.items()}
-        in_place = kept if kept is not None and not state.offload else None
-        self.lent = None if in_place else staging.take_work()
-        self.tensors = in_state | (in_place or self.lent).of(chunk)  # type: ignore[union-attr]
-        self.homes = in_state | (kept.of(chunk) if kept is not None else {}) if state.offload else {}
-        self.copied_in: torch.cuda.Event | None = None
-        reduced = state.reduced_residuals.get(chunk.start)
-        self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
+    def __init__(self, chunk: Chunk, tensors: dict[str, Tensor]) -> None:
+        """Takes the attributes."""
+        self.chunk, self.tensors = chunk, tensors
 
     @property
     def own(self) -> Tensor:
@@ -69,18 +59,48 @@ class Staged:
 
     @property
     def anchor(self) -> Tensor:
-        """The chunk's part of the anchor."""
+        """The part of the anchor."""
         return self.tensors[ANCHOR]
 
     @property
     def momentum(self) -> Tensor:
-        """The chunk's part of the momentum."""
+        """The part of the momentum."""
         return self.tensors[MOMENTUM]
 
     def subtract_parameters(self, into: Tensor) -> None:
         """Computes ``anchor - parameters`` into one of the work buffers."""
         self.chunk.copy_parameters_to(into)
         torch.sub(self.anchor, into, out=into)
+
+    def blocks(self) -> "Iterator[Part]":
+        """Cuts it into :attr:`Chunk.blocks`."""
+        if len(self.chunk.blocks) == 1:
+            yield self
+            return
+        for block in self.chunk.blocks:
+            begin = block.start - self.chunk.start
+            yield Part(block, {name: tensor[begin : begin + block.numel] for name, tensor in self.tensors.items()})
+
+
+class Staged(Part):
+    """A chunk, staged.
+
+    Attributes:
+        residual: What the codec has dropped here, if it drops anything.
+    """
+
+    def __init__(self, staging: "Staging", chunk: Chunk, kept: Buffers | None) -> None:
+        """Lays a chunk over work buffers, or over those that are ``kept`` for it."""
+        self._staging = staging
+        state = staging.state
+        in_state = {name: chunk.of(flat) for name, flat in state.flats.items()}
+        in_place = kept if kept is not None and not state.offload else None
+        self.lent = None if in_place else staging.take_work()
+        super().__init__(chunk, in_state | (in_place or self.lent).of(chunk))  # type: ignore[union-attr]
+        self.homes = in_state | (kept.of(chunk) if kept is not None else {}) if state.offload else {}
+        self.copied_in: torch.cuda.Event | None = None
+        reduced = state.reduced_residuals.get(chunk.start)
+        self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
     def give_back(self, writes: Collection[str] = ()) -> None:
         """Gives the work buffers back, and begins to copy what is named to where it lives."""

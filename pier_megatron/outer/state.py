@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,10 +22,18 @@ COMMON = (ANCHOR, MOMENTUM)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
+# Elements of a block: 1 MiB of each of the five tensors that a step reads.
+_BLOCK_NUMEL = 2**18
+
+# Numbers of which the bits are summed at once, in 8 MiB.
+_SUMMED_AT_ONCE = 2**20
+
 
 def sum_of_bits(vector: Tensor) -> Tensor:
     """Sums the bits of floating-point numbers, taken for integers of their size; an int64 scalar on their device."""
-    return vector.view(_INTEGERS[vector.element_size()]).sum(dtype=torch.int64)
+    # Part by part, because a sum in int64 copies what it sums.
+    parts = vector.view(_INTEGERS[vector.element_size()]).split(_SUMMED_AT_ONCE)
+    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
 def state_names(has_residual: bool) -> tuple[str, ...]:
@@ -69,32 +78,41 @@ class Chunk:
         numel: Number of elements.
         fragment: Index of the fragment that it belongs to.
         shards: What it is a stretch of.
+        pieces: Main parameters that it is laid over, in order; float32, flat views of them or of stretches of them.
     """
 
-    def __init__(self, start: int, fragment: int, shards: Shards, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, start: int, fragment: int, shards: Shards, pieces: Sequence[Tensor]) -> None:
         """Lays a chunk over consecutive pieces of the main parameters."""
         self.start = start
         self.fragment = fragment
         self.shards = shards
-        self._parameters = list(parameters)
-        self._sizes = [piece.numel() for piece in parameters]
+        self.pieces = list(pieces)
+        self._sizes = [piece.numel() for piece in pieces]
         self.numel = sum(self._sizes)
 
     def of(self, flat: Tensor) -> Tensor:
         """The chunk's part of a flat buffer, a view of shape ``[numel]``."""
         return flat[self.start : self.start + self.numel]
 
+    @functools.cached_property
+    def blocks(self) -> "list[Chunk]":
+        """The chunk in stretches that a processor's cache holds, with what is computed of them."""
+        if self.numel <= _BLOCK_NUMEL:
+            return [self]
+        cut = _cut([Shards(self.pieces)], _BLOCK_NUMEL, fragments=1)
+        return [Chunk(self.start + block.start, self.fragment, self.shards, block.pieces) for block in cut]
+
     def copy_parameters_to(self, target: Tensor) -> None:
         """Reads the main parameters; ``target`` is float32 of shape ``[numel]``."""
-        torch._foreach_copy_(list(target.split(self._sizes)), self._parameters)
+        torch._foreach_copy_(list(target.split(self._sizes)), self.pieces)
 
     def set_parameters(self, source: Tensor) -> None:
         """Writes the main parameters; ``source`` is float32 of shape ``[numel]``."""
-        torch._foreach_copy_(self._parameters, list(source.split(self._sizes)))
+        torch._foreach_copy_(self.pieces, list(source.split(self._sizes)))
 
     def move_parameters(self, difference: Tensor) -> None:
         """Adds to the main parameters; ``difference`` is float32 of shape ``[numel]``."""
-        torch._foreach_add_(self._parameters, list(difference.split(self._sizes)))
+        torch._foreach_add_(self.pieces, list(difference.split(self._sizes)))
 
 
 class OuterState:
@@ -229,7 +247,7 @@ class OuterState:
     def checksum(self, name: str) -> Tensor:
         """Sum of the bits of a flat buffer, over the chunks that this rank counts; an int64 scalar on the shards' device.
 
-        The same however the ranks of a group share the model. Chunk by chunk, because a sum in int64 may copy its input.
+        The same however the ranks of a group share the model.
         """
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for chunk in self.chunks:

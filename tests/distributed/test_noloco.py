@@ -19,6 +19,9 @@ pytestmark = pytest.mark.processes
 _LAZY = {"train_iters": 12, "preset": "noloco", "sync_interval": 3, "lazy_start_iters": 3}
 _TP2, _PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 
+# Not in pairs, but these runs need as many ranks.
+_SITES = {"groups": 4, "preset": "pier", "sites": 2, "site_interval": 1}
+
 # By name: ranks, settings, layout. Odd numbers of groups, so that one sits out.
 _TRAININGS: dict[str, tuple[int, dict[str, Any], str]] = {
     "3 groups, TP 2": (6, {"groups": 3}, _TP2),
@@ -26,6 +29,8 @@ _TRAININGS: dict[str, tuple[int, dict[str, Any], str]] = {
     "6 groups in threes": (6, {"groups": 6, "subgroup_size": 3, "subgroup_seed": 1}, ""),
     "4 groups, TP 2, offloaded": (8, {"groups": 4, "offload": True, "overlap": 2}, _TP2),
     "4 groups, PP 2, warmed": (8, {"groups": 4, "preset": "pier-rising", "subgroup_size": 2}, _PP2),
+    "4 groups in sites, TP 2": (8, _SITES, _TP2),
+    "4 groups in sites, PP 2, islands": (8, _SITES | {"overlap": 2}, "--pier-islands " + _PP2),
     "all of 8 groups": (8, {"groups": 8, "subgroup_size": 8, "subgroup_gamma": 0.0}, ""),
     "8 groups": (8, {"groups": 8}, ""),
 }
@@ -100,6 +105,11 @@ def test_run_equals_the_reference(runs: dict[str, Recorded], name: str) -> None:
 def test_reference_tells_other_pairs(runs: dict[str, Recorded]) -> None:
     config = PierConfig(**(_LAZY | {"groups": 8, "subgroup_seed": 1}))
     assert oracle.largest_error(runs["8 groups"].weights("final"), oracle.train(runs["8 groups"], config)) > 20 * _TOLERANCE
+
+
+def test_reference_tells_other_averages_of_sites(runs: dict[str, Recorded]) -> None:
+    config, run = PierConfig(**(_LAZY | _SITES | {"site_interval": 3})), runs["4 groups in sites, TP 2"]
+    assert oracle.largest_error(run.weights("final"), oracle.train(run, config)) > 20 * _TOLERANCE
 
 
 def test_only_pairs_meet(runs: dict[str, Recorded]) -> None:

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.processes
 @st.composite
 def runs(draw: st.DrawFn) -> Settings:
     """Any run: sizes, lengths, and everything about the exchange."""
-    groups, ranks_in_group = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)]))
-    looks_for_outliers = groups > 1 and draw(st.booleans())
+    in_sites = draw(st.sampled_from([False, False, False, True]))
+    groups, ranks_in_group = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)])) if not in_sites else (WORLD, 1)
+    looks_for_outliers = groups > 1 and not in_sites and draw(st.booleans())
     interval = draw(st.sampled_from([1, 2] if looks_for_outliers else [3, 4, 5, 2, 1]))
     lazy_start = interval * draw(st.integers(0, 2))
     local = draw(st.integers(12 * interval + 3, 12 * interval + 8) if looks_for_outliers else st.integers(5, 18))
@@ -36,9 +37,9 @@ def runs(draw: st.DrawFn) -> Settings:
         "outlier_zscore": 6.0 if looks_for_outliers else None,
     }
     config["no_error_feedback"] = not CODECS[config["exchange_dtype"]].needs_error_feedback and draw(st.booleans())
-    if groups == WORLD and not looks_for_outliers and draw(st.booleans()):
+    if in_sites:
         divisors = [divisor for divisor in range(1, interval + 1) if interval % divisor == 0]
-        config |= {"sites": 2, "site_interval": draw(st.sampled_from(divisors)), "overlap": 0, "fragments": 1}
+        config |= {"sites": 2, "site_interval": draw(st.sampled_from(divisors)), "fragments": 1}
         config["preset"] = draw(st.sampled_from(["pier-rising", "diloco", "local-sgd"]))
     elif groups == 1:
         config["preset"] = draw(st.sampled_from(["pier-rising", "diloco"]))

@@ -165,6 +165,20 @@ def test_group_that_was_restarted_in_its_site_is_named_in_the_next_outer_step(ra
         assert all(tensor.isfinite().all() for tensor in result["history"][5]["parameters"])
 
 
+def test_all_groups_of_a_site_that_diverges_are_named(ranks: Ranks) -> None:
+    for result in program((5, QUIET), (1, {"bad": [2, 3]}), (9, QUIET), groups=4, **_SITES).run(ranks):
+        found = [(report.iteration, report.not_finite, report.restarted) for report in result["reports"]]
+        assert found == [(8, (2, 3), (2, 3)), (12, (), ()), (15, (), ())]
+
+
+def test_sites_that_were_stopped_count_the_averages_before(ranks: Ranks) -> None:
+    stopped, whole = (
+        program((7, QUIET), *others, (8, QUIET), groups=4, **_SITES).run(ranks) for others in ([("stop_and_resume", QUIET)], [])
+    )
+    for result, other in zip(stopped, whole, strict=True):
+        assert [report.bytes_sent for report in result["reports"]] == [report.bytes_sent for report in other["reports"]]
+
+
 def test_moments_are_not_taken_from_a_group_that_has_none(ranks: Ranks) -> None:
     # Group 0 has skipped all its steps when group 1 is left out: it has nothing to hand over, and nobody waits for it.
     commands = [(2, {"overflow": [0]}), (1, {"overflow": [0], "bad": [1]}), (9, QUIET)]
@@ -189,6 +203,12 @@ def test_anchors_that_differ_in_one_bit_are_seen_before_long(ranks: Ranks, confi
     config = {"sync_interval": 2, "lazy_start_iters": 2, "train_iters": 80} | config
     with pytest.raises(FailedError, match=r"AnchorsDifferError: .* of groups \[1\] are not group 0's .*--ckpt-step"):
         program((80, QUIET), **config, sabotage="a bit of an anchor flips").run(ranks)
+
+
+def test_anchors_that_differ_between_sites_are_named_by_their_groups(ranks: Ranks) -> None:
+    config = {"sites": 2, "sync_interval": 2, "site_interval": 1, "lazy_start_iters": 2, "train_iters": 80}
+    with pytest.raises(FailedError, match=r"AnchorsDifferError: .* of groups \[3\] are not group 1's .*by group: \{1: "):
+        program((80, QUIET), **config, groups=4, sabotage="a bit of an anchor flips").run(ranks)
 
 
 # Outliers.

@@ -9,19 +9,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.integration import startup
-from pier_megatron.outer import loop
+from pier_megatron.outer import arithmetic, loop, state
+from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.flights import chunks_on_the_wire, window
 from pier_megatron.outer.restarts import Restarts
-from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
-from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.staging import Staging
-from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
+from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OuterRule
+from pier_megatron.outer.staging import Part, Staging
+from pier_megatron.outer.state import Chunk, OuterState, Shards
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 EXCHANGE = GroupExchange()
@@ -363,3 +365,53 @@ def test_chunks_queued_back_to_back_are_said(monkeypatch: pytest.MonkeyPatch) ->
     assert "7 chunks of 1 MiB, 4 iterations" in warning
     assert "--pier-chunk-mib 2 " in warning
     assert said[2] == []
+
+
+@pytest.mark.parametrize(
+    "rule", [Nesterov(0.5, 0.75), NoLoCo(0.5, 0.25), NoLoCoOfDifferences(0.5, 0.25, frozenset())], ids=repr
+)
+@pytest.mark.parametrize("keeps_progress", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+def test_step_by_blocks_is_that_of_the_whole_chunk(rule: OuterRule, keeps_progress: bool, counts: bool) -> None:
+    """On integers, of which halves and quarters are exact in any order."""
+    found = []
+    for block in (4, 10**6):
+        generator = torch.Generator().manual_seed(1)
+        pieces = [torch.randint(-64, 64, (size,), generator=generator).float() for size in (5, 0, 1, 17)]
+        names = ("anchor", "momentum", "own", "shared")
+        part = Part(
+            Chunk(100, 0, Shards(pieces), pieces),
+            {name: torch.randint(-64, 64, (23,), generator=generator).float() for name in names},
+        )
+        with mock.patch.object(state, "_BLOCK_NUMEL", block):
+            assert [one.numel for one in part.chunk.blocks] == ([23] if block > 23 else [4, 4, 4, 4, 4, 3])
+            assert part.chunk.blocks[-1].start == (100 if block > 23 else 120)
+            arithmetic.subtract(part, counts, rule, weight=0.5)
+            products = arithmetic.descend(part, rule, 4, counts, 2, keeps_progress)
+            arithmetic.warm_up(part, rule)
+        found.append([*pieces, *part.tensors.values(), products])
+    for by_blocks, whole in zip(*found, strict=True):
+        assert torch.equal(by_blocks, whole)
+
+
+class _Summed(TorchDispatchMode):
+    """Notes how many numbers are summed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith("sum"):
+            self.numels.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_summed_a_few_at_a_time(dtype: torch.dtype) -> None:
+    vector = torch.randn(17, generator=torch.Generator().manual_seed(1)).to(dtype)
+    integers = vector.view(torch.int32 if dtype == torch.float32 else torch.int16).tolist()
+    with mock.patch.object(state, "_SUMMED_AT_ONCE", 5), _Summed() as summed:
+        assert state.sum_of_bits(vector).item() == sum(integers)
+    assert summed.numels == [5, 5, 5, 2, 4]
+    assert state.sum_of_bits(vector[:0]).item() == 0

@@ -78,10 +78,21 @@ def test_what_islands_refuse_is_named(settings: dict[str, object], flags: str, w
     assert advice["without"] == without
 
 
+def test_elastic_islands_whose_job_would_be_better_off_without_are_told_what_to_drop() -> None:
+    elastic = {"lighthouse": "http://h:1", "lazy_start_iters": 0, "sync_seconds": 100.0}
+    found = faults.make_plan(simulation(_NONE, **elastic), 10_000)
+    assert found["advice"]["way"] == faults.ONE_LAUNCH
+    assert faults.lines(found, 8)[-1].endswith(", without --pier-lighthouse and the flags that need it")
+    failing = faults.make_plan(simulation(dataclasses.replace(_NONE, mtbf=5.0), **elastic), 10_000)
+    assert failing["advice"]["without"] == ["--pier-sync-seconds"]
+
+
 def test_a_job_that_never_gets_to_a_save_never_ends() -> None:
     found = faults.make_plan(simulation(dataclasses.replace(_NONE, mtbf=0.01)), 10_000)
     json.dumps(found, allow_nan=False)
-    assert any("never ends" in line for line in faults.lines(found, 8))
+    *table, advice = faults.lines(found, 8)
+    assert any("never ends" in line for line in table)
+    assert advice == "Advice: none. Failures come sooner than saves, whatever the way: no run ends."
 
 
 def test_a_job_of_one_launch_fails_with_any_node_and_an_island_with_its_own() -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from pier_megatron import PierConfig, reference
 from pier_megatron.exchange.codecs import BLOCK, CODECS
-from pier_megatron.exchange.coding import decode
-from pier_megatron.exchange.encoded import encode_with_feedback
+from pier_megatron.exchange.coding import decode, encode
 
 _RUN = Run(method="pier-rising", groups=2, interval=2, iterations=10, batch=4, layers=1, width=16, lazy_start=0.2)
 
@@ -125,11 +124,9 @@ def test_exchange_is_coded_both_ways_as_the_plugins(text: Text) -> None:
     for _ in range(3):
         vectors = torch.randn(2, numel, generator=generator)
         found = outer._coded("sum", outer._coded("own", vectors, "int2").sum(0, keepdim=True), "int2")
-        payloads = [
-            encode_with_feedback(vector[None].clone(), codec, own) for vector, own in zip(vectors, own_dropped, strict=True)
-        ]
+        payloads = [encode(codec, vector[None].clone(), own) for vector, own in zip(vectors, own_dropped, strict=True)]
         total = torch.stack([decode(codec, payload) for payload in payloads]).sum(0)
-        assert torch.equal(found, decode(codec, encode_with_feedback(total, codec, sum_dropped)))
+        assert torch.equal(found, decode(codec, encode(codec, total, sum_dropped)))
 
 
 @pytest.mark.parametrize("name", CODINGS)

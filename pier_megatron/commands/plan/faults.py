@@ -82,11 +82,6 @@ class Simulation:
         return predict(self.job, self.cluster)
 
     @property
-    def least(self) -> int:
-        """The lighthouse's default of ``--min-islands``."""
-        return more_than_half(self.job.groups)
-
-    @property
     def nodes(self) -> int:
         """Number of nodes."""
         return math.ceil(self.job.gpus / self.cluster.gpus_per_node)
@@ -132,7 +127,7 @@ class Simulation:
         """Settings of elastic islands; those that join receive 8 bytes per parameter, twice what pairs send."""
         slowest = float(groups.speeds.max()) * groups.interval
         return Membership(
-            self.least,
+            more_than_half(self.job.groups),
             choice.rest_after,
             takeover=2 * self.prediction.pairs,
             join_timeout=max(Membership.join_timeout, 2 * slowest),
@@ -201,7 +196,7 @@ def make_plan(simulation: Simulation, iterations: int) -> Plan:
         "advice": advice
         | {
             "flags": _flags(config, chosen, advice["save interval"]),
-            "without": _refused(config) if chosen.way in _OF_ISLANDS else [],
+            "without": _refused(config, chosen),
         },
     }
 
@@ -254,13 +249,16 @@ def _flags(config: PierConfig, choice: Choice, save_interval: int | None) -> str
     return " ".join([*found, *([f"--save-interval {save_interval}"] if save_interval else [])])
 
 
-def _refused(config: PierConfig) -> list[str]:
-    """Flags of a job of one launch that elastic islands refuse."""
+def _refused(config: PierConfig, choice: Choice) -> list[str]:
+    """Flags of the job that do not go with a way."""
+    if choice.way not in _OF_ISLANDS:
+        return ["--pier-lighthouse and the flags that need it"] if config.lighthouse is not None else []
     given = {
         "--pier-overlap": config.overlap > 0,
         "--pier-fragments": config.fragments > 1,
         "--pier-outlier-zscore": config.outlier_zscore is not None,
         "--pier-subgroup-size and --pier-preset noloco": config.subgroup is not None,
+        "--pier-sync-seconds": config.sync_seconds is not None and choice.rest_after is None,
     }
     return [flag for flag, is_given in given.items() if is_given]
 
@@ -320,16 +318,24 @@ def lines(found: Plan, groups: int) -> list[str]:
         f"{_number(row['GPU-hours'], '11,.0f')} {row['save interval'] or '':>13}"
         for row in found["ways"]
     ]
-    least = f"--islands {groups} --min-islands {more_than_half(groups)}"
     return [
         "",
         f"Simulated (docs/planner.md#failures): {failures}groups differ in speed by {assumed['spread']:.1%}",
         f"{title:{width}} {'trains':>7} {'counts':>8} {'x one alone':>11} {'GPU-hours':>11} {'save-interval':>13}",
         *table,
+        _advice(advice, groups),
+    ]
+
+
+def _advice(advice: Plan, groups: int) -> str:
+    if advice["cost"] is None:
+        return "Advice: none. Failures come sooner than saves, whatever the way: no run ends."
+    least = f"--islands {groups} --min-islands {more_than_half(groups)}"
+    return (
         f"Advice: {_name(advice)}: {advice['flags']}"
         + (f", without {', '.join(advice['without'])}" if advice["without"] else "")
-        + (f" (lighthouse: {least} --join-timeout {advice['join timeout']:.0f})" if advice["way"] in _OF_ISLANDS else ""),
-    ]
+        + (f" (lighthouse: {least} --join-timeout {advice['join timeout']:.0f})" if advice["way"] in _OF_ISLANDS else "")
+    )
 
 
 def _name(row: Plan) -> str:

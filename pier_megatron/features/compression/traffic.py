@@ -51,7 +51,7 @@ def compile_codecs[**P, R](get_megatron_optimizer: Callable[P, R], /, *args: P.a
     """Compiles the codecs before the first iteration."""
     optimizer = get_megatron_optimizer(*args, **kwargs)
     for codec in run.part(Traffic).codecs.values():
-        compile_for(codec, 2, torch.device(torch.cuda.current_device()))
+        compile_for(codec, torch.device(torch.cuda.current_device()))
     return optimizer
 
 
