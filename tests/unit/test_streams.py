@@ -227,10 +227,10 @@ def test_elastic_island_takes_no_buffer_after_its_rehearsal(offload: bool) -> No
     )
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=4):
         islands = ElasticMembership(_Membership(GroupExchange()), own=0, wait_seconds=60)
-        alone = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange(), islands=islands)
         with mock.patch.object(arithmetic, "compile_for") as compiled:
-            alone.rehearse()
+            alone = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange(), islands=islands)
         compiled.assert_called_once_with(alone.device)
+        alone.rehearse()
         with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
             alone.join()
             for _ in range(config.train_iters):
