@@ -95,6 +95,49 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [other for other in range(group.size()) if other != group.rank()]
 
 
+class _Wait:
+    """A collective under way that is waited for until its exchange is lost."""
+
+    def __init__(self, work: dist.Work, lost: threading.Event) -> None:
+        self._work, self._lost = work, lost
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> bool:
+        while not self._work.is_completed():
+            if self._lost.is_set():
+                raise RuntimeError("interrupted")
+            # Comes back as soon as it is completed; what is wrong with it is said below.
+            with contextlib.suppress(RuntimeError):
+                self._work.wait(datetime.timedelta(seconds=_PERIOD_SECONDS))
+        return self._work.wait()
+
+
+class _Guarded(dist.ProcessGroup):
+    """A process group in which nothing waits for a lost exchange.
+
+    gloo may forget a send whose connection closes meanwhile, which then ends by its time-out only (seen with PyTorch 2.13).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, lost: threading.Event) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self.group, self.lost = group, lost
+
+
+def _guarded(name: str) -> Callable[..., _Wait]:
+    def call(guarded: _Guarded, *args: Any) -> _Wait:
+        return _Wait(getattr(guarded.group, name)(*args), guarded.lost)
+
+    return call
+
+
+# Those that GroupExchange calls, by their names until PyTorch 2.12 and since.
+for _name in ("allreduce", "broadcast", "_allgather_base", "alltoall_base", "all_gather_single", "all_to_all_single"):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(_Guarded, _name, _guarded(_name))
+
+
 class Communicator:
     """The connection of this rank with other islands, guarded while they exchange something.
 
@@ -102,13 +145,14 @@ class Communicator:
     connected with them.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, timeout: datetime.timedelta) -> None:
         """Begins without a connection.
 
         Args:
             store: Store of this island, by which its ranks tell each other that an exchange is lost.
+            timeout: Time of every collective.
         """
-        self._store = store
+        self._store, self._timeout = store, timeout
         self._group: dist.ProcessGroup | None = None
         self._ended = threading.Event()
 
@@ -129,7 +173,8 @@ class Communicator:
             RuntimeError: If there is no connection, or the exchange is lost before it begins.
         """
         self._ended, lost = threading.Event(), threading.Event()
-        threading.Thread(target=self._watch, args=(key, silence, self._ended, lost), daemon=True).start()
+        # Waited for when the process ends: a thread that is in the midst of PyTorch then would abort it.
+        threading.Thread(target=self._watch, args=(key, silence, self._ended, lost)).start()
         if self._group is None:
             connected: futures.Future[dist.ProcessGroup] = futures.Future()
             # What PyTorch connects cannot be interrupted: it is left to its own time-out.
@@ -140,7 +185,7 @@ class Communicator:
                 self._group = connected.result()
         if self._group is None or lost.is_set():
             raise RuntimeError("interrupted before the exchange")
-        return self._group
+        return _Guarded(self._group, lost)
 
     def close(self) -> None:
         """Closes a connection that is not needed any more."""
@@ -159,11 +204,17 @@ class Communicator:
         self._store.set(key, "")
         if self._group is not None:
             interrupt(self._group)
+            # Whoever drops it last waits for what is under way in it, at most until that ends by its time-out.
+            buried = threading.Timer(self._timeout.total_seconds() + _PERIOD_SECONDS, id, (self._group,))
+            buried.daemon = True
+            buried.start()
             self._group = None
 
     def _watch(self, key: str, silence: Callable[[], str | None], ended: threading.Event, lost: threading.Event) -> None:
         why = None
         while why is None and not ended.wait(_PERIOD_SECONDS):
+            if not threading.main_thread().is_alive():
+                return
             why = self._why_lost(key, silence)
         if ended.wait(_PERIOD_SECONDS):
             return

@@ -131,7 +131,7 @@ class Membership:
             raise PierConfigError(name)
         if self._store is None:
             self._store = dist.TCPStore(name, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._address, self._communicator = address, Communicator(self._store)
+        self._address, self._communicator = address, Communicator(self._store, timeout)
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
         """Waits until the islands have formed a quorum; called by all ranks of each, and then :meth:`agree`.

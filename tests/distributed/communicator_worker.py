@@ -40,7 +40,9 @@ def _sum(exchange: GroupExchange, values: torch.Tensor) -> torch.Tensor:
 class _Island:
     def __init__(self, rank: int, store: dist.Store, port: int) -> None:
         self._rank, self._store, self._port, self._begun = rank, store, port, 0
-        self.communicator = Communicator(dist.PrefixStore(f"of island {rank}", store))
+        self.communicator = Communicator(
+            dist.PrefixStore(f"of island {rank}", store), datetime.timedelta(seconds=TIMEOUT_SECONDS)
+        )
         self.silent: str | None = None
 
     def begin(self, codec: str = "fp32") -> GroupExchange:
