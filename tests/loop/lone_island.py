@@ -32,7 +32,7 @@ def main() -> None:
             if agreed == halts_at:
                 (folder / "halts").touch()
                 time.sleep(2 * TIMEOUT_SECONDS)
-            under_way = exchange.sum(torch.ones(100_000))
+            under_way = exchange.sum([torch.ones(100_000)])
             under_way.advance()
             under_way.finish()
         except RuntimeError:
