@@ -91,11 +91,9 @@ class _SumOfParts(Sum):
     ) -> None:
         assert isinstance(exchange.wire, SiteWire)
         self._vectors, self._inside = vectors, exchange.inside
-        lengths = [exchange.wire.part_numel(len(vector)) for vector in vectors]
-        # Side by side, so that one collective gathers them all.
-        self._own = vectors[0].new_zeros(1, sum(lengths))
-        self._parts = self._own[0].split(lengths)
-        carried = [slice(self._inside.rank * length, (self._inside.rank + 1) * length) for length in lengths]
+        self._parts = [vector.new_zeros(exchange.wire.part_numel(len(vector))) for vector in vectors]
+        rank = self._inside.rank
+        carried = [slice(rank * len(part), (rank + 1) * len(part)) for part in self._parts]
         for part, vector, place in zip(self._parts, vectors, carried, strict=True):
             part[: len(vector[place])].copy_(vector[place])
         dropped = [
@@ -109,10 +107,11 @@ class _SumOfParts(Sum):
 
     def finish(self) -> None:
         self._sum.finish()
-        gathered = self._own.new_empty(self._inside.size, self._own.shape[1])
-        gather_into(gathered, self._own, self._inside.process_group).wait()
-        for vector, parts in zip(self._vectors, gathered.split([len(part) for part in self._parts], dim=1), strict=True):
-            vector.copy_(parts.reshape(-1)[: len(vector)])
+        # One after the other: what all of them take at once would be more than the vectors.
+        for vector, part in zip(self._vectors, self._parts, strict=True):
+            gathered = part.new_empty(self._inside.size, len(part))
+            gather_into(gathered, part[None], self._inside.process_group).wait()
+            vector.copy_(gathered.view(-1)[: len(vector)])
 
 
 class SitedExchange(GroupExchange):
