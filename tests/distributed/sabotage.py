@@ -146,7 +146,8 @@ def _own_part_as_it_is(directory: Path) -> Patch:
         for parts, piece, gather in handle._gathers:
             rank = dist.get_rank(parallel_state.get_data_parallel_group(partial_data_parallel=True, with_context_parallel=True))
             own = parts[rank].clone()
-            piece.write(gather.result(), parts)
+            [whole] = gather.result()
+            piece.write(whole, parts)
             parts[rank] = own
 
     return mock.patch.object(compression.parameters._Handle, "wait", wait)
