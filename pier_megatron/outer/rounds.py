@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
 from pier_megatron.outer import arithmetic
@@ -14,8 +15,8 @@ from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.flights import PIPELINE_DEPTH, Crossing, Flight
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
-from pier_megatron.outer.staging import OWN, SHARED, Staged, Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum_of_bits
+from pier_megatron.outer.staging import MOVE, OWN, SHARED, WORK, Part, Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, state_names, sum_of_bits
 from pier_megatron.outer.verdicts import Verdicts
 
 CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
@@ -122,8 +123,13 @@ class OuterRound(Crossing):
         """
         self.exchange, self.rule, self.fragments = exchange, rule, fragments
         self._chunks = list(chunks_of(stagings, fragments))
-        super().__init__((RESIDUAL, *rule.sent_of), exchange.wire.launches_of_sum())
-        self._forgets_progress = False
+        of_update = (OWN, *COMMON) if any(staging.looks_ahead for staging in stagings) else ()
+        super().__init__((RESIDUAL, *rule.sent_of, *of_update), exchange.wire.launches_of_sum())
+        self._forgets_progress, self._ends = False, False
+        # Chunks whose moves are known, with what is summed up of them; and those that are at the end of the round already.
+        self._ahead: set[Chunk] = set()
+        self._ended: set[Chunk] = set()
+        self._sums_ahead = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
         parts = max(1, min(_PARTS_TO_COMPARE, len(self._chunks)))
         # The same on all ranks, and every part's turn comes whatever the intervals are.
         self._compared = [chunk for _, chunk in self._chunks[random.Random(begun).randrange(parts) :: parts]]
@@ -153,8 +159,8 @@ class OuterRound(Crossing):
         own, total = (torch.empty(numel, dtype=torch.float32, device="cpu") for _ in (OWN, SHARED))
         sizes = [chunk.numel for _, chunk in self._chunks]
         for flight, *copies in zip(self._flights, own.split(sizes), total.split(sizes), strict=True):
-            for kept, copy in zip(flight.kept_parts().values(), copies, strict=True):
-                copy.copy_(kept)
+            for name, copy in zip(WORK, copies, strict=True):
+                copy.copy_(flight.kept_parts()[name])
         if self._forgets_progress:
             own.zero_()
         return RoundBuffers(self.begun, own, total)
@@ -165,12 +171,14 @@ class OuterRound(Crossing):
         self._flights = [Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
         self._batches = ()
         for flight, *parts in zip(self._flights, saved.own.split(sizes), saved.sum.split(sizes), strict=True):
-            for kept, part in zip(flight.kept_parts().values(), parts, strict=True):
-                kept.copy_(part)
+            for name, part in zip(WORK, parts, strict=True):
+                flight.kept_parts()[name].copy_(part)
 
     def forget_progress(self) -> None:
         """Says that this group's parameters have been set to the anchor since :meth:`begin`: what it moved by is undone."""
         self._forgets_progress = True
+        self._ahead.clear()
+        self._sums_ahead.zero_()
 
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.
@@ -178,14 +186,26 @@ class OuterRound(Crossing):
         The parameters become the new common point plus the way they have gone meanwhile, as in the delayed outer step of
         "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
+        self._ends = True
         self.arrive()
-        counted = sum(self.verdicts.counted())
-        lent = one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in self._flights)
-        for flight, staged in zip(self._flights, lent, strict=True):
-            if self._forgets_progress:
-                staged.own.zero_()
-            self._apply(staged, counted, keep_progress=True)
-            staged.give_back(COMMON)
+        for staged in one_ahead(flight.lend(MOVE) for flight in self._flights if flight.chunk in self._ahead):
+            staged.chunk.move_parameters(staged.tensors[MOVE])
+            staged.give_back()
+        self.sums += self._sums_ahead
+        with contextlib.ExitStack() as stack:
+            if self._ahead:
+                # Only the parameters are needed now.
+                stack.enter_context(self._flights[0].staging.aside())
+            left = [flight for flight in self._flights if flight.chunk not in self._ended]
+            for staged in one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in left):
+                if self._forgets_progress:
+                    staged.own.zero_()
+                if staged.chunk in self._ahead:
+                    self._descend(staged.apart(staged.tensors[MOVE]), keep_progress=True)
+                else:
+                    self._apply(staged, self.sums, keep_progress=True)
+                staged.give_back(COMMON)
+        for flight in self._flights:
             flight.release()
         self._flights = []
 
@@ -197,7 +217,7 @@ class OuterRound(Crossing):
         def land() -> None:
             staged, under_way = in_flight.popleft()
             under_way.finish()
-            self._apply(staged, sum(self.verdicts.counted()), keep_progress=False)
+            self._apply(staged, self.sums, keep_progress=False)
             staged.give_back(_STATE)
 
         for staged in one_ahead(staging.lend(chunk, _STATE) for staging, chunk in self._chunks):
@@ -229,13 +249,31 @@ class OuterRound(Crossing):
 
     def _land(self, staged: Staged) -> None:
         # What the codec dropped on the way is known now, and part of the state wherever that lives.
-        staged.give_back((SHARED, RESIDUAL))
+        if MOVE not in staged.tensors or self._forgets_progress:
+            staged.give_back((SHARED, RESIDUAL))
+        elif self._ends:
+            self._apply(staged, self._sums_ahead, keep_progress=True)
+            self._ended.add(staged.chunk)
+            staged.give_back(_STATE)
+        else:
+            self._look_ahead(staged)
+            staged.give_back((SHARED, RESIDUAL, MOVE))
 
-    def _apply(self, staged: Staged, counted: int, keep_progress: bool) -> None:
-        counts = self.verdicts.own_counts()
-        products = arithmetic.descend(staged, self.rule, self.exchange.size, counts, counted, keep_progress)
-        if staged.chunk.shards.is_counted:
-            self.sums[:PRODUCTS] += products
-            self.sums[ELEMENTS] += staged.chunk.numel
-            if staged.chunk in self._compared:
-                self.sums[CHECKSUM] += sum_of_bits(staged.anchor) % _CHECKSUMS_BELOW
+    def _look_ahead(self, staged: Staged) -> None:
+        """Computes what the parameters will move by, with copies of the state, which stays as it is until the round ends."""
+        part = staged.apart(staged.tensors[MOVE].zero_())
+        part.tensors[SHARED] = staged.shared.clone()
+        self._apply(part, self._sums_ahead, keep_progress=True, chunk=staged.chunk)
+        self._ahead.add(staged.chunk)
+
+    def _apply(self, part: Part, sums: Tensor, keep_progress: bool, chunk: Chunk | None = None) -> None:
+        products, chunk = self._descend(part, keep_progress), chunk or part.chunk
+        if chunk.shards.is_counted:
+            sums[:PRODUCTS] += products
+            sums[ELEMENTS] += chunk.numel
+            if chunk in self._compared:
+                sums[CHECKSUM] += sum_of_bits(part.anchor) % _CHECKSUMS_BELOW
+
+    def _descend(self, part: Part, keep_progress: bool) -> Tensor:
+        counted = sum(self.verdicts.counted())
+        return arithmetic.descend(part, self.rule, self.exchange.size, self.verdicts.own_counts(), counted, keep_progress)

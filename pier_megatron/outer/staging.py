@@ -16,6 +16,9 @@ OWN, SHARED = "own", "shared"
 WORK = (OWN, SHARED)
 """Names of what a round works with beside the state: the own pseudo-gradient, and what is exchanged."""
 
+MOVE = "move"
+"""Name of what the parameters will move by, where that is computed before its time."""
+
 
 @dataclasses.dataclass
 class Buffers:
@@ -72,6 +75,11 @@ class Part:
         self.chunk.copy_parameters_to(into)
         torch.sub(self.anchor, into, out=into)
 
+    def apart(self, parameters: Tensor) -> "Part":
+        """Returns it laid over other parameters, float32 of shape ``[numel]``, with the same tensors."""
+        chunk = self.chunk
+        return Part(Chunk(chunk.start, chunk.fragment, chunk.shards, [parameters]), dict(self.tensors))
+
     def blocks(self) -> "Iterator[Part]":
         """Cuts it into :attr:`Chunk.blocks`."""
         if len(self.chunk.blocks) == 1:
@@ -114,16 +122,23 @@ class Staging:
     device on a stream of its own while earlier chunks are worked on, and back on another, behind the work on its chunk.
     """
 
-    def __init__(self, state: OuterState) -> None:
-        """Starts without buffers."""
-        self.state = state
+    def __init__(self, state: OuterState, looks_ahead: bool = False) -> None:
+        """Starts without buffers.
+
+        Args:
+            state: Outer state.
+            looks_ahead: Whether chunks that have crossed are worked on before their round ends; see :func:`looks_ahead
+                <pier_megatron.outer.memory.looks_ahead>`.
+        """
+        self.state, self.looks_ahead = state, looks_ahead
+        self._names = (*WORK, MOVE) if looks_ahead else WORK
         self._longest = max((chunk.numel for chunk in state.chunks), default=0)
         self._work: collections.deque[Buffers] = collections.deque()
         # In place, a chunk is worked on where it is kept.
         self._kept: collections.deque[Buffers] = collections.deque() if state.offload else self._work
         self._written: dict[int, torch.cuda.Event] = {}
         if state.copies_on_streams:
-            self._inward, self._outward = torch.cuda.Stream(state.device), torch.cuda.Stream(state.device)
+            self._inward, self._outward, self._aside = (torch.cuda.Stream(state.device) for _ in range(3))
 
     def lend(self, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
         """Lends buffers to a chunk, and begins to copy what is named into them: wait with :func:`one_ahead`.
@@ -167,7 +182,7 @@ class Staging:
 
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
-        return self._kept.popleft() if self._kept else self._new(WORK, **self.state.factory_kwargs)
+        return self._kept.popleft() if self._kept else self._new(self._names, **self.state.factory_kwargs)
 
     def release(self, kept: Buffers) -> None:
         """Takes back what :meth:`keep` has set aside."""
@@ -181,7 +196,7 @@ class Staging:
             kept: Number of those beside them that wait between iterations, where the state is offloaded.
         """
         self._work.extend(self._new_work() for _ in range(work - len(self._work)))
-        self._kept.extend(self._new(WORK, **self.state.factory_kwargs) for _ in range(kept - len(self._kept)))
+        self._kept.extend(self._new(self._names, **self.state.factory_kwargs) for _ in range(kept - len(self._kept)))
 
     def take_work(self) -> Buffers:
         """Work buffers on the device."""
@@ -189,11 +204,21 @@ class Staging:
         return self._work.popleft() if self._work else self._new_work()
 
     def _new_work(self) -> Buffers:
-        buffers = self._new((*WORK, *(self.state.flats if self.state.offload else ())), device=self.state.device)
+        buffers = self._new((*self._names, *(self.state.flats if self.state.offload else ())), device=self.state.device)
         if self.state.copies_on_streams:
             # The memory may be what kernels of the present stream, still to run, have been given before.
             buffers.ready = torch.cuda.current_stream().record_event()
         return buffers
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, work is queued behind what the present stream has queued, and the present stream does not wait for it."""
+        if not self.state.copies_on_streams:
+            yield
+            return
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            yield
 
     def synchronize(self) -> None:
         """Waits until the state, and all that is kept, is whole where it lives."""

@@ -84,7 +84,10 @@ def _unaware_of_nan(directory: Path) -> Patch:
 def _no_progress_kept(directory: Path) -> Patch:
     """What a group has learned while an exchange was under way is thrown away."""
     apply = rounds.OuterRound._apply
-    forgetful = functools.partialmethod(lambda self, flight, n, keep_progress: apply(self, flight, n, keep_progress=False))
+
+    def forgetful(round_: Any, *args: Any, keep_progress: bool, **kwargs: Any) -> None:
+        apply(round_, *args, keep_progress=False, **kwargs)
+
     return mock.patch.object(rounds.OuterRound, "_apply", forgetful)
 
 
