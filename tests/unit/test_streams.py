@@ -2,7 +2,7 @@
 
 import contextlib
 import datetime
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,8 +18,8 @@ from pier_megatron.outer import Shards, arithmetic, flights, loop, rounds
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.rounds import Stopwatch
-from pier_megatron.outer.staging import Buffers, Staged, Staging
-from pier_megatron.outer.state import OuterState
+from pier_megatron.outer.staging import MOVE, Buffers, Staged, Staging
+from pier_megatron.outer.state import Chunk, OuterState
 
 
 class _Exchange(GroupExchange):
@@ -64,8 +64,15 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
         detector.on_host |= {tensor.untyped_storage().data_ptr() for tensor in buffers.tensors.values()}
         return buffers
 
-    common = {"groups": 2, "sync_interval": 4, "lazy_start_iters": 4, "preset": "pier-rising", "offload": True}
-    config = PierConfig(train_iters=20, **(common | settings))
+    common = {
+        "train_iters": 20,
+        "groups": 2,
+        "sync_interval": 4,
+        "lazy_start_iters": 4,
+        "preset": "pier-rising",
+        "offload": True,
+    }
+    config = PierConfig(**(common | settings))
     parameters = [torch.randn(size) for size in (5, 1, 17, 30)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
@@ -88,6 +95,19 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
                         pass
 
 
+# Some chunks have arrived long before the round ends.
+_LONG_OVERLAPS = [
+    {"overlap": 4},
+    {"overlap": 4, "preset": "noloco"},
+    {
+        "train_iters": 24,
+        "overlap": 7,
+        "sync_interval": 8,
+        "lazy_start_iters": 8,
+        "exchange_dtype": "int8",
+        "outlier_zscore": 3.0,
+    },
+]
 _SETTINGS = [
     {},
     {"exchange_dtype": "int8"},
@@ -98,6 +118,7 @@ _SETTINGS = [
     {"preset": "noloco"},
     {"preset": "noloco", "subgroup_gamma": 0.9, "fragments": 2},
     {"preset": "noloco", "exchange_dtype": "int8", "overlap": 2, "fragments": 3},
+    *_LONG_OVERLAPS,
 ]
 
 
@@ -105,6 +126,28 @@ _SETTINGS = [
 @pytest.mark.parametrize("chunk_numel", [10, 100])
 def test_nothing_is_read_or_written_too_early(settings: dict[str, Any], chunk_numel: int) -> None:
     train(chunk_numel, save_at=(3, 9, 14), **settings)
+
+
+@pytest.mark.parametrize("settings", _LONG_OVERLAPS)
+def test_the_end_of_a_round_waits_for_what_parameters_move_by_and_nothing_else(settings: dict[str, Any]) -> None:
+    """But for the chunks that arrive in that iteration, which are on the device."""
+    finish = rounds.OuterRound.finish
+
+    def watched(round_: rounds.OuterRound) -> None:
+        lend, training, waited_for = Staging.lend, torch.cuda.current_stream(), []
+
+        def lent(staging: Staging, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
+            if torch.cuda.current_stream() is training:
+                waited_for.append(reads)
+            return lend(staging, chunk, reads, kept)
+
+        with mock.patch.object(Staging, "lend", lent):
+            finish(round_)
+        assert set(waited_for) == {(MOVE,)}
+        assert len(waited_for) < len(round_._chunks)
+
+    with mock.patch.object(rounds.OuterRound, "finish", watched):
+        train(chunk_numel=10, **settings)
 
 
 _take_work, _lend = Staging.take_work, Staging.lend
