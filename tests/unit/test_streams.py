@@ -54,8 +54,9 @@ class _Exchange(GroupExchange):
         return Gathered(vectors, [mock.Mock(wait=waits, is_completed=lambda: False)])
 
 
-def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) -> None:
-    """Trains with offloaded state, in which a race is an error."""
+def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) -> list[torch.Tensor]:
+    """Trains with offloaded state, in which a race is an error; returns parameters, anchors and momenta."""
+    torch.manual_seed(0)
     detector = RaceDetector()
     keep = Staging.keep
 
@@ -93,6 +94,7 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
                 for as_mean in {False, config.subgroup is not None}:
                     with trained.anchor_in_model(as_mean):
                         pass
+    return [*parameters, *(flat for state in trained.states for flat in state.flats.values())]
 
 
 # Some chunks have arrived long before the round ends.
@@ -126,6 +128,12 @@ _SETTINGS = [
 @pytest.mark.parametrize("chunk_numel", [10, 100])
 def test_nothing_is_read_or_written_too_early(settings: dict[str, Any], chunk_numel: int) -> None:
     train(chunk_numel, save_at=(3, 9, 14), **settings)
+
+
+@pytest.mark.parametrize("settings", _LONG_OVERLAPS)
+def test_offloaded_and_overlapped_numbers_are_those_on_the_device(settings: dict[str, Any]) -> None:
+    offloaded, on_device = (train(10, (3, 9, 14), **settings, offload=offload) for offload in (True, False))
+    assert all(map(torch.equal, offloaded, on_device))
 
 
 @pytest.mark.parametrize("settings", _LONG_OVERLAPS)
