@@ -31,8 +31,8 @@ class Cluster:
         node_bandwidth: Bytes per second that a node sends over the network.
         gpu_bandwidth: Bytes per second that a GPU sends in an all-reduce inside a node.
         memory_bandwidth: Bytes per second of a GPU's memory.
-        host_bandwidth: Bytes per second that a GPU copies from pinned host memory, and as many to it at the same time, while all
-            GPUs of its node do.
+        host_bandwidth: Bytes per second that a GPU copies from pinned host memory, and as many to it at the same time, while
+            all GPUs of its node do.
         overhead: Seconds of every iteration besides compute.
         overhead_per_parameter: Seconds of every iteration per parameter whose optimizer state a GPU holds.
         latency: Seconds of a message between nodes.

@@ -24,11 +24,12 @@ CODING = 16
 """Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
 and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py."""
 
-# Bytes that outer state in host memory brings in per owned parameter and direction; each flat buffer has 4, and as much goes out
-# beside it. An overlapped round waits for the anchor when it begins, and for what the parameters move by when it ends.
-_STATE_IN, _BEGIN_IN, _FINISH_IN = 8, 4, 16
+# Bytes per owned parameter that come from the host where the outer state is there, and are waited for: anchor and momentum in a
+# blocking step; the anchor when an overlapped one begins, and what it reads when it ends. No more goes out beside them.
+_STATE_IN, _BEGIN_IN = 8, 4
+_FINISH_IN = 16
 
-# Bytes of one flat buffer per owned parameter.
+# Bytes per owned parameter of one more flat buffer, such as the residual.
 _BUFFER = 4
 
 # Bytes on the wire of an FP32 gradient and of a bf16 parameter.
@@ -148,7 +149,7 @@ class Prediction:
         return self._local(hidden) + self.exposed(way, hidden) / way.interval
 
     def exposed(self, way: Way, hidden: bool = True) -> float:
-        """Seconds of an interval in which a group waits for its outer step; the arguments are those of :meth:`mean_iteration`."""
+        """Seconds of an interval for which a group waits for its outer step; arguments as of :meth:`mean_iteration`."""
         exchanged, waited = self.exchanged_and_waited(way)
         # However many fragments are on the link at a time, an interval has no more iterations to hide them behind.
         behind = min(way.fragments * way.overlap, way.interval)

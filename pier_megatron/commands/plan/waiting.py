@@ -1,8 +1,7 @@
-"""Which way to take an outer step a job waits for least: blocking or overlapped, with its state on the device or on the host."""
+"""How a job waits least for its outer steps: blocking or overlapped, with their state on the device or on the host."""
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
 
 from pier_megatron.commands.plan import fit, ways
 from pier_megatron.commands.plan.model import Plan, Prediction
@@ -36,7 +35,7 @@ def waits(args: argparse.Namespace, config: PierConfig, prediction: Prediction, 
                 "fits": fit.needed(fit.memory_of(args, settings, owned), args) <= there,
             }
     fitting = [name for name, mode in modes.items() if mode["fits"]]
-    # Of modes that wait as long the job's own comes first.
+    # The job's own comes first: nobody should change it for one that waits as long.
     fastest = min(fitting, key=lambda name: modes[name]["seconds"], default=None)
     return {"modes": modes, "job": _name(config.overlap, config.offload), "fastest": fastest}
 
@@ -51,7 +50,12 @@ def _flag(is_set: bool, offload: bool) -> str:
     return " without --pier-offload" if is_set else ""
 
 
-def lines(found: Mapping[str, Plan], interval: int, local: float) -> list[str]:
+def _remarks(is_own: bool, fits: bool) -> str:
+    remarks = [*(["this job"] if is_own else ()), *(() if fits else ["does not fit"])]
+    return f" ({', '.join(remarks)})" if remarks else ""
+
+
+def lines(found: Plan, interval: int, local: float) -> list[str]:
     """The lines of a plan.
 
     Args:
@@ -61,12 +65,10 @@ def lines(found: Mapping[str, Plan], interval: int, local: float) -> list[str]:
     """
     modes, job, fastest = found["modes"], found["job"], found["fastest"]
     shown = (
-        f"{mode['seconds'] * 1e3:,.0f} ms {name}"
-        + (" (this job)" if name == job else "")
-        + ("" if mode["fits"] else " (does not fit)")
-        for name, mode in modes.items()
+        f"{mode['seconds'] * 1e3:,.0f} ms {name}{_remarks(name == job, mode['fits'])}"
+        for name, mode in sorted(modes.items(), key=lambda item: item[1]["seconds"])
     )
-    said = [f"waited for in each interval of {interval} iterations: {'; '.join(shown)}"]
+    said = [f"waited for in each interval (H = {interval}): {'; '.join(shown)}"]
     if fastest is None:
         return [*said, "none of these fits"]
     if fastest == job:
@@ -75,4 +77,5 @@ def lines(found: Mapping[str, Plan], interval: int, local: float) -> list[str]:
     if not modes[job]["fits"]:
         return [*said, f"fastest of these that fits: {modes[fastest]['flags']}"]
     share = (own - best) / (interval * local + own)
-    return [*said, f"faster, and fits: {modes[fastest]['flags']} saves {(own - best) * 1e3:,.0f} ms, {share:.1%} of the interval"]
+    saved = f"{(own - best) * 1e3:,.0f} ms, {share:.1%} of the interval"
+    return [*said, f"faster, and fits: {modes[fastest]['flags']} saves {saved}"]
