@@ -358,7 +358,7 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None
 @pytest.mark.parametrize("settings", [{}, {"overlap": 5}, {"offload": True}, {"overlap": 5, "offload": True}])
 def test_start_points_to_the_planner_where_overlapped_steps_wait_for_the_host(settings: dict[str, Any]) -> None:
     running = loop.OuterLoop([[Shards([torch.zeros(23)])]], PierConfig(1000, groups=2, **settings), EXCHANGE)
-    topology = mock.Mock(members=lambda group: [group], warnings=lambda: [])
+    topology = mock.Mock(members=lambda group: [group], warnings=list)
     assert ("pier-megatron plan" in startup.describe([], topology, running, 100, [])) == (len(settings) == 2)
 
 
