@@ -127,6 +127,11 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interv
         f"  outer state per rank: {size / 1e6:,.2f} MB of {'host' if config.offload else 'device'} memory, and up to "
         f"{working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way"
         + (", beside the buffers of one more NCCL communicator" if is_pinned else ""),
+        *(
+            ["  overlapped steps wait for copies of offloaded state: pier-megatron plan says whether blocking ones are faster"]
+            if config.overlap and config.offload
+            else ()
+        ),
         f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *((f"  {expected}",) if (expected := expectation.at_start(config)) is not None else ()),

@@ -23,6 +23,10 @@ _7B = (
     f"--num-attention-heads 32 --tensor-model-parallel-size 4 {_SHAPE} --micro-batch-size 4 --train-iters 100000 "
     "--optimizer pier"
 )
+_COPIED = (
+    _7B.replace("--nnodes 32", "--nnodes 16").replace("--micro-batch-size 4", "--micro-batch-size 1")
+    + " --pier-overlap 25 --pier-offload"
+)
 # A model that trains on this machine in seconds; its job is the same on more ranks.
 _TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -56,8 +60,16 @@ def test_first_line_is_gated_on_memory(job: str, model: str, tmp_path: Path) -> 
     # With the remedy the same job fits, and is as fast as was said.
     changed = json.loads(plan("--cluster perlmutter --json", f"{job} {remedy[1]}").stdout)
     assert changed["fits"]
+    assert changed["waits"]["job"] == "blocking with --pier-offload"
+    assert changed["waits"]["fastest"] == "overlapped by 25 with --pier-offload"
     assert changed["verdict"].startswith("Measure first, with " if model == "XL" else "Use it with ")
     assert first.endswith(changed["verdict"][changed["verdict"].index(": ") :])
+
+
+def test_page_says_how_long_four_modes_wait() -> None:
+    said = plan("--cluster perlmutter --node-bandwidth 80", _COPIED).stdout
+    page = " ".join((REPOSITORY / "docs" / "planner.md").read_text().split())
+    assert " ".join(re.findall("waited for.*\n.*", said)[0].split()) in page
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,12 @@ def test_line_begins_with_the_answer() -> None:
     assert "\n" not in line()
 
 
+def test_gain_of_a_job_that_has_to_offload_counts_its_copies() -> None:
+    remedied = line(memory=64.6e9, remedy=("--pier-offload", 35e9))
+    gains = [said[said.index(": 2.") :] for said in (remedied, line(config=config(offload=True)), line())]
+    assert gains[0] == gains[1] != gains[2]
+
+
 @pytest.mark.parametrize("remedy", [None, ("--pier-offload", 35e9), (RECOMPUTE, 35e9)])
 def test_what_does_not_fit_is_not_recommended(remedy: tuple[str, float] | None) -> None:
     slow = dataclasses.replace(_A100, node_bandwidth=1e9)

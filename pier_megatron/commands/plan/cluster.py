@@ -31,6 +31,8 @@ class Cluster:
         node_bandwidth: Bytes per second that a node sends over the network.
         gpu_bandwidth: Bytes per second that a GPU sends in an all-reduce inside a node.
         memory_bandwidth: Bytes per second of a GPU's memory.
+        host_bandwidth: Bytes per second that a GPU copies from pinned host memory, and as many to it at the same time, while
+            all GPUs of its node do.
         overhead: Seconds of every iteration besides compute.
         overhead_per_parameter: Seconds of every iteration per parameter whose optimizer state a GPU holds.
         latency: Seconds of a message between nodes.
@@ -47,6 +49,7 @@ class Cluster:
     node_bandwidth: float
     gpu_bandwidth: float
     memory_bandwidth: float = 2e12
+    host_bandwidth: float = 20e9
     overhead: float = 0.015
     overhead_per_parameter: float = 0.0
     latency: float = 10e-6
@@ -91,11 +94,12 @@ class Cluster:
 
 # Bandwidths of the first two are fitted, see benchmarks/planner_accuracy.py, and are what is achieved; nodes of the others send
 # 80 % of what an adapter of 400 Gbit/s per GPU could. The A100 machine's TFLOP/s are the median of six published layouts.
+# Bandwidths of the host are not fitted: docs/planner.md has their sources.
 CLUSTERS = {
-    "perlmutter": Cluster(4, 40e9, 90e12, 5.0e9, 30e9, 1.5e12, 0.015, 0.12e-9, is_calibrated=True),
-    "vista": Cluster(1, 96e9, 430e12, 41.4e9, 360e9, 3.6e12, 0.015, 0.03e-9, is_calibrated=True),
-    "dgx-h100": Cluster(8, 80e9, 400e12, 320e9, 360e9, 3.3e12, 0.015, 0.03e-9),
-    "dgx-h200": Cluster(8, 141e9, 400e12, 320e9, 360e9, 4.8e12, 0.015, 0.03e-9),
+    "perlmutter": Cluster(4, 40e9, 90e12, 5.0e9, 30e9, 1.5e12, 20e9, 0.015, 0.12e-9, is_calibrated=True),
+    "vista": Cluster(1, 96e9, 430e12, 41.4e9, 360e9, 3.6e12, 250e9, 0.015, 0.03e-9, is_calibrated=True),
+    "dgx-h100": Cluster(8, 80e9, 400e12, 320e9, 360e9, 3.3e12, 40e9, 0.015, 0.03e-9),
+    "dgx-h200": Cluster(8, 141e9, 400e12, 320e9, 360e9, 4.8e12, 40e9, 0.015, 0.03e-9),
 }
 
 
@@ -157,6 +161,14 @@ FIGURES = (
         "link's rate, which a file's default is",
     ),
     Figure("memory-bandwidth", "memory_bandwidth", 1e9, positive(_MOST), "GB/S", "bandwidth of a GPU's memory"),
+    Figure(
+        "host-bandwidth",
+        "host_bandwidth",
+        1e9,
+        positive(_MOST),
+        "GB/S",
+        "rate at which a GPU copies from pinned host memory, and as much to it, while all GPUs of its node do",
+    ),
 )
 
 _NEEDED = ("gpus-per-node", "memory", "tflops", "gpu-bandwidth", "node-bandwidth")

@@ -9,7 +9,7 @@ import numpy as np
 
 from pier_megatron.commands.lighthouse import more_than_half
 from pier_megatron.commands.plan.cluster import Cluster
-from pier_megatron.commands.plan.model import Job, Plan, Prediction, predict
+from pier_megatron.commands.plan.model import Job, Plan, Prediction, Way, predict
 from pier_megatron.commands.plan.rounds import Faults, Groups, Membership, Outcome, elastic, one_launch, young_interval
 from pier_megatron.commands.plan.troubles import Troubles
 from pier_megatron.config import PierConfig
@@ -99,18 +99,17 @@ class Simulation:
     def groups(self, choice: Choice) -> Groups:
         """Groups that train in this way."""
         found, config = self.prediction, self.config
-        dtype, interval, overlap = config.exchange_dtype, float(choice.interval), float(config.overlap)
+        dtype, interval, overlap = config.exchange_dtype, float(choice.interval), config.overlap
         if choice.way == SYNCHRONOUS:
-            exchange, work, overlap = found.synchronous_hidden - found.local, 0.0, 0.0
-        elif choice.way == PAIRS:
-            exchange, work = found.pairs, found.passes
+            exchange, work, overlap = found.synchronous_hidden - found.local, 0.0, 0
         else:
             if choice.way in _OF_ISLANDS:
                 # Elastic islands repeat exchanges that fail, which few bits and exchanges behind training do not allow.
-                dtype, overlap = ("fp32" if CODECS[dtype].needs_error_feedback else dtype), 0.0
+                dtype, overlap = ("fp32" if CODECS[dtype].needs_error_feedback else dtype), 0
             parts = config.fragments if choice.way == ONE_LAUNCH else 1
             interval /= parts
-            exchange, work = found.exchange[dtype] / parts, (found.outer_step(dtype) - found.exchange[dtype]) / parts
+            way = Way(choice.interval, overlap, dtype=dtype, in_pairs=choice.way == PAIRS, offload=config.offload)
+            exchange, work = (seconds / parts for seconds in found.exchanged_and_waited(way))
         return Groups(
             self.job.groups,
             interval,

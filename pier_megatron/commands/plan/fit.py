@@ -40,16 +40,24 @@ def remedy(args: argparse.Namespace, config: PierConfig | None, owned: float, th
 
 def can_overlap(args: argparse.Namespace, config: PierConfig, owned: float, there: float) -> bool:
     """Whether the job starts with exchanges hidden behind half an interval, and fits by no more than it needs without."""
-    from pier_megatron.integration import refusals
-
-    try:
-        hidden = dataclasses.replace(config, overlap=config.sync_interval // 2)
-        refusals.check_sizes_and_intervals(args, hidden)
-    except PierConfigError:
+    hidden = changed_settings(args, config, overlap=config.sync_interval // 2)
+    if hidden is None:
         return False
     # Chunks on their way are kept until they are applied.
     plain, overlapped = (remedy(args, settings, owned, there) for settings in (config, hidden))
     return plain is not None and overlapped is not None and plain[0] == overlapped[0]
+
+
+def changed_settings(args: argparse.Namespace, config: PierConfig, **changes: int) -> PierConfig | None:
+    """The settings with some of them changed; None if the job would not start with them."""
+    from pier_megatron.integration import refusals
+
+    try:
+        changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+        refusals.check_sizes_and_intervals(args, changed)
+    except PierConfigError:
+        return None
+    return changed
 
 
 def _changes(

@@ -24,6 +24,14 @@ CODING = 16
 """Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
 and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py."""
 
+# Bytes per owned parameter that come from the host where the outer state is there, and are waited for: anchor and momentum in a
+# blocking step; the anchor when an overlapped one begins, and what it reads when it ends. No more goes out beside them.
+_STATE_IN, _BEGIN_IN = 8, 4
+_FINISH_IN = 16
+
+# Bytes per owned parameter of one more flat buffer, such as the residual.
+_BUFFER = 4
+
 # Bytes on the wire of an FP32 gradient and of a bf16 parameter.
 _GRADIENT, _PARAMETER = 4, 2
 
@@ -81,6 +89,7 @@ class Way:
         fragments: Parts that are exchanged in turn, each hidden for itself.
         dtype: Type on the wire.
         in_pairs: Whether two groups exchange weights in FP32 in place of all groups' pseudo-gradients.
+        offload: Whether the outer state is in host memory.
     """
 
     interval: int
@@ -88,6 +97,7 @@ class Way:
     fragments: int = 1
     dtype: str = "fp32"
     in_pairs: bool = False
+    offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +116,7 @@ class Prediction:
         pair_latency: Latency of an exchange between two groups.
         passes: Seconds of the outer step's own work on the parameters.
         coding: Seconds of encoding and decoding an exchange in fewer bits than FP32, and the sum that comes back.
+        copying: Seconds in which one byte of every owned parameter comes from host memory, or goes there.
     """
 
     compute: float
@@ -119,6 +130,7 @@ class Prediction:
     pair_latency: float
     passes: float
     coding: float
+    copying: float
 
     def outer_step(self, dtype: str = "fp32") -> float:
         """Seconds of a blocking outer step."""
@@ -134,12 +146,36 @@ class Prediction:
             way: Outer steps.
             hidden: Whether the group's own communication is behind compute (Megatron's overlap flags).
         """
-        local = self.local if hidden else self.compute + self.inner
-        wire = self.pairs if way.in_pairs else self.exchange[way.dtype]
+        return self._local(hidden) + self.exposed(way, hidden) / way.interval
+
+    def exposed(self, way: Way, hidden: bool = True) -> float:
+        """Seconds of an interval for which a group waits for its outer step; arguments as of :meth:`mean_iteration`."""
+        exchanged, waited = self.exchanged_and_waited(way)
         # However many fragments are on the link at a time, an interval has no more iterations to hide them behind.
         behind = min(way.fragments * way.overlap, way.interval)
-        waited = max(wire - behind * local, 0.0) + self._work("fp32" if way.in_pairs else way.dtype)
-        return local + waited / way.interval
+        return max(exchanged - behind * self._local(hidden), 0.0) + waited
+
+    def exchanged_and_waited(self, way: Way) -> tuple[float, float]:
+        """Seconds of an outer step that iterations can hide, if it is overlapped, and those that a group waits for.
+
+        Copies of offloaded state run in both directions at once, beside the exchange and the passes over the parameters. Left
+        out: the first chunk, which is copied before anything runs beside it; residuals that ``--pier-no-error-feedback`` saves;
+        kernels of the iterations that copies slow down; slow weights that are sent ahead.
+        """
+        dtype = "fp32" if way.in_pairs else way.dtype
+        wire, work = self.pairs if way.in_pairs else self.exchange[dtype], self._work(dtype)
+        if not way.offload:
+            return wire, work
+        residual = 0 if CODECS[dtype].lossless else _BUFFER
+        if way.overlap == 0:
+            return wire, max(work, (_STATE_IN + residual) * self.copying - wire)
+        # What is sent is made of the own pseudo-gradient; in pairs of the anchor, too.
+        sent = _BUFFER + (_BUFFER if way.in_pairs else residual)
+        at_ends = max(self.passes, (_BEGIN_IN + _FINISH_IN) * self.copying)
+        return max(wire, sent * self.copying), at_ends + work - self.passes
+
+    def _local(self, hidden: bool) -> float:
+        return self.local if hidden else self.compute + self.inner
 
     def mean_of_run(self, way: Way, lazy: float, hidden: bool = True) -> float:
         """Mean iteration of a whole run in seconds, of which the share ``lazy`` is synchronous."""
@@ -170,6 +206,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
         pair_latency=_message(job, cluster) if job.groups > 1 else 0.0,
         passes=_PASSES * job.owned / cluster.memory_bandwidth,
         coding=2 * CODING * job.owned / cluster.memory_bandwidth if job.groups > 1 else 0.0,
+        copying=job.owned / cluster.host_bandwidth,
     )
 
 

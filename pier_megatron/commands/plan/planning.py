@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan import compression_gain, faults, fit, loss, measured, sizes, stock, suggestion, ways
+from pier_megatron.commands.plan import compression_gain, faults, fit, loss, measured, sizes, stock, suggestion, waiting, ways
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Plan, predict
 from pier_megatron.commands.plan.skipping_gain import predict_skipping
@@ -133,6 +133,7 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         "break-even interval": None if job.groups == 1 or math.isinf(break_even) else break_even,
         "compression": [dataclasses.asdict(saving) for saving in compression_gain.savings(job, cluster, prediction.compute)],
         "suggestions": suggestion.suggest(prediction, config),
+        "waits": waiting.waits(args, config, prediction, job.owned, cluster.memory),
         "modes": modes,
         "mode of the job": own,
         "sites": cluster.sites(job.gpus),

@@ -91,7 +91,12 @@ def suggest(prediction: Prediction, config: PierConfig) -> list[Plan]:
     if config.groups == 1 or not known:
         return []
     nearest = min({point.groups for point in known}, key=lambda groups: abs(math.log(groups / config.groups)))
-    seconds = {point: prediction.mean_of_run(point.way, ways.lazy_share(config)) for point in known if point.groups == nearest}
+    lazy = ways.lazy_share(config)
+    seconds = {
+        point: prediction.mean_of_run(dataclasses.replace(point.way, offload=config.offload), lazy)
+        for point in known
+        if point.groups == nearest
+    }
     fastest = min(seconds.values())
     return [
         dataclasses.asdict(point) | {"flags": point.flags, "bits": point.bits, "seconds": seconds[point]}

@@ -1,6 +1,6 @@
 """A plan as text: the verdict first, then the loss, the ways to train, and what they are made of."""
 
-from pier_megatron.commands.plan import compression_gain, faults, loss, stock, suggestion, ways
+from pier_megatron.commands.plan import compression_gain, faults, loss, stock, suggestion, waiting, ways
 from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.plan.skipping_gain import describe_skipping
 
@@ -63,6 +63,7 @@ def _of_groups(plan: Plan) -> list[str]:
         f"{prediction['exchange']['int8'] * 1e3:,.0f} ms in int8, {prediction['passes'] * 1e3:,.0f} ms of its own; "
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
+        *waiting.lines(plan["waits"], plan["interval"], prediction["local"]),
         *compression_gain.table([compression_gain.CodecGain(**saving) for saving in plan["compression"]]),
         *describe_skipping(plan["skipping"], " of the local phase"),
         f"blocking Pier is faster than synchronous training with overlap flags {faster}",

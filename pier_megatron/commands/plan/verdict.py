@@ -91,6 +91,8 @@ def verdict(
             "lowered the loss in small runs (docs/frontier.md#one-group)."
         )
     way = ways.of_job(config)
+    if problem and remedy is not None and "--pier-offload" in remedy[0]:
+        way = dataclasses.replace(way, offload=True)
     gain = gain_of(way, job, cluster, config, is_measured)
     better = gain_of(ways.half_overlapped(way), job, cluster, config, is_measured)
     how = ""

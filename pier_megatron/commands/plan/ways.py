@@ -20,7 +20,8 @@ BLOCKING, OVERLAPPED, COMPUTE = "Pier, blocking", "Pier, overlapped by H / 2", "
 
 def of_job(config: PierConfig) -> Way:
     """The job's own outer steps."""
-    return Way(config.sync_interval, config.overlap, config.fragments, config.exchange_dtype, config.subgroup == 2)
+    in_pairs = config.subgroup == 2
+    return Way(config.sync_interval, config.overlap, config.fragments, config.exchange_dtype, in_pairs, config.offload)
 
 
 def half_overlapped(way: Way) -> Way:
@@ -39,8 +40,9 @@ def modes(prediction: Prediction, config: PierConfig) -> tuple[dict[str, float],
     found = {SYNCHRONOUS: prediction.synchronous, HIDDEN: prediction.synchronous_hidden}
     is_own: dict[Way, str] = {}
     for interval in sorted({*_INTERVALS, own.interval}):
-        found[f"DiLoCo from the first iteration, H = {interval}"] = prediction.mean_of_run(Way(interval), 0.0)
-        for name, way in _ways(interval).items():
+        blocking = Way(interval, offload=own.offload)
+        found[f"DiLoCo from the first iteration, H = {interval}"] = prediction.mean_of_run(blocking, 0.0)
+        for name, way in _ways(blocking).items():
             # With H = 1 half an interval is none.
             is_own.setdefault(way, name)
             found[name] = prediction.mean_of_run(way, lazy)
@@ -50,13 +52,16 @@ def modes(prediction: Prediction, config: PierConfig) -> tuple[dict[str, float],
     return found, is_own[own]
 
 
-def _ways(interval: int) -> dict[str, Way]:
+def _ways(blocking: Way) -> dict[str, Way]:
+    interval = blocking.interval
     return {
-        f"Pier, H = {interval}, blocking": Way(interval),
-        f"Pier, H = {interval}, overlapped by H / 2": Way(interval, interval // 2),
-        f"Pier, H = {interval}, 4 fragments, each overlapped by H / 8": Way(interval, interval // 8, 4),
-        f"Pier, H = {interval}, blocking, int8": Way(interval, dtype="int8"),
-        f"NoLoCo, H = {interval}, blocking": Way(interval, in_pairs=True),
+        f"Pier, H = {interval}, blocking": blocking,
+        f"Pier, H = {interval}, overlapped by H / 2": half_overlapped(blocking),
+        f"Pier, H = {interval}, 4 fragments, each overlapped by H / 8": dataclasses.replace(
+            blocking, overlap=interval // 8, fragments=4
+        ),
+        f"Pier, H = {interval}, blocking, int8": dataclasses.replace(blocking, dtype="int8"),
+        f"NoLoCo, H = {interval}, blocking": dataclasses.replace(blocking, in_pairs=True),
     }
 
 

@@ -1,0 +1,192 @@
+"""How long outer steps are waited for with their state on the device and on the host, and which mode the planner names."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from pier_megatron import PierConfig
+from pier_megatron.commands.plan import faults, fit, model, suggestion, waiting, ways
+from pier_megatron.commands.plan.cluster import Cluster
+from pier_megatron.commands.plan.model import Job, Plan, Way, predict
+from pier_megatron.commands.plan.troubles import Troubles
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer.rounds import OuterRound, Stopwatch
+from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.staging import Staging
+from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.verdicts import GOOD, Verdicts
+
+# 7B on 64 A100 with TP 4, four to a node; a fast link of 80 GB/s. Iterations of 4 s.
+_JOB = Job(flops=64 * 4e14, shard=1.75e9, gpus=64, tensor_parallel=4, replicas=16, groups=16)
+_A100 = Cluster(4, 40e9, 1e14, 80e9, 30e9, 1.4e12, 20e9, overhead=0.0, latency=0.0)
+
+# Half a ring of 16 for FP32, 4 shards a node: 52.5 GB at 80 GB/s; passes of 32 bytes a parameter, and as much for a codec.
+_WIRE, _PASSES = 0.65625, 0.04
+# A vector of FP32 at 20 GB/s.
+_VECTOR = 0.35
+
+
+@pytest.fixture(autouse=True)
+def _what_is_read_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_FINISH_IN", 16)
+
+
+def test_blocking_step_hides_copies_or_is_hidden_behind_them() -> None:
+    found = predict(_JOB, _A100)
+    assert found.exposed(Way(50)) == pytest.approx(_WIRE + _PASSES)
+    # Anchor and momentum take as long as two vectors, 0.7 s, which is more than wire and passes together.
+    assert found.exposed(Way(50, offload=True)) == pytest.approx(2 * _VECTOR)
+    slow = predict(_JOB, dataclasses.replace(_A100, node_bandwidth=40e9))
+    assert slow.exposed(Way(50, offload=True)) == slow.exposed(Way(50)) == pytest.approx(2 * _WIRE + _PASSES)
+    # In int8 the residual goes along.
+    assert found.exposed(Way(50, dtype="int8", offload=True)) == pytest.approx(3 * _VECTOR)
+    assert found.exposed(Way(50, in_pairs=True, offload=True)) == pytest.approx(2 * _VECTOR)
+    assert found.mean_iteration(Way(50, offload=True)) == pytest.approx(4 + 2 * _VECTOR / 50)
+
+
+def test_overlapped_step_waits_for_copies_at_its_ends() -> None:
+    found = predict(_JOB, _A100)
+    assert found.exposed(Way(50, 25)) == pytest.approx(_PASSES)
+    # Passes run beside: 0.35 s when it begins, 1.4 s when it ends.
+    assert found.exposed(Way(50, 25, offload=True)) == pytest.approx(_VECTOR + 1.4)
+    # Codecs run in between.
+    assert found.exposed(Way(50, 25, dtype="int8", offload=True)) == pytest.approx(_VECTOR + 1.4 + _PASSES)
+    quick = predict(_JOB, dataclasses.replace(_A100, host_bandwidth=1e12))
+    assert quick.exposed(Way(50, 25, offload=True)) == pytest.approx(_PASSES)
+
+
+@pytest.mark.parametrize(("way", "vectors"), [(Way(50, 1), 1), (Way(50, 1, dtype="int8"), 2), (Way(50, 1, in_pairs=True), 2)])
+def test_iterations_hide_what_is_copied_in_between(way: Way, vectors: int) -> None:
+    """Own pseudo-gradients come in, with the residual, or the anchor of pairs; 1.75 s and 3.5 s behind an iteration of 1 s."""
+    found = predict(dataclasses.replace(_JOB, flops=64e14), dataclasses.replace(_A100, host_bandwidth=4e9))
+    exchanged, waited = found.exchanged_and_waited(dataclasses.replace(way, offload=True))
+    assert exchanged == pytest.approx(vectors * 1.75)
+    assert found.exposed(dataclasses.replace(way, offload=True)) == pytest.approx(vectors * 1.75 - 1 + waited)
+
+
+@dataclasses.dataclass
+class _Copied:
+    """Bytes a parameter that a round has copied to the device and back."""
+
+    inward: float = 0.0
+
+
+@pytest.fixture(name="copied")
+def _copied() -> Iterator[_Copied]:
+    found, lend = _Copied(), Staging.lend
+
+    def counting(staging: Staging, chunk: Any, reads: Any, kept: Any = None) -> Any:
+        staged = lend(staging, chunk, reads, kept)
+        found.inward += 4 * chunk.numel * len(set(reads) & staged.homes.keys()) / staging.state.numel
+        return staged
+
+    with mock.patch.object(Staging, "lend", counting):
+        yield found
+
+
+def _round() -> OuterRound:
+    state, exchange, device = (
+        OuterState([Shards([torch.randn(23)])], chunk_numel=4, offload=True),
+        GroupExchange(),
+        torch.device("cpu"),
+    )
+    verdicts = Verdicts(exchange, GOOD, device)
+    return OuterRound([Staging(state)], exchange, (0,), Nesterov(0.9, 0.7), verdicts, 1, Stopwatch(device), device)
+
+
+def test_bytes_are_those_that_rounds_copy(copied: _Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    _round().run()
+    assert copied.inward == pytest.approx(model._STATE_IN)
+    copied.inward, overlapped = 0.0, _round()
+    overlapped.begin()
+    assert copied.inward == pytest.approx(model._BEGIN_IN)
+    overlapped.arrive()
+    assert copied.inward == pytest.approx(model._BEGIN_IN + model._BUFFER)
+    overlapped.finish()
+    assert copied.inward == pytest.approx(model._BEGIN_IN + model._BUFFER + model._FINISH_IN)
+
+
+def waits(monkeypatch: pytest.MonkeyPatch, there: float = 40e9, cluster: Cluster = _A100, **settings: Any) -> Plan:
+    """What the planner says of a job whose state takes 14 GB beside 24."""
+
+    def memory_of(args: argparse.Namespace, config: PierConfig, owned: float) -> dict[str, float]:
+        return {"state": 24e9 + (0 if config.offload else 8 * owned)}
+
+    def changed(args: argparse.Namespace, config: PierConfig, **changes: Any) -> PierConfig | None:
+        return None if config.lighthouse is not None and changes["overlap"] else dataclasses.replace(config, **changes)
+
+    monkeypatch.setattr(fit, "memory_of", memory_of)
+    monkeypatch.setattr(fit, "changed_settings", changed)
+    config = PierConfig(**({"train_iters": 100_000, "groups": 16} | settings))
+    args = argparse.Namespace(recompute_granularity=None)
+    return waiting.waits(args, config, predict(_JOB, cluster), _JOB.owned, there)
+
+
+def test_fastest_of_four_modes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = waits(monkeypatch, overlap=25, offload=True)
+    assert {name: mode["seconds"] for name, mode in found["modes"].items()} == {
+        "overlapped by 25 with --pier-offload": pytest.approx(1.75),
+        "blocking with --pier-offload": pytest.approx(0.7),
+        "overlapped by 25": pytest.approx(0.04),
+        "blocking": pytest.approx(0.69625),
+    }
+    assert found["fastest"] == "overlapped by 25"
+    *_, said = waiting.lines(found, 50, 4.0)
+    # Of 50 iterations of 4 s and what the job waits for, 201.75 s.
+    assert said == "faster, and fits: --pier-overlap 25 without --pier-offload saves 1,710 ms, 0.8% of the interval"
+
+
+def test_what_does_not_fit_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = waits(monkeypatch, there=30e9, overlap=25, offload=True)
+    shown, said = waiting.lines(found, 50, 4.0)
+    assert said == "faster, and fits: --pier-overlap 0 --pier-offload saves 1,050 ms, 0.5% of the interval"
+    assert shown == (
+        "waited for in each interval (H = 50): 40 ms overlapped by 25 (does not fit); 696 ms blocking (does not fit); 700 ms "
+        "blocking with --pier-offload; 1,750 ms overlapped by 25 with --pier-offload (this job)"
+    )
+    shown, said = waiting.lines(waits(monkeypatch, there=30e9), 50, 4.0)
+    assert "696 ms blocking (this job, does not fit)" in shown
+    assert said == "fastest of these that fits: --pier-overlap 0 --pier-offload"
+    assert waiting.lines(waits(monkeypatch, there=20e9), 50, 4.0)[1] == "none of these fits"
+
+
+def test_job_that_waits_least_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in ({"overlap": 10}, {"sync_interval": 1}):
+        found = waits(monkeypatch, **settings)
+        assert waiting.lines(found, 50, 4.0)[1] == "of these that fit, this job's is the fastest"
+    # Blocking on a slow link the host's copies cost nothing.
+    slow = dataclasses.replace(_A100, node_bandwidth=1e9)
+    found = waits(monkeypatch, cluster=slow, offload=True, sync_interval=1)
+    assert found["fastest"] == found["job"] == "blocking with --pier-offload"
+    assert set(found["modes"]) == {"blocking", "blocking with --pier-offload"}
+
+
+def test_modes_that_would_not_start_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = waits(monkeypatch, lighthouse="http://127.0.0.1:29510", island=0, lazy_start_iters=0)
+    assert set(found["modes"]) == {"blocking", "blocking with --pier-offload"}
+
+
+def test_tables_suggestions_and_faults_count_the_copies_of_the_job() -> None:
+    prediction = predict(_JOB, _A100)
+    on_device, on_host = (PierConfig(100_000, groups=16, overlap=25, offload=offload) for offload in (False, True))
+    assert ways.of_job(on_host) == dataclasses.replace(ways.of_job(on_device), offload=True)
+    (device, own), (host, own_on_host) = (ways.modes(prediction, config) for config in (on_device, on_host))
+    assert own == own_on_host == "Pier, H = 50, overlapped by H / 2"
+    assert host[own] - device[own] == pytest.approx(0.9 * (1.75 - _PASSES) / 50)
+    name = "DiLoCo from the first iteration, H = 50"
+    assert host[name] - device[name] == pytest.approx((0.7 - 0.69625) / 50)
+    point = suggestion.POINTS[-1]
+    with mock.patch.object(suggestion, "POINTS", (point,)):
+        [plain], [copied] = (suggestion.suggest(prediction, config) for config in (on_device, on_host))
+    assert copied["seconds"] - plain["seconds"] == pytest.approx(0.9 * (0.7 - 0.69625) / point.interval)
+    simulation = faults.Simulation(_JOB, _A100, on_host, Troubles(float("inf"), 0.0, 600.0, 30.0), 100)
+    launched = simulation.groups(faults.Choice(faults.ONE_LAUNCH, 50))
+    assert (launched.exchange, launched.work) == (pytest.approx(_WIRE), pytest.approx(1.75))
+    islands = simulation.groups(faults.Choice(faults.ELASTIC, 50))
+    assert islands.exchange + islands.work == pytest.approx(0.7)
