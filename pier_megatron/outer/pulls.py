@@ -33,8 +33,10 @@ class Pulls:
             participants_at: Collectives between the participants of outer steps that begin after an iteration.
         """
         self._config, self._share, self._participants_at = config, share, participants_at
-        # Each with the iteration at whose end it began, and the one at whose end it must have arrived.
-        self._under_way: list[tuple[_Pull, int, int]] = []
+        # Each with the iteration at whose end it began.
+        self._under_way: list[tuple[_Pull, int]] = []
+        # Also before a last outer step that comes earlier: in fewer iterations more would be on the wire at a time.
+        self._span = config.sync_interval - config.overlap
         self.done: set[int] = set()
         # Of pulls that have finished: the distances, and the bytes sent.
         self._finished: dict[int, tuple[Tensor, int]] = {}
@@ -67,18 +69,18 @@ class Pulls:
                 continue
             alpha, strength = self._config.momentum_at(due), self._config.pull_at(due)
             pull = _Pull(self._share, self._participants_at(due), fragment, alpha, strength)
-            self._under_way.append((pull, iteration, due))
+            self._under_way.append((pull, iteration))
             if due > iteration:
-                pull.proceed(0, due - iteration)
+                pull.proceed(0, self._span)
 
     def proceed(self, iteration: int) -> None:
         """Moves on what is due at the end of an iteration; called in the same iterations on every rank."""
-        for pull, begun, due in self._under_way:
-            pull.proceed(iteration - begun, due - begun)
+        for pull, begun in self._under_way:
+            pull.proceed(iteration - begun, self._span)
 
     def finish(self, fragments: Container[int]) -> None:
         """Waits for the slow weights of some fragments."""
-        for pull, *_ in (crossing for crossing in self._under_way if crossing[0].fragment in fragments):
+        for pull, _ in (crossing for crossing in self._under_way if crossing[0].fragment in fragments):
             pull.arrive()
             self.done.add(pull.fragment)
             self._finished[pull.fragment] = pull.distance, pull.bytes_sent

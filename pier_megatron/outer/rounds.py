@@ -123,8 +123,7 @@ class OuterRound(Crossing):
         """
         self.exchange, self.rule, self.fragments = exchange, rule, fragments
         self._chunks = list(chunks_of(stagings, fragments))
-        of_update = (OWN, *COMMON) if any(staging.looks_ahead for staging in stagings) else ()
-        super().__init__((RESIDUAL, *rule.sent_of, *of_update), exchange.wire.launches_of_sum())
+        super().__init__((RESIDUAL, *rule.sent_of), exchange.wire.launches_of_sum())
         self._forgets_progress, self._ends = False, False
         # Chunks whose moves are known, with what is summed up of them; and those that are at the end of the round already.
         self._ahead: set[Chunk] = set()
@@ -236,7 +235,12 @@ class OuterRound(Crossing):
     def _take_off(self, batch: Sequence[Staged]) -> Sum:
         for staged in batch:
             arithmetic.send(staged, self.rule, self.weight)
-        return self._sum(batch)
+        under_way = self._sum(batch)
+        for staged in batch:
+            if MOVE in staged.tensors:
+                # While it crosses: training waits for what is sent only.
+                staged.read({OWN, *COMMON}.difference(self.rule.sent_of))
+        return under_way
 
     def _sum(self, batch: Sequence[Staged]) -> Sum:
         sums = []
@@ -248,6 +252,7 @@ class OuterRound(Crossing):
         return Sum(sums)
 
     def _land(self, staged: Staged) -> None:
+        staged.wait()
         # What the codec dropped on the way is known now, and part of the state wherever that lives.
         if MOVE not in staged.tensors or self._forgets_progress:
             staged.give_back((SHARED, RESIDUAL))

@@ -110,6 +110,15 @@ class Staged(Part):
         reduced = state.reduced_residuals.get(chunk.start)
         self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
+    def read(self, names: Collection[str]) -> None:
+        """Begins to copy more of what is offloaded into the work buffers: :meth:`wait` for it."""
+        self._staging.read(self, names)
+
+    def wait(self) -> None:
+        """Waits, on the present stream, for what is copied in."""
+        if self.copied_in is not None:
+            torch.cuda.current_stream().wait_event(self.copied_in)
+
     def give_back(self, writes: Collection[str] = ()) -> None:
         """Gives the work buffers back, and begins to copy what is named to where it lives."""
         self._staging.take_back(self, writes)
@@ -149,21 +158,24 @@ class Staging:
             kept: What :meth:`keep` has set aside for it, if it does more than pass by.
         """
         staged = Staged(self, chunk, kept)
-        if not self.state.offload:
-            return staged
+        if self.state.copies_on_streams:
+            # Nobody else may use the buffers any more, and what the chunk brought back last must have arrived.
+            for event in (staged.lent.ready if staged.lent else None, self._written.get(chunk.start)):
+                if event is not None:
+                    self._inward.wait_event(event)
+        self.read(staged, reads)
+        return staged
+
+    def read(self, staged: Staged, names: Collection[str]) -> None:
+        """See :meth:`Staged.read`."""
         with contextlib.ExitStack() as stack:
             if self.state.copies_on_streams:
-                # Nobody else may use the buffers any more, and what the chunk brought back last must have arrived.
-                for event in (staged.lent.ready if staged.lent else None, self._written.get(chunk.start)):
-                    if event is not None:
-                        self._inward.wait_event(event)
                 stack.enter_context(torch.cuda.stream(self._inward))
             for name, home in staged.homes.items():
-                if name in reads:
+                if name in names:
                     staged.tensors[name].copy_(home, non_blocking=True)
             if self.state.copies_on_streams:
                 staged.copied_in = self._inward.record_event()
-        return staged
 
     def take_back(self, staged: Staged, writes: Collection[str]) -> None:
         """See :meth:`Staged.give_back`."""
@@ -242,7 +254,6 @@ def one_ahead(chunks: Iterable[Staged]) -> Iterator[Staged]:
     before: Staged | None = None
     for staged in itertools.chain(chunks, (None,)):
         if before is not None:
-            if before.copied_in is not None:
-                torch.cuda.current_stream().wait_event(before.copied_in)
+            before.wait()
             yield before
         before = staged

@@ -19,7 +19,7 @@ from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.rounds import Stopwatch
 from pier_megatron.outer.staging import MOVE, Buffers, Staged, Staging
-from pier_megatron.outer.state import Chunk, OuterState
+from pier_megatron.outer.state import RESIDUAL, Chunk, OuterState
 
 
 class _Exchange(GroupExchange):
@@ -158,13 +158,38 @@ def test_the_end_of_a_round_waits_for_what_parameters_move_by_and_nothing_else(s
         train(chunk_numel=10, **settings)
 
 
-_take_work, _lend = Staging.take_work, Staging.lend
+@pytest.mark.parametrize("settings", _LONG_OVERLAPS)
+def test_training_waits_for_what_is_sent_and_not_for_the_rest_of_the_state(settings: dict[str, Any]) -> None:
+    proceed, waited_for = rounds.OuterRound.proceed, set[str]()
+
+    def watched(round_: rounds.OuterRound, age: int, span: int) -> None:
+        lend = Staging.lend
+
+        def lent(staging: Staging, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
+            waited_for.update(reads)
+            return lend(staging, chunk, reads, kept)
+
+        with mock.patch.object(Staging, "lend", lent):
+            proceed(round_, age, span)
+        assert waited_for == {RESIDUAL, *round_.rule.sent_of}
+
+    with mock.patch.object(rounds.OuterRound, "proceed", watched):
+        train(chunk_numel=10, **settings)
+
+
+_take_work, _lend, _read = Staging.take_work, Staging.lend, Staging.read
 
 
 def _take_unfinished_work(staging: Staging) -> Buffers:
     buffers = _take_work(staging)
     buffers.ready = None
     return buffers
+
+
+def _read_unnoticed(staging: Staging, staged: Staged, names: Collection[str]) -> None:
+    before = staged.copied_in
+    _read(staging, staged, names)
+    staged.copied_in = before or staged.copied_in
 
 
 def _lend_without_the_last_write(staging: Staging, *args: Any, **kwargs: Any) -> Staged:
@@ -184,6 +209,7 @@ _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "copies are not waited for": (rounds, "one_ahead", iter, {}),
     "slow weights are sent before they are there": (flights, "one_ahead", iter, {"preset": "noloco", "exchange_dtype": "int8"}),
     "what groups tell each other is read before it is there": (Gathered, "result", lambda gathered: gathered._vectors, {}),
+    "what is read while a chunk crosses is not waited for": (Staging, "read", _read_unnoticed, {"overlap": 4}),
     "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),
 }
 
