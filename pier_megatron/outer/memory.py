@@ -72,12 +72,14 @@ def buffers_at_once(config: PierConfig, in_fragments: Sequence[int]) -> tuple[in
     # Beside those on their way in a blocking step: one in hand, one staged ahead.
     at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
     under_way = _under_way(config, in_fragments)
+    # Evaluation of pairs' mean weights and averages inside sites pass by chunk by chunk: one in hand, one staged ahead.
+    passing = min(sum(in_fragments), 2) if config.subgroup or config.sites else 0
     # Where the state is in place, chunks that wait keep their buffers.
-    lent = max(at_once, _on_the_wire(config, under_way) if config.offload else sum(under_way))
+    lent = max(at_once, passing + (_on_the_wire(config, under_way) if config.offload else sum(under_way)))
     # Slow weights cross for every fragment that is not in a round.
     pulled = _pulled(config, in_fragments)
     beside = sum(pulled[max(1, len(under_way)) :])
-    return max(lent + beside, sum(pulled)), sum(under_way) if config.offload else 0
+    return max(lent + beside, passing + sum(pulled)), sum(under_way) if config.offload else 0
 
 
 def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) -> int:
