@@ -56,7 +56,7 @@ def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
 
     chunk = min(numel, config.chunk_numel_on("cuda" if is_pinned else "cpu"))
     in_flight = math.ceil(numel / config.fragments / chunk) * _rounds_kept(config) if chunk else 0
-    return len(state_names(config.has_error_feedback)) * taken(numel) + len(_work(config)) * in_flight * taken(chunk)
+    return len(state_names(config.has_error_feedback)) * taken(numel) + len(work_names(config)) * in_flight * taken(chunk)
 
 
 def buffers_at_once(config: PierConfig, in_fragments: Sequence[int]) -> tuple[int, int]:
@@ -94,25 +94,22 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
     encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), _on_the_wire(config, under_way))
     beside = sum(pulled[max(1, len(under_way)) :])
     on_device, _ = buffers_at_once(config, in_fragments)
-    of_chunk = longest * (_FP32 * len(_work(config)) + (bytes_per_parameter(config) if config.offload else 0))
+    of_chunk = longest * (_FP32 * len(work_names(config)) + (bytes_per_parameter(config) if config.offload else 0))
     # Of a chunk that is looked ahead on, the sum in a copy.
-    copied = _FP32 * longest if looks_ahead(config) else 0
+    copied = _FP32 * longest if MOVE in work_names(config) else 0
     received = encoded * wire.payload_bytes(longest)
     ahead = (wire.groups - 1) * _FP32 * longest
     return on_device * of_chunk + copied + max(received + beside * ahead, sum(pulled) * ahead)
 
 
-def looks_ahead(config: PierConfig) -> bool:
-    """Whether what parameters will move by is computed as soon as a sum has arrived, and waits in 4 bytes a parameter.
+def work_names(config: PierConfig) -> tuple[str, ...]:
+    """Names of what the buffers of a run hold beside the state.
 
-    Otherwise a round that ends would wait for 16 bytes a parameter from the host. Elastic islands compute nothing of an outer
-    step before all of them have everything.
+    With overlap and offload, what parameters will move by is computed as soon as a sum has arrived, and waits in 4 bytes a
+    parameter: a round that ends would otherwise wait for 16 from the host. Elastic islands compute nothing of an outer step
+    before all of them have everything.
     """
-    return config.offload and config.overlap > 0 and config.lighthouse is None
-
-
-def _work(config: PierConfig) -> tuple[str, ...]:
-    return (*WORK, MOVE) if looks_ahead(config) else WORK
+    return (*WORK, MOVE) if config.offload and config.overlap > 0 and config.lighthouse is None else WORK
 
 
 def rounds_at_once(config: PierConfig) -> int:

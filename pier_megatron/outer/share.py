@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange
-from pier_megatron.outer.memory import looks_ahead, wire_of
+from pier_megatron.outer.memory import wire_of, work_names
 from pier_megatron.outer.snapshot import StateBuffers
 from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import COMMON, Chunk, OuterState, Shards
@@ -45,7 +45,7 @@ class Share:
             )
             for of_optimizer in shards
         ]
-        self.stagings = [Staging(state, looks_ahead(config)) for state in self.states]
+        self.stagings = [Staging(state, work_names(config)) for state in self.states]
         self._group, self._inner_state = group, inner_state
 
     def alike(self, shards: Sequence[Shards], config: PierConfig) -> "Share":

@@ -131,16 +131,14 @@ class Staging:
     device on a stream of its own while earlier chunks are worked on, and back on another, behind the work on its chunk.
     """
 
-    def __init__(self, state: OuterState, looks_ahead: bool = False) -> None:
+    def __init__(self, state: OuterState, names: Sequence[str] = WORK) -> None:
         """Starts without buffers.
 
         Args:
             state: Outer state.
-            looks_ahead: Whether chunks that have crossed are worked on before their round ends; see :func:`looks_ahead
-                <pier_megatron.outer.memory.looks_ahead>`.
+            names: Names of what its buffers hold beside the state, see :func:`pier_megatron.outer.memory.work_names`.
         """
-        self.state, self.looks_ahead = state, looks_ahead
-        self._names = (*WORK, MOVE) if looks_ahead else WORK
+        self.state, self._names = state, names
         self._longest = max((chunk.numel for chunk in state.chunks), default=0)
         self._work: collections.deque[Buffers] = collections.deque()
         # In place, a chunk is worked on where it is kept.

@@ -17,7 +17,7 @@ from pier_megatron.commands.plan.troubles import Troubles
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.staging import Staged, Staging
+from pier_megatron.outer.staging import MOVE, WORK, Staged, Staging
 from pier_megatron.outer.state import OuterState, Shards
 from pier_megatron.outer.verdicts import GOOD, Verdicts
 
@@ -91,7 +91,7 @@ def _round() -> OuterRound:
     )
     verdicts = Verdicts(exchange, GOOD, device)
     return OuterRound(
-        [Staging(state, looks_ahead=True)], exchange, (0,), Nesterov(0.9, 0.7), verdicts, 1, Stopwatch(device), device
+        [Staging(state, (*WORK, MOVE))], exchange, (0,), Nesterov(0.9, 0.7), verdicts, 1, Stopwatch(device), device
     )
 
 
