@@ -69,8 +69,7 @@ class Payloads:
             dropped: Residuals of each, see :func:`pier_megatron.exchange.coding.encode`; by default, none.
         """
         self._codec = codec
-        residuals = itertools.chain(dropped, itertools.repeat(None))
-        encoded = [encode(codec, tensor, of_tensor) for tensor, of_tensor in zip(tensors, residuals, strict=False)]
+        encoded = [encode(codec, *of_tensor) for of_tensor in itertools.zip_longest(tensors, dropped)]
         self._lengths = [payload.shape[1] for payload in encoded]
         self.sent = encoded[0] if len(encoded) == 1 else torch.cat(encoded, dim=1)
 

@@ -4,6 +4,7 @@ Nothing here waits for a group that is not met. Reference: Kolehmainen et al., "
 Method for Large Models", arXiv 2506.10911.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -117,8 +118,7 @@ class _DirectSum(Sum):
         self, subgroup: Subgroup, vectors: Sequence[Tensor], residuals: Sequence[Residual | None], exactly: bool
     ) -> None:
         self._subgroup, self._vectors, self._exactly = subgroup, vectors, exactly
-        missing = [None] * (len(vectors) - len(residuals))
-        sent = [self._encoded(*of_one) for of_one in zip(vectors, (*residuals, *missing), strict=True)]
+        sent = [self._encoded(*of_vector) for of_vector in itertools.zip_longest(vectors, residuals)]
         self._payloads = [(payload, [torch.empty_like(payload) for _ in subgroup.others]) for payload in sent]
         self._works = subgroup.swap(self._payloads)
 
