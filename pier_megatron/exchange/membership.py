@@ -194,7 +194,7 @@ class Membership:
 
     @property
     def _key(self) -> str:
-        """Of this meeting, in the island's store: a rank that sets it ends the exchange of the others."""
+        """Key of this meeting in the island's store: a rank that sets it ends the exchange of the others."""
         return f"ends/{self._meetings}"
 
     def _silence(self, neighbour: str) -> str | None:

@@ -18,8 +18,8 @@ PIPELINE_DEPTH = 4
 def batch_sizes(number: int, span: int, launches: int) -> list[int]:
     """Chunks of a round that spans iterations, in batches that are launched together: as evenly as they divide.
 
-    As many batches as can be launched in iterations of their own: collectives that are queued back to back can hold up the
-    kernels that come after them (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do).
+    Batches are as many as can be launched in iterations of their own: collectives that are queued back to back can hold up
+    the kernels that come after them (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do).
 
     Args:
         number: Number of chunks in the round.

@@ -62,16 +62,12 @@ def _take_outer_steps(
 
 def _of_each_kind(config: PierConfig, share: Share) -> list[Shards]:
     """Zeros as long as the longest chunk of those that travel exactly and of those that do not."""
-    longest: dict[bool, tuple[int, Shards]] = {}
-    for state in share.states:
-        for chunk in state.chunks:
-            exactly = chunk.shards.travel_exactly(config.codec)
-            longest[exactly] = max(
-                longest.get(exactly, (0, chunk.shards)), (chunk.numel, chunk.shards), key=lambda found: found[0]
-            )
+    chunks = [chunk for state in share.states for chunk in state.chunks]
+    kinds = ([chunk for chunk in chunks if chunk.shards.travel_exactly(config.codec) == exactly] for exactly in (False, True))
+    longest = [max(alike, key=lambda chunk: chunk.numel) for alike in kinds if alike]
     return [
-        dataclasses.replace(alike, tensors=[torch.zeros(numel, device=share.device)], is_counted=True)
-        for _, (numel, alike) in sorted(longest.items())
+        dataclasses.replace(chunk.shards, tensors=[torch.zeros(chunk.numel, device=share.device)], is_counted=True)
+        for chunk in longest
     ]
 
 

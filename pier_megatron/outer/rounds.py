@@ -191,10 +191,8 @@ class OuterRound(Crossing):
             staged.chunk.move_parameters(staged.tensors[MOVE])
             staged.give_back()
         self.sums += self._sums_ahead
-        with contextlib.ExitStack() as stack:
-            if self._ahead:
-                # Only the parameters are needed now.
-                stack.enter_context(self._flights[0].staging.aside())
+        # Where their moves were known, only the parameters are needed now.
+        with self._flights[0].staging.aside() if self._ahead else contextlib.nullcontext():
             left = [flight for flight in self._flights if flight.chunk not in self._ended]
             for staged in one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in left):
                 if self._forgets_progress:
