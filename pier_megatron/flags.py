@@ -39,6 +39,8 @@ def _add_argument(where: argparse._ActionsContainer, setting: dataclasses.Field[
     options = {"type": accepts or kind, "metavar": metavar}
     if isinstance(accepts, Choice):
         options["choices"] = accepts.names
+    if setting.metadata["alone"] is not None:
+        options |= {"nargs": "?", "const": setting.metadata["alone"]}
     if kind is bool:
         options = {"action": "store_true"}
     where.add_argument(flag_of(setting.name), default=None, help=told, **options)

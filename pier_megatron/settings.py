@@ -47,7 +47,9 @@ def given(kind: "type[DataclassInstance]", args: argparse.Namespace) -> dict[str
     return {name: value for name, value in values.items() if value is not None}
 
 
-def setting(default: Any, text: str, metavar: str | None = None, accepts: Callable[[str], Any] | None = None) -> Any:
+def setting(
+    default: object, text: str, metavar: str | None = None, accepts: Callable[[str], object] | None = None, alone: object = None
+) -> Any:
     """A setting with a flag.
 
     Args:
@@ -55,9 +57,10 @@ def setting(default: Any, text: str, metavar: str | None = None, accepts: Callab
         text: Help text; ends with a sentence "Default: ..." where the value of the default does not explain itself.
         metavar: Placeholder for its value in the help.
         accepts: Values that it accepts, see :mod:`pier_megatron.values`; None for a switch and for any text.
+        alone: What it is if its flag stands there without a value; None if there must be one.
     """
     told = text if "Default:" in text else f"{text} Default: {default}."
-    return dataclasses.field(default=default, metadata={"help": told, "metavar": metavar, "accepts": accepts})
+    return dataclasses.field(default=default, metadata={"help": told, "metavar": metavar, "accepts": accepts, "alone": alone})
 
 
 @dataclasses.dataclass(frozen=True)

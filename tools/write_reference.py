@@ -99,6 +99,7 @@ def settings_table(settings: Sequence[dataclasses.Field[Any]]) -> str:
         text, _, default = field.metadata["help"].partition(" Default: ")
         is_switch = field.type in (bool, "bool")
         metavar = "" if is_switch else " " + (field.metadata["metavar"] or ("NAME" if isinstance(accepts, Choice) else "N"))
+        metavar = metavar if field.metadata["alone"] is None else f" [{metavar.strip()}]"
         others = ", ".join(f"`{other}`" for other in sorted(checked.get(flag, ())))
         given = default.removesuffix(".")
         is_value = given == str(field.default)
@@ -176,7 +177,10 @@ def start_up_refusals() -> list[tuple[str, str]]:
     modules = {"config.py": None, "integration/arguments.py": arguments, "integration/refusals.py": refusals}
     package = REPOSITORY / "pier_megatron"
     sources = [(package / name, modules.get(name, requirements)) for name in _START_UP]
-    sources += [(Path(str(feature.__file__)), feature) for feature in features.FEATURES]  # type: ignore[attr-defined]
+    for feature in features.FEATURES:
+        # Some leave it to modules that they import.
+        parts = [value for value in vars(feature).values() if isinstance(value, ModuleType) and hasattr(value, "prepare")]
+        sources += [(Path(str(module.__file__)), module) for module in (feature, *parts)]  # type: ignore[attr-defined]
     found: dict[str, str] = {}
     for path, module in sources:
         for message in messages(path, module):

@@ -5,6 +5,13 @@ import argparse
 # Where the supported releases keep what a CUDA graph captures.
 _CUDA_GRAPH_SCOPES = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
 
+# Attributes whose flag is called otherwise.
+_CALLED_OTHERWISE = {
+    "fp8": "fp8_format",
+    "fp4": "fp4_format",
+    "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
+}
+
 
 def uses_pier(args: argparse.Namespace) -> bool:
     """Whether this run was started with ``--optimizer pier``."""
@@ -13,7 +20,7 @@ def uses_pier(args: argparse.Namespace) -> bool:
 
 def flag(name: str) -> str:
     """The flag that sets an attribute of Megatron's arguments."""
-    return "--" + name.replace("_", "-")
+    return "--" + _CALLED_OTHERWISE.get(name, name).replace("_", "-")
 
 
 def captures_full_iterations(args: argparse.Namespace) -> bool:

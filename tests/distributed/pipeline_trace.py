@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -15,12 +17,13 @@ from megatron.training import training as megatron_training
 
 @contextlib.contextmanager
 def traced(recorder: Any) -> Iterator[None]:
-    """Records by iteration, for the probe ``pipeline``: ``order``, ``held``, ``evaluated`` and ``visits``.
+    """Records by iteration, for the probe ``pipeline``: ``order``, ``layers``, ``held``, ``evaluated`` and ``visits``.
 
     ``order`` has ``F1.2`` for the forward pass of micro-batch 2 through virtual stage 1, ``B1.2`` for the backward one, ``R1``
-    for the start of the reduction of its gradients and ``E1.2`` for a pass without gradients; ``held`` the most outputs of
-    forward passes at once that had not been through the backward pass; ``evaluated`` the losses of evaluations; ``visits`` how
-    often a micro-batch of training has run a layer, by both, layers counted from 0.
+    for the start of the reduction of its gradients and ``E1.2`` for a pass without gradients; ``layers`` has the same of layers
+    in training, counted from 0 in a stage, a reduction named after the first layer in its bucket, or ``-`` without; ``held``
+    the most outputs of forward passes at once that had not been through the backward pass; ``evaluated`` the losses of
+    evaluations; ``visits`` how often a micro-batch of training has run a layer, by both.
     """
     if "pipeline" not in recorder.probes:
         yield
@@ -28,10 +31,10 @@ def traced(recorder: Any) -> Iterator[None]:
     forward, backward, evaluate = schedules.forward_step, schedules.backward_step, megatron_training.evaluate
     run_layer = TransformerLayer.forward
     start_reduction = _ParamAndGradBucketGroup.start_grad_sync
-    record, waiting = recorder.record, {}
+    record, waiting, runs = recorder.record, {}, {}
 
-    def keep(event: str) -> None:
-        events = record.setdefault("order", {}).setdefault(recorder.iteration, [])
+    def keep(event: str, order: str = "order") -> None:
+        events = record.setdefault(order, {}).setdefault(recorder.iteration, [])
         # A virtual stage may have several buckets.
         if events[-1:] != [event]:
             events.append(event)
@@ -60,6 +63,8 @@ def traced(recorder: Any) -> Iterator[None]:
     def recorded_reduction(group: Any, *args: Any, **kwargs: Any) -> Any:
         if group.grad_reduce_handle is None:  # else it has been started, and Megatron only makes sure
             keep(f"R{next(stage for stage, groups in enumerate(map(bucket_groups, recorder.model)) if group in groups)}")
+            names = [name for chunk in recorder.model for name, each in chunk.named_parameters() if each in group.params]
+            keep(f"R{min(re.findall(r'layers.([0-9]+)', ' '.join(names)), default='-')}", "layers")
         return start_reduction(group, *args, **kwargs)
 
     @functools.wraps(run_layer)
@@ -67,7 +72,14 @@ def traced(recorder: Any) -> Iterator[None]:
         if layer.training:
             visits = record.setdefault("visits", {}).setdefault(recorder.iteration, Counter())
             visits[layer.layer_number - 1, layer.current_microbatch] += 1
-        return run_layer(layer, *args, **kwargs)
+        result = run_layer(layer, *args, **kwargs)
+        if layer.training and torch.is_grad_enabled():
+            passed = runs.setdefault(recorder.iteration, Counter())
+            place = f"{layer.layer_number - 1}.{passed[layer]}"
+            passed[layer] += 1
+            keep(f"F{place}", "layers")
+            result[0].register_hook(lambda gradient: keep(f"B{place}", "layers"))
+        return result
 
     @functools.wraps(evaluate)
     def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.exchange import codecs, layout
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.features import compression
-from pier_megatron.features.layered import feature as layered
+from pier_megatron.features.layered import breadth_first, segments
 from pier_megatron.features.skipping import feature as skipping
 from pier_megatron.features.skipping.paths import Paths
 from pier_megatron.integration import current, gradient_averaging, training
@@ -99,12 +99,17 @@ def _depth_first(directory: Path) -> Patch:
         get_model_config(model[0]).microbatch_group_size_per_vp_stage = group_size()
         return schedule(model=model, **kwargs)
 
-    return mock.patch.object(layered, "breadth_first", unchanged)
+    return mock.patch.object(breadth_first, "run", unchanged)
 
 
 def _one_size_of_groups(directory: Path) -> Patch:
     """Evaluation, or another phase of a ramp-up, takes as many micro-batches through a stage as the largest training step."""
-    return mock.patch.object(layered, "breadth_first", lambda schedule, **kwargs: schedule(**kwargs))
+    return mock.patch.object(breadth_first, "run", lambda schedule, **kwargs: schedule(**kwargs))
+
+
+def _every_backward_pass_reduces(directory: Path) -> Patch:
+    """Without a pipeline, gradients count as complete in the backward pass of each micro-batch."""
+    return mock.patch.object(segments._Steps, "_reducing", return_value=contextlib.nullcontext())
 
 
 @contextlib.contextmanager
@@ -526,6 +531,7 @@ _ALL = {
     "no progress kept": _no_progress_kept,
     "depth-first": _depth_first,
     "one size of groups for all steps": _one_size_of_groups,
+    "every backward pass reduces": _every_backward_pass_reduces,
     "the last micro-batch skips": _last_micro_batch_skips,
     "a view of the input": _view_of_the_input,
     "another table": _another_table,

@@ -1,5 +1,6 @@
-"""Breadth-first pipelines: another order than Megatron's, equal to it to the last bit without dropout, and its memory."""
+"""Layered gradient accumulation: other orders than Megatron's, equal to it to the last bit without dropout; their memory."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -33,6 +34,26 @@ _BOTH = {
     + "--train-iters 2 --global-batch-size 16 --pipeline-model-parallel-size 4 --num-layers 12 "
     "--num-virtual-stages-per-pipeline-rank 3",
 }
+# Without a pipeline: 4 ranks, 4 micro-batches of 2 samples, a bucket for each layer.
+_FIXED = "--train-iters 4 --global-batch-size 32 "
+_LAYERS = "--num-layers 3 --untie-embeddings-and-output-weights " + _FIXED
+_BY_LAYER = _OVERLAPPED + "--ddp-bucket-size 10000 "
+_RECOMPUTED = "--recompute-granularity full --recompute-num-layers"
+_WITHOUT_PIPELINE = {
+    "layers": _LAYERS + _BY_LAYER,
+    "layers, nothing overlapped": _LAYERS,
+    "layers, TP 2": _LAYERS + _BY_LAYER + "--tensor-model-parallel-size 2 --calculate-per-token-loss --timing-log-level 2",
+    "layers, experts": _LAYERS + _BY_LAYER + "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1 "
+    "--moe-router-load-balancing-type aux_loss",
+    "layers, recomputed": _LAYERS + _BY_LAYER + f"{_RECOMPUTED} 1 --recompute-method uniform",
+    "layers, two recomputed, evaluation": _LAYERS + _BY_LAYER + f"{_RECOMPUTED} 2 --recompute-method block "
+    "--eval-interval 2 --eval-iters 2",
+    "layers, ramp-up": _LAYERS.replace(_FIXED, "") + _BY_LAYER + "--train-samples 80 --step-batch-size-schedule 0:8,512:32",
+    "layers, pier, 2 groups": _LAYERS + _PIER + "--ddp-bucket-size 10000 --pier-groups 2 --bf16",
+    "layers, islands, muon": _LAYERS + _PIER.replace("--overlap-param-gather", "") + "--pier-groups 2 --pier-islands "
+    "--pier-inner-optimizer muon",
+}
+_TIED = _WITHOUT_PIPELINE["layers"].replace("--untie-embeddings-and-output-weights ", "")
 _DROPOUT = " --hidden-dropout 0.1 --attention-dropout 0.1"
 _PROBES = ["weights", "pipeline"]
 
@@ -41,7 +62,7 @@ _PROBES = ["weights", "pipeline"]
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     trainings = [
         Run(name + order.replace(" --pier-", ", "), argv + order, _PROBES)
-        for name, argv in _BOTH.items()
+        for name, argv in (_BOTH | _WITHOUT_PIPELINE).items()
         for order in ("", _LAYERED)
     ]
     trainings += [
@@ -53,6 +74,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
             )
             for order in ("", _LAYERED)
         ),
+        Run("two at a time", _WITHOUT_PIPELINE["layers"] + _LAYERED + " 2", _PROBES),
+        Run(
+            "each reduced",
+            _WITHOUT_PIPELINE["layers, ramp-up"] + _LAYERED,
+            sabotage=["every backward pass reduces"],
+            fails=True,
+        ),
+        *(Run(f"tied{order.replace(' --pier-', ', ')}", _TIED + order, _PROBES) for order in ("", _LAYERED)),
         Run("unchanged", _BOTH["overlapped"] + _LAYERED, _PROBES, ["depth-first"]),
         *(
             Run(f"{name}, one size", _BOTH[name] + _LAYERED, _PROBES, ["one size of groups for all steps"], fails=True)
@@ -67,18 +96,71 @@ def trained(run: Recorded, rank: int, iteration: int) -> str:
     return " ".join(event for event in run.ranks[rank]["order"][iteration] if not event.startswith("E"))
 
 
-@pytest.mark.parametrize("name", _BOTH)
+@pytest.mark.parametrize("name", [*_BOTH, *_WITHOUT_PIPELINE])
 def test_equal_to_the_last_bit(runs: dict[str, Recorded], name: str) -> None:
     depth_first, layered = runs[name], runs[f"{name}, layered"]
-    assert depth_first.ranks[0]["order"] != layered.ranks[0]["order"]
+    assert depth_first.ranks[0]["layers"] != layered.ranks[0]["layers"]
     assert len(layered.losses) >= 2
-    assert layered.losses == depth_first.losses
-    assert layered.grad_norms == depth_first.grad_norms
-    assert layered.ranks[-1].get("evaluated") == depth_first.ranks[-1].get("evaluated")
-    weights, expected = layered.weights("final"), depth_first.weights("final")
-    assert weights.keys() == expected.keys()
-    for key, value in expected.items():
+    equal(layered, depth_first)
+
+
+def equal(run: Recorded, expected: Recorded) -> None:
+    """Compares two runs to the last bit."""
+    assert run.losses == expected.losses
+    assert run.grad_norms == expected.grad_norms
+    assert run.ranks[-1].get("evaluated") == expected.ranks[-1].get("evaluated")
+    weights, those = run.weights("final"), expected.weights("final")
+    assert weights.keys() == those.keys()
+    for key, value in those.items():
         assert not isinstance(value, torch.Tensor) or torch.equal(weights[key], value), key
+
+
+def test_some_micro_batches_at_a_time_are_equal_too(runs: dict[str, Recorded]) -> None:
+    equal(runs["two at a time"], runs["layers"])
+
+
+def test_a_reduction_after_each_backward_pass_is_seen(runs: dict[str, Recorded]) -> None:
+    assert "Communication call has not been issued for this bucket" in runs["each reduced"].error
+
+
+def test_tied_embeddings_are_added_up_in_another_order(runs: dict[str, Recorded]) -> None:
+    layered, expected = runs["tied, layered"], runs["tied"]
+    assert layered.losses == pytest.approx(expected.losses, rel=1e-6)
+    weights, those = layered.weights("final"), expected.weights("final")
+    differing = [
+        name for name, value in those.items() if isinstance(value, torch.Tensor) and not torch.equal(weights[name], value)
+    ]
+    assert differing
+    for name in differing:
+        torch.testing.assert_close(weights[name], those[name], rtol=1e-5, atol=1e-6)
+
+
+_MEGATRONS = (
+    " ".join(f"F0.{i} F1.{i} F2.{i} B2.{i} B1.{i} B0.{i}" for i in range(3)) + " F0.3 F1.3 F2.3 B2.3 R2 B1.3 R1 B0.3 R0"
+)
+_BY_LAYERS = (
+    "F0.0 F0.1 F0.2 F0.3 F1.0 F1.1 F1.2 F1.3 F2.0 F2.1 F2.2 F2.3 B2.0 B2.1 B2.2 B2.3 R2 B1.0 B1.1 B1.2 B1.3 R1 "
+    "B0.0 B0.1 B0.2 B0.3 R0"
+)
+_TWO_AT_A_TIME = (
+    "F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 B1.0 B1.1 B0.0 B0.1 "
+    "F0.2 F0.3 F1.2 F1.3 F2.2 F2.3 B2.2 B2.3 R2 B1.2 B1.3 R1 B0.2 B0.3 R0"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("layers", _MEGATRONS), ("layers, layered", _BY_LAYERS), ("two at a time", _TWO_AT_A_TIME)]
+)
+def test_order_of_layers(runs: dict[str, Recorded], name: str, order: str) -> None:
+    for iteration in (2, 4):
+        assert " ".join(runs[name].ranks[0]["layers"][iteration]) == order
+
+
+@pytest.mark.parametrize(("name", "said"), [("layers, layered", 4), ("two at a time", 2), ("layers, ramp-up, layered", 4)])
+def test_activations_of_as_many_micro_batches_as_was_said(runs: dict[str, Recorded], name: str, said: int) -> None:
+    assert f"  activations of {said} micro-batches at once, in Megatron's order of one." in runs[name].printed
+    ways = [event[0] for iteration in runs[name].ranks[0]["layers"].values() for event in iteration if event[1:2] == "0"]
+    assert max(itertools.accumulate({"F": 1, "B": -1, "R": 0}[way] for way in ways)) == said
 
 
 def test_dropout_draws_other_numbers(runs: dict[str, Recorded]) -> None:

@@ -67,6 +67,13 @@ _RUNS += [
     }.items()
 ]
 
+_LAYERS = (
+    "--train-iters 3 --optimizer adam --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --num-layers 3 "
+    "--global-batch-size 24 --untie-embeddings-and-output-weights --ddp-bucket-size 10000 --recompute-granularity full "
+    "--recompute-method block --recompute-num-layers 1"
+)
+_RUNS += [Run(name, _LAYERS + flag, ["pipeline"]) for name, flag in {"in order": "", "by layers": " --pier-layered"}.items()]
+
 # Everything that is compressed inside a group goes its way, in FP32.
 _SENT = "--train-iters 3 --optimizer adam --global-batch-size 8 --pipeline-model-parallel-size 2 "
 _COMPRESSED = {
@@ -138,6 +145,15 @@ def test_breadth_first_equals_depth_first(runs: dict[str, Recorded]) -> None:
     assert len(breadth_first.losses) == 4
     assert breadth_first.losses == depth_first.losses
     assert breadth_first.grad_norms == depth_first.grad_norms
+
+
+def test_layers_equal_the_order_of_micro_batches(runs: dict[str, Recorded]) -> None:
+    in_order, by_layers = runs["in order"], runs["by layers"]
+    # The first layer is recomputed: its own passes have no graph.
+    assert [run.ranks[0]["layers"][2][1] for run in (in_order, by_layers)] == ["F2.0", "F1.1"]
+    assert len(by_layers.losses) == 3
+    assert by_layers.losses == in_order.losses
+    assert by_layers.grad_norms == in_order.grad_norms
 
 
 @pytest.mark.parametrize(("name", "dimensions"), [("replicas and stages", "dp pp gather"), ("layers and stages", "pp tp")])

@@ -106,7 +106,20 @@ _REFUSED = {
         "--pipeline-model-parallel-size 4",
         "--use-distributed-optimizer",
     ],
-    "--pier-layered --global-batch-size 32": ["--pipeline-model-parallel-size 1", "one chunk", "2 or more"],
+    "--pier-layered --use-torch-fsdp2 --no-gradient-accumulation-fusion": [
+        "--use-torch-fsdp2 cannot be used with --pier-layered and --pipeline-model-parallel-size 1",
+        "Drop one",
+    ],
+    "--pier-layered --cuda-graph-impl local": ["--cuda-graph-impl local cannot be used with --pier-layered", "Drop one"],
+    "--pier-layered --recompute-granularity full --recompute-method uniform --recompute-num-layers 2": [
+        "--recompute-num-layers 2: the input of every layer is kept",
+        "Use --recompute-num-layers 1",
+    ],
+    "--pier-layered 0": ["--pier-layered: 0: must be a whole number of at least 1"],
+    f"{_PP4} 2 {_V2} --global-batch-size 32": [
+        "--pier-layered 2 with --pipeline-model-parallel-size 4",
+        "--microbatch-group-size-per-virtual-pipeline-stage 2",
+    ],
     f"{_PP2} {_V2} --no-overlap-p2p-communication --global-batch-size 32": [
         "--pipeline-model-parallel-size 2 and --no-overlap-p2p-communication",
         "Drop --no-overlap-p2p-communication",

@@ -1,11 +1,16 @@
 """What ``--pier-layered`` says before a run begins; what is refused is in ``end_to_end/test_arguments.py``."""
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from pier_megatron.errors import PierConfigError
+from pier_megatron.features.layered import accumulation, breadth_first, segments
 from pier_megatron.features.layered import feature as layered
 from pier_megatron.megatron_api import batches, versions
 
@@ -29,7 +34,7 @@ def args(**changes: Any) -> argparse.Namespace:
 )
 def test_activations_in_flight(ranks: int, stages: int, micro_batches: int, group: int, held: int) -> None:
     given = args(pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=stages)
-    assert layered.in_flight(given, micro_batches, group) == held
+    assert breadth_first.in_flight(given, micro_batches, group) == held
 
 
 def test_activations_are_told_for_the_largest_batch() -> None:
@@ -74,7 +79,129 @@ def test_the_size_of_groups_is_that_of_the_call() -> None:
         return "losses"
 
     with mock.patch.object(versions, "require", return_value=lambda model: model.config):
-        result = layered.breadth_first(schedule, model=[mock.Mock(config=config)], num_microbatches=8, forward_only=True)
+        result = breadth_first.run(schedule, model=[mock.Mock(config=config)], num_microbatches=8, forward_only=True)
     assert result == "losses"
     assert seen == [(8, 8)]
     assert config.microbatch_group_size_per_vp_stage == 16
+
+
+def without_pipeline(**changes: Any) -> argparse.Namespace:
+    given = {
+        "pipeline_model_parallel_size": 1,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "num_layers": 32,
+        "seq_length": 4096,
+        "micro_batch_size": 2,
+        "hidden_size": 1024,
+        "bf16": True,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+    }
+    return args(**given | changes)
+
+
+@pytest.mark.parametrize(("given", "micro_batches", "together"), [(True, 8, 8), (4, 8, 4), (4, 2, 2), (1, 8, 1)])
+def test_micro_batches_at_a_time(given: int, micro_batches: int, together: int) -> None:
+    given_args = without_pipeline(pier_layered=given)
+    assert accumulation.together(given_args, micro_batches) == together
+    with mock.patch.object(batches, "training_phases", return_value={8: 1, 32: micro_batches}):
+        assert layered.cost(given_args).activations == together
+        assert [found for found in layered.warnings(given_args) if "one micro-batch" in found] == [
+            "--pier-layered: one micro-batch at a time is Megatron's own order. Use smaller micro-batches, or a larger N."
+        ] * (together == 1)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "words"), [(None, "of them"), ("full", "all that layers keep with full recomputation")]
+)
+def test_kept_inputs_of_layers_are_told(granularity: str | None, words: str) -> None:
+    with mock.patch.object(batches, "training_phases", return_value={32: 8}):
+        lines = layered.describe(without_pipeline(recompute_granularity=granularity))
+    assert lines[0] == "Pier layered: 8 micro-batches of a step pass a layer before any passes the next one"
+    sizes = "8 x 32 x 4096 x 2 x 1024 (micro-batches, layers, tokens, sequences, hidden size) x 2 bytes / 2 ranks: 2.00 GiB"
+    assert sizes in lines[1]
+    assert lines[1].endswith(words)
+
+
+@pytest.mark.parametrize("name", accumulation.REFUSED)
+def test_what_expects_another_order_is_refused(name: str) -> None:
+    with pytest.raises(PierConfigError, match="cannot be used with --pier-layered and --pipeline-model-parallel-size 1"):
+        layered.prepare(without_pipeline(**{name: True}))
+    layered.prepare(without_pipeline(**{name: None}))
+
+
+def test_a_model_of_two_blocks_is_refused() -> None:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    with pytest.raises(PierConfigError, match="this one has 0 blocks"):
+        segments._parts(model)
+    for block in (TransformerBlock.__new__(TransformerBlock) for _ in range(2)):
+        torch.nn.Module.__init__(block)
+        model.append(block)
+    with pytest.raises(PierConfigError, match="this one has 2 blocks"):
+        segments._parts(model)
+
+
+class _Layer(torch.nn.Linear):
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        _events.append(f"runs{' in a fork' if _forks else ''}")
+        return super().forward(hidden_states), None
+
+
+_events: list[str] = []
+_forks: list[None] = []
+
+
+@contextlib.contextmanager
+def _fork() -> Iterator[None]:
+    _forks.append(None)
+    yield
+    _forks.pop()
+
+
+def _model() -> torch.nn.Module:
+    """A block as Megatron's, with sequence parallelism: random numbers are forked once for all layers."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    class Block(TransformerBlock):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            with _fork() if self.config.sequence_parallel else contextlib.nullcontext():
+                for layer in self.layers:
+                    hidden_states, _ = layer(hidden_states=hidden_states, rotary_pos_emb=None)
+                return self.final_layernorm(hidden_states)
+
+    block = Block.__new__(Block)
+    torch.nn.Module.__init__(block)
+    block.layers, block.final_layernorm = torch.nn.ModuleList([_Layer(4, 4), _Layer(4, 4)]), torch.nn.LayerNorm(4)
+    block.config = argparse.Namespace(sequence_parallel=True, recompute_granularity=None, cuda_graph_impl="none")
+    return block
+
+
+def test_no_fork_of_random_numbers_stays_open_while_others_pass() -> None:
+    model = _model()
+    tracker = mock.Mock(fork=_fork)
+    _events.clear()
+    with mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=tracker):
+        with segments._cut_before_layers(model) as cuts:
+            passing = [segments._MicroBatch(lambda: model(hidden_states=torch.ones(2, 4))) for _ in range(2)]
+            for _ in range(cuts):
+                for micro_batch in passing:
+                    micro_batch.switch()
+                    assert not _forks
+            outputs = [micro_batch.switch() for micro_batch in passing]
+        model(hidden_states=torch.ones(2, 4))
+    assert _events == ["runs in a fork"] * 6
+    assert [len(micro_batch.cuts) for micro_batch in passing] == [cuts] * 2 == [3] * 2
+    assert all(torch.equal(output, model(hidden_states=torch.ones(2, 4))) for output in outputs)
+
+
+def test_a_second_way_for_gradients_is_refused() -> None:
+    layer = _Layer(4, 4)
+    layer.register_forward_pre_hook(segments._pause, with_kwargs=True)
+    bias = torch.ones(4, requires_grad=True)
+    passing = segments._MicroBatch(lambda: layer(hidden_states=torch.ones(2, 4, requires_grad=True), attention_bias=bias))
+    with pytest.raises(PierConfigError, match="layers pass gradients through attention_bias"):
+        passing.switch()
