@@ -223,7 +223,7 @@ class Settings:
     )
     exchange_dtype: str = setting(
         "fp32",
-        "Codec of pseudo-gradients on the wire; those of 8 bits and fewer have a scale per block.",
+        "Codec of pseudo-gradients on the wire; integers have a scale per block.",
         accepts=one_of(CODECS),
     )
     no_error_feedback: bool = setting(

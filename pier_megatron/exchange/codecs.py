@@ -48,6 +48,7 @@ CODECS = {
     for codec in (
         Codec("fp32", bits=32),
         Codec("bf16", bits=16),
+        Codec("int12", bits=12, scale_bytes=4),
         Codec("int8", bits=8, scale_bytes=4),
         Codec("int4", bits=4, scale_bytes=4),
         # An FP32 scale would be a fifth of the bytes of one bit.

@@ -19,7 +19,7 @@ _FEW_BITS = 2
 _SCALE_TYPES = {2: torch.bfloat16, 4: torch.float32}
 
 # Codecs that kernels encode on a GPU, by name: others are encoded in plain PyTorch there too.
-_WITH_KERNELS = ("bf16", "int8", "int4", "int2", "int1")
+_WITH_KERNELS = ("bf16", "int12", "int8", "int4", "int2", "int1")
 
 
 def encode(codec: Codec, rows: Tensor, dropped: Tensor | None = None) -> Tensor:
@@ -106,20 +106,39 @@ def _quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         integers = torch.div(blocks, _or_one(scales)[:, :, None]).floor_().clamp_(-half, half - 1).to(torch.int8)
     else:
         scales = largest / (half - 1)
-        integers = torch.div(blocks, _or_one(scales)[:, :, None]).round_().to(torch.int8)
+        integers = torch.div(blocks, _or_one(scales)[:, :, None]).round_().to(torch.int16 if bits > 8 else torch.int8)
+    if bits > 8:
+        # The low bytes of a block, and behind them what is left of its integers, as integers of so many bits less.
+        low, high = (integers + half) & 255, (integers + half) >> 8
+        parts = (low.to(torch.uint8), _packed(high.to(torch.uint8), bits - 8))
+        return torch.cat([part.view(*largest.shape, -1) for part in parts], dim=2).view(len(rows), -1), scales
     if bits == 8:
         return integers.view(torch.uint8).view(len(rows), -1), scales
-    packed = (integers + half).view(torch.uint8)
+    return _packed((integers + half).view(torch.uint8), bits).view(len(rows), -1), scales
+
+
+def _packed(integers: Tensor, bits: int) -> Tensor:
+    """Packs integers of few bits, uint8, into bytes, the first one into the lowest bits."""
     while bits < 8:
-        low, high = packed.view(len(rows), -1, 2).unbind(2)
-        packed, bits = low | (high << bits), 2 * bits
-    return packed, scales
+        low, high = integers.view(-1, 2).unbind(1)
+        integers, bits = low | (high << bits), 2 * bits
+    return integers
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Integers of few bits in the bytes of each row, uint8, in a dimension of their own."""
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    integers: Tensor = (packed[..., None] >> places) & (2**bits - 1)
+    return integers
 
 
 def _dequantise(integers: Tensor, scales: Tensor, bits: int) -> Tensor:
-    if bits < 8:
-        places = torch.arange(0, 8, bits, dtype=torch.uint8, device=integers.device)
-        signed = ((integers[:, :, None] >> places) & (2**bits - 1)).view(torch.int8) - 2 ** (bits - 1)
+    half = 2 ** (bits - 1)
+    if bits > 8:
+        low, high = integers.view(*scales.shape, -1).split([BLOCK, BLOCK * (bits - 8) // 8], dim=2)
+        signed = low.to(torch.int16) + (_unpacked(high, bits - 8).to(torch.int16) << 8).view(low.shape) - half
+    elif bits < 8:
+        signed = _unpacked(integers, bits).view(torch.int8) - half
     else:
         signed = integers.view(torch.int8)
     blocks = signed.reshape(len(integers), -1, BLOCK)

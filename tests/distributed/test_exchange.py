@@ -15,7 +15,7 @@ from pier_megatron.exchange.coding import decode, encode
 pytestmark = pytest.mark.processes
 
 _GROUPS = 4
-_LOSSY = ["bf16", "int8", "int4", "int2", "int1"]
+_LOSSY = ["bf16", "int12", "int8", "int4", "int2", "int1"]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,9 @@ def test_vectors_summed_at_once_have_the_sums_of_each_alone(
             torch.testing.assert_close(found.double(), part, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("codec", "steps"), [("bf16", 128), ("int8", 127), ("int4", 7), ("int2", 2), ("int1", 1)])
+@pytest.mark.parametrize(
+    ("codec", "steps"), [("bf16", 128), ("int12", 2047), ("int8", 127), ("int4", 7), ("int2", 2), ("int1", 1)]
+)
 def test_low_bit_sum_is_off_by_one_rounding_per_group_and_one_of_the_sum(
     records: list[dict[str, dict]], codec: str, steps: int
 ) -> None:
@@ -104,7 +106,9 @@ def test_bytes_counted_are_bytes_sent(records: list[dict[str, dict]], codec: str
         assert record["sums"][codec]["sent"] == sent
 
 
-@pytest.mark.parametrize(("codec", "share"), [("bf16", 0.53), ("int8", 0.28), ("int4", 0.145), ("int2", 0.075), ("int1", 0.04)])
+@pytest.mark.parametrize(
+    ("codec", "share"), [("bf16", 0.53), ("int12", 0.4), ("int8", 0.28), ("int4", 0.145), ("int2", 0.075), ("int1", 0.04)]
+)
 def test_share_of_the_bytes_of_fp32(records: list[dict[str, dict]], codec: str, share: float) -> None:
     # 5000 elements are no multiple of 4 x 128: a few blocks more than whole chunks take.
     sent = [records[0]["sums"][name]["sent"] for name in (codec, "fp32")]

@@ -148,7 +148,7 @@ _REFUSED = {
         "--step-batch-size-schedule, which has 4: 4 samples / (micro-batches of 1 x 2 replicas) = 2 micro-batches",
     ],
     "--pier-compress smallest": ["--pier-compress: smallest", "no policy", "hybrid, aggressive, naive"],
-    "--pier-compress pp=fp32 --pipeline-model-parallel-size 2": ["pp cannot be 'fp32'", "one of bf16, int8, int4, off"],
+    "--pier-compress pp=fp32 --pipeline-model-parallel-size 2": ["pp cannot be 'fp32'", "one of bf16, int12, int8, int4, off"],
     "--pier-compress hybrid,pp=bf16 --pipeline-model-parallel-size 2 --bf16": ["pp=bf16", "16 bits already", "use pp=int8"],
     "--pier-compress hybrid,tp=int8 --tensor-model-parallel-size 2 --transformer-impl transformer_engine": [
         "tp=int8 is not possible",

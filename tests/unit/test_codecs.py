@@ -12,7 +12,7 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.exchange.coding import decode, encode
 from pier_megatron.exchange.encoded import pack, padded, payload_like, saves_bytes, unpack
 
-LOSSY = ["bf16", "int8", "int4", "int2", "int1"]
+LOSSY = ["bf16", "int12", "int8", "int4", "int2", "int1"]
 DEVICE = one_gpu.device()
 
 
@@ -27,7 +27,9 @@ def test_bytes_are_what_is_said(name: str) -> None:
     assert encode(CODECS[name], rows()).shape == (3, CODECS[name].nbytes(9 * BLOCK))
 
 
-@pytest.mark.parametrize(("name", "share"), [("bf16", 0.5), ("int8", 0.27), ("int4", 0.14), ("int2", 0.067), ("int1", 0.036)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("bf16", 0.5), ("int12", 0.383), ("int8", 0.27), ("int4", 0.14), ("int2", 0.067), ("int1", 0.036)]
+)
 def test_share_of_the_bytes_of_fp32(name: str, share: float) -> None:
     assert CODECS[name].nbytes(BLOCK) <= share * CODECS["fp32"].nbytes(BLOCK)
 
@@ -36,7 +38,7 @@ def test_fp32_loses_nothing() -> None:
     assert torch.equal(decode(CODECS["fp32"], encode(CODECS["fp32"], rows())), rows())
 
 
-@pytest.mark.parametrize(("name", "steps"), [("int8", 127), ("int4", 7), ("int2", 2), ("int1", 1)])
+@pytest.mark.parametrize(("name", "steps"), [("int12", 2047), ("int8", 127), ("int4", 7), ("int2", 2), ("int1", 1)])
 def test_integers_are_off_by_half_a_step_of_their_block_at_most(name: str, steps: int) -> None:
     codec, original = CODECS[name], rows()
     error = (decode(codec, encode(codec, original)) - original).abs().view(3, -1, BLOCK).amax(2)
@@ -75,7 +77,16 @@ def test_a_row_is_encoded_as_it_would_be_alone(name: str) -> None:
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(lambda sizes: (4, *sizes)),
     parts=st.sampled_from([1, 2, 4]),
-    name=st.sampled_from([("bf16", 2**-8), ("int8", 0.5001 / 127), ("int4", 0.5001 / 7), ("int2", 0.51 / 2), ("int1", 0.51)]),
+    name=st.sampled_from(
+        [
+            ("bf16", 2**-8),
+            ("int12", 0.5001 / 2047),
+            ("int8", 0.5001 / 127),
+            ("int4", 0.5001 / 7),
+            ("int2", 0.51 / 2),
+            ("int1", 0.51),
+        ]
+    ),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     magnitude=st.floats(-3, 3),
     seed=st.integers(0, 2**16),
@@ -114,6 +125,7 @@ def test_what_is_not_finite_is_still_seen_and_stays_in_its_block(name: str, valu
     [
         (1024, torch.float32, "int8", 1, True),
         (1024, torch.bfloat16, "int8", 1, True),
+        (1024, torch.bfloat16, "int12", 1, True),
         (1024, torch.bfloat16, "bf16", 1, False),
         (1024, torch.float32, "fp32", 1, False),
         # Filled up to a block, it is no smaller.

@@ -70,7 +70,7 @@ def test_what_comes_later_counts(text: str, codecs: dict[str, str], named: set[s
         ("zip", ["'zip' is no policy", "hybrid, aggressive, naive", "DIMENSION=CODEC"]),
         ("", ["'' is no policy"]),
         ("ep=int8", ["'ep' is no dimension", "dp, pp, gather, tp, outer"]),
-        ("pp=fp32", ["pp cannot be 'fp32'", "bf16, int8, int4, off"]),
+        ("pp=fp32", ["pp cannot be 'fp32'", "bf16, int12, int8, int4, off"]),
     ],
 )
 def test_what_is_no_policy(text: str, words: list[str]) -> None:
