@@ -145,7 +145,7 @@ def _cut_before_layers(model: nn.Module) -> Iterator[int]:
     Their contexts end before a pause: what Megatron enters once for all layers is entered for each.
     """
     block, layers, norm = _parts(model)
-    config = versions.require("megatron.core.utils", "get_model_config")(model)
+    config = vars(block)["config"]
     # Only the block reads it there: it enters no fork of random numbers, and recomputes no layers.
     inside = copy.copy(config)
     inside.sequence_parallel, inside.recompute_granularity = False, None
