@@ -81,23 +81,23 @@ def _table(rate: float, measured: dict[int, Times]) -> str:
         "|---" * (4 + 2 * len(_ORDERS)) + "|",
     ]
     for count, times in measured.items():
-        alone = min(_best(result) for result in times["alone"])
-        sent = statistics.median(_mean(result, "bytes") for result in times["Megatron's order"])
+        alone = min(_seconds(result) for result in times["alone"])
+        sent = statistics.median(_bytes(result) for result in times["Megatron's order"])
         wire = sent * 8 / (rate * 1e6)
         limit = max(alone, wire)
-        best = [min(_best(result) for result in times[name]) for name in _ORDERS]
+        best = [min(_seconds(result) for result in times[name]) for name in _ORDERS]
         cells = " | ".join(f"{seconds * 1e3:.0f} | {seconds / limit:.2f}" for seconds in best)
         lines.append(f"| {count} | {alone * 1e3:.0f} | {wire * 1e3:.0f} | {limit * 1e3:.0f} | {cells} |")
     return "\n".join(lines)
 
 
-def _best(result: dict[str, Any]) -> float:
+def _seconds(result: dict[str, Any]) -> float:
     """Median iteration of a training; noise of a shared machine only adds, so that the best training counts."""
     return statistics.median(result["seconds"][str(iteration)] for iteration in _MEASURED)
 
 
-def _mean(result: dict[str, Any], what: str) -> float:
-    return statistics.mean(result[what][str(iteration)] for iteration in _MEASURED)
+def _bytes(result: dict[str, Any]) -> float:
+    return statistics.mean(result["bytes"][str(iteration)] for iteration in _MEASURED)
 
 
 if __name__ == "__main__":

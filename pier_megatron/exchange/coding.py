@@ -107,14 +107,14 @@ def _quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     else:
         scales = largest / (half - 1)
         integers = torch.div(blocks, _or_one(scales)[:, :, None]).round_().to(torch.int16 if bits > 8 else torch.int8)
-    if bits > 8:
-        # The low bytes of a block, and behind them what is left of its integers, as integers of so many bits less.
-        low, high = (integers + half) & 255, (integers + half) >> 8
-        parts = (low.to(torch.uint8), _packed(high.to(torch.uint8), bits - 8))
-        return torch.cat([part.view(*largest.shape, -1) for part in parts], dim=2).view(len(rows), -1), scales
     if bits == 8:
         return integers.view(torch.uint8).view(len(rows), -1), scales
-    return _packed((integers + half).view(torch.uint8), bits).view(len(rows), -1), scales
+    integers += half
+    if bits < 8:
+        return _packed(integers.view(torch.uint8), bits).view(len(rows), -1), scales
+    # The low bytes of a block, and behind them what is left of its integers, as integers of so many bits less.
+    parts = ((integers & 255).to(torch.uint8), _packed((integers >> 8).to(torch.uint8), bits - 8))
+    return torch.cat([part.view(*largest.shape, -1) for part in parts], dim=2).view(len(rows), -1), scales
 
 
 def _packed(integers: Tensor, bits: int) -> Tensor:

@@ -121,22 +121,22 @@ def _encode(
             levels = (levels + _ROUNDS) - _ROUNDS
             decoded = levels * scale[:, None]
         BYTES: tl.constexpr = _BLOCK * BITS // 8
-        signed = levels.to(tl.int32)
+        # Eight bits are stored as a signed integer, others with half their range added.
+        whole = levels.to(tl.int32) + (0 if BITS == 8 else HALF)
         row, column = block // blocks_of_row, block % blocks_of_row
         begin = row * blocks_of_row * (BYTES + SCALE_BYTES)
         byte = (begin + column * BYTES)[:, None]
         if BITS > 8:
             # The low bytes of the block before the bits that are left.
-            tl.store(integers + byte + tl.arange(0, _BLOCK)[None, :], (signed + HALF).to(tl.uint8), mask=is_block[:, None])
+            tl.store(integers + byte + tl.arange(0, _BLOCK)[None, :], whole.to(tl.uint8), mask=is_block[:, None])
             byte += _BLOCK
-            signed = (signed + HALF) >> 8
+            whole >>= 8
         PACKED: tl.constexpr = BITS - 8 if BITS > 8 else BITS
         if PACKED < 8:
-            unsigned = signed if BITS > 8 else signed + HALF
-            parts = tl.reshape(unsigned, (BLOCKS, _BLOCK * PACKED // 8, 8 // PACKED))
-            signed = tl.sum(parts << (tl.arange(0, 8 // PACKED) * PACKED)[None, None, :], axis=2)
+            parts = tl.reshape(whole, (BLOCKS, _BLOCK * PACKED // 8, 8 // PACKED))
+            whole = tl.sum(parts << (tl.arange(0, 8 // PACKED) * PACKED)[None, None, :], axis=2)
         byte += tl.arange(0, _BLOCK * PACKED // 8)[None, :]
-        tl.store(integers + byte, signed.to(tl.uint8), mask=is_block[:, None])
+        tl.store(integers + byte, whole.to(tl.uint8), mask=is_block[:, None])
         behind = (begin + blocks_of_row * BYTES) // SCALE_BYTES + column
         tl.store(scales + behind, stored.to(scales.dtype.element_ty), mask=is_block)
     if dropped is not None:
@@ -162,15 +162,13 @@ def _decode(
     begin = row * blocks_of_row * (BYTES + SCALE_BYTES)
     element = tl.arange(0, _BLOCK)
     byte = (begin + column * BYTES)[:, None]
-    levels = tl.zeros((BLOCKS, _BLOCK), dtype=tl.int32) - HALF
     PACKED: tl.constexpr = BITS - 8 if BITS > 8 else BITS
+    behind = (_BLOCK if BITS > 8 else 0) + element * PACKED // 8
+    packed = tl.load(integers + byte + behind[None, :], mask=is_block[:, None], other=0).to(tl.int32)
+    whole = (packed ^ 128) if BITS == 8 else (packed >> (element * PACKED % 8)[None, :]) & ((1 << PACKED) - 1)
     if BITS > 8:
-        levels += tl.load(integers + byte + element[None, :], mask=is_block[:, None], other=0).to(tl.int32)
-        byte += _BLOCK
-    packed = tl.load(integers + byte + (element * PACKED // 8)[None, :], mask=is_block[:, None], other=0).to(tl.int32)
-    # Eight bits are stored as a signed integer, others with half their range added.
-    part = (packed ^ 128) if BITS == 8 else (packed >> (element * PACKED % 8)[None, :]) & ((1 << PACKED) - 1)
-    levels += (part << 8) if BITS > 8 else part
+        whole = (whole << 8) + tl.load(integers + byte + element[None, :], mask=is_block[:, None], other=0).to(tl.int32)
+    levels = whole - HALF
     scale = tl.load(scales + (begin + blocks_of_row * BYTES) // SCALE_BYTES + column, mask=is_block, other=0)
     if BITS <= 2:
         decoded = (levels.to(tl.float32) + 0.5) * _from_bf16(scale.to(tl.int32))[:, None]

@@ -23,7 +23,7 @@ from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.args import flag, uses_pier
+from pier_megatron.megatron_api.args import flag, ranks_of_activations, uses_pier
 from pier_megatron.megatron_api.batches import counted
 from pier_megatron.megatron_api.tracker import stored_checkpoint
 from pier_megatron.outer.description import ENTRY, Description
@@ -216,8 +216,7 @@ def elements_between_stages(args: argparse.Namespace) -> float:
 
 def elements_of_message(args: argparse.Namespace) -> float:
     """Elements that a rank sends to the next stage for one micro-batch."""
-    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks)
+    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks_of_activations(args))
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:

@@ -23,6 +23,12 @@ def flag(name: str) -> str:
     return "--" + _CALLED_OTHERWISE.get(name, name).replace("_", "-")
 
 
+def ranks_of_activations(args: argparse.Namespace) -> int:
+    """Ranks over which Megatron lays what a layer hands to the next one, of a micro-batch."""
+    ranks: int = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return ranks
+
+
 def captures_full_iterations(args: argparse.Namespace) -> bool:
     """Whether CUDA graphs take in what a rank sends and receives."""
     return any("full_iteration" in strings(getattr(args, name, None)) for name in _CUDA_GRAPH_SCOPES)

@@ -6,13 +6,14 @@ reduction inside a group, and in the lazy start the one of all.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.feature import Cost
 from pier_megatron.megatron_api import batches, versions
-from pier_megatron.megatron_api.args import flag
+from pier_megatron.megatron_api.args import flag, ranks_of_activations
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,10 +105,6 @@ def prepare(args: argparse.Namespace) -> None:
         )
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuses nothing that :func:`prepare` has not."""
-
-
 def cost(args: argparse.Namespace) -> Cost:
     """Says for how many micro-batches of the largest step there are activations at once."""
     return Cost(activations=together(args, _most(args)))
@@ -117,12 +114,10 @@ def describe(args: argparse.Namespace) -> list[str]:
     """Says what the order will be and what it costs, line by line."""
     count = together(args, _most(args))
     # As Megatron lays them over ranks.
-    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    ranks = ranks_of_activations(args)
     sizes = (count, args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
     width = 2 if args.bf16 or args.fp16 else 4
-    size = width / ranks
-    for factor in sizes:
-        size *= factor
+    size = math.prod(sizes) * width / ranks
     recomputes = args.recompute_granularity == "full"
     return [
         f"Pier layered: {count} micro-batches of a step pass a layer before any passes the next one",

@@ -62,7 +62,8 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag, the arithmetic and a remedy.
     """
-    _order(args).check(args)
+    if args.pipeline_model_parallel_size > 1:
+        breadth_first.check(args)
 
 
 def seams() -> Sequence[Seam]:

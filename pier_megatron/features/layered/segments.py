@@ -206,13 +206,12 @@ def _forward(forward: Callable[..., object], has_random_fork: bool, is_recompute
         has_random_fork: Whether it draws the random numbers of its tensor-parallel rank (sequence parallelism).
         is_recomputed: Whether it is recomputed in full.
     """
+    tracker = versions.require("megatron.core.tensor_parallel", "get_cuda_rng_tracker")
+    checkpoint = versions.require("megatron.core.tensor_parallel", "checkpoint")
 
     def run(hidden_states: torch.Tensor, **kwargs: object) -> object:
         pass_on = functools.partial(forward, **kwargs)
-        tracker = versions.require("megatron.core.tensor_parallel", "get_cuda_rng_tracker")()
-        with tracker.fork() if has_random_fork else contextlib.nullcontext():
-            if is_recomputed:
-                return versions.require("megatron.core.tensor_parallel", "checkpoint")(pass_on, False, hidden_states)
-            return pass_on(hidden_states)
+        with tracker().fork() if has_random_fork else contextlib.nullcontext():
+            return checkpoint(pass_on, False, hidden_states) if is_recomputed else pass_on(hidden_states)
 
     return run
