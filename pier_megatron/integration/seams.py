@@ -112,7 +112,8 @@ NEEDED = (
     Needed("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
     Needed(
         _PARALLEL_STATE,
-        "RankGenerator get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_embedding_group "
+        "RankGenerator get_context_parallel_group "
+        "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_embedding_group "
         "get_expert_data_parallel_group get_expert_tensor_parallel_group get_inter_distributed_optimizer_instance_group "
         "get_nccl_options get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_tensor_model_parallel_group "
         "get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP_WITH_CP _EXPERT_DATA_PARALLEL_GROUP "
@@ -120,7 +121,10 @@ NEEDED = (
     ),
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", releases=("0.19",)),
     Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", releases=("0.19",)),
-    Needed("megatron.core.pipeline_parallel.schedules", "backward_step forward_step"),
+    Needed(
+        "megatron.core.pipeline_parallel.schedules",
+        "backward_step deallocate_output_tensor forward_backward_no_pipelining forward_step get_tensor_shapes",
+    ),
     Needed("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
     Needed("megatron.core.tensor_parallel", "checkpoint get_cuda_rng_tracker"),
     Needed("megatron.core.transformer.enums", "AttnBackend"),

@@ -3,7 +3,7 @@
 Weights are the whole tensors of a ``torch_dist`` checkpoint, by their names there, with the layers stacked in front.
 """
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,25 +17,23 @@ def trainable(weights: dict[str, object]) -> dict[str, Tensor]:
     return {name: value.double() for name, value in weights.items() if isinstance(value, Tensor)}
 
 
-def loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, omitted: Collection[int] = ()) -> Tensor:
+def loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, layers: Sequence[int] | None = None) -> Tensor:
     """Mean cross entropy of a micro-batch.
 
     Args:
         weights: As of :func:`trainable`.
         tokens: Inputs, shape ``[batch, sequence]``.
         labels: The tokens that follow them, same shape.
-        omitted: Layers that the model shall not have, from 0.
+        layers: Those that the model shall have, in order, from 0; None for all.
     """
-    return functional.cross_entropy(logits(weights, tokens, omitted).flatten(0, 1), labels.flatten())
+    return functional.cross_entropy(logits(weights, tokens, layers).flatten(0, 1), labels.flatten())
 
 
-def logits(weights: dict[str, Tensor], tokens: Tensor, omitted: Collection[int] = ()) -> Tensor:
+def logits(weights: dict[str, Tensor], tokens: Tensor, layers: Sequence[int] | None = None) -> Tensor:
     """Logits ``[batch, sequence, vocabulary]``, of arguments as for :func:`loss`."""
     embedding = weights["embedding.word_embeddings.weight"]
     x = embedding[tokens] + weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
-    for layer in range(len(weights["decoder.layers.self_attention.linear_proj.weight"])):
-        if layer in omitted:
-            continue
+    for layer in range(len(weights["decoder.layers.self_attention.linear_proj.weight"])) if layers is None else layers:
         own = {
             name.removeprefix("decoder.layers."): stacked[layer]
             for name, stacked in weights.items()

@@ -1,6 +1,5 @@
 """Trains with ``pier_megatron.reference`` on the samples that a distributed run recorded."""
 
-import itertools
 from collections.abc import Collection, Sequence
 
 import gpt_reference
@@ -18,7 +17,7 @@ def train(
     recorded: Recorded,
     config: PierConfig,
     skipped: Collection[int] = (),
-    omitted: Sequence[Collection[int]] | None = None,
+    layers: Sequence[Sequence[int]] | None = None,
     muon_blocks: int = 1,
 ) -> dict[str, Tensor]:
     """Trains a model on the samples of a run.
@@ -27,8 +26,8 @@ def train(
         recorded: The run.
         config: Its own.
         skipped: Iterations in which nobody trains.
-        omitted: Layers that each micro-batch of a step does without; the first samples of a rank must be those of its first
-            stage then, in order.
+        layers: Layers that each micro-batch of a group's step passes, in order, replica by replica; the first samples of a rank
+            must be those of its first stage then, in order.
         muon_blocks: Where Muon trains inside: in how many parts tensor-parallel ranks orthogonalize a matrix.
 
     Returns:
@@ -36,11 +35,12 @@ def train(
     """
     initial = gpt_reference.trainable(recorded.weights("initial"))
     names = list(initial)
-    samples = [_samples_of_group(recorded, group, len(omitted) if omitted else None) for group in range(config.groups)]
+    samples = [_samples_of_group(recorded, group, layers and len(layers)) for group in range(config.groups)]
 
     def gradient(parameters: Sequence[Tensor], group: int, iteration: int) -> Sequence[Tensor]:
         weights = {name: parameter.detach().requires_grad_() for name, parameter in zip(names, parameters, strict=True)}
-        paths = zip(samples[group][iteration], itertools.cycle(omitted or [()]), strict=False)
+        batches = samples[group][iteration]
+        paths = zip(batches, layers or [None] * len(batches), strict=True)
         losses = [gpt_reference.loss(weights, *batch, path) for batch, path in paths]
         return torch.autograd.grad(torch.stack(losses).mean(), list(weights.values()))
 
@@ -65,9 +65,13 @@ def train(
     return dict(zip(names, final, strict=True))
 
 
-def _samples_of_group(recorded: Recorded, group: int, first: int | None) -> dict[int, list[tuple[Tensor, Tensor]]]:
-    """Micro-batches by iteration, those of each data-parallel rank of the group once; only the first ones of each if asked."""
-    ranks = {rank["data_parallel_rank"]: rank["samples"] for rank in recorded.of_group(group) if "samples" in rank}
+def _samples_of_group(recorded: Recorded, group: int, count: int | None) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Micro-batches by iteration, those of each data-parallel rank of the group once; if asked, ``count`` in a step."""
+    # Of a pipeline the first rank: it takes micro-batches in the order of the data, whatever their routes.
+    in_reverse = reversed(recorded.of_group(group))
+    found = {rank["data_parallel_rank"]: rank["samples"] for rank in in_reverse if "samples" in rank}
+    ranks = dict(sorted(found.items()))
+    first = None if count is None else count // len(ranks)
     return {
         iteration: [batch for samples in ranks.values() for batch in samples[iteration][:first]]
         for iteration in next(iter(ranks.values()))

@@ -14,6 +14,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import training as megatron_training
 
+from pier_megatron.megatron_api import versions
+
 
 @contextlib.contextmanager
 def traced(recorder: Any) -> Iterator[None]:
@@ -45,10 +47,10 @@ def traced(recorder: Any) -> Iterator[None]:
     @functools.wraps(forward)
     def recorded_forward(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
-        # The model is the third argument in every supported release.
-        place = f"{kwargs.get('vp_stage') or 0}.{kwargs['current_microbatch']}"
-        keep(("F" if args[2].training else "E") + place)
-        if args[2].training:
+        given = versions.given(forward, args, kwargs)
+        place, is_training = f"{given.get('vp_stage') or 0}.{given['current_microbatch']}", given["model"].training
+        keep(("F" if is_training else "E") + place)
+        if is_training:
             waiting[id(result[0])] = place
             held = record.setdefault("held", {})
             held[recorder.iteration] = max(held.get(recorder.iteration, 0), len(waiting))

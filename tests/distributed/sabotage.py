@@ -33,7 +33,6 @@ from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.features import compression
 from pier_megatron.features.layered import breadth_first, segments
 from pier_megatron.features.skipping import feature as skipping
-from pier_megatron.features.skipping.paths import Paths
 from pier_megatron.integration import current, gradient_averaging, training
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
@@ -41,6 +40,7 @@ from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
 from pier_megatron.outer.restarts import Restarts
+from pier_megatron.pipeline.paths import Paths
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -266,6 +266,16 @@ def _another_table(directory: Path) -> Patch:
         return search(argparse.Namespace(**vars(settings) | {"pier_skip_seed": 1}), micro_batches)
 
     return mock.patch.object(skipping, "paths", redrawn)
+
+
+def _another_file_of_routes(directory: Path) -> Patch:
+    """One rank has read a file of routes that the others have not."""
+    read = Path.read_bytes
+
+    def other_bytes(path: Path) -> bytes:
+        return read(path) + (b" " if dist.get_rank() == 3 else b"")
+
+    return mock.patch.object(Path, "read_bytes", other_bytes)
 
 
 def _fault(group: int, iterations: tuple[int, ...], before: Any = None, after: Any = None) -> Patch:
@@ -535,6 +545,7 @@ _ALL = {
     "the last micro-batch skips": _last_micro_batch_skips,
     "a view of the input": _view_of_the_input,
     "another table": _another_table,
+    "another file of routes": _another_file_of_routes,
     "lossless codecs": _lossless_codecs,
     "lengths that vary": _lengths_that_vary,
     "nothing between instances": _nothing_between_instances,

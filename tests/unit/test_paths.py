@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.skipping.paths import Paths, draw, most, search, wanted
-from pier_megatron.features.skipping.schedule import Pass, Pipeline
-from pier_megatron.features.skipping.simulator import makespan
+from pier_megatron.pipeline.paths import Paths, draw, most, search, wanted
+from pier_megatron.pipeline.schedule import Pass, Pipeline
+from pier_megatron.pipeline.simulator import makespan
 
 # Ranks, virtual stages of each, groups of micro-batches in a step, and how much longer than the ranks each group is.
 _SIZES = st.tuples(*(st.integers(*limits) for limits in ((2, 6), (1, 4), (1, 4), (0, 6))))

@@ -10,8 +10,8 @@ import pytest
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.skipping import feature as skipping
-from pier_megatron.features.skipping.schedule import Pipeline
 from pier_megatron.megatron_api import batches, versions
+from pier_megatron.pipeline.schedule import Pipeline
 
 
 def args(**changes: Any) -> argparse.Namespace:

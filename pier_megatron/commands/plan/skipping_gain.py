@@ -5,7 +5,7 @@ import dataclasses
 
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, bandwidth_between_stages, predict
-from pier_megatron.features.skipping.paths import most, wanted
+from pier_megatron.pipeline.paths import most, wanted
 
 FRACTIONS = (0.0, 0.25, 0.33, 0.5)
 

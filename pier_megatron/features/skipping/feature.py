@@ -1,8 +1,9 @@
 """Micro-batches that skip pipeline stages in training, and evaluation without some of the stages.
 
-SkipPipe (arXiv 2502.19913) as far as it fits Megatron's grid: a stage that is skipped hands its input on. Schedule and messages
-remain Megatron's, so compute is saved, and no transfer. A stage learns from the micro-batches that have visited it, whose
-gradients are summed and divided by the number of all, as in the paper.
+SkipPipe (arXiv 2502.19913) in two ways. By a table, a stage that is skipped hands its input on: schedule and messages remain
+Megatron's, so compute is saved, and no transfer. By routes (:mod:`routing`), micro-batches go past it to the rank of another
+stage, of any replica of the group. A stage learns from the micro-batches that have visited it, whose gradients are summed and
+divided by the number of all, as in the paper.
 """
 
 import argparse
@@ -14,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.feature import Cost
 from pier_megatron.features.layered import feature as layered
-from pier_megatron.features.skipping.paths import Paths, most, search, wanted
-from pier_megatron.features.skipping.schedule import Pipeline
-from pier_megatron.features.skipping.simulator import BACKWARD, makespan
+from pier_megatron.features.skipping import routing
 from pier_megatron.megatron_api import batches, versions
 from pier_megatron.megatron_api.args import flag
 from pier_megatron.megatron_api.seam import Seam
+from pier_megatron.pipeline.paths import Paths, most, search, wanted
+from pier_megatron.pipeline.schedule import Pipeline
+from pier_megatron.pipeline.simulator import BACKWARD, makespan
 from pier_megatron.settings import SEED, setting
-from pier_megatron.values import numbers, share
+from pier_megatron.values import any_path, numbers, share
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,6 +57,13 @@ class Settings:
         metavar="SHARE",
         accepts=share("such as 0.25"),
     )
+    skip_routes: str | None = setting(
+        None,
+        "File with routes by which micro-batches go past the stages that they skip, and through the ranks of other replicas "
+        "of their group; in place of --pier-skip-fraction. `pier-megatron plan --routes` writes it. Default: none.",
+        metavar="FILE",
+        accepts=any_path,
+    )
     skip_seed: int = setting(0, "Seed of the random search for that table.", metavar="SEED", accepts=SEED)
     eval_skip: str | None = setting(
         None,
@@ -66,13 +75,13 @@ class Settings:
 
 
 def is_skipping(args: argparse.Namespace) -> bool:
-    """Whether micro-batches skip stages in training."""
+    """Whether micro-batches skip stages in training by a table."""
     return bool(getattr(args, "pier_skip_fraction", None))
 
 
 def is_used(args: argparse.Namespace) -> bool:
     """Whether stages are skipped in training or left out in evaluation."""
-    return is_skipping(args) or getattr(args, "pier_eval_skip", None) is not None
+    return is_skipping(args) or routing.is_used(args) or getattr(args, "pier_eval_skip", None) is not None
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -87,18 +96,32 @@ def check(args: argparse.Namespace) -> None:
     """
     check_model(args)
     check_stages(args)
+    if routing.is_used(args):
+        routing.check(args)
     if is_skipping(args):
         check_micro_batches(args)
 
 
 def cost(args: argparse.Namespace) -> Cost:
-    """Says that it takes no memory; the last micro-batch of a step, which is whole, needs what all would."""
-    return Cost()
+    """Says what activations routes keep; by a table, the last micro-batch of a step is whole and needs what all would."""
+    return routing.cost(args) if routing.is_used(args) else Cost()
 
 
 def seams() -> Sequence[Seam]:
-    """What is put around Megatron's setting up of the model."""
-    return (Seam("megatron.training.training", "setup_model_and_optimizer", set_up, is_outermost=True),)
+    """What is put around Megatron's setting up of the model, and its choice of a schedule."""
+    return (
+        Seam("megatron.training.training", "setup_model_and_optimizer", set_up, is_outermost=True),
+        Seam("megatron.training.training", "get_forward_backward_func", get_schedule, over=layered.get_schedule),
+    )
+
+
+def get_schedule[**P](
+    get_forward_backward_func: Callable[P, Callable[..., object]], /, *args: P.args, **kwargs: P.kwargs
+) -> Callable[..., object]:
+    """Runs training steps by routes."""
+    schedule = get_forward_backward_func(*args, **kwargs)
+    given = versions.megatron_args()
+    return functools.partial(routing.run, given, schedule) if routing.is_used(given) else schedule
 
 
 def set_up[**P, R: tuple["list[nn.Module]", object, object]](
@@ -110,6 +133,8 @@ def set_up[**P, R: tuple["list[nn.Module]", object, object]](
     if is_used(settings):
         chunks, *_ = result
         make_skippable(chunks, settings)
+        if routing.is_used(settings):
+            routing.check_copies(settings)
     return result
 
 
@@ -300,6 +325,8 @@ def describe(args: argparse.Namespace) -> list[str]:
             f"{shown.row(stage)[:_SHOWN]}{cut}"
             for stage in range(shown.stages)
         ]
+    if routing.is_used(args):
+        lines += routing.describe(args)
     omitted = sorted(omitted_in_evaluation(args))
     if omitted:
         lines.append(
@@ -325,5 +352,6 @@ def warnings(args: argparse.Namespace) -> list[str]:
 
 def _flags(args: argparse.Namespace) -> str:
     """The flags that are used, with their values."""
-    given = {"--pier-skip-fraction": args.pier_skip_fraction, "--pier-eval-skip": getattr(args, "pier_eval_skip", None)}
+    names = ("pier_skip_fraction", "pier_skip_routes", "pier_eval_skip")
+    given = {flag(name): getattr(args, name, None) for name in names}
     return " and ".join(f"{name} {value}" for name, value in given.items() if value)

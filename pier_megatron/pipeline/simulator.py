@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from pier_megatron.features.skipping.schedule import Pass, Pipeline
+from pier_megatron.pipeline.schedule import Pass, Pipeline
 
 BACKWARD = 2.0
 """Time of a backward pass in forward passes, without recomputation."""

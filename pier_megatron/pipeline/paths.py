@@ -9,9 +9,10 @@ import dataclasses
 import functools
 import math
 import random
+from collections.abc import Sequence
 
-from pier_megatron.features.skipping.schedule import Pipeline
-from pier_megatron.features.skipping.simulator import BACKWARD, makespan
+from pier_megatron.pipeline.schedule import Pipeline
+from pier_megatron.pipeline.simulator import BACKWARD, makespan
 
 _MOST_TABLES = 60
 
@@ -62,16 +63,27 @@ def draw(stages: int, micro_batches: int, fraction: float, generator: random.Ran
         fraction: Share of all pairs; what it :func:`wanted` must be no more than the :func:`most`.
         generator: Source of the random table.
     """
-    inner, partial = list(range(1, stages - 1)), list(range(micro_batches - 1))
+    inner, partial = range(1, stages - 1), range(micro_batches - 1)
+    return Paths(stages, micro_batches, balanced(inner, partial, wanted(stages, micro_batches, fraction), generator))
+
+
+def balanced(
+    stages: Sequence[int], micro_batches: Sequence[int], count: int, generator: random.Random
+) -> frozenset[tuple[int, int]]:
+    """Draws pairs of a stage and a micro-batch, in which each stage comes as often as any, and each micro-batch, to within one.
+
+    Args:
+        stages: Stages that may be skipped.
+        micro_batches: Micro-batches that may skip them.
+        count: How many pairs, of all that there are at most.
+        generator: Source of the draw.
+    """
+    inner, partial = list(stages), list(micro_batches)
     generator.shuffle(inner)
     generator.shuffle(partial)
     # Both indices go round. When they come back to the same pair together, one of them is shifted: no pair is met twice.
     together = math.lcm(len(inner), len(partial)) if inner and partial else 1
-    skipped = frozenset(
-        (inner[pair % len(inner)], partial[(pair + pair // together) % len(partial)])
-        for pair in range(wanted(stages, micro_batches, fraction))
-    )
-    return Paths(stages, micro_batches, skipped)
+    return frozenset((inner[pair % len(inner)], partial[(pair + pair // together) % len(partial)]) for pair in range(count))
 
 
 @functools.cache

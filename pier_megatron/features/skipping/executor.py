@@ -1,0 +1,242 @@
+"""Runs a step by routes: each rank takes the passes of its list, and sends and receives between them.
+
+Megatron's forward and backward step run the passes, and its schedule without a pipeline is around them, for what a step has
+before and after. Every message is posted where the order of all passes has it, on both ranks: what two ranks exchange has one
+order, as NCCL needs it, and no circle of waits can come about even if a message blocks until the other side is there.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.features.compression.activations import transfer
+from pier_megatron.features.compression.buckets import Handle
+from pier_megatron.megatron_api import versions
+from pier_megatron.pipeline.routes import Action, MicroBatch, Place, Routes, Visit
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_PARALLEL_STATE = "megatron.core.parallel_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """This rank's place, and who is at which.
+
+    Attributes:
+        own: Its place.
+        of: Global rank at a place.
+    """
+
+    own: Place
+    of: Callable[[Place], int]
+
+
+def ranks(replicas: int) -> Ranks:
+    """Finds this rank's place in its group: the ranks with the same part of the layers' tensors and of the sequence.
+
+    Args:
+        replicas: Number of model replicas of a group.
+    """
+    pipeline = versions.require(_PARALLEL_STATE, "get_pipeline_model_parallel_group")()
+    data = versions.require(_PARALLEL_STATE, "get_data_parallel_group")()
+    # Groups are consecutive data-parallel ranks; an island sees its own alone.
+    index = dist.get_rank(data)
+    first = index // replicas * replicas
+    stages, peers = dist.get_process_group_ranks(pipeline), dist.get_process_group_ranks(data)
+    # Megatron lays ranks out as a grid in every order that it knows.
+    return Ranks(
+        Place(dist.get_rank(pipeline), index - first),
+        lambda place: stages[place.stage] + peers[first + place.replica] - dist.get_rank(),
+    )
+
+
+def run(
+    routes: Routes,
+    /,
+    *,
+    model: Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    **kwargs: object,
+) -> object:
+    """Runs a training step.
+
+    Args:
+        routes: Those of a group.
+        model: The rank's stage, alone in its list.
+        num_microbatches: Number of micro-batches of this step.
+        seq_length: Tokens of a sequence.
+        micro_batch_size: Sequences of a micro-batch.
+        kwargs: All else that a schedule of Megatron's takes.
+    """
+    steps = _Steps(routes, model[0], (seq_length, micro_batch_size))
+    replacements = {"forward_step": steps.forward_step, "backward_step": steps.backward_step}
+    schedule = versions.require(_SCHEDULES, "forward_backward_no_pipelining")
+    with versions.replaced(importlib.import_module(_SCHEDULES), replacements):
+        return schedule(
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            **kwargs,
+        )
+
+
+class _Batches:
+    """The batches of this rank's replica, which micro-batches may want in another order than the data has them in."""
+
+    def __init__(self, data: Iterator[object] | None, own: Place) -> None:
+        self._data, self._own = data, own
+        self._read: list[object] = []
+
+    def of(self, micro_batch: MicroBatch) -> Iterator[object] | None:
+        """An iterator over a micro-batch's own; None where Megatron gives a rank none."""
+        return None if self._data is None else self._only(self._data, micro_batch)
+
+    def _only(self, data: Iterator[object], micro_batch: MicroBatch) -> Iterator[object]:
+        # Most scripts do not come here between the ends of the pipeline.
+        if micro_batch.replica != self._own.replica:
+            raise PierConfigError(
+                f"--pier-skip-routes: the training script reads data in stage {self._own.stage}, between the ends of the "
+                f"pipeline, as for packed sequences; what it reads is of replica {self._own.replica}, and the micro-batch of "
+                f"replica {micro_batch.replica}. Plan routes that stay in their replica: --stay of `pier-megatron plan`."
+            )
+        while len(self._read) <= micro_batch.number:
+            self._read.append(next(data))
+        batch, self._read[micro_batch.number] = self._read[micro_batch.number], None
+        yield batch
+
+
+class _Steps:
+    """Stand in for Megatron's forward and backward step: the last micro-batch of the schedule around runs the whole list."""
+
+    def __init__(self, routes: Routes, model: nn.Module, sizes: tuple[int, int]) -> None:
+        self._forward_step = versions.require(_SCHEDULES, "forward_step")
+        self._backward_step = versions.require(_SCHEDULES, "backward_step")
+        self._release = versions.require(_SCHEDULES, "deallocate_output_tensor")
+        self._config = versions.require("megatron.core.utils", "get_model_config")(model)
+        self._model, self._routes, self._ranks = model, routes, ranks(routes.replicas)
+        self._shape = self._shape_of_messages(*sizes)
+        self._left = routes.micro_batches
+        self._kept: dict[MicroBatch, tuple[Tensor | None, Tensor]] = {}
+        self._results: dict[Visit, Tensor] = {}
+        self._arrivals: dict[Visit, tuple[Tensor, Handle]] = {}
+        self._sent: list[dist.Work] = []
+
+    def forward_step(self, *args: object, **kwargs: object) -> tuple[None, Tensor | int]:
+        """Takes what Megatron's takes; returns no loss, and the tokens of all micro-batches once they have passed."""
+        self._left -= 1
+        if self._left:
+            return None, 0
+        given = versions.given(self._forward_step, args, kwargs)
+        return None, self._run(given, _Batches(given["data_iterator"], self._ranks.own))
+
+    def backward_step(self, *args: object) -> None:
+        """Does nothing: the passes are over."""
+
+    def _run(self, given: dict[str, object], batches: _Batches) -> Tensor | int:
+        if self._config.param_sync_func is not None:
+            self._config.param_sync_func(self._model.parameters())
+        actions = self._routes.actions(self._ranks.own)
+        backward = [action for action in actions if action.kind == "pass" and action.visit.is_backward]
+        tokens: Tensor | int = 0
+        is_first = True
+        for action in actions:
+            visit = action.visit
+            if action.kind == "send":
+                self._send(action)
+            elif action.kind == "receive":
+                self._receive(action)
+            elif visit.is_backward:
+                self._backward(visit, is_last=action is backward[-1])
+            else:
+                tokens += self._forward(given, batches, visit, is_first)
+                is_first = False
+        for message in self._sent:
+            message.wait()
+        return tokens
+
+    def _forward(self, given: dict[str, object], batches: _Batches, visit: Visit, is_first: bool) -> Tensor | int:
+        leaf = None
+        if visit.hop:
+            leaf = self._arrived(Visit(False, visit.micro_batch, visit.hop - 1)).requires_grad_()
+        changed = {
+            "data_iterator": batches.of(visit.micro_batch),
+            "input_tensor": leaf,
+            "is_first_microbatch": is_first,
+            "current_microbatch": visit.micro_batch.number,
+            "is_last_stage": self._ranks.own.stage == self._routes.stages - 1,
+        }
+        output, tokens = self._forward_step(**{**given, **changed})
+        self._kept[visit.micro_batch] = leaf, output
+        self._results[visit] = output
+        counted: Tensor | int = tokens
+        return counted
+
+    def _backward(self, visit: Visit, is_last: bool) -> None:
+        is_of_loss = visit.hop == len(self._routes.paths[visit.micro_batch]) - 1
+        gradient = None if is_of_loss else self._arrived(Visit(True, visit.micro_batch, visit.hop + 1))
+        leaf, output = self._kept.pop(visit.micro_batch)
+        self._results.pop(Visit(False, visit.micro_batch, visit.hop), None)
+        no_sync = self._config.no_sync_func
+        # Gradients are reduced once, with the last ones.
+        with contextlib.nullcontext() if is_last or no_sync is None else no_sync():
+            self._results[visit] = self._backward_step(leaf, output, gradient, self._config)
+
+    def _send(self, action: Action) -> None:
+        assert action.peer is not None
+        result = self._results.pop(action.visit)
+        # Megatron empties an output that is sent; the message under way holds on to the numbers.
+        self._sent.append(_post(dist.isend, self._ranks.of(action.peer), tensor_send_next=result.detach().contiguous()))
+        if not action.visit.is_backward:
+            self._release(result, self._config.deallocate_pipeline_outputs)
+        self._sent = [message for message in self._sent if not message.is_completed()]
+
+    def _receive(self, action: Action) -> None:
+        assert action.peer is not None
+        tensor = torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=torch.cuda.current_device())
+        self._arrivals[action.visit] = tensor, _post(dist.irecv, self._ranks.of(action.peer), tensor_recv_prev=tensor)
+
+    def _arrived(self, visit: Visit) -> Tensor:
+        tensor, handle = self._arrivals.pop(visit)
+        handle.wait()
+        return tensor
+
+    def _shape_of_messages(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+        [shape] = versions.require(_SCHEDULES, "get_tensor_shapes")(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=None,
+            config=self._config,
+            tp_group=versions.require(_PARALLEL_STATE, "get_tensor_model_parallel_group")(),
+            cp_group=versions.require(_PARALLEL_STATE, "get_context_parallel_group")(),
+        )
+        found: tuple[int, int, int] = shape
+        return found
+
+
+def _post(post: Callable[[Tensor, int], dist.Work | None], peer: int, **named: Tensor) -> Any:
+    """Begins to send or to receive a tensor, in the bytes of a codec where one is in force, and returns the message.
+
+    Args:
+        post: PyTorch's function.
+        peer: Global rank of the other side.
+        named: The tensor, by the name that Megatron's own exchange of a pipeline gives it.
+    """
+    [name] = named
+    request = name.removeprefix("tensor_")
+
+    def start(**payload: Tensor) -> dict[str, Any]:
+        return {request: post(payload[name], peer)}
+
+    begun = transfer(start, **named)
+    assert isinstance(begun, dict)
+    return begun[request]

@@ -1,0 +1,166 @@
+"""Micro-batches that go by routes of their own, past the stages that they skip: what start-up reads, refuses and says."""
+
+import argparse
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.features.feature import Cost
+from pier_megatron.megatron_api import batches
+from pier_megatron.megatron_api.args import flag, strings
+from pier_megatron.pipeline.routes import Routes
+from pier_megatron.settings import settings_of
+from pier_megatron.values import existing_file
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_IN_PASSES = "its ranks of several replicas meet inside each pass, and routes give them passes of different micro-batches"
+REFUSED = {
+    "pier_skip_fraction": "the file says what is skipped",
+    "pier_layered": "it is another order of the passes",
+    "virtual_pipeline_model_parallel_size": "a rank has one stage on a route",
+    "fp8": f"where scales are delayed, {_IN_PASSES}",
+    "fp4": f"where scales are delayed, {_IN_PASSES}",
+    "variable_seq_lengths": "messages have the shape of a whole sequence",
+    "defer_embedding_wgrad_compute": "it counts the passes of Megatron's own order",
+    "moe_paged_stash": "it counts the passes of Megatron's own order",
+}
+"""What does not go with routes, with the reason; beside what does not go with skipping at all."""
+
+
+def is_used(args: argparse.Namespace) -> bool:
+    """Whether micro-batches go by routes in training."""
+    return getattr(args, "pier_skip_routes", None) is not None
+
+
+@functools.cache
+def read(path: str) -> Routes:
+    """Reads routes from a file.
+
+    Raises:
+        PierConfigError: If there are none in it.
+    """
+    try:
+        return Routes.of_text(existing_file(path).read_text())
+    except (PierConfigError, argparse.ArgumentTypeError, OSError, UnicodeDecodeError) as error:
+        raise PierConfigError(
+            f"--pier-skip-routes {path}: {error}. `pier-megatron plan --routes` writes such a file."
+        ) from error
+
+
+def replicas_of_group(args: argparse.Namespace) -> int:
+    """Model replicas that train together between outer steps."""
+    settings = settings_of(args)
+    replicas: int = args.data_parallel_size * settings.launches // settings.groups
+    return replicas
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what does not go with routes, and routes for another job; has parameters gathered when a step begins.
+
+    Raises:
+        PierConfigError: With the flag, the values and a remedy.
+    """
+    for name, reason in REFUSED.items():
+        if getattr(args, name, None):
+            raise PierConfigError(f"{flag(name)} cannot be used with --pier-skip-routes: {reason}. Drop one of them.")
+    if args.expert_model_parallel_size > 1:
+        raise PierConfigError(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} cannot be used with --pier-skip-routes: "
+            f"{_IN_PASSES}. Use 1, or --pier-skip-fraction."
+        )
+    if "global_aux_loss" in strings(args.moe_router_load_balancing_type):
+        raise PierConfigError(
+            f"--moe-router-load-balancing-type global_aux_loss cannot be used with --pier-skip-routes: {_IN_PASSES}. Use "
+            "aux_loss or seq_aux_loss."
+        )
+    routes, given = read(args.pier_skip_routes), f"--pier-skip-routes {args.pier_skip_routes}"
+    if routes.stages != args.pipeline_model_parallel_size:
+        raise PierConfigError(
+            f"{given} is for {routes.stages} stages, and --pipeline-model-parallel-size is "
+            f"{args.pipeline_model_parallel_size}. Use {routes.stages}, or plan routes for this job."
+        )
+    if routes.replicas != replicas_of_group(args):
+        raise PierConfigError(
+            f"{given} is for {routes.replicas} model replicas, and a group has {replicas_of_group(args)} "
+            f"({args.data_parallel_size} replicas / {settings_of(args).groups // settings_of(args).launches} groups). Plan "
+            "routes for this job."
+        )
+    for source, _, count in batches.phases_to_come(args):
+        if count != routes.micro_batches:
+            raise PierConfigError(
+                f"{given} is for steps of {routes.micro_batches} micro-batches of a replica, and with {source} there are "
+                f"{count}. Plan routes for this batch; a batch that ramps up has none."
+            )
+    # Else the first pass of a rank would gather parameters with the first ones of other replicas, which may wait for its own.
+    args.align_param_gather = args.overlap_param_gather
+
+
+def cost(args: argparse.Namespace) -> Cost:
+    """Says of how many micro-batches a rank keeps activations: Megatron's first stage of as many as there are stages."""
+    routes = read(args.pier_skip_routes)
+    return Cost(activations=max(1.0, routes.held / min(routes.stages, routes.micro_batches)))
+
+
+def describe(args: argparse.Namespace) -> list[str]:
+    """Says what the routes are, line by line."""
+    routes = read(args.pier_skip_routes)
+    whole = 2 * (routes.stages - 1) * len(routes.paths)
+    hosts = f"; planned for the hosts {', '.join(routes.hosts)}, in the order of ranks" if routes.hosts else ""
+    return [
+        f"Pier skipping: by routes, {routes.fraction:.1%} of {routes.stages} stages x {len(routes.paths)} micro-batches of "
+        f"{routes.replicas} replica{'s' * (routes.replicas > 1)} are skipped; {routes.messages} messages in a step, where all "
+        f"stages need {whole}",
+        f"  {routes.swaps} visits of a stage after a later one, {routes.crossings} messages one way to another replica, "
+        f"activations of {routes.held} micro-batches at most on a rank{hosts}",
+    ]
+
+
+def run(
+    args: argparse.Namespace,
+    schedule: Callable[..., object],
+    /,
+    *,
+    model: Sequence["nn.Module"],
+    num_microbatches: int,
+    forward_only: bool = False,
+    **kwargs: Any,
+) -> object:
+    """Runs a training step by routes, and an evaluation by Megatron's schedule.
+
+    Args:
+        args: Megatron's, validated.
+        schedule: Megatron's function.
+        model: The rank's stage, alone in its list.
+        num_microbatches: Number of micro-batches of this step.
+        forward_only: Whether it is an evaluation.
+        kwargs: All else that the schedule takes.
+    """
+    if forward_only:
+        return schedule(model=model, num_microbatches=num_microbatches, forward_only=True, **kwargs)
+    from pier_megatron.features.skipping import executor
+
+    return executor.run(read(args.pier_skip_routes), model=model, num_microbatches=num_microbatches, **kwargs)
+
+
+def check_copies(args: argparse.Namespace) -> None:
+    """Refuses nodes whose files differ, which would wait for messages that nobody sends.
+
+    Raises:
+        PierConfigError: On every rank, with the ranks that have another file than rank 0.
+    """
+    import torch.distributed as dist
+
+    own = hashlib.sha256(Path(args.pier_skip_routes).read_bytes()).hexdigest()
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+    if others:
+        raise PierConfigError(
+            f"--pier-skip-routes {args.pier_skip_routes}: ranks {', '.join(map(str, others))} have read "
+            "another file than rank 0. Give all nodes the same one."
+        )

@@ -1,0 +1,160 @@
+"""Micro-batches that go by routes: Megatron's bits where nothing is skipped, and a reference's weights where something is."""
+
+from collections import Counter
+from pathlib import Path
+
+import oracle
+import pytest
+from launch import Recorded, Run, launch
+from test_skipping import equal
+
+from pier_megatron import PierConfig
+from pier_megatron.pipeline.play import Grid, Link, play
+from pier_megatron.pipeline.routes import MicroBatch, Place, Routes, plain
+from pier_megatron.pipeline.search import Wishes, search
+
+pytestmark = pytest.mark.processes
+
+_STAGES, _REPLICAS, _LAYERS, _MICRO_BATCHES = 4, 2, 8, 4
+_PIPELINE = f"--pipeline-model-parallel-size {_STAGES} --num-layers {_LAYERS} "
+_BATCH = f"--global-batch-size {2 * _REPLICAS * _MICRO_BATCHES} "
+_OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather "
+_STOCK = "--train-iters 4 --use-distributed-optimizer " + _OVERLAPPED + _PIPELINE + _BATCH
+_PIER = (
+    "--train-iters 6 --optimizer pier --pier-preset pier --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-groups 1 "
+    + _OVERLAPPED
+    + _PIPELINE
+    + _BATCH
+)
+_EVALUATING = f"--eval-interval 2 --eval-iters 1 --eval-global-batch-size {2 * _REPLICAS * _MICRO_BATCHES} "
+_RECOMPUTING = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+_PROBES = ["weights", "pipeline"]
+_AT_THE_ENDS = ["middle stages read nothing"]
+
+
+def grid(replicas: int) -> Grid:
+    """Ranks of unequal speeds, and links of which some are slow: what is searched for them crosses replicas and swaps."""
+    devices = tuple(tuple(range(stage * replicas, (stage + 1) * replicas)) for stage in range(_STAGES))
+    hosts = range(_STAGES * replicas)
+    return Grid(
+        devices,
+        (1.0,) * _STAGES,
+        (2.0,) * _STAGES,
+        tuple(hosts),
+        tuple(1.0 if host % 3 else 0.5 for host in hosts),
+        [[Link(0.5 * ((one + other) % 4), 0.1) for other in hosts] for one in hosts],
+    )
+
+
+def plain_order(replicas: int) -> Routes:
+    whole = plain(_STAGES, replicas, _MICRO_BATCHES)
+    played = play(grid(replicas), whole, _STAGES)
+    return Routes(_STAGES, replicas, _MICRO_BATCHES, played.held, whole, played.order)
+
+
+def searched(replicas: int, fraction: float, micro_batches: int = _MICRO_BATCHES) -> Routes:
+    found = search(grid(replicas), micro_batches, [range(replicas)], Wishes(fraction, most_held=_STAGES))
+    return Routes(_STAGES, replicas, micro_batches, found.played.held, found.paths, found.played.order)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("routes")
+
+
+@pytest.fixture(scope="module")
+def routes(directory: Path) -> dict[str, Routes]:
+    found = {
+        "whole": plain_order(_REPLICAS),
+        "routed": searched(_REPLICAS, 0.125),
+        "alone": searched(1, 0.25),
+        "one": plain_order(1),
+    }
+    for name, each in found.items():
+        (directory / f"{name}.json").write_text(each.text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(directory: Path, corpus: tuple[Path, Path], routes: dict[str, Routes]) -> dict[str, Recorded]:
+    by = "--pier-skip-routes {directory}/"
+    alone = _PIER.replace("--pier-groups 1", "--pier-groups 2") + f"{by}alone.json "
+    dropping = f"{_PIER} {by}routed.json --hidden-dropout 0.1 --attention-dropout 0.1 "
+    on_two = f"{_STOCK} --tensor-model-parallel-size 2 --global-batch-size {2 * _MICRO_BATCHES} "
+    trainings = [
+        Run("stock", _STOCK + _EVALUATING, _PROBES),
+        Run("whole", f"{_STOCK + _EVALUATING} {by}whole.json", _PROBES),
+        Run("stock, compressed", f"{_STOCK} --pier-compress dp=int8,pp=int8", _PROBES),
+        Run("whole, compressed", f"{_STOCK} --pier-compress dp=int8,pp=int8 {by}whole.json", _PROBES),
+        Run("stock, TP", on_two + _RECOMPUTING, _PROBES),
+        Run("whole, TP", f"{on_two + _RECOMPUTING} {by}one.json", _PROBES),
+        Run("routed", f"{_PIER} {by}routed.json", [*_PROBES, "samples"], _AT_THE_ENDS),
+        Run("nothing hidden", f"{_PIER.replace(_OVERLAPPED, '')} {by}routed.json", _PROBES, _AT_THE_ENDS),
+        Run("dropping", f"{dropping} --save {{directory}}/saved --save-interval 3", _PROBES, _AT_THE_ENDS),
+        Run("resumed", f"{dropping} --load {{directory}}/saved --ckpt-step 3", _PROBES, _AT_THE_ENDS),
+        Run("two groups", alone, [*_PROBES, "samples"]),
+        Run("two islands", f"{alone} --pier-islands", _PROBES),
+        Run("another file", f"{_STOCK} {by}routed.json", _PROBES, [*_AT_THE_ENDS, "another file of routes"], fails=True),
+    ]
+    return launch(directory, corpus, trainings, world_size=_STAGES * _REPLICAS)
+
+
+def test_nothing_is_different_where_nothing_is_skipped(runs: dict[str, Recorded]) -> None:
+    for layout in ("", ", compressed", ", TP"):
+        assert equal(runs[f"whole{layout}"], runs[f"stock{layout}"])
+    assert runs["whole"].ranks[-1]["evaluated"] == runs["stock"].ranks[-1]["evaluated"]
+
+
+def test_routes_are_what_was_searched(routes: dict[str, Routes]) -> None:
+    assert routes["routed"].fraction == 0.125
+    assert routes["routed"].swaps > 0
+    assert routes["routed"].crossings > 0
+
+
+def test_who_visits_a_layer_is_as_the_routes_say(runs: dict[str, Recorded], routes: dict[str, Routes]) -> None:
+    for rank, recorded in enumerate(runs["routed"].ranks):
+        place = Place(*divmod(rank, _REPLICAS))
+        numbers = [key.number for key, path in routes["routed"].paths.items() if place in path]
+        expected = Counter((layer, number) for number in numbers for layer in layers_of(place.stage))
+        assert recorded["visits"][3] == expected
+
+
+def layers_of(stage: int) -> range:
+    return range(2 * stage, 2 * stage + 2)
+
+
+def visited(routes: Routes) -> list[list[int]]:
+    """Layers that each micro-batch passes, in order, replica by replica."""
+    keys = [MicroBatch(replica, number) for replica in range(routes.replicas) for number in range(routes.micro_batches)]
+    return [[layer for place in routes.paths[key] for layer in layers_of(place.stage)] for key in keys]
+
+
+def test_equal_to_a_reference_that_passes_the_same_layers_in_the_same_order(
+    runs: dict[str, Recorded], routes: dict[str, Routes]
+) -> None:
+    config = PierConfig(6, groups=1, preset="pier", sync_interval=2, lazy_start_iters=2)
+    layers = visited(routes["routed"])
+    final = runs["routed"].weights("final")
+    assert oracle.largest_error(final, oracle.train(runs["routed"], config, layers=layers)) < 5e-6
+    in_order = [sorted(each) for each in layers]
+    assert oracle.largest_error(final, oracle.train(runs["routed"], config, layers=in_order)) > 1e-4
+
+
+def test_groups_go_by_the_same_routes(runs: dict[str, Recorded], routes: dict[str, Routes]) -> None:
+    config = PierConfig(6, groups=2, preset="pier", sync_interval=2, lazy_start_iters=2)
+    final = runs["two groups"].weights("final")
+    assert oracle.largest_error(final, oracle.train(runs["two groups"], config, layers=visited(routes["alone"]))) < 5e-6
+    assert equal(runs["two islands"], runs["two groups"])
+
+
+def test_equal_to_the_last_bit(runs: dict[str, Recorded]) -> None:
+    assert equal(runs["nothing hidden"], runs["routed"])
+
+
+def test_a_resume_goes_on_exactly(runs: dict[str, Recorded]) -> None:
+    assert runs["resumed"].losses.keys() == {4, 5, 6}
+    assert equal(runs["resumed"], runs["dropping"])
+
+
+def test_another_file_on_a_node_is_refused(runs: dict[str, Recorded]) -> None:
+    assert "ranks 3 have read another file than rank 0" in runs["another file"].error
