@@ -42,7 +42,7 @@ class Visit(NamedTuple):
 
     Attributes:
         is_backward: Whether it is the backward pass.
-        micro_batch: Which one.
+        micro_batch: Micro-batch that passes.
         hop: Index of the place in its route.
     """
 
@@ -56,7 +56,7 @@ class Action(NamedTuple):
 
     Attributes:
         kind: Whether it takes a pass, sends the result of one, or receives that of another rank.
-        visit: That pass.
+        visit: Pass that is meant.
         peer: Whom the result is sent to or received from; None for a pass of its own.
     """
 

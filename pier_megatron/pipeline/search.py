@@ -31,7 +31,7 @@ class Wishes:
     Attributes:
         fraction: Share of all pairs of a stage and a micro-batch to skip.
         most_held: Micro-batches whose activations a rank may keep at once (TC1 in the paper).
-        seed: Of the search.
+        seed: Seed of the search.
         is_searched: Whether routes are searched at all, or drawn.
         may_swap: Whether stages may be swapped.
         may_move: Whether hosts may change places.

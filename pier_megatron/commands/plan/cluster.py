@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from pier_megatron.commands.plan.hosts import Host, SiteLinks, read_hosts
 from pier_megatron.errors import suggestion
 from pier_megatron.values import Number, existing_file, positive, whole
 
@@ -41,6 +42,8 @@ class Cluster:
         nodes_per_site: Number of nodes of a site; 0 where all nodes share one network.
         site_bandwidth: Bytes per second that a site sends to others.
         site_latency: Seconds of a message between sites.
+        hosts: Nodes that are listed, in the order of ranks; nothing where all are alike.
+        site_links: What lies between two sites of listed nodes.
     """
 
     gpus_per_node: int
@@ -58,6 +61,8 @@ class Cluster:
     nodes_per_site: int = 0
     site_bandwidth: float = 0.0
     site_latency: float = 0.0
+    hosts: tuple[Host, ...] = ()
+    site_links: SiteLinks = dataclasses.field(default_factory=dict)
 
     @property
     def node_rate(self) -> float:
@@ -227,7 +232,8 @@ def _of_file(path: Path) -> Cluster:
     if not isinstance(entries, dict):
         raise argparse.ArgumentTypeError(f"{path}: must be lines of KEY: NUMBER, such as {_EXAMPLE}")
     known = {figure.key: figure for figure in FIGURES}
-    values: dict[str, Any] = {"efficiency": TCP_EFFICIENCY}
+    listed, links = read_hosts(path, entries)
+    values: dict[str, Any] = {"efficiency": TCP_EFFICIENCY, "hosts": listed, "site_links": links}
     for key, value in entries.items():
         if key not in known:
             raise argparse.ArgumentTypeError(

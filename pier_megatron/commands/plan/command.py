@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
-from pier_megatron.commands.plan import troubles
+from pier_megatron.commands.plan import routes, troubles
 from pier_megatron.errors import PierConfigError
 from pier_megatron.values import existing_file, existing_folder, png_to_write
 
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     clusters.add_arguments(parser)
     troubles.add_arguments(parser)
+    routes.add_arguments(parser)
     parser.add_argument(
         "--log",
         type=_folder_or_file,
@@ -65,7 +66,7 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
 
     expected = troubles.troubles_of(options)
     command = LaunchCommand.parse(options.command)
-    plan = make_plan(command, cluster, options.tflops is not None, options.log, expected)
+    plan = make_plan(command, cluster, options.tflops is not None, options.log, expected, routes.wanted_of(options))
     if expected is not None and "faults" not in plan:
         raise PierConfigError(
             "--mtbf and --spread simulate groups that wait for each other: they need a job with --optimizer pier and more than "

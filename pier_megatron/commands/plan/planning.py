@@ -6,7 +6,19 @@ import math
 from pathlib import Path
 
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan import compression_gain, faults, fit, loss, measured, sizes, stock, suggestion, waiting, ways
+from pier_megatron.commands.plan import (
+    compression_gain,
+    faults,
+    fit,
+    loss,
+    measured,
+    routes,
+    sizes,
+    stock,
+    suggestion,
+    waiting,
+    ways,
+)
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Plan, predict
 from pier_megatron.commands.plan.skipping_gain import predict_skipping
@@ -39,6 +51,7 @@ def make_plan(
     is_measured: bool = False,
     log: Path | None = None,
     troubles: Troubles | None = None,
+    wanted_routes: routes.Wanted | None = None,
 ) -> Plan:
     """Plans a job with ``--optimizer pier``, or with a flag inside a group; needs no GPU.
 
@@ -48,6 +61,7 @@ def make_plan(
         is_measured: Whether the cluster's TFLOP/s are of this job.
         log: Output or TensorBoard folder of a run of the job that has begun, on fewer GPUs or iterations if need be.
         troubles: Failures and uneven speeds to simulate; None for none.
+        wanted_routes: Routes to search, see :mod:`routes`; None for none.
 
     Returns:
         Plain values: the job, memory in bytes, times in seconds, a verdict.
@@ -87,7 +101,7 @@ def make_plan(
         "fits": needed <= cluster.memory,
         "tflops": {"per GPU": cluster.flops / 1e12, "source": speed.source, "measured": speed.is_measured},
         "iterations": args.train_iters,
-    }
+    } | ({} if wanted_routes is None else {"routes": routes.make(args, job, cluster, wanted_routes)})
     if config is None:
         line = stock.verdict(needed, cluster, remedy, speed.source)
         return {"verdict": line} | plan | stock.make_plan(args, job, cluster)

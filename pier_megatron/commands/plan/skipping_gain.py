@@ -9,8 +9,8 @@ from pier_megatron.pipeline.paths import most, wanted
 
 FRACTIONS = (0.0, 0.25, 0.33, 0.5)
 
-# Bytes of an activation between stages, in bf16.
-_ACTIVATION = 2
+ACTIVATION = 2
+"""Bytes of an activation between stages, in bf16."""
 
 
 def predict_skipping(args: argparse.Namespace, job: Job, cluster: Cluster) -> dict[float, dict[str, float]]:
@@ -49,7 +49,7 @@ def _message(args: argparse.Namespace, cluster: Cluster) -> float:
     """Seconds of a message between stages; on other nodes unless all ranks are on one."""
     from pier_megatron.integration.planned_job import elements_of_message
 
-    nbytes = _ACTIVATION * elements_of_message(args)
+    nbytes = ACTIVATION * elements_of_message(args)
     latency = 0.0 if args.world_size <= cluster.gpus_per_node else cluster.latency
     return nbytes / bandwidth_between_stages(args.world_size, cluster) + latency
 

@@ -1,6 +1,6 @@
 """A plan as text: the verdict first, then the loss, the ways to train, and what they are made of."""
 
-from pier_megatron.commands.plan import compression_gain, faults, loss, stock, suggestion, waiting, ways
+from pier_megatron.commands.plan import compression_gain, faults, loss, routes, stock, suggestion, waiting, ways
 from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.plan.skipping_gain import describe_skipping
 
@@ -22,6 +22,7 @@ def lines(plan: Plan, suggests: bool = False) -> list[str]:
         *(faults.lines(plan["faults"], plan["groups"]) if "faults" in plan else ()),
         "",
         *(_of_groups(plan) if has_groups else stock.describe(plan)),
+        *(routes.describe(plan["routes"]) if "routes" in plan else ()),
         *_memory(plan),
     ]
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,37 +56,20 @@ def ranks(replicas: int) -> Ranks:
     )
 
 
-def run(
-    routes: Routes,
-    /,
-    *,
-    model: Sequence[nn.Module],
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    **kwargs: object,
-) -> object:
+def run(routes: Routes, /, *, model: Sequence[nn.Module], num_microbatches: int, **kwargs: object) -> object:
     """Runs a training step.
 
     Args:
         routes: Those of a group.
         model: The rank's stage, alone in its list.
         num_microbatches: Number of micro-batches of this step.
-        seq_length: Tokens of a sequence.
-        micro_batch_size: Sequences of a micro-batch.
         kwargs: All else that a schedule of Megatron's takes.
     """
-    steps = _Steps(routes, model[0], (seq_length, micro_batch_size))
+    steps = _Steps(routes, model[0], kwargs["seq_length"], kwargs["micro_batch_size"])
     replacements = {"forward_step": steps.forward_step, "backward_step": steps.backward_step}
     schedule = versions.require(_SCHEDULES, "forward_backward_no_pipelining")
     with versions.replaced(importlib.import_module(_SCHEDULES), replacements):
-        return schedule(
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            **kwargs,
-        )
+        return schedule(model=model, num_microbatches=num_microbatches, **kwargs)
 
 
 class _Batches:
@@ -118,13 +100,13 @@ class _Batches:
 class _Steps:
     """Stand in for Megatron's forward and backward step: the last micro-batch of the schedule around runs the whole list."""
 
-    def __init__(self, routes: Routes, model: nn.Module, sizes: tuple[int, int]) -> None:
+    def __init__(self, routes: Routes, model: nn.Module, seq_length: object, micro_batch_size: object) -> None:
         self._forward_step = versions.require(_SCHEDULES, "forward_step")
         self._backward_step = versions.require(_SCHEDULES, "backward_step")
         self._release = versions.require(_SCHEDULES, "deallocate_output_tensor")
         self._config = versions.require("megatron.core.utils", "get_model_config")(model)
         self._model, self._routes, self._ranks = model, routes, ranks(routes.replicas)
-        self._shape = self._shape_of_messages(*sizes)
+        self._shape = self._shape_of_messages(seq_length, micro_batch_size)
         self._left = routes.micro_batches
         self._kept: dict[MicroBatch, tuple[Tensor | None, Tensor]] = {}
         self._results: dict[Visit, Tensor] = {}
@@ -193,24 +175,37 @@ class _Steps:
 
     def _send(self, action: Action) -> None:
         assert action.peer is not None
-        result = self._results.pop(action.visit)
+        result, peer = self._results.pop(action.visit), self._ranks.of(action.peer)
+
+        def start(tensor_send_next: Tensor) -> dict[str, Handle]:
+            message = _present(dist.isend(tensor_send_next, peer))
+            self._sent.append(message)
+            return {"send_next": message}
+
         # Megatron empties an output that is sent; the message under way holds on to the numbers.
-        self._sent.append(_post(dist.isend, self._ranks.of(action.peer), tensor_send_next=result.detach().contiguous()))
+        transfer(start, tensor_send_next=result.detach().contiguous())
         if not action.visit.is_backward:
             self._release(result, self._config.deallocate_pipeline_outputs)
         self._sent = [message for message in self._sent if not message.is_completed()]
 
     def _receive(self, action: Action) -> None:
         assert action.peer is not None
+        peer = self._ranks.of(action.peer)
         tensor = torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=torch.cuda.current_device())
-        self._arrivals[action.visit] = tensor, _post(dist.irecv, self._ranks.of(action.peer), tensor_recv_prev=tensor)
+
+        def start(tensor_recv_prev: Tensor) -> dict[str, Handle]:
+            return {"recv_prev": _present(dist.irecv(tensor_recv_prev, peer))}
+
+        begun = transfer(start, tensor_recv_prev=tensor)
+        assert isinstance(begun, dict)
+        self._arrivals[action.visit] = tensor, begun["recv_prev"]
 
     def _arrived(self, visit: Visit) -> Tensor:
         tensor, handle = self._arrivals.pop(visit)
         handle.wait()
         return tensor
 
-    def _shape_of_messages(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+    def _shape_of_messages(self, seq_length: object, micro_batch_size: object) -> tuple[int, int, int]:
         [shape] = versions.require(_SCHEDULES, "get_tensor_shapes")(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -223,20 +218,7 @@ class _Steps:
         return found
 
 
-def _post(post: Callable[[Tensor, int], dist.Work | None], peer: int, **named: Tensor) -> Any:
-    """Begins to send or to receive a tensor, in the bytes of a codec where one is in force, and returns the message.
-
-    Args:
-        post: PyTorch's function.
-        peer: Global rank of the other side.
-        named: The tensor, by the name that Megatron's own exchange of a pipeline gives it.
-    """
-    [name] = named
-    request = name.removeprefix("tensor_")
-
-    def start(**payload: Tensor) -> dict[str, Any]:
-        return {request: post(payload[name], peer)}
-
-    begun = transfer(start, **named)
-    assert isinstance(begun, dict)
-    return begun[request]
+def _present(work: dist.Work | None) -> dist.Work:
+    """A message under way; PyTorch has none for ranks outside a group."""
+    assert work is not None
+    return work

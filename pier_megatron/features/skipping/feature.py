@@ -111,17 +111,8 @@ def seams() -> Sequence[Seam]:
     """What is put around Megatron's setting up of the model, and its choice of a schedule."""
     return (
         Seam("megatron.training.training", "setup_model_and_optimizer", set_up, is_outermost=True),
-        Seam("megatron.training.training", "get_forward_backward_func", get_schedule, over=layered.get_schedule),
+        Seam("megatron.training.training", "get_forward_backward_func", routing.get_schedule, over=layered.get_schedule),
     )
-
-
-def get_schedule[**P](
-    get_forward_backward_func: Callable[P, Callable[..., object]], /, *args: P.args, **kwargs: P.kwargs
-) -> Callable[..., object]:
-    """Runs training steps by routes."""
-    schedule = get_forward_backward_func(*args, **kwargs)
-    given = versions.megatron_args()
-    return functools.partial(routing.run, given, schedule) if routing.is_used(given) else schedule
 
 
 def set_up[**P, R: tuple["list[nn.Module]", object, object]](

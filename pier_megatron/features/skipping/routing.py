@@ -5,11 +5,11 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.feature import Cost
-from pier_megatron.megatron_api import batches
+from pier_megatron.megatron_api import batches, versions
 from pier_megatron.megatron_api.args import flag, strings
 from pier_megatron.pipeline.routes import Routes
 from pier_megatron.settings import settings_of
@@ -59,8 +59,8 @@ def replicas_of_group(args: argparse.Namespace) -> int:
     return replicas
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuses what does not go with routes, and routes for another job; has parameters gathered when a step begins.
+def check_job(args: argparse.Namespace) -> None:
+    """Refuses what does not go with routes, whatever they are.
 
     Raises:
         PierConfigError: With the flag, the values and a remedy.
@@ -78,6 +78,15 @@ def check(args: argparse.Namespace) -> None:
             f"--moe-router-load-balancing-type global_aux_loss cannot be used with --pier-skip-routes: {_IN_PASSES}. Use "
             "aux_loss or seq_aux_loss."
         )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what does not go with routes, and routes for another job; has parameters gathered when a step begins.
+
+    Raises:
+        PierConfigError: With the flag, the values and a remedy.
+    """
+    check_job(args)
     routes, given = read(args.pier_skip_routes), f"--pier-skip-routes {args.pier_skip_routes}"
     if routes.stages != args.pipeline_model_parallel_size:
         raise PierConfigError(
@@ -120,6 +129,15 @@ def describe(args: argparse.Namespace) -> list[str]:
     ]
 
 
+def get_schedule[**P](
+    get_forward_backward_func: Callable[P, Callable[..., object]], /, *args: P.args, **kwargs: P.kwargs
+) -> Callable[..., object]:
+    """Runs training steps by routes."""
+    schedule = get_forward_backward_func(*args, **kwargs)
+    given = versions.megatron_args()
+    return functools.partial(run, given, schedule) if is_used(given) else schedule
+
+
 def run(
     args: argparse.Namespace,
     schedule: Callable[..., object],
@@ -128,7 +146,7 @@ def run(
     model: Sequence["nn.Module"],
     num_microbatches: int,
     forward_only: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> object:
     """Runs a training step by routes, and an evaluation by Megatron's schedule.
 
