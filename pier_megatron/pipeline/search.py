@@ -18,6 +18,8 @@ _PASSES = 4_000_000
 
 _MOST_TRIALS = 6000
 
+_MOST_DRAWS = 1000
+
 # Temperatures at the beginning and at the end, as shares of the time of a step.
 _HOT, _COLD = 0.02, 0.0005
 
@@ -103,7 +105,7 @@ def _draw(grid: Grid, micro_batches: int, replicas: Sequence[int], fraction: flo
             f"a share of {fraction} of {stages} stages x {len(keys)} micro-batches = {count} to skip, but the first and the "
             f"last stage are whole: ({stages} - 2) x {len(keys)} = {(stages - 2) * len(keys)} at most"
         )
-    while True:
+    for _ in range(_MOST_DRAWS):
         skipped = balanced(range(1, stages - 1), range(len(keys)), count, generator)
         found = {
             key: tuple(
@@ -113,8 +115,35 @@ def _draw(grid: Grid, micro_batches: int, replicas: Sequence[int], fraction: flo
             )
             for number, key in enumerate(keys)
         }
-        if not any(map(bounds, found.values())):
+        _put_to_work(found, grid, replicas)
+        if not any(map(bounds, found.values())) and not _idle(found, grid, replicas):
             return found
+    raise PierConfigError(
+        f"no routes were found that skip {fraction} of {stages} stages and give the ranks of all {len(replicas)} replicas "
+        f"something to do with {micro_batches} micro-batches each. Skip less, or take more micro-batches."
+    )
+
+
+def _idle(paths: Paths, grid: Grid, replicas: Sequence[int]) -> list[Place]:
+    """Places of some replicas that nobody visits: their ranks would have no gradients to reduce."""
+    visited = {place for path in paths.values() for place in path}
+    places = (
+        Place(stage, replica) for stage, devices in enumerate(grid.devices) for replica in replicas if replica < len(devices)
+    )
+    return [place for place in places if place not in visited]
+
+
+def _put_to_work(paths: Paths, grid: Grid, replicas: Sequence[int]) -> None:
+    """Sends a visitor of the busiest rank of its stage to each rank that has none, as far as there are enough."""
+    for idle in _idle(paths, grid, replicas):
+        visitors: dict[int, list[MicroBatch]] = {}
+        for key, path in paths.items():
+            visitors.setdefault(dict(path).get(idle.stage, -1), []).append(key)
+        visitors.pop(-1, None)
+        busiest = max(visitors.values(), key=len)
+        if len(busiest) > 1:
+            key = busiest[-1]
+            paths[key] = tuple(idle if place.stage == idle.stage else place for place in paths[key])
 
 
 def _anneal(begin: Found, grid: Grid, group_of: Mapping[int, Sequence[int]], wishes: Wishes, generator: random.Random) -> Found:
@@ -137,7 +166,7 @@ def _anneal(begin: Found, grid: Grid, group_of: Mapping[int, Sequence[int]], wis
             hosts = _exchange_hosts(hosts, generator)
         else:
             changed = generator.choice(changes)(paths, grid, group_of, generator)
-            if changed is None:
+            if changed is None or _idle(changed, grid, list(group_of)):
                 continue
             paths = changed
         then = Found(paths, hosts, play(dataclasses.replace(grid, hosts=hosts), paths, wishes.most_held))
