@@ -134,6 +134,7 @@ _JOBS = {
     "run_schedule": "which iteration does what",
     "settings": "flags, defaults, help",
     "exchange": "collectives, codecs",
+    "pipeline": "routes, orders, simulated",
     "schedules": "mu and eta",
     "values": "what flags accept",
 }
@@ -146,13 +147,14 @@ _PLACES = {
     "integration": 2.1,
     "flags": 1.6,
     "features": 1.6,
-    "megatron_api": 1.1,
+    "megatron_api": 0.85,
     "outer": 2.7,
     "reference": 3.5,
     "config": 3.1,
     "run_schedule": 2.9,
     "settings": 2.1,
     "exchange": 3.1,
+    "pipeline": 1.75,
     "schedules": 2.1,
     "values": 0.3,
 }
@@ -191,7 +193,8 @@ def paint_floors(data: dict[str, Any]) -> Any:
         axes.text(x, level - 0.11, _JOBS[name], ha="center", va="center", fontsize=7.5, color="0.3")
         for below in imports[name]:
             begin, end = (x, level - 0.24), (_PLACES[below], heights[below] + 0.25)
-            axes.add_patch(FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=9, color="0.45", linewidth=0.9))
+            arrow = FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=9, color="0.45", linewidth=0.9, zorder=0)
+            axes.add_patch(arrow)
     axes.set_xlim(-0.2, 4.0)
     axes.set_ylim(min(heights.values()) - 0.3, 0.3)
     return figure

@@ -127,7 +127,7 @@ def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
 
 def _known(function: ast.FunctionDef, where: ast.AST, module: ModuleType | None) -> dict[str, list[str]]:
     """What names in a function stand for in its messages, where the source says it."""
-    known: dict[str, list[str]] = {"_flags(args)": ["--pier-skip-fraction or --pier-eval-skip"]}
+    known: dict[str, list[str]] = {"_flags(args)": ["--pier-skip-fraction, --pier-skip-routes or --pier-eval-skip"]}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if isinstance(node.value, ast.JoinedStr | ast.Constant):
@@ -179,7 +179,11 @@ def start_up_refusals() -> list[tuple[str, str]]:
     sources = [(package / name, modules.get(name, requirements)) for name in _START_UP]
     for feature in features.FEATURES:
         # Some leave it to modules that they import.
-        parts = [value for value in vars(feature).values() if isinstance(value, ModuleType) and hasattr(value, "prepare")]
+        parts = [
+            value
+            for value in vars(feature).values()
+            if isinstance(value, ModuleType) and {"prepare", "check"} & vars(value).keys()
+        ]
         sources += [(Path(str(module.__file__)), module) for module in (feature, *parts)]  # type: ignore[attr-defined]
     found: dict[str, str] = {}
     for path, module in sources:

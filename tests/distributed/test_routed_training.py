@@ -3,15 +3,14 @@
 from collections import Counter
 from pathlib import Path
 
+import grids
 import oracle
 import pytest
 from launch import Recorded, Run, launch
 from test_skipping import equal
 
 from pier_megatron import PierConfig
-from pier_megatron.pipeline.play import Grid, Link, play
-from pier_megatron.pipeline.routes import MicroBatch, Place, Routes, plain
-from pier_megatron.pipeline.search import Wishes, search
+from pier_megatron.pipeline.routes import MicroBatch, Place, Routes
 
 pytestmark = pytest.mark.processes
 
@@ -32,31 +31,6 @@ _PROBES = ["weights", "pipeline"]
 _AT_THE_ENDS = ["middle stages read nothing"]
 
 
-def grid(replicas: int) -> Grid:
-    """Ranks of unequal speeds, and links of which some are slow: what is searched for them crosses replicas and swaps."""
-    devices = tuple(tuple(range(stage * replicas, (stage + 1) * replicas)) for stage in range(_STAGES))
-    hosts = range(_STAGES * replicas)
-    return Grid(
-        devices,
-        (1.0,) * _STAGES,
-        (2.0,) * _STAGES,
-        tuple(hosts),
-        tuple(1.0 if host % 3 else 0.5 for host in hosts),
-        [[Link(0.5 * ((one + other) % 4), 0.1) for other in hosts] for one in hosts],
-    )
-
-
-def plain_order(replicas: int) -> Routes:
-    whole = plain(_STAGES, replicas, _MICRO_BATCHES)
-    played = play(grid(replicas), whole, _STAGES)
-    return Routes(_STAGES, replicas, _MICRO_BATCHES, played.held, whole, played.order)
-
-
-def searched(replicas: int, fraction: float, micro_batches: int = _MICRO_BATCHES) -> Routes:
-    found = search(grid(replicas), micro_batches, [range(replicas)], Wishes(fraction, most_held=_STAGES))
-    return Routes(_STAGES, replicas, micro_batches, found.played.held, found.paths, found.played.order)
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("routes")
@@ -65,10 +39,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def routes(directory: Path) -> dict[str, Routes]:
     found = {
-        "whole": plain_order(_REPLICAS),
-        "routed": searched(_REPLICAS, 0.125),
-        "alone": searched(1, 0.25),
-        "one": plain_order(1),
+        "whole": grids.whole(_STAGES, _REPLICAS, _MICRO_BATCHES),
+        "routed": grids.searched(_STAGES, _REPLICAS, _MICRO_BATCHES, 0.125),
+        "alone": grids.searched(_STAGES, 1, _MICRO_BATCHES, 0.25),
+        "one": grids.whole(_STAGES, 1, _MICRO_BATCHES),
     }
     for name, each in found.items():
         (directory / f"{name}.json").write_text(each.text())

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import grids
 import pytest
 from launch import execute
 
@@ -24,6 +25,9 @@ _WORLD = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 _PP2, _PP4 = (f"--num-layers 8 --pipeline-model-parallel-size {ranks} --pier-layered" for ranks in (2, 4))
 _SKIP, _SKIP_8 = "--pipeline-model-parallel-size 4 --num-layers 8", "--global-batch-size 16 --pier-skip-fraction"
 _V2 = "--num-virtual-stages-per-pipeline-rank 2"
+# Routes of 8 micro-batches through 4 stages of one of two replicas that train apart, and of both together.
+_ROUTED = f"{_SKIP} --pier-skip-routes {{folder}}/"
+_ALONE, _TOGETHER = f"{_PIER} {_ROUTED}alone.json --global-batch-size 16", f"{_ROUTED}together.json --global-batch-size 16"
 
 # What must be refused, and what the message must say: the flag, the values, the arithmetic, a remedy.
 _REFUSED = {
@@ -200,6 +204,31 @@ _REFUSED = {
         "4 pipeline ranks x 1 virtual stages = 4 stages, from 0 to 3",
         "Use stages from 1 to 2",
     ],
+    f"{_ROUTED}none.json --global-batch-size 16": ["none.json: no such file", "pier-megatron plan with --routes writes"],
+    f"{_ROUTED}broken.json --global-batch-size 16": ["broken.json: routes: a rank keeps 4 micro-batches at once"],
+    f"{_ROUTED}alone.json --global-batch-size 16": [
+        "alone.json is for 1 model replicas, and a group has 2 (2 replicas / 1 groups). Plan routes for this job",
+    ],
+    f"{_TOGETHER.replace('16', '32')}": [
+        "together.json is for steps of 8 micro-batches of a replica, and with --global-batch-size 32 there are 16",
+    ],
+    f"{_ROUTED}together.json --step-batch-size-schedule 0:8,320:16 --train-samples 1000": [
+        "with --step-batch-size-schedule, which has 8 there are 4",
+    ],
+    f"{_TOGETHER.replace('model-parallel-size 4', 'model-parallel-size 8')}": [
+        "together.json is for 4 stages, and --pipeline-model-parallel-size is 8. Use 4, or plan routes for this job",
+    ],
+    f"{_TOGETHER} --pier-skip-fraction 0.25": ["--pier-skip-fraction cannot be used with --pier-skip-routes", "Drop one"],
+    f"{_TOGETHER} {_V2}": ["--virtual-pipeline-model-parallel-size cannot be used with --pier-skip-routes: a rank has one"],
+    f"{_TOGETHER} --pier-layered {_V2}": ["--pier-layered cannot be used with --pier-skip-routes"],
+    f"{_TOGETHER} --num-experts 4 --expert-model-parallel-size 2": [
+        "--expert-model-parallel-size 2 cannot be used with --pier-skip-routes",
+        "Use 1, or --pier-skip-fraction",
+    ],
+    f"{_TOGETHER} --num-experts 4 --moe-router-load-balancing-type global_aux_loss": [
+        "global_aux_loss cannot be used with --pier-skip-routes",
+        "Use aux_loss or seq_aux_loss",
+    ],
     f"{_PIER} --pier-inner-optimizer muon": ["--pier-inner-optimizer muon needs --pier-islands", "only one"],
     f"{_PIER} --pier-islands --pier-inner-optimizer sgd": ["--pier-inner-optimizer", "sgd", "muon"],
     f"{_MUON} --fp16": ["--fp16 cannot be used with --pier-inner-optimizer muon", "Use --bf16"],
@@ -248,6 +277,11 @@ _ACCEPTED = {
         "--train-samples 8000",
         _WORLD,
     ),
+    "routed": (_TOGETHER, _WORLD),
+    "routed, in groups, gathering ahead": (
+        f"{_ALONE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        _WORLD,
+    ),
     "muon": (_MUON, _WORLD),
     "muon, shared out": (f"{_MUON} --bf16 --use-distributed-optimizer", _WORLD),
     "samples": (f"{_PIER} --train-samples 8000 --lr-decay-samples 8000 --lr-warmup-samples 800", _WORLD),
@@ -284,8 +318,14 @@ _ACCEPTED |= {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     cases = {argv: (argv, _WORLD) for argv in _REFUSED} | _ACCEPTED
     folder = tmp_path_factory.mktemp("arguments")
+    for name, replicas in (("alone", 1), ("together", 2)):
+        (folder / f"{name}.json").write_text(grids.whole(4, replicas, 8).text())
+    (folder / "broken.json").write_text((folder / "alone.json").read_text().replace('"held":4', '"held":3'))
     lines = [
-        (f"{_BASE} {'' if '--train-samples' in argv else _ITERATIONS} {argv}".split(), environment)
+        (
+            f"{_BASE} {'' if '--train-samples' in argv else _ITERATIONS} {argv.replace('{folder}', str(folder))}".split(),
+            environment,
+        )
         for argv, environment in cases.values()
     ]
     (folder / "cases.json").write_text(json.dumps(lines))
@@ -373,6 +413,14 @@ def test_layered_takes_all_micro_batches_at_a_time(
 def test_a_policy_includes_the_outer_step(outcomes: dict[str, dict[str, object]], name: str, dtype: str | None) -> None:
     assert "error" not in outcomes[name]
     assert outcomes[name]["pier_exchange_dtype"] == dtype
+
+
+def test_routes_may_be_followed(outcomes: dict[str, dict[str, object]]) -> None:
+    whole, gathering = outcomes["routed"], outcomes["routed, in groups, gathering ahead"]
+    assert "0.0% of 4 stages x 16 micro-batches of 2 replicas are skipped; 96 messages" in str(whole["said"])
+    assert not whole["align_param_gather"]
+    assert "error" not in gathering, gathering
+    assert gathering["align_param_gather"]
 
 
 @pytest.mark.parametrize("name", ["skipping", "skipping, a ramp-up, layered, pier"])

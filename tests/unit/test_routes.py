@@ -5,11 +5,12 @@ import itertools
 import math
 from collections import Counter
 
+import grids
 import pytest
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.pipeline import search as searches
-from pier_megatron.pipeline.play import Grid, Link, play
+from pier_megatron.pipeline.play import play
 from pier_megatron.pipeline.routes import FARTHEST, MOST_SWAPS, MicroBatch, Place, Routes, Visit, bounds, passes, plain
 from pier_megatron.pipeline.schedule import Pipeline
 from pier_megatron.pipeline.search import Wishes, search
@@ -21,30 +22,10 @@ def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searches, "_MOST_TRIALS", 400)
 
 
-def grid(stages: int, replicas: int, busy: float = 0.0, latency: float = 0.0) -> Grid:
-    count = stages * replicas
-    devices = tuple(tuple(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages))
-    links = [[Link(busy, latency)] * count] * count
-    return Grid(devices, (1.0,) * stages, (2.0,) * stages, tuple(range(count)), (1.0,) * count, links)
-
-
-def unequal(stages: int, replicas: int) -> Grid:
-    """Every third rank half as fast, links from none to slow."""
-    count = range(stages * replicas)
-    links = [[Link(0.5 * ((one + other) % 4), 0.1) for other in count] for one in count]
-    return dataclasses.replace(grid(stages, replicas), speeds=tuple(1.0 if host % 3 else 0.5 for host in count), links=links)
-
-
-def searched(stages: int, replicas: int, micro_batches: int, fraction: float, held: int = 0, **wishes: bool) -> Routes:
-    of = Wishes(fraction, held or stages, **wishes)
-    found = search(unequal(stages, replicas), micro_batches, [range(replicas)], of)
-    return Routes(stages, replicas, micro_batches, found.played.held, found.paths, found.played.order)
-
-
 @pytest.mark.parametrize("shape", [(2, 1, 1), (4, 1, 8), (4, 2, 3), (6, 3, 4)])
 def test_whole_steps_take_what_megatrons_order_takes_and_no_rank_keeps_more(shape: tuple[int, int, int]) -> None:
     stages, replicas, micro_batches = shape
-    played = play(grid(stages, replicas), plain(stages, replicas, micro_batches), stages)
+    played = play(grids.even(stages, replicas), plain(stages, replicas, micro_batches), stages)
     assert played.seconds == makespan(Pipeline(stages, 1, micro_batches, micro_batches), [1.0] * stages)
     assert played.held == min(stages, micro_batches)
 
@@ -52,7 +33,7 @@ def test_whole_steps_take_what_megatrons_order_takes_and_no_rank_keeps_more(shap
 @pytest.mark.parametrize("shape", [(4, 1, 8), (4, 2, 4), (5, 3, 5), (6, 2, 3)])
 @pytest.mark.parametrize("fraction", [0.0, 0.125, 0.25])
 def test_ranks_that_follow_their_lists_end_even_if_every_message_blocks(shape: tuple[int, int, int], fraction: float) -> None:
-    routes = searched(*shape, fraction)
+    routes = grids.searched(*shape, fraction)
     places = [Place(stage, replica) for stage in range(shape[0]) for replica in range(shape[1])]
     lists = {place: routes.actions(place) for place in places}
     # One action at a time, and no message without both sides: as a single queue of a GPU would have it.
@@ -87,7 +68,7 @@ def test_ranks_that_follow_their_lists_end_even_if_every_message_blocks(shape: t
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.33])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_searched_routes_are_within_all_bounds(fraction: float, replicas: int) -> None:
-    routes = searched(6, replicas, 4, fraction)
+    routes = grids.searched(6, replicas, 4, fraction)
     routes.check()
     assert routes.fraction == pytest.approx(round(fraction * 24 * replicas) / (24 * replicas))
     lengths = [len(path) for path in routes.paths.values()]
@@ -97,7 +78,7 @@ def test_searched_routes_are_within_all_bounds(fraction: float, replicas: int) -
 
 def test_a_search_shortens_the_step_and_each_freedom_helps() -> None:
     def seconds(held: int = 6, **wishes: bool) -> float:
-        found = search(unequal(6, 2), 6, [range(2)], Wishes(0.25, held, **wishes))
+        found = search(grids.uneven(6, 2), 6, [range(2)], Wishes(0.25, held, **wishes))
         return found.played.seconds
 
     found = seconds()
@@ -109,13 +90,13 @@ def test_a_search_shortens_the_step_and_each_freedom_helps() -> None:
 
 def test_micro_batches_stay_in_their_group() -> None:
     groups = [[0, 1], [2, 3]]
-    found = search(unequal(4, 4), 4, groups, Wishes(0.25, 4))
+    found = search(grids.uneven(4, 4), 4, groups, Wishes(0.25, 4))
     assert all(place.replica // 2 == key.replica // 2 for key, path in found.paths.items() for place in path)
     assert any(place.replica != key.replica for key, path in found.paths.items() for place in path)
 
 
 def test_the_same_search_finds_the_same() -> None:
-    assert searched(5, 2, 4, 0.2) == searched(5, 2, 4, 0.2)
+    assert grids.searched(5, 2, 4, 0.2) == grids.searched(5, 2, 4, 0.2)
 
 
 def test_no_step_ends_where_ranks_wait_for_each_others_memory() -> None:
@@ -123,21 +104,21 @@ def test_no_step_ends_where_ranks_wait_for_each_others_memory() -> None:
         key: tuple(Place(stage, 0 if stage in (1, 2) else key.replica) for stage in ((0, 1, 2, 3), (0, 2, 1, 3))[key.replica])
         for key in (MicroBatch(0, 0), MicroBatch(1, 0))
     }
-    assert math.isinf(play(grid(4, 2), swapped, 1).seconds)
-    assert play(grid(4, 2), swapped, 2).seconds < math.inf
+    assert math.isinf(play(grids.even(4, 2), swapped, 1).seconds)
+    assert play(grids.even(4, 2), swapped, 2).seconds < math.inf
 
 
 def test_links_carry_one_message_at_a_time() -> None:
     paths = plain(2, 1, 2)
     # 1 forward, link 5 + 1, 1 + 2 there, 5 + 1 back, 2: of the second micro-batch all but the link's turn is hidden.
-    alone = play(grid(2, 1, 5.0, 1.0), {MicroBatch(0, 0): paths[MicroBatch(0, 0)]}, 2)
+    alone = play(grids.even(2, 1, 5.0, 1.0), {MicroBatch(0, 0): paths[MicroBatch(0, 0)]}, 2)
     assert alone.seconds == 1 + 6 + 3 + 6 + 2
-    assert play(grid(2, 1, 5.0, 1.0), paths, 2).seconds == alone.seconds + 5
-    assert play(grid(2, 1, 5.0, 1.0), paths, 2, passed=[(MicroBatch(0, 1), 0)]).seconds < alone.seconds + 5
+    assert play(grids.even(2, 1, 5.0, 1.0), paths, 2).seconds == alone.seconds + 5
+    assert play(grids.even(2, 1, 5.0, 1.0), paths, 2, passed=[(MicroBatch(0, 1), 0)]).seconds < alone.seconds + 5
 
 
 def test_a_file_holds_all_of_it() -> None:
-    routes = dataclasses.replace(searched(4, 2, 4, 0.125), hosts=("a", "b"))
+    routes = dataclasses.replace(grids.searched(4, 2, 4, 0.125), hosts=("a", "b"))
     assert routes.swaps > 0
     assert routes.crossings > 0
     assert Routes.of_text(routes.text()) == routes
@@ -156,15 +137,12 @@ def test_other_files_are_refused(text: str, message: str) -> None:
         Routes.of_text(text)
 
 
-def whole(stages: int = 4, replicas: int = 2, micro_batches: int = 2) -> Routes:
-    paths = plain(stages, replicas, micro_batches)
-    played = play(grid(stages, replicas), paths, stages)
-    return Routes(stages, replicas, micro_batches, played.held, paths, played.order)
+_WHOLE = grids.whole(4, 2, 2)
 
 
 def changed(path: list[tuple[int, int]]) -> Routes:
     """Whole routes of which one is another."""
-    routes = whole()
+    routes = _WHOLE
     paths = {**routes.paths, MicroBatch(0, 0): tuple(Place(*place) for place in path)}
     order = tuple(itertools.chain.from_iterable(passes(path, key) for key, path in paths.items()))
     return dataclasses.replace(routes, paths=paths, order=order)
@@ -178,10 +156,16 @@ def changed(path: list[tuple[int, int]]) -> Routes:
         (changed([(0, 0), (1, 0), (1, 1), (3, 0)]), "a stage comes twice"),
         (changed([(0, 0), (1, 2), (3, 0)]), "there are 4 stages and 2 replicas"),
         (changed([(0, 0), (3, 0)]), "stages are visited \\[4, 3, 3, 4\\] times|within one visit|held says"),
-        (dataclasses.replace(whole(), held=1), "a rank keeps 2 micro-batches at once, where held says 1"),
-        (dataclasses.replace(whole(), micro_batches=3), "4 micro-batches have one, of 2 replicas x 3 micro-batches = 6"),
-        (dataclasses.replace(whole(), order=whole().order[1:]), "the order has .*, where .* comes next on its route"),
-        (dataclasses.replace(whole(), order=whole().order[:-1]), "the order lacks"),
+        (dataclasses.replace(_WHOLE, held=1), "a rank keeps 2 micro-batches at once, where held says 1"),
+        (
+            dataclasses.replace(_WHOLE, micro_batches=3),
+            "4 micro-batches have one, of 2 replicas x 3 micro-batches = 6",
+        ),
+        (
+            dataclasses.replace(_WHOLE, order=_WHOLE.order[1:]),
+            "the order has .*, where .* comes next on its route",
+        ),
+        (dataclasses.replace(_WHOLE, order=_WHOLE.order[:-1]), "the order lacks"),
     ],
 )
 def test_wrong_routes_are_refused(routes: Routes, message: str) -> None:
@@ -190,7 +174,7 @@ def test_wrong_routes_are_refused(routes: Routes, message: str) -> None:
 
 
 def test_a_rank_that_nobody_visits_is_refused() -> None:
-    routes = whole()
+    routes = _WHOLE
     paths = {
         key: tuple(Place(stage, key.replica if stage in (0, 3) else 0) for stage, _ in path)
         for key, path in routes.paths.items()
@@ -215,11 +199,11 @@ def test_more_than_there_is_cannot_be_skipped() -> None:
     with pytest.raises(
         PierConfigError, match=r"a share of 0.6 of 4 stages x 8 micro-batches = 19 to skip, .* \(4 - 2\) x 8 = 16"
     ):
-        search(grid(4, 2), 4, [range(2)], Wishes(0.6, 4))
+        search(grids.even(4, 2), 4, [range(2)], Wishes(0.6, 4))
 
 
 def test_no_search_finds_a_step_that_ends_in_too_little_memory() -> None:
     one = MicroBatch(0, 0)
-    assert play(grid(4, 1), {one: plain(4, 1, 1)[one]}, 0).seconds == math.inf
+    assert play(grids.even(4, 1), {one: plain(4, 1, 1)[one]}, 0).seconds == math.inf
     with pytest.raises(PierConfigError, match="no step of 4 micro-batches ends with 0 of them held"):
-        search(grid(4, 1), 4, [[0]], Wishes(0.0, 0, is_searched=False))
+        search(grids.even(4, 1), 4, [[0]], Wishes(0.0, 0, is_searched=False))

@@ -48,7 +48,7 @@ def read(path: str) -> Routes:
         return Routes.of_text(existing_file(path).read_text())
     except (PierConfigError, argparse.ArgumentTypeError, OSError, UnicodeDecodeError) as error:
         raise PierConfigError(
-            f"--pier-skip-routes {path}: {error}. `pier-megatron plan --routes` writes such a file."
+            f"--pier-skip-routes {path}: {error}. pier-megatron plan with --routes writes such a file."
         ) from error
 
 
@@ -87,7 +87,8 @@ def check(args: argparse.Namespace) -> None:
         PierConfigError: With the flag, the values and a remedy.
     """
     check_job(args)
-    routes, given = read(args.pier_skip_routes), f"--pier-skip-routes {args.pier_skip_routes}"
+    routes = read(args.pier_skip_routes)
+    given = f"--pier-skip-routes {args.pier_skip_routes}"
     if routes.stages != args.pipeline_model_parallel_size:
         raise PierConfigError(
             f"{given} is for {routes.stages} stages, and --pipeline-model-parallel-size is "
