@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import grids
 import oracle
 import pytest
 from launch import Recorded, Run, launch
@@ -74,6 +75,15 @@ _LAYERS = (
 )
 _RUNS += [Run(name, _LAYERS + flag, ["pipeline"]) for name, flag in {"in order": "", "by layers": " --pier-layered"}.items()]
 
+_STAGES = (
+    "--train-iters 3 --optimizer adam --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --num-layers 4 "
+    "--global-batch-size 8 --pipeline-model-parallel-size 4"
+)
+_RUNS += [
+    Run(name, _STAGES + flag, ["pipeline"])
+    for name, flag in {"one stage after the other": "", "by routes": " --pier-skip-routes {directory}/whole.json"}.items()
+]
+
 # Everything that is compressed inside a group goes its way, in FP32.
 _SENT = "--train-iters 3 --optimizer adam --global-batch-size 8 --pipeline-model-parallel-size 2 "
 _COMPRESSED = {
@@ -94,7 +104,9 @@ def runs(
     folder = _RELEASES[request.param]
     if folder is not None and not folder.exists():
         pytest.skip(f"megatron-core {request.param} is not at {folder}: `make test` installs it")
-    return launch(tmp_path_factory.mktemp("release"), corpus, _RUNS, megatron=folder)
+    directory = tmp_path_factory.mktemp("release")
+    (directory / "whole.json").write_text(grids.whole(4, 1, 4).text())
+    return launch(directory, corpus, _RUNS, megatron=folder)
 
 
 def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded]) -> None:
@@ -154,6 +166,15 @@ def test_layers_equal_the_order_of_micro_batches(runs: dict[str, Recorded]) -> N
     assert len(by_layers.losses) == 3
     assert by_layers.losses == in_order.losses
     assert by_layers.grad_norms == in_order.grad_norms
+
+
+def test_routes_of_all_stages_equal_the_order_of_stages(runs: dict[str, Recorded]) -> None:
+    in_order, by_routes = runs["one stage after the other"], runs["by routes"]
+    # The second stage waits with its third forward pass for a backward one, unless it follows a list of its own.
+    assert [run.ranks[1]["order"][2][2:4] for run in (in_order, by_routes)] == [["F0.2", "B0.0"], ["F0.2", "F0.3"]]
+    assert len(by_routes.losses) == 3
+    assert by_routes.losses == in_order.losses
+    assert by_routes.grad_norms == in_order.grad_norms
 
 
 @pytest.mark.parametrize(("name", "dimensions"), [("replicas and stages", "dp pp gather"), ("layers and stages", "pp tp")])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from launch import REPOSITORY, execute, torchrun
 
+from pier_megatron.pipeline.routes import Routes
+
 pytestmark = pytest.mark.processes
 
 _PLAN = [sys.executable, "-m", "pier_megatron.commands.cli", "plan"]
@@ -26,6 +28,11 @@ _7B = (
 _COPIED = (
     _7B.replace("--nnodes 32", "--nnodes 16").replace("--micro-batch-size 4", "--micro-batch-size 1")
     + " --pier-overlap 25 --pier-offload"
+)
+_UNEQUAL = (
+    "torchrun --nnodes 4 --nproc-per-node 2 -m pier_megatron pretrain_gpt.py --num-layers 24 --hidden-size 1024 "
+    "--num-attention-heads 16 --pipeline-model-parallel-size 4 --micro-batch-size 4 --train-iters 1000 "
+    f"{_SHAPE.replace('512', '64')} --optimizer adam"
 )
 # A model that trains on this machine in seconds; its job is the same on more ranks.
 _TINY = (
@@ -109,6 +116,27 @@ def test_failures_of_a_job_without_groups_are_refused(optimizer: str) -> None:
     refusal = plan("--cluster perlmutter --mtbf 500", _XL.replace("--optimizer pier", f"--optimizer {optimizer}"))
     assert refusal.returncode == 2
     assert "--mtbf and --spread simulate groups that wait for each other" in refusal.stderr
+
+
+def test_routes_are_written_for_the_job_and_nothing_else(tmp_path: Path) -> None:
+    file, flags = tmp_path / "new" / "routes.json", "--cluster examples/unequal-cluster.yaml --json"
+    found = json.loads(plan(f"{flags} --routes {file} --place", f"{_UNEQUAL} --pier-skip-fraction 0.25").stdout)["routes"]
+    # One message in three passes the slow link of a whole step; a route that skips a stage may spare it none.
+    assert found["routes"] < 0.6 * found["full"]
+    assert found["passed"] > 0.9 * found["full"]
+    assert sorted(found["hosts"]) == ["a", "b", "c", "d"]
+    routes = Routes.of_text(file.read_text())
+    assert (routes.stages, routes.replicas, routes.micro_batches) == (4, 2, 8)
+    assert (routes.fraction, routes.hosts, routes.held) == (0.25, tuple(found["hosts"]), found["held"])
+    in_groups = _UNEQUAL.replace("--optimizer adam", "--optimizer pier --pier-groups 2")
+    for job, words in {
+        in_groups: "--place orders the nodes of one group, and the job has 2",
+        _UNEQUAL.replace("--nnodes 4", "--nnodes 8"): "file has 4 nodes, and the job has 16 ranks on 2 GPUs per node = 8",
+    }.items():
+        refusal = plan(f"{flags} --routes {file} --place", f"{job} --pier-skip-fraction 0.25")
+        assert refusal.returncode == 2
+        assert words in refusal.stderr
+    assert "--place says how routes are searched: it needs --routes FILE" in plan(f"{flags} --place", _XL).stderr
 
 
 def test_sites_of_a_file_are_rows() -> None:

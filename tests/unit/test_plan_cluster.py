@@ -19,6 +19,7 @@ from pier_megatron.commands.plan.cluster import (
     chosen,
     named_or_file,
 )
+from pier_megatron.commands.plan.hosts import SiteLink
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -26,7 +27,8 @@ import interconnect
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _BLOCKING = ("Pier, blocking", "Pier, blocking, overlap flags")
-_EXAMPLE = _REPOSITORY / "examples" / "cluster.yaml"
+_EXAMPLE, _UNEQUAL = (_REPOSITORY / "examples" / f"{name}.yaml" for name in ("cluster", "unequal-cluster"))
+_NODES = _UNEQUAL.read_text().partition("nodes:")[0]
 
 
 def parsed(*words: str) -> Cluster:
@@ -44,6 +46,17 @@ def test_example_file_has_every_figure_that_a_cluster_needs() -> None:
     assert cluster.node_rate == pytest.approx(12.5e9 * TCP_EFFICIENCY)
     assert not cluster.is_calibrated
     assert [cluster.sites(gpus) for gpus in (1, 64, 65, 128, 129)] == [1, 1, 2, 2, 3]
+
+
+def test_example_of_unequal_nodes() -> None:
+    cluster = parsed("--cluster", str(_UNEQUAL))
+    assert [(host.name, host.site, host.speed) for host in cluster.hosts] == [
+        ("a", "east", 1.0),
+        ("b", "east", 1.0),
+        ("c", "west", 1.0),
+        ("d", "west", 0.7),
+    ]
+    assert cluster.site_links == {frozenset(("east", "west")): SiteLink(2e7, 0.02)}
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.key)
@@ -89,6 +102,16 @@ def test_zero_is_refused_where_it_cannot_be(flag: str, capsys: pytest.CaptureFix
         ("memory: [", "no YAML"),
         ("memory: 2026-13-45", "no YAML"),
         ("memory: true", "memory: True: must be a number"),
+        (_NODES + "nodes: a", "nodes: must be a list"),
+        (_NODES + "nodes: [a]", "nodes: 0: must be {name, site, speed}"),
+        (_NODES + "nodes: [{name: a, sped: 2}]", "nodes: 0: sped: no such key. Did you mean speed?"),
+        (_NODES + "nodes: [{site: east}]", "nodes: 0: name missing"),
+        (_NODES + "nodes: [{name: a, speed: 0}]", "nodes: 0: speed: 0: must be a number in (0, 1000]"),
+        (_NODES + "nodes: [{name: a}, {name: a}]", "nodes: a name comes twice: a"),
+        (_NODES + "nodes: [{name: a, site: east}, {name: b, site: west}]", "links: nothing between east and west. Add it, or"),
+        (_NODES + "nodes: [{name: a}]\nlinks: [{sites: [east], bandwidth: 1}]", "links: 0: sites: must be two, as in [east,"),
+        (_NODES + "nodes: [{name: a}]\nlinks: [{sites: [x, y], bandwidth: 1}]", "links: no node is at x"),
+        (_NODES + "links: [{sites: [x, y]}]", "links: 0: bandwidth missing"),
         (_EXAMPLE.read_text().replace("site-bandwidth", "# site-bandwidth"), "nodes-per-site without site-bandwidth"),
     ],
 )
