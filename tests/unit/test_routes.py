@@ -9,6 +9,7 @@ import grids
 import pytest
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.features.skipping import executor
 from pier_megatron.pipeline import search as searches
 from pier_megatron.pipeline.play import play
 from pier_megatron.pipeline.routes import FARTHEST, MOST_SWAPS, MicroBatch, Place, Routes, Visit, bounds, passes, plain
@@ -207,3 +208,21 @@ def test_no_search_finds_a_step_that_ends_in_too_little_memory() -> None:
     assert play(grids.even(4, 1), {one: plain(4, 1, 1)[one]}, 0).seconds == math.inf
     with pytest.raises(PierConfigError, match="no step of 4 micro-batches ends with 0 of them held"):
         search(grids.even(4, 1), 4, [[0]], Wishes(0.0, 0, is_searched=False))
+
+
+def test_micro_batches_find_their_own_data_in_any_order() -> None:
+    batches = executor._Batches(iter("abc"), Place(0, 1))
+    read = {number: next(iter(batches.of(MicroBatch(1, number)) or ())) for number in (2, 0, 1)}
+    assert read == {0: "a", 1: "b", 2: "c"}
+    assert executor._Batches(None, Place(0, 1)).of(MicroBatch(0, 0)) is None
+
+
+def test_data_of_another_replica_is_refused_when_it_is_read() -> None:
+    batches = executor._Batches(iter("abc"), Place(1, 1)).of(MicroBatch(0, 0))
+    with pytest.raises(PierConfigError, match=r"reads data in stage 1, between the ends .* of replica 1, .* Plan .* --stay of"):
+        next(batches or iter(()))
+
+
+def test_a_step_of_other_micro_batches_is_refused() -> None:
+    with pytest.raises(PierConfigError, match="routes for steps of 2 micro-batches of a replica, and this one has 4"):
+        executor.run(_WHOLE, model=[], num_microbatches=4)

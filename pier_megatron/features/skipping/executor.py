@@ -8,7 +8,7 @@ order, as NCCL needs it, and no circle of waits can come about even if a message
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.features.compression.activations import transfer
 from pier_megatron.features.compression.buckets import Handle
 from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.run import part
 from pier_megatron.pipeline.routes import Action, MicroBatch, Place, Routes, Visit
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -64,12 +65,27 @@ def run(routes: Routes, /, *, model: Sequence[nn.Module], num_microbatches: int,
         model: The rank's stage, alone in its list.
         num_microbatches: Number of micro-batches of this step.
         kwargs: All else that a schedule of Megatron's takes.
+
+    Raises:
+        PierConfigError: If it has another number of micro-batches than the routes.
     """
-    steps = _Steps(routes, model[0], kwargs["seq_length"], kwargs["micro_batch_size"])
+    if num_microbatches != routes.micro_batches:
+        raise PierConfigError(
+            f"--pier-skip-routes has routes for steps of {routes.micro_batches} micro-batches of a replica, and this one has "
+            f"{num_microbatches}. Plan routes for this batch; a batch that ramps up has none."
+        )
+    steps = _Steps(routes, model[0], kwargs)
     replacements = {"forward_step": steps.forward_step, "backward_step": steps.backward_step}
     schedule = versions.require(_SCHEDULES, "forward_backward_no_pipelining")
     with versions.replaced(importlib.import_module(_SCHEDULES), replacements):
         return schedule(model=model, num_microbatches=num_microbatches, **kwargs)
+
+
+@dataclasses.dataclass
+class _Own:
+    """What this rank does in each step of the training under way; nothing before the first one."""
+
+    actions: list[Action] = dataclasses.field(default_factory=list)
 
 
 class _Batches:
@@ -100,13 +116,16 @@ class _Batches:
 class _Steps:
     """Stand in for Megatron's forward and backward step: the last micro-batch of the schedule around runs the whole list."""
 
-    def __init__(self, routes: Routes, model: nn.Module, seq_length: object, micro_batch_size: object) -> None:
+    def __init__(self, routes: Routes, model: nn.Module, given: Mapping[str, object]) -> None:
         self._forward_step = versions.require(_SCHEDULES, "forward_step")
         self._backward_step = versions.require(_SCHEDULES, "backward_step")
         self._release = versions.require(_SCHEDULES, "deallocate_output_tensor")
         self._config = versions.require("megatron.core.utils", "get_model_config")(model)
         self._model, self._routes, self._ranks = model, routes, ranks(routes.replicas)
-        self._shape = self._shape_of_messages(seq_length, micro_batch_size)
+        own = part(_Own)
+        own.actions = own.actions or routes.actions(self._ranks.own)
+        self._actions = own.actions
+        self._shape = self._shape_of_messages(given)
         self._left = routes.micro_batches
         self._kept: dict[MicroBatch, tuple[Tensor | None, Tensor]] = {}
         self._results: dict[Visit, Tensor] = {}
@@ -127,11 +146,10 @@ class _Steps:
     def _run(self, given: dict[str, object], batches: _Batches) -> Tensor | int:
         if self._config.param_sync_func is not None:
             self._config.param_sync_func(self._model.parameters())
-        actions = self._routes.actions(self._ranks.own)
-        backward = [action for action in actions if action.kind == "pass" and action.visit.is_backward]
+        backward = [action for action in self._actions if action.kind == "pass" and action.visit.is_backward]
         tokens: Tensor | int = 0
         is_first = True
-        for action in actions:
+        for action in self._actions:
             visit = action.visit
             if action.kind == "send":
                 self._send(action)
@@ -205,11 +223,11 @@ class _Steps:
         handle.wait()
         return tensor
 
-    def _shape_of_messages(self, seq_length: object, micro_batch_size: object) -> tuple[int, int, int]:
+    def _shape_of_messages(self, given: Mapping[str, object]) -> tuple[int, int, int]:
         [shape] = versions.require(_SCHEDULES, "get_tensor_shapes")(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=None,
+            seq_length=given["seq_length"],
+            micro_batch_size=given["micro_batch_size"],
+            decoder_seq_length=given.get("decoder_seq_length"),
             config=self._config,
             tp_group=versions.require(_PARALLEL_STATE, "get_tensor_model_parallel_group")(),
             cp_group=versions.require(_PARALLEL_STATE, "get_context_parallel_group")(),
