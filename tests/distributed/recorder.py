@@ -13,9 +13,10 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from pier_megatron.cpu import emulation
@@ -75,6 +76,32 @@ def make_flags_once() -> None:
 
 
 make_flags_once()
+
+
+class Communicator(distributed_c10d.ProcessGroupGloo):
+    """A communicator that lives until :meth:`end`: for each connection it takes gloo up to 10 ms to end, one after the other.
+
+    Attributes:
+        made: Those that live; the first one is that of all ranks.
+    """
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, *place: Any, timeout: Any) -> None:
+        super().__init__(*place, timeout=timeout)
+        self.made.append(self)
+
+    @classmethod
+    def end(cls) -> None:
+        """Ends all but the first, at the same time."""
+        threads = [threading.Thread(target=cls.made.pop) for _ in cls.made[1:]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+distributed_c10d.ProcessGroupGloo = Communicator
 
 
 def fork_what_hands_over_results() -> None:
@@ -368,6 +395,7 @@ def forget_run() -> None:
             dist.destroy_process_group(group)
     # Collects what is left; the next training, which begins without, need not do it again.
     training_under_way.begin()
+    Communicator.end()
 
 
 def print_to(log: Path) -> None:
