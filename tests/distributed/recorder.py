@@ -8,6 +8,7 @@ except where a run asks for a planted bug, by its name in ``sabotage.py``.
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -395,6 +396,8 @@ def forget_run() -> None:
             dist.destroy_process_group(group)
     # Collects what is left; the next training, which begins without, need not do it again.
     training_under_way.begin()
+    # What has outlived this run outlives the next ones, which need not look through it for garbage.
+    gc.freeze()
     Communicator.end()
 
 
