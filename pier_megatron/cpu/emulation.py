@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from pier_megatron.cpu import products
+from pier_megatron.cpu import communicators, products
 from pier_megatron.cpu.preparations import silence_missing_extensions
 
 _CPU = torch.device("cpu")
@@ -196,6 +196,7 @@ def install() -> None:
     _send_tensors_to_cpu()
     _copy_to_other_processes()
     products.install()
+    communicators.install()
 
 
 def _keeping_random_state[**P](function: Callable[P, None]) -> Callable[P, None]:

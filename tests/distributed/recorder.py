@@ -8,14 +8,16 @@ except where a run asks for a planted bug, by its name in ``sabotage.py``.
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from pier_megatron.cpu import emulation
@@ -75,6 +77,32 @@ def make_flags_once() -> None:
 
 
 make_flags_once()
+
+
+class Communicator(distributed_c10d.ProcessGroupGloo):
+    """A communicator that lives until :meth:`end`: for each connection it takes gloo up to 10 ms to end, one after the other.
+
+    Attributes:
+        made: Those that live; the first one is that of all ranks.
+    """
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, *place: Any, timeout: Any) -> None:
+        super().__init__(*place, timeout=timeout)
+        self.made.append(self)
+
+    @classmethod
+    def end(cls) -> None:
+        """Ends all but the first, at the same time."""
+        threads = [threading.Thread(target=cls.made.pop) for _ in cls.made[1:]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+distributed_c10d.ProcessGroupGloo = Communicator
 
 
 def fork_what_hands_over_results() -> None:
@@ -368,6 +396,9 @@ def forget_run() -> None:
             dist.destroy_process_group(group)
     # Collects what is left; the next training, which begins without, need not do it again.
     training_under_way.begin()
+    # What has outlived this run outlives the next ones, which need not look through it for garbage.
+    gc.freeze()
+    Communicator.end()
 
 
 def print_to(log: Path) -> None:

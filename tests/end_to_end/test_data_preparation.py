@@ -1,5 +1,6 @@
 """``examples/prepare_openwebtext.py``: text in, tokens in Megatron's format out, whatever happens on the way."""
 
+import functools
 import json
 import os
 import signal
@@ -65,9 +66,11 @@ def documents(output: Path) -> Iterator[str]:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(output / "tokenizer")
+    # Most documents are there many times.
+    text_of = functools.cache(lambda tokens: tokenizer.decode(list(tokens)))
     for tokens in IndexedDataset(str(output / "text")):
         assert tokens[-1] == tokenizer.eos_token_id
-        yield tokenizer.decode(tokens[:-1])
+        yield text_of(tuple(tokens[:-1].tolist()))
 
 
 @pytest.fixture(scope="module")
@@ -135,25 +138,8 @@ _REFUSED = {
     "--output {folder}/whole --files {folder}/books": ["--files: 1 files", "2 files", "documents: 45000 there, 2 now"],
 }
 
-# One process for what ends before any tokenizing, and for two small inputs.
-_MANY = """
-import contextlib, io, json, sys
-import prepare_openwebtext
-
-if __name__ == "__main__":
-    said = []
-    for argv in json.load(sys.stdin):
-        sys.argv = argv
-        out = io.StringIO()
-        with contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
-            try:
-                prepare_openwebtext.main()
-                status = 0
-            except SystemExit as end:
-                status = end.code
-        said.append([status, out.getvalue()])
-    print("SAID", json.dumps(said))
-"""
+# For what ends before any tokenizing, and for two small inputs.
+_MANY = Path(__file__).with_name("many_preparations.py")
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +148,8 @@ def said(folder: Path, whole: str) -> dict[str, tuple[int, str]]:
     cases["parquet"] = command(folder, "three.parquet", "three", "--text-column", "body")[1:]
     cases["txt"] = command(folder, "books", "library")[1:]
     process = subprocess.run(
-        [sys.executable, "-c", _MANY],
-        env=os.environ | environment(folder) | {"PYTHONPATH": str(_SCRIPT.parent)},
+        [sys.executable, str(_MANY)],
+        env=os.environ | environment(folder) | {"PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{_SCRIPT.parent}"},
         input=json.dumps(list(cases.values())),
         capture_output=True,
         text=True,

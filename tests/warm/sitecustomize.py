@@ -18,6 +18,7 @@ _STARTS = {
     ("parse_arguments.py",): "megatron",
     ("megatron_logits.py",): "megatron",
     ("prepare_openwebtext.py",): "megatron",
+    ("many_preparations.py",): "megatron",
     ("plain_pytorch.py",): "torch",
 }
 
