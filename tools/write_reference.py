@@ -52,6 +52,8 @@ _TEXTS: dict[Callable[..., Any], str] = {
 _START_UP = ("config.py", "integration/arguments.py", "integration/refusals.py", "integration/inner/requirements.py")
 """Modules whose refusals the start of every run with Pier checks, beside those of features."""
 
+_FLAGS_OF_SKIPPING = ["--pier-skip-fraction, --pier-skip-routes or --pier-eval-skip"]
+
 _PURPOSES = {
     "pier": ("arXiv 2511.17849, section 4", "thousands of outer steps: the paper's runs have some 1800"),
     "pier-cosine": ("the later code of the paper's authors", "comparison with that code"),
@@ -114,6 +116,8 @@ def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for node in ast.walk(function):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "refuse":
+                    yield from _refused_beside(node, function, module)
                 call = node.exc if isinstance(node, ast.Raise) else None
                 if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                     continue
@@ -125,9 +129,20 @@ def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
                         yield f"{given} is no multiple of --pier-sync-interval: {why}."
 
 
+def _refused_beside(call: ast.Call, function: ast.FunctionDef, module: ModuleType | None) -> Iterator[str]:
+    """Texts of :func:`pier_megatron.features.feature.refuse`."""
+    _, refused, beside, *of_graphs = call.args
+    known = {"_flags(args)": _FLAGS_OF_SKIPPING, "_GRAPHS": [getattr(module, "_GRAPHS", "")]}
+    [flags] = _texts(beside, known)
+    names = ", ".join(_flag("flag", name) for name in _names(refused, function, module))
+    yield f"{names} cannot be used with {flags}: …. Drop one of them."
+    for why in of_graphs:
+        yield f"--cuda-graph-impl … cannot be used with {flags}: {_texts(why, known)[0]}. Drop one of them."
+
+
 def _known(function: ast.FunctionDef, where: ast.AST, module: ModuleType | None) -> dict[str, list[str]]:
     """What names in a function stand for in its messages, where the source says it."""
-    known: dict[str, list[str]] = {"_flags(args)": ["--pier-skip-fraction, --pier-skip-routes or --pier-eval-skip"]}
+    known: dict[str, list[str]] = {"_flags(args)": _FLAGS_OF_SKIPPING}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if isinstance(node.value, ast.JoinedStr | ast.Constant):

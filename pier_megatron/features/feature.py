@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from pier_megatron.errors import PierConfigError
+from pier_megatron.megatron_api.args import flag
 from pier_megatron.megatron_api.seam import Seam
 
 if TYPE_CHECKING:
@@ -22,6 +24,26 @@ class Cost:
 
     activations: float = 1.0
     per_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def refuse(args: argparse.Namespace, refused: Mapping[str, str], beside: str, of_graphs: str | None = None) -> None:
+    """Refuses flags that a feature does not go with.
+
+    Args:
+        args: Megatron's.
+        refused: Reasons by attribute.
+        beside: Flags of the feature.
+        of_graphs: Reason against CUDA graphs; None if there is none.
+
+    Raises:
+        PierConfigError: With the flag, the reason and a remedy.
+    """
+    for name, reason in refused.items():
+        if getattr(args, name, None):
+            raise PierConfigError(f"{flag(name)} cannot be used with {beside}: {reason}. Drop one of them.")
+    graphs = getattr(args, "cuda_graph_impl", None) or "none"
+    if of_graphs is not None and graphs != "none":
+        raise PierConfigError(f"--cuda-graph-impl {graphs} cannot be used with {beside}: {of_graphs}. Drop one of them.")
 
 
 class Feature(Protocol):

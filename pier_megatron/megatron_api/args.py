@@ -9,6 +9,7 @@ _CUDA_GRAPH_SCOPES = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_scope_d
 _CALLED_OTHERWISE = {
     "fp8": "fp8_format",
     "fp4": "fp4_format",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
 }
 

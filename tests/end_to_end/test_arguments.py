@@ -193,7 +193,7 @@ _REFUSED = {
     ],
     f"{_SKIP} {_SKIP_8} 0.25 --cuda-graph-impl local": [
         "--cuda-graph-impl local cannot be used with --pier-skip-fraction 0.25",
-        "replayed in that order",
+        "replay the passes of all micro-batches through all stages",
     ],
     f"{_SKIP} {_SKIP_8} 0.25 --mtp-num-layers 1 --position-embedding-type rope": [
         "--mtp-num-layers cannot be used with --pier-skip-fraction 0.25"
@@ -219,7 +219,7 @@ _REFUSED = {
         "together.json is for 4 stages, and --pipeline-model-parallel-size is 8. Use 4, or plan routes for this job",
     ],
     f"{_TOGETHER} --pier-skip-fraction 0.25": ["--pier-skip-fraction cannot be used with --pier-skip-routes", "Drop one"],
-    f"{_TOGETHER} {_V2}": ["--virtual-pipeline-model-parallel-size cannot be used with --pier-skip-routes: a rank has one"],
+    f"{_TOGETHER} {_V2}": ["--num-virtual-stages-per-pipeline-rank cannot be used with --pier-skip-routes: a rank has one"],
     f"{_TOGETHER} --pier-layered {_V2}": ["--pier-layered cannot be used with --pier-skip-routes"],
     f"{_TOGETHER} --num-experts 4 --expert-model-parallel-size 2": [
         "--expert-model-parallel-size 2 cannot be used with --pier-skip-routes",

@@ -23,7 +23,8 @@ _NAMED: dict[str, Any] = {feature.__name__.split(".")[-2]: feature for feature i
 
 
 def source(feature: ModuleType) -> str:
-    return "".join(path.read_text() for path in sorted(Path(str(feature.__file__)).parent.glob("*.py")))
+    folder = Path(str(feature.__file__)).parent
+    return "".join(path.read_text() for path in (*sorted(folder.glob("*.py")), folder.parent / "feature.py"))
 
 
 def test_every_folder_is_in_the_list() -> None:

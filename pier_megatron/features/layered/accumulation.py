@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.feature import Cost
+from pier_megatron.features.feature import Cost, refuse
 from pier_megatron.megatron_api import batches, versions
-from pier_megatron.megatron_api.args import flag, ranks_of_activations
+from pier_megatron.megatron_api.args import ranks_of_activations
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,18 +85,7 @@ def prepare(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag, the values and a remedy.
     """
-    for name, why in REFUSED.items():
-        if getattr(args, name, None):
-            raise PierConfigError(
-                f"{flag(name)} cannot be used with --pier-layered and --pipeline-model-parallel-size 1: {why}. Drop one of "
-                "them."
-            )
-    graphs = getattr(args, "cuda_graph_impl", "none")
-    if graphs != "none":
-        raise PierConfigError(
-            f"--cuda-graph-impl {graphs} cannot be used with --pier-layered and --pipeline-model-parallel-size 1: {_GRAPHS}. "
-            "Drop one of them."
-        )
+    refuse(args, REFUSED, "--pier-layered and --pipeline-model-parallel-size 1", _GRAPHS)
     if args.recompute_granularity == "full" and args.recompute_method == "uniform" and args.recompute_num_layers != 1:
         raise PierConfigError(
             f"--pier-layered with --recompute-method uniform and --recompute-num-layers {args.recompute_num_layers}: the input "

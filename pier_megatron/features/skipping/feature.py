@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.feature import Cost
+from pier_megatron.features.feature import Cost, refuse
 from pier_megatron.features.layered import feature as layered
 from pier_megatron.features.skipping import routing
 from pier_megatron.megatron_api import batches, versions
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _FSDP = "it gathers and reduces parameters around layers, all of which it expects to run"
-REFUSED = {
+_REFUSED = {
     "overlap_moe_expert_parallel_comm": "it runs the layers of two micro-batches in turns, past their block",
     "mtp_num_layers": "stages of multi-token prediction have layers beside the block that would be skipped",
     "hybrid_layer_pattern": "the layers of a hybrid model are in another block than the one that can be skipped",
@@ -38,6 +38,9 @@ REFUSED = {
     "use_torch_fsdp2": _FSDP,
 }
 """What does not go through a chunk's own block of layers, for each micro-batch in full, with the reason."""
+
+REFUSED = (*_REFUSED, *routing.REFUSED)
+"""All that is refused, by a table or by routes."""
 
 # Below this gain the start says that skipping is hardly worth its loss.
 _WORTH = 0.95
@@ -94,7 +97,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag, the arithmetic and a remedy.
     """
-    check_model(args)
+    refuse(args, _REFUSED, _flags(args), "they replay the passes of all micro-batches through all stages")
     check_stages(args)
     if routing.is_used(args):
         routing.check(args)
@@ -148,7 +151,7 @@ def make_skippable(chunks: "list[nn.Module]", args: argparse.Namespace) -> None:
         block = getattr(model, "decoder", None)
         if not isinstance(block, block_of_layers) or hasattr(model, "encoder"):
             raise PierConfigError(
-                f"--pier-skip-fraction and --pier-eval-skip cannot be used with {type(model).__name__}: what can be skipped is "
+                f"{_flags(args)} cannot be used with {type(model).__name__}: what can be skipped is "
                 "the one TransformerBlock of a model such as GPTModel. Drop them."
             )
         stage = chunk * args.pipeline_model_parallel_size + rank
@@ -233,23 +236,6 @@ def omitted_in_evaluation(args: argparse.Namespace) -> frozenset[int]:
     """Stages that evaluation leaves out."""
     given = getattr(args, "pier_eval_skip", None)
     return frozenset() if given is None else frozenset(map(int, given.split(",")))
-
-
-def check_model(args: argparse.Namespace) -> None:
-    """Refuses what would go past the block that can be skipped.
-
-    Raises:
-        PierConfigError: With the flag and the reason.
-    """
-    for name, reason in REFUSED.items():
-        if getattr(args, name, None):
-            raise PierConfigError(f"{flag(name)} cannot be used with {_flags(args)}: {reason}. Drop one of them.")
-    graphs = getattr(args, "cuda_graph_impl", None) or "none"
-    if graphs != "none":
-        raise PierConfigError(
-            f"--cuda-graph-impl {graphs} cannot be used with {_flags(args)}: graphs are captured for all micro-batches of all "
-            "stages and replayed in that order. Drop one of them."
-        )
 
 
 def check_stages(args: argparse.Namespace) -> None:

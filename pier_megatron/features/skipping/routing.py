@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.feature import Cost
+from pier_megatron.features.feature import Cost, refuse
 from pier_megatron.megatron_api import batches, versions
-from pier_megatron.megatron_api.args import flag, strings
+from pier_megatron.megatron_api.args import strings
 from pier_megatron.pipeline.routes import Routes
 from pier_megatron.settings import settings_of
 from pier_megatron.values import existing_file
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 _IN_PASSES = "its ranks of several replicas meet inside each pass, and routes give them passes of different micro-batches"
+_UNTRIED = "it has not been tried, and scales that are delayed are reduced over replicas inside each pass"
 REFUSED = {
     "pier_skip_fraction": "the file says what is skipped",
     "pier_layered": "it is another order of the passes",
     "virtual_pipeline_model_parallel_size": "a rank has one stage on a route",
-    "fp8": f"where scales are delayed, {_IN_PASSES}",
-    "fp4": f"where scales are delayed, {_IN_PASSES}",
+    "fp8": _UNTRIED,
+    "fp4": _UNTRIED,
     "variable_seq_lengths": "messages have the shape of a whole sequence",
     "defer_embedding_wgrad_compute": "it counts the passes of Megatron's own order",
     "moe_paged_stash": "it counts the passes of Megatron's own order",
@@ -65,9 +66,7 @@ def check_job(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag, the values and a remedy.
     """
-    for name, reason in REFUSED.items():
-        if getattr(args, name, None):
-            raise PierConfigError(f"{flag(name)} cannot be used with --pier-skip-routes: {reason}. Drop one of them.")
+    refuse(args, REFUSED, "--pier-skip-routes")
     if args.expert_model_parallel_size > 1:
         raise PierConfigError(
             f"--expert-model-parallel-size {args.expert_model_parallel_size} cannot be used with --pier-skip-routes: "
