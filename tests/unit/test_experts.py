@@ -203,6 +203,7 @@ def test_seed_costs_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
         "longer": stored_training(consumed_train_samples=200),
         "child": stored_training(pretrained_checkpoint="base", finetune=True),
         "tuned": stored_training(finetune=True, load="child"),
+        "converted": stored_training(consumed_train_samples=0, load=None),
         "again": stored_training(finetune=True, load="again"),
     }
     monkeypatch.setattr(StoredModel, "find", lambda path: trainings[path.name])
@@ -212,6 +213,8 @@ def test_seed_costs_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost["longer"] == pytest.approx(2 * cost["base"])
     assert cost["child"] == pytest.approx(1.2 * cost["base"])
     assert cost["tuned"] == pytest.approx(1.4 * cost["base"])
+    with pytest.raises(PierConfigError, match="converted: no training is stored with it"):
+        seeds.operations(Path("converted"), defaults)
     with pytest.raises(PierConfigError, match="again: its model began from its own folder"):
         seeds.operations(Path("again"), defaults)
 

@@ -75,10 +75,12 @@ class MixtureCache:
 
     is_compileable = False
 
-    def __init__(self, experts: "Sequence[object]", weights: Tensor, predicted: Sequence[Tensor]) -> None:
-        self.experts = list(experts)
-        self.weights = weights
-        self.predicted = list(predicted)
+    def __init__(self, experts: Sequence[object], weights: Tensor, predicted: Sequence[Tensor]) -> None:
+        self.update(experts, weights, predicted)
+
+    def update(self, experts: Sequence[object], weights: Tensor, predicted: Sequence[Tensor]) -> None:
+        """Continues with what is after the next tokens; the experts' caches have been changed in place."""
+        self.experts, self.weights, self.predicted = list(experts), weights, list(predicted)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Counts the tokens so far."""
@@ -173,7 +175,8 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):
                 use_cache=use_cache,
                 **({} if position_ids is None else {"position_ids": position_ids}),
             )
-            of_expert = self._log_probabilities(output.logits)
+            # An expert may be on another device.
+            of_expert = self._log_probabilities(output.logits.to(input_ids.device))
             before = cache.predicted[place][:, None] if cache else of_expert[:, :1]
             of_token = torch.cat([before, of_expert[:, :-1]], dim=1).gather(-1, input_ids[..., None])[..., 0]
             scores.append(torch.where(is_seen, of_token, 0).double())
@@ -185,10 +188,14 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):
         weights = (first + torch.stack(scores).cumsum(-1)).log_softmax(0)
         logits = self._mixed(probabilities, weights[..., kept].float())
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **more)
+        if cache:
+            cache.update(caches, weights[..., -1], predicted)
+        elif use_cache:
+            cache = MixtureCache(caches, weights[..., -1], predicted)
         return MixtureOutput(
             loss=loss,
             logits=logits,
-            past_key_values=MixtureCache(caches, weights[..., -1], predicted) if use_cache else None,
+            past_key_values=cache,
             weights=weights.exp().float().movedim(0, -1),
         )
 

@@ -34,6 +34,8 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
             raise PierConfigError(f"{folder}: the vocabulary's size is not stored.")
         total += done
         origin = arguments.pretrained_checkpoint or (arguments.load if arguments.finetune else None)
+        if not done and origin is None:
+            raise PierConfigError(f"{folder}: no training is stored with it, as of a model that was converted.")
         if origin is None:
             return total
         folder = Path(origin)
