@@ -2,6 +2,8 @@
 
 import argparse
 import ast
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     GPT2Config,
@@ -250,6 +253,20 @@ def test_code_beside_the_weights_needs_nothing_of_the_plugin(folder: Path) -> No
         for name in node.names
     }
     assert imported == {"collections", "dataclasses", "math", "torch", "transformers"}
+
+
+def test_server_finds_the_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``transformers serve`` looks for the architecture that the configuration names in transformers."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr("transformers.cli.transformers.main", lambda: asked.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["serve_mixture.py", str(folder), "--port", "8001"])
+    # As the server finds it: the module replaces itself after its first import.
+    transformers = sys.modules["transformers"]
+    monkeypatch.setattr(transformers, "MixtureForCausalLM", None, raising=False)
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "serve_mixture.py"), run_name="__main__")
+    assert asked == [["serve", "--trust-remote-code", str(folder), "--port", "8001"]]
+    (architecture,) = AutoConfig.from_pretrained(folder, trust_remote_code=True).architectures
+    assert isinstance(getattr(transformers, architecture).from_pretrained(folder, trust_remote_code=True), PreTrainedModel)
 
 
 # What the command refuses.
