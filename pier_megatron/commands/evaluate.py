@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_tokenizer_argument(parser)
     parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that comes with the model, as a mixture of experts needs; read it before",
+    )
+    parser.add_argument(
         "--tasks", nargs="+", default=list(PAPER), metavar="TASK", help="tasks of the harness (the paper's thirteen)"
     )
     parser.add_argument(
@@ -141,10 +146,11 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
                 f"--model {options.model} has no tokenizer with it: name the one it was trained with by --tokenizer."
             )
         try:
-            AutoConfig.from_pretrained(model)
+            AutoConfig.from_pretrained(model, trust_remote_code=options.trust_remote_code)
         except (OSError, ValueError) as error:
             raise PierConfigError(f"--model {options.model} cannot be loaded: {error}") from error
-        arguments = {"pretrained": model} | ({"tokenizer": options.tokenizer} if options.tokenizer else {})
+        arguments = {"pretrained": model, "trust_remote_code": options.trust_remote_code}
+        arguments |= {"tokenizer": options.tokenizer} if options.tokenizer else {}
         results: dict[str, Any] = simple_evaluate(
             "hf",
             model_args=arguments,

@@ -198,12 +198,20 @@ def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:
 
 def operations(args: argparse.Namespace) -> float | None:
     """Floating-point operations of the mean iteration, all ranks together, by Megatron's own count; None as above."""
+    batch = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
+    return _operations(args, batch)
+
+
+def operations_done(args: argparse.Namespace) -> float | None:
+    """The same of all iterations behind a checkpoint, by the arguments stored in it."""
+    return _operations(args, args.consumed_train_samples)
+
+
+def _operations(args: argparse.Namespace, samples: float) -> float | None:
     sized = _with_vocabulary(args)
     if sized is None:
         return None
-    count = versions.require("megatron.training.training", "num_floating_point_operations")
-    batch = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
-    return float(count(sized, batch))
+    return float(versions.require("megatron.training.training", "num_floating_point_operations")(sized, samples))
 
 
 def elements_between_stages(args: argparse.Namespace) -> float:

@@ -318,20 +318,24 @@ metric_list:
 """
 
 
-def test_checkpoint_is_evaluated(runs: dict[str, Recorded], exported: dict[str, Path], tokenizer: Path, tmp_path: Path) -> None:
-    """From the checkpoint to the score, with a task of one's own whose score is known."""
+def written_task(model: Any, folder: Path) -> None:
+    """Writes a task of eight questions, of which a model gets six right."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
-    model, questions = loaded(exported["pier"]), []
+    questions = []
     for place in range(1000, 9000, 1000):
         prompt, choices = text[place : place + 20], [text[other : other + 5] for other in (place + 20, place // 2, place // 3)]
         likelihoods = [likelihood(model, prompt, choice) for choice in choices]
         questions.append({"text": prompt, "choices": choices, "label": likelihoods.index(max(likelihoods))})
-    # Two questions of eight the model gets wrong.
     for question in questions[:2]:
         question["label"] = (question["label"] + 1) % 3
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    (tmp_path / "tasks" / "next_bytes.yaml").write_text(_TASK.format(data=tmp_path / "questions.jsonl"))
+    (folder / "tasks").mkdir()
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    (folder / "tasks" / "next_bytes.yaml").write_text(_TASK.format(data=folder / "questions.jsonl"))
+
+
+def test_checkpoint_is_evaluated(runs: dict[str, Recorded], exported: dict[str, Path], tokenizer: Path, tmp_path: Path) -> None:
+    """From the checkpoint to the score, with a task of one's own whose score is known."""
+    written_task(loaded(exported["pier"]), tmp_path)
     command = [sys.executable, "-m", "pier_megatron.commands.cli", "evaluate", "--model", str(folder_of(runs["pier"], 6))]
     command += ["--tokenizer", str(tokenizer), "--tasks", "next_bytes", "--include-path", str(tmp_path / "tasks")]
     command += ["--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
@@ -342,6 +346,26 @@ def test_checkpoint_is_evaluated(runs: dict[str, Recorded], exported: dict[str, 
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["mean"] == found["tasks"]["next_bytes"]["value"] == 0.75
     assert math.isclose(found["harness"]["results"]["next_bytes"]["acc,none"], 0.75)
+
+
+def test_mixture_is_evaluated(
+    exported: dict[str, Path], tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Two models as one, whose code is run only if that is allowed."""
+    from lm_eval.tasks import TaskManager
+
+    from pier_megatron.commands.experts.mixture_model import MixtureForCausalLM
+
+    experts = [loaded(exported[name]).eval() for name in ("pier", "stock")]
+    mixture = MixtureForCausalLM.of(experts, ["pier", "stock"], [0.0, 0.0])
+    mixture.save_pretrained(tmp_path / "mixture")
+    written_task(mixture.eval(), tmp_path)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    evaluate = ["evaluate", "--model", str(tmp_path / "mixture"), "--tokenizer", str(tokenizer), "--tasks", "next_bytes"]
+    evaluate += ["--include-path", str(tmp_path / "tasks"), "--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
+    assert "trust_remote_code=True" in refused(capsys, *evaluate)
+    assert main([*evaluate, "--trust-remote-code"]) == 0
+    assert json.loads((tmp_path / "evaluation.json").read_text())["mean"] == 0.75
 
 
 def likelihood(model: Any, prompt: str, choice: str) -> float:

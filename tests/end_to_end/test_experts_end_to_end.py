@@ -61,6 +61,7 @@ class Ensemble(NamedTuple):
     planned: str
     failed: str
     resumed: str
+    replanned: str
     scored: str
     mixed: str
 
@@ -94,8 +95,11 @@ def ensemble(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]
     (folder / "MHe-IHo" / "code" / "is_failing").rename(folder / "MHe-IHo" / "code" / "has_failed")
     # The others need no process for themselves, and this one has imported most of what they use. Its signals are pytest's.
     with mock.patch("signal.signal"):
-        said = [here(name, str(folder)) for name in ("train", "score", "mix")]
-    here("export", str(folder), "--output", str(home / "exported"))
+        said = [here("train", str(folder))]
+    # Once the seed is there, what it has cost is known.
+    again = here("plan", str(home / "experts.yaml"), "--output", str(folder))
+    said += [again, *(here(name, str(folder)) for name in ("score", "mix"))]
+    here("export", str(folder), "--output", str(home / "exported"), "--prior", "code")
     return Ensemble(folder, home / "exported", planning.result(), first.stdout + first.stderr, *said)
 
 
@@ -117,6 +121,17 @@ def test_plan_has_equal_operations(ensemble: Ensemble) -> None:
     total = 2 * 8 * of_one["MHe-IHo/licence"]
     assert abs(small["operations"] + large["operations"] - total) <= sum(of_one.values())
     assert re.search(r"MHe-IHo together, 2 experts +\d", ensemble.planned)
+
+
+def test_seed_is_counted(ensemble: Ensemble) -> None:
+    """Two iterations of the small size."""
+    plan = json.loads((ensemble.folder / "plan.json").read_text())
+    small, large = plan["experts"]
+    seed = 2 * small["operations"] / small["iterations"]
+    assert plan["seeds"] == {"small": pytest.approx(seed), "large": 0}
+    experts = small["operations"] + large["operations"]
+    assert f"{'  and its seeds, small, large':50} {experts + seed:11.3e}\n" in ensemble.replanned
+    assert f"{'MHe-IHo':12}  {experts:11.3e}  {seed:11.3e}  {experts + seed:11.3e}\n" in ensemble.mixed
 
 
 def test_failure_stops_nobody_and_training_goes_on(ensemble: Ensemble) -> None:
@@ -226,6 +241,37 @@ def test_exported_expert_is_the_one_that_was_scored(
             logits = model(inputs_of(labels, text.read_bytes())).logits
         found = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         np.testing.assert_allclose(found, losses.flatten(), atol=1e-4)
+
+
+@pytest.mark.parametrize("domain", list(_TEXTS))
+def test_exported_mixture_is_the_one_that_was_mixed(
+    ensemble: Ensemble, scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], domain: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ensemble.exported / "MHe-IHo", trust_remote_code=True).eval()
+    assert model.config.names == ["licence", "code"]
+    by_domain = {
+        name: np.stack([-scores[f"MHe-IHo/{expert}"][name][0].astype(np.float64) for expert in model.config.names])
+        for name in _TEXTS
+    }
+    labels = torch.from_numpy(scores["MHe-IHo/code"][domain][1])
+    inputs = inputs_of(labels, _TEXTS[domain].read_bytes())
+
+    def of_model() -> np.ndarray:
+        with torch.no_grad():
+            logits = model(inputs).logits
+        found: np.ndarray = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0].numpy()
+        return found
+
+    learned = mixture.cached_prior(by_domain["code"][:, : min(100, by_domain["code"].shape[1] // 2)])
+    np.testing.assert_allclose(model.config.log_prior, learned, atol=1e-12)
+    np.testing.assert_allclose(of_model(), mixture.mixed(by_domain[domain], learned), atol=1e-4)
+    model.config.log_prior = [0.0, 0.0]
+    found = of_model()
+    np.testing.assert_allclose(found, mixture.mixed(by_domain[domain], np.log([0.5, 0.5])), atol=1e-4)
+    told = json.loads((ensemble.folder / "mixture.json").read_text())["MHe-IHo, uniform prior"][domain]
+    assert np.exp(-found[min(100, len(found) // 2) :].mean()) == pytest.approx(told, rel=1e-5)
 
 
 def test_table_has_every_model(ensemble: Ensemble) -> None:

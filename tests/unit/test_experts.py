@@ -1,5 +1,6 @@
 """Ensembles of experts: what is described, how operations are shared, and the mixture against its definition."""
 
+import argparse
 import dataclasses
 import itertools
 import math
@@ -14,16 +15,25 @@ import torch
 import yaml
 
 from pier_megatron.commands import cli
-from pier_megatron.commands.experts import jobs, mix, mixture, score, train
+from pier_megatron.commands.experts import jobs, mix, mixture, score, seeds, train
 from pier_megatron.commands.experts.budget import apportioned, shares
 from pier_megatron.commands.experts.ensemble import VARIANTS, Ensemble
 from pier_megatron.commands.experts.jobs import ExpertJob, run_all
 from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _check_scoring, _places, _write_scripts
 from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.plan.sizes import sizes_of
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
+# Of seed models: as large as 900 iterations of each size.
+_SEEDS = {name: 900 * of_one for name, of_one in _OPERATIONS.items()}
+_MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 4 --global-batch-size 16 --tokenizer-type NullTokenizer --vocab-size 257 --lr 1e-2"
+)
 
 # The description.
 
@@ -70,6 +80,7 @@ def test_description_is_read(read: Callable[[Any], Ensemble], content: dict[str,
     assert ensemble.sizes["small"].seed == tmp_path / "seeds" / "small"
     assert ensemble.sizes["large"].seed is None
     assert ensemble.variants == VARIANTS
+    assert not ensemble.counts_seeds
     assert list(ensemble.validation) == ["law", "history", "physics", "poems"]
     assert ensemble.domains["physics"].difficulty == 5
 
@@ -81,6 +92,7 @@ def test_description_is_read(read: Callable[[Any], Ensemble], content: dict[str,
         (["script"], "nowhere.py", r"script: .*nowhere\.py: no such file"),
         (["device"], "tpu", "device: tpu: not one of cuda, cpu"),
         (["arguments"], ["--lr"], "arguments: .* expected flags as on a command line"),
+        (["count-seeds"], 1, "count-seeds: 1: expected true or false"),
         (["iterations"], 0, "iterations: 0: expected a whole number from 1 on"),
         (["iteration"], 4, "iteration: no such key. Did you mean iterations?"),
         (["homogeneous"], "huge", "homogeneous: huge: not one of small, medium, large"),
@@ -126,7 +138,7 @@ def test_variants_take_equal_operations(
     read: Callable[[Any], Ensemble], content: dict[str, Any], variant: str, iterations: int
 ) -> None:
     ensemble = read(content | {"iterations": iterations})
-    found = shares(ensemble, variant, _OPERATIONS)
+    found = shares(ensemble, variant, _OPERATIONS, {})
     total = 3 * iterations * _OPERATIONS["medium"]
     taken = sum(_OPERATIONS[share.size] * share.iterations for share in found)
     assert abs(taken - total) <= sum(_OPERATIONS[share.size] for share in found)
@@ -134,14 +146,77 @@ def test_variants_take_equal_operations(
     assert [domain for share in found for domain in share.domains] == ["law", "history", "physics"]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("physics", ["large", "small"])
+def test_variants_take_equal_operations_with_their_seeds(
+    read: Callable[[Any], Ensemble], content: dict[str, Any], variant: str, physics: str
+) -> None:
+    """Unequal sizes: three seeds or two, where equal experts have one; each seed counts once."""
+    content["domains"]["physics"]["size"] = physics
+    found = shares(read(content | {"count-seeds": True}), variant, _OPERATIONS, _SEEDS)
+    own = sum(_OPERATIONS[share.size] * share.iterations for share in found)
+    total = 3 * 400 * _OPERATIONS["medium"] + sum(_SEEDS[size] for size in {"small", "medium", physics})
+    taken = own + sum(_SEEDS[size] for size in {share.size for share in found})
+    assert abs(taken - total) <= sum(_OPERATIONS[share.size] for share in found) / 2
+    if variant == "MHe-IHo":
+        # What the dearest seeds leave is what the description says.
+        assert own == pytest.approx(3 * 400 * _OPERATIONS["medium"], rel=2e-3)
+
+
+def test_variants_of_cheap_seeds_make_up_for_it(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
+    for domain in content["domains"].values():
+        domain["size"] = "small"
+    ensemble = read(content | {"count-seeds": True})
+    assert {share.iterations for share in shares(ensemble, "MHo-IHo", _OPERATIONS, _SEEDS)} == {400}
+    more = (_SEEDS["medium"] - _SEEDS["small"]) / (3 * _OPERATIONS["small"])
+    unequal = shares(ensemble, "MHe-IHo", _OPERATIONS, _SEEDS)
+    assert {share.iterations for share in unequal} == {round(400 * 5.3 / 3.1 + more)}
+
+
 def test_what_differs_in_each_variant(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
-    found = {variant: shares(read(content), variant, _OPERATIONS) for variant in VARIANTS}
+    found = {variant: shares(read(content), variant, _OPERATIONS, {}) for variant in VARIANTS}
     assert [(share.size, share.iterations) for share in found["MHo-IHo"]] == [("medium", 400)] * 3
     # HDEE's own shares of its iterations.
     assert [(share.size, share.iterations) for share in found["MHo-IHe"]] == [("medium", 300), ("medium", 400), ("medium", 500)]
     assert [share.size for share in found["MHe-IHo"]] == ["small", "medium", "large"]
     assert {share.iterations for share in found["MHe-IHo"]} == {round(400 * 3 * 5.3 / (3.1 + 5.3 + 9.7))}
     assert [(share.size, share.iterations) for share in found["dense"]] == [("medium", 1200)]
+    unit = 400 * 3 * 5.3 / (3 * 3.1 + 4 * 5.3 + 5 * 9.7)
+    assert [(share.size, share.iterations) for share in found["MHe-IHe"]] == [
+        ("small", round(3 * unit)),
+        ("medium", round(4 * unit)),
+        ("large", round(5 * unit)),
+    ]
+
+
+def stored_training(**arguments: Any) -> StoredModel:
+    """A checkpoint of 20 sequences of a small model, unless told otherwise."""
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "padded_vocab_size": 257}
+    begun = {"consumed_train_samples": 20, "pretrained_checkpoint": None, "finetune": False, "load": "own"}
+    return StoredModel(Path(), argparse.Namespace(**model | begun | arguments), 1, None)
+
+
+def test_seed_costs_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what it began from: another seed model, or a checkpoint that it was a fine-tuning of."""
+    trainings = {
+        "base": stored_training(consumed_train_samples=100),
+        "longer": stored_training(consumed_train_samples=200),
+        "child": stored_training(pretrained_checkpoint="base", finetune=True),
+        "tuned": stored_training(finetune=True, load="child"),
+        "converted": stored_training(consumed_train_samples=0, load=None),
+        "again": stored_training(finetune=True, load="again"),
+    }
+    monkeypatch.setattr(StoredModel, "find", lambda path: trainings[path.name])
+    defaults = LaunchCommand(1, 1, "x.py", tuple(f"{_MODEL} --train-iters 1".split())).validated_arguments()
+    cost = {name: seeds.operations(Path(name), defaults) for name in ("base", "longer", "child", "tuned")}
+    assert cost["base"] == pytest.approx(100 / 16 * sizes_of(defaults).flops)
+    assert cost["longer"] == pytest.approx(2 * cost["base"])
+    assert cost["child"] == pytest.approx(1.2 * cost["base"])
+    assert cost["tuned"] == pytest.approx(1.4 * cost["base"])
+    with pytest.raises(PierConfigError, match="converted: no training is stored with it"):
+        seeds.operations(Path("converted"), defaults)
+    with pytest.raises(PierConfigError, match="again: its model began from its own folder"):
+        seeds.operations(Path("again"), defaults)
 
 
 def test_whole_numbers_are_shared() -> None:
@@ -172,6 +247,8 @@ def test_a_trained_plan_takes_more_variants_and_no_other_change(tmp_path: Path) 
     _check_nothing_is_lost(dataclasses.replace(plan, experts=(longer,)))
     plan.checkpoints(law.name).mkdir(parents=True)
     _check_nothing_is_lost(dataclasses.replace(plan, experts=(law, dense)))
+    # What seeds cost was not stored by earlier releases.
+    _check_nothing_is_lost(dataclasses.replace(plan, seeds={"one": 1e9}))
     for change in ({"experts": (longer, dense)}, {"experts": (dense,)}, {"experts": (law, dense), "script": "other.py"}):
         with pytest.raises(PierConfigError, match="another plan has been trained there"):
             _check_nothing_is_lost(dataclasses.replace(plan, **change))
@@ -286,12 +363,7 @@ def test_model_is_scored_without_what_says_how_it_was_trained() -> None:
 def test_plan_refuses_sizes_that_could_not_be_scored(
     read: Callable[[Any], Ensemble], content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-        "--micro-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 257 --lr 1e-2 --overlap-grad-reduce "
-        "--overlap-param-gather"
-    )
-    model = Model(tuple(words.split()), None, 1, 4)
+    model = Model(tuple(f"{_MODEL} --overlap-grad-reduce --overlap-param-gather".split()), None, 1, 4)
     _check_scoring(read(content), "small", model)
     # As if nobody had thought of that flag.
     monkeypatch.setattr("pier_megatron.commands.experts.scoring_arguments._OF_TRAINING", ("--pier-",))

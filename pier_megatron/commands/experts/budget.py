@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from pier_megatron.commands.experts.ensemble import DENSE, HOMOGENEOUS, UNEQUAL_ITERATIONS, Ensemble
+from pier_megatron.commands.experts.ensemble import DENSE, UNEQUAL, UNEQUAL_ITERATIONS, UNEQUAL_SIZES, Ensemble
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,27 +24,42 @@ class BudgetedExpert:
     iterations: int
 
 
-def shares(ensemble: Ensemble, variant: str, operations: Mapping[str, float]) -> list[BudgetedExpert]:
-    """Shares the operations of the homogeneous variant between the experts of a variant.
+def shares(
+    ensemble: Ensemble, variant: str, operations: Mapping[str, float], seeds: Mapping[str, float]
+) -> list[BudgetedExpert]:
+    """Divides the operations of a variant between its experts.
 
     The total is met as near as whole iterations allow: within half an iteration of all experts together.
 
     Args:
-        ensemble: What was described.
-        variant: One of the description's.
+        ensemble: Description.
+        variant: Name of the variant.
         operations: Operations of one iteration, by the name of the size.
+        seeds: Operations of the seed models, by the name of the size; read only if the description counts them.
     """
     domains, size = ensemble.domains, ensemble.homogeneous
-    together = len(domains) * ensemble.iterations
+    sizes = [domain.size if variant in (UNEQUAL_SIZES, UNEQUAL) else size for domain in domains.values()]
+    total = len(domains) * ensemble.iterations * operations[size]
+    if ensemble.counts_seeds:
+        # The variant with the dearest seeds sets the total, whether it is planned or not: a plan that grows keeps its experts.
+        dearest = max(cost_of_seeds(seeds, [size]), cost_of_seeds(seeds, [domain.size for domain in domains.values()]))
+        total += dearest - cost_of_seeds(seeds, sizes)
     if variant == DENSE:
-        return [BudgetedExpert(DENSE, tuple(domains), size, together)]
+        return [BudgetedExpert(DENSE, tuple(domains), size, round(total / operations[size]))]
     if variant == UNEQUAL_ITERATIONS:
-        iterations = apportioned(together, [domain.difficulty for domain in domains.values()])
-        return [BudgetedExpert(name, (name,), size, number) for name, number in zip(domains, iterations, strict=True)]
-    sizes = [size if variant == HOMOGENEOUS else domain.size for domain in domains.values()]
-    of_an_iteration = math.fsum(operations[name] for name in sizes)
-    number = max(round(together * operations[size] / of_an_iteration), 1)
-    return [BudgetedExpert(name, (name,), of_it, number) for name, of_it in zip(domains, sizes, strict=True)]
+        iterations = apportioned(round(total / operations[size]), [domain.difficulty for domain in domains.values()])
+    else:
+        weights = [domain.difficulty if variant == UNEQUAL else 1.0 for domain in domains.values()]
+        of_a_unit = math.fsum(weight * operations[name] for weight, name in zip(weights, sizes, strict=True))
+        iterations = [max(round(weight * total / of_a_unit), 1) for weight in weights]
+    return [
+        BudgetedExpert(name, (name,), of_it, number) for name, of_it, number in zip(domains, sizes, iterations, strict=True)
+    ]
+
+
+def cost_of_seeds(seeds: Mapping[str, float], sizes: Iterable[str]) -> float:
+    """Sums the operations of the seed models behind experts of some sizes; experts of one size share a seed model."""
+    return math.fsum(seeds[size] for size in set(sizes))
 
 
 def apportioned(total: int, weights: Sequence[float]) -> list[int]:

@@ -14,7 +14,7 @@ _SUBCOMMANDS = {
     "train": ("run or submit the jobs that are missing", "train"),
     "score": ("write the log-likelihood of every token under every expert", "score"),
     "mix": ("combine the experts and compare the perplexities", "mix"),
-    "export": ("turn the experts into Hugging Face GPT-2s", "exporting"),
+    "export": ("turn experts into Hugging Face GPT-2s, and each mixture into one model", "exporting"),
 }
 
 
@@ -36,8 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--output", type=folder_to_write, required=True, metavar="DIR", help="folder for the models, with a folder for each"
     )
+    export.add_argument(
+        "--prior",
+        metavar="DOMAIN",
+        help="domain whose cached prior begins every sequence of a mixture; needs scores (default: no preference)",
+    )
     add_tokenizer_argument(export)
-    added["score"].epilog = export.epilog = TRUSTED_ONLY
+    plan.epilog = added["score"].epilog = export.epilog = TRUSTED_ONLY
 
 
 def run(options: argparse.Namespace) -> int:

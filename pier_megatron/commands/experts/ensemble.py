@@ -12,13 +12,14 @@ from pier_megatron.commands.plan.cluster import CLUSTERS
 from pier_megatron.errors import PierConfigError, division, suggestion
 
 # Variants as HDEE (arXiv 2502.19385) names them. MHo and MHe: homogeneous and heterogeneous models, of one size or of the
-# domain's. IHo and IHe: the same iterations for all experts, or shares by the domain's difficulty.
-HOMOGENEOUS, UNEQUAL_SIZES, UNEQUAL_ITERATIONS = "MHo-IHo", "MHe-IHo", "MHo-IHe"
+# domain's. IHo and IHe: the same iterations for all experts, or shares by the domain's difficulty. The paper has no MHe-IHe.
+HOMOGENEOUS, UNEQUAL_SIZES, UNEQUAL_ITERATIONS, UNEQUAL = "MHo-IHo", "MHe-IHo", "MHo-IHe", "MHe-IHe"
 
 DENSE = "dense"
 """One model on all domains, to compare with."""
 
-VARIANTS = (HOMOGENEOUS, UNEQUAL_SIZES, UNEQUAL_ITERATIONS, DENSE)
+# A new variant comes last: a plan grows at its end.
+VARIANTS = (HOMOGENEOUS, UNEQUAL_SIZES, UNEQUAL_ITERATIONS, DENSE, UNEQUAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Ensemble:
         homogeneous: Name of the size of all experts where sizes do not differ.
         iterations: Iterations of each expert in the homogeneous variant, which sets the operations of all variants.
         variants: Variants to plan.
+        counts_seeds: Whether the equal operations of the variants include those of their seed models.
         machines: Where.
     """
 
@@ -94,6 +96,7 @@ class Ensemble:
     homogeneous: str
     iterations: int
     variants: tuple[str, ...]
+    counts_seeds: bool
     machines: Machines
 
     @classmethod
@@ -119,6 +122,7 @@ class Ensemble:
             homogeneous=top.one_of("homogeneous", sizes),
             iterations=top.positive("iterations"),
             variants=top.several_of("variants", VARIANTS),
+            counts_seeds=top.yes_or_no("count-seeds"),
             machines=_machines(top.section("machines")),
         )
         twice = sorted(ensemble.domains.keys() & ensemble.held_out.keys())
@@ -257,6 +261,12 @@ class _Section:
             if value not in known or values.count(value) > 1:
                 self.refuse(key, str(value), f"not one of {', '.join(known)}, each at most once")
         return tuple(values)
+
+    def yes_or_no(self, key: str) -> bool:
+        value = self._value(key, False)
+        if not isinstance(value, bool):
+            self.refuse(key, repr(value), "expected true or false")
+        return value
 
     def positive(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     """Mixes; returns the exit status."""
     plan = Plan.read(options.folder)
     found = perplexities(plan)
-    print("\n".join(table(plan, found)))
+    print("\n".join([*table(plan, found), "", *operations(plan)]))
     (plan.folder / _JSON).write_text(json.dumps(found, indent=1))
     draw(plan, found, plan.folder / _PICTURE)
     print(f"\nWritten: {plan.folder / _JSON}, {plan.folder / _PICTURE}")
@@ -87,6 +87,16 @@ def _scores(plan: Plan, domain: str) -> tuple[dict[str, NDArray[np.float64]], in
     return {name: of_model[kept] for name, of_model in scores.items()}, seen
 
 
+def prior_of(plan: Plan, variant: str, domain: str) -> NDArray[np.float64]:
+    """Logarithm of the prior that a variant's experts get from a domain's first sequences; in the order of the plan.
+
+    Raises:
+        PierConfigError: If scores are missing, or are not of the same text.
+    """
+    scores, seen = _scores(plan, domain)
+    return mixture.cached_prior(np.stack([scores[expert.name][:seen] for expert in plan.by_variant[variant]]))
+
+
 def distinct(labels: NDArray[np.int64]) -> NDArray[np.int64]:
     """Places of the sequences that repeat none before them, in order."""
     return np.sort(np.unique(labels, axis=0, return_index=True)[1])
@@ -114,6 +124,16 @@ def table(plan: Plan, found: Mapping[str, Mapping[str, float]]) -> list[str]:
             for domain, column in zip(plan.domains, columns, strict=True)
         ]
         lines.append(f"{name:{width}}" + "".join(cells))
+    return lines
+
+
+def operations(plan: Plan) -> list[str]:
+    """What each variant has cost, for people."""
+    lines = [f"{'operations':12}  {'experts':>11}  {'seeds':>11}  {'together':>11}"]
+    for variant in plan.by_variant:
+        experts, seeds = plan.operations(variant)
+        cells = f"{'unknown':>11}  {'unknown':>11}" if seeds is None else f"{seeds:11.3e}  {experts + seeds:11.3e}"
+        lines.append(f"{variant:12}  {experts:11.3e}  {cells}")
     return lines
 
 

@@ -5,9 +5,10 @@ import dataclasses
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from pier_megatron.commands.experts import seeds
 from pier_megatron.commands.experts.budget import BudgetedExpert, shares
 from pier_megatron.commands.experts.ensemble import DENSE, Ensemble, Machines
 from pier_megatron.commands.experts.planned import PLAN, Expert, Model, Plan
@@ -44,6 +45,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
     """
     validated = {name: _validated(ensemble, name, ("--train-iters", str(ensemble.iterations))) for name in ensemble.sizes}
     operations = {name: sizes_of(args).flops for name, args in validated.items()}
+    of_seeds = _operations_of_seeds(ensemble, validated)
     models = {
         name: Model(
             (*ensemble.arguments, *size.arguments),
@@ -59,7 +61,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
     experts: list[Expert] = []
     arguments_of: dict[str, tuple[str, ...]] = {}
     for variant in ensemble.variants:
-        for share in shares(ensemble, variant, operations):
+        for share in shares(ensemble, variant, operations, of_seeds):
             name = f"{variant}/{share.name}"
             arguments_of[name] = _arguments(ensemble, share, folder / name)
             args = _validated(ensemble, share.size, arguments_of[name])
@@ -77,6 +79,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         tuple(ensemble.domains),
         models,
         tuple(experts),
+        of_seeds,
     )
     _check_nothing_is_lost(plan)
     for expert in plan.experts:
@@ -91,6 +94,18 @@ def _validated(ensemble: Ensemble, size: str, more: Iterable[str]) -> argparse.N
     on_node = min(machines.ranks_per_expert, machines.gpus_per_node)
     arguments = (*ensemble.arguments, *ensemble.sizes[size].arguments, *more)
     return _understood(ensemble, f"experts of size {size}", machines.ranks_per_expert // on_node, on_node, arguments)
+
+
+def _operations_of_seeds(ensemble: Ensemble, validated: Mapping[str, argparse.Namespace]) -> dict[str, float]:
+    """What the seed models have cost, by size; without those that are not trained yet or are of a kind that cannot be read."""
+    found = {}
+    for name, size in ensemble.sizes.items():
+        try:
+            found[name] = 0.0 if size.seed is None else seeds.operations(size.seed, validated[name])
+        except PierConfigError as error:
+            if ensemble.counts_seeds:
+                raise PierConfigError(f"count-seeds: what the seed of size {name} has cost is not known: {error}") from error
+    return found
 
 
 def _check_scoring(ensemble: Ensemble, size: str, model: Model) -> None:
@@ -224,7 +239,11 @@ def table(plan: Plan) -> list[str]:
                 f"{expert.name:28} {expert.size:>10} {expert.iterations:10} {expert.operations:11.3e} "
                 f"{expert.memory / 1e9:9.2f} GB {hours:>8}  {where}"
             )
-        total = math.fsum(expert.operations for expert in members)
         what = "one model" if variant == DENSE else f"{len(members)} experts"
+        total, of_seeds = plan.operations(variant)
         lines.append(f"{f'{variant} together, {what}':50} {total:11.3e}")
+        if any(plan.models[expert.size].seed for expert in members):
+            sizes = ", ".join(dict.fromkeys(expert.size for expert in members))
+            with_seeds = "unknown: no checkpoint that can be read" if of_seeds is None else f"{total + of_seeds:11.3e}"
+            lines.append(f"{f'  and its seeds, {sizes}':50} {with_seeds}")
     return lines

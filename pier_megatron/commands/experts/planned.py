@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pier_megatron.commands.experts.budget import cost_of_seeds
 from pier_megatron.errors import PierConfigError
 
 PLAN = "plan.json"
@@ -75,6 +77,7 @@ class Plan:
         trained: Names of the domains that are trained on.
         models: Models by the name of the size.
         experts: All jobs.
+        seeds: Operations of the seed models' trainings, by the name of the size; a size is missing where they are unknown.
     """
 
     folder: Path
@@ -86,6 +89,8 @@ class Plan:
     trained: tuple[str, ...]
     models: Mapping[str, Model]
     experts: tuple[Expert, ...]
+    # Not in plans of earlier releases, and of no consequence for what has been trained.
+    seeds: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
     def read(cls, folder: Path) -> "Plan":
@@ -119,6 +124,13 @@ class Plan:
         for expert in self.experts:
             found.setdefault(expert.variant, []).append(expert)
         return found
+
+    def operations(self, variant: str) -> tuple[float, float | None]:
+        """Operations of a variant's experts, and of the seed models that they begin from; None where those are unknown."""
+        members = self.by_variant[variant]
+        sizes = {expert.size for expert in members}
+        of_seeds = cost_of_seeds(self.seeds, sizes) if sizes <= self.seeds.keys() else None
+        return math.fsum(expert.operations for expert in members), of_seeds
 
     def checkpoints(self, name: str) -> Path:
         """Folder of an expert's checkpoints."""

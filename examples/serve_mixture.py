@@ -1,0 +1,26 @@
+"""Serves a mixture of experts with ``transformers serve``, whose requests are those of OpenAI's API.
+
+    pip install 'transformers[serving]'
+    python serve_mixture.py exported/MHe-IHo --port 8000
+
+The folder is one that ``pier-megatron experts export`` wrote. Its code is run: read ``mixture_model.py`` in it before. All
+options of ``transformers serve`` can follow, but for ``--continuous-batching``: a mixture has no paged attention.
+"""
+
+import sys
+
+import transformers
+from transformers.cli.transformers import main
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+
+def serve(folder: str) -> None:
+    """Shows the server the class of a mixture: it looks for classes of models in transformers alone."""
+    name = "MixtureForCausalLM"
+    setattr(transformers, name, get_class_from_dynamic_module(f"mixture_model.{name}", folder))
+    sys.argv[1:1] = ["serve", "--trust-remote-code"]
+    main()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,303 @@
+"""A mixture as one Hugging Face model: unlike experts, against the definition from their own likelihoods."""
+
+import argparse
+import ast
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from pier_megatron.commands.experts import exporting, mixture, mixture_model
+from pier_megatron.commands.experts.planned import Expert, Model, Plan
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.checkpoint.stored_model import StoredModel
+
+_PRIOR = [0.5, 0.3, 0.2]
+_TOKENS = 12
+# Of float32 sums in another order: a tenth of the tolerance at which Megatron's and Hugging Face's likelihoods are compared.
+_CLOSE = {"atol": 1e-5, "rtol": 0.0}
+
+
+@pytest.fixture(scope="module")
+def experts() -> list[PreTrainedModel]:
+    """Unlike in size, length, vocabulary and architecture, with large weights so that the posterior moves."""
+    torch.manual_seed(1)
+    common: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3}
+    gpt2 = [
+        GPT2Config(vocab_size=vocabulary, n_embd=hidden, n_layer=layers, n_head=2, n_positions=positions, **common)
+        for vocabulary, hidden, layers, positions in ((40, 16, 2, 64), (44, 24, 1, 32))
+    ]
+    llama = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=48,
+        **common,
+    )
+    return [GPT2LMHeadModel(gpt2[0]).eval(), GPT2LMHeadModel(gpt2[1]).eval(), LlamaForCausalLM(llama).eval()]
+
+
+@pytest.fixture(scope="module")
+def folder(experts: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saved = tmp_path_factory.mktemp("mixture") / "three-experts"
+    mixture_model.MixtureForCausalLM.of(experts, ["a", "b", "c"], np.log(_PRIOR).tolist()).save_pretrained(saved)
+    return saved
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    """As a user loads it, with the code that is beside the weights."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(loaded) is not mixture_model.MixtureForCausalLM
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    # Without token 0, which pads.
+    return torch.randint(1, 40, (3, _TOKENS), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def likelihoods(logits: Tensor, tokens: Tensor) -> np.ndarray:
+    """Of each token after the first one, under what was predicted before it."""
+    return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0].double().numpy()
+
+
+def test_likelihood_is_that_of_experts_mix(model: PreTrainedModel, experts: list[PreTrainedModel], tokens: Tensor) -> None:
+    scores = np.stack([likelihoods(expert(tokens).logits, tokens) for expert in experts])
+    logits = model(tokens).logits
+    np.testing.assert_allclose(likelihoods(logits, tokens), mixture.mixed(scores, np.log(_PRIOR)), **_CLOSE)
+    # Also for the tokens that only one expert knows, which the others exclude.
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(3, _TOKENS), **_CLOSE)
+    assert logits.shape[-1] == 44
+    assert logits.dtype == torch.float32
+
+
+def test_weights_are_the_posterior(model: PreTrainedModel, experts: list[PreTrainedModel], tokens: Tensor) -> None:
+    scores = np.stack([likelihoods(expert(tokens).logits, tokens) for expert in experts])
+    joint = np.log(_PRIOR)[:, None, None] + np.cumsum(scores, axis=2)
+    posterior = np.exp(joint - np.logaddexp.reduce(joint, axis=0))
+    found = model(tokens).weights
+    torch.testing.assert_close(found[:, 0], torch.tensor([_PRIOR] * 3), **_CLOSE)
+    np.testing.assert_allclose(found[:, 1:].movedim(-1, 0), posterior, **_CLOSE)
+    # Otherwise nothing here could tell a posterior from the prior.
+    assert posterior[:, :, -1].max(axis=0).min() > 0.65 > max(_PRIOR)
+
+
+@pytest.mark.parametrize("pieces", [[1] * _TOKENS, [5, 1, 6]])
+def test_cache_changes_nothing(model: PreTrainedModel, tokens: Tensor, pieces: list[int]) -> None:
+    cache, found = None, []
+    for piece in tokens.split(pieces, dim=1):
+        output = model(piece, past_key_values=cache)
+        # As others do, a cache is changed in place: whoever holds it can go on.
+        cache = cache or output.past_key_values
+        assert output.past_key_values is cache
+        found.append(output.logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), model(tokens).logits, **_CLOSE)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_text_is_generated_from_the_mixture(model: PreTrainedModel, tokens: Tensor, beams: int) -> None:
+    def generated(use_cache: bool) -> Tensor:
+        mask = torch.ones_like(tokens)
+        found: Tensor = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=8, do_sample=False, num_beams=beams, use_cache=use_cache, pad_token_id=0
+        )
+        return found
+
+    assert torch.equal(generated(use_cache=True), generated(use_cache=False))
+    if beams == 1:
+        expected = tokens
+        for _ in range(8):
+            expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], dim=1)
+        assert torch.equal(generated(use_cache=True), expected)
+
+
+def test_cache_is_reordered_for_a_beam_search(model: PreTrainedModel, tokens: Tensor) -> None:
+    cache = model(tokens[:, :5], use_cache=True).past_key_values
+    others = torch.tensor([2, 0, 0])
+    cache.reorder_cache(others)
+    found = model(tokens[others, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(tokens).logits[others, 5:], **_CLOSE)
+
+
+def test_generation_continues_from_a_cache(model: PreTrainedModel, tokens: Tensor) -> None:
+    """As in a conversation: the second turn's prompt is the first one's text and more."""
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    first = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), use_cache=True, return_dict_in_generate=True, **options
+    )
+    prompt = torch.cat([first.sequences, tokens[:, :3]], dim=1)
+    mask = torch.ones_like(prompt)
+    second = model.generate(prompt, attention_mask=mask, past_key_values=first.past_key_values, **options)
+    assert torch.equal(second, model.generate(prompt, attention_mask=mask, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_padding_on_the_left_does_not_count(model: PreTrainedModel, tokens: Tensor, use_cache: bool) -> None:
+    """Prompts of three lengths in one batch go on as each does alone."""
+    lengths = (_TOKENS, 7, 1)
+    batch, mask = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    for row, length in enumerate(lengths):
+        batch[row, -length:], mask[row, -length:] = tokens[row, :length], 1
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+    together = model.generate(batch, attention_mask=mask, **options)
+    for row, length in enumerate(lengths):
+        alone = model.generate(tokens[row : row + 1, :length], attention_mask=torch.ones(1, length), **options)
+        assert torch.equal(together[row, -8:], alone[0, -8:])
+
+
+def test_padding_on_the_right_does_not_count(model: PreTrainedModel, tokens: Tensor) -> None:
+    mask = torch.ones_like(tokens)
+    mask[:, 7:] = 0
+    padded = model(torch.where(mask.bool(), tokens, 0), attention_mask=mask)
+    torch.testing.assert_close(padded.logits[:, :7], model(tokens[:, :7]).logits, **_CLOSE)
+    # What comes behind it, if anything, is weighed by the text alone.
+    torch.testing.assert_close(padded.weights[:, -1], model(tokens[:, :7]).weights[:, -1], **_CLOSE)
+
+
+def test_logits_that_are_not_asked_for_still_count(model: PreTrainedModel, tokens: Tensor) -> None:
+    whole = model(tokens).logits
+    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:], **_CLOSE)
+    torch.testing.assert_close(model(tokens, logits_to_keep=torch.tensor([3, 8])).logits, whole[:, [3, 8]], **_CLOSE)
+
+
+def test_loss_is_that_of_the_likelihoods(model: PreTrainedModel, tokens: Tensor) -> None:
+    output = model(tokens, labels=tokens)
+    assert output.loss.item() == pytest.approx(-likelihoods(output.logits, tokens).mean(), rel=1e-5)
+
+
+def test_folder_has_every_weight_once(folder: Path, experts: list[PreTrainedModel]) -> None:
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(info.values())
+    state = loaded.state_dict()
+    for place, expert in enumerate(experts):
+        for key, tensor in expert.state_dict().items():
+            assert torch.equal(state[f"expert_{place}.{key}"], tensor)
+    # Embeddings that were tied are: trained on, they stay one.
+    assert loaded.expert_0.lm_head.weight is loaded.expert_0.transformer.wte.weight
+    assert loaded.num_parameters() == sum(expert.num_parameters() for expert in experts)
+
+
+def test_weights_keep_their_type(experts: list[PreTrainedModel], tokens: Tensor, tmp_path: Path) -> None:
+    halves = [type(expert)(expert.config).to(torch.bfloat16).eval() for expert in experts[:2]]
+    made = mixture_model.MixtureForCausalLM.of(halves, ["a", "b"], [0.0, 0.0])
+    made.save_pretrained(tmp_path)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float32)
+    assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    scores = np.stack([likelihoods(half(tokens).logits.float(), tokens) for half in halves])
+    found = likelihoods(loaded(tokens).logits, tokens)
+    np.testing.assert_allclose(found, mixture.mixed(scores, np.log([0.5, 0.5])), **_CLOSE)
+
+
+def test_expert_without_hope_can_return(folder: Path, experts: list[PreTrainedModel], tokens: Tensor) -> None:
+    """A cached prior gives weights below the smallest number."""
+    log_prior = np.array([0.0, -1000.0, -2000.0])
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, log_prior=log_prior.tolist()).eval()
+    model.expert_0.lm_head.weight = torch.nn.Parameter(1e3 * experts[0].lm_head.weight)
+    scores = np.stack([likelihoods(expert(tokens).logits, tokens) for expert in model.experts])
+    found = model(tokens)
+    assert found.weights[:, -1, 1].min() > 0.9
+    np.testing.assert_allclose(likelihoods(found.logits, tokens), mixture.mixed(scores, log_prior), atol=1e-5, rtol=1e-6)
+
+
+def test_sequences_are_as_long_as_all_experts_take(model: PreTrainedModel) -> None:
+    assert model.config.max_position_embeddings == 32
+
+
+def test_what_cannot_be_is_refused(model: PreTrainedModel, experts: list[PreTrainedModel], tokens: Tensor) -> None:
+    of_another = experts[0](tokens, use_cache=True).past_key_values
+    assert isinstance(of_another, DynamicCache)
+    with pytest.raises(ValueError, match="only from what a mixture returned"):
+        model(tokens, past_key_values=of_another)
+    with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
+        model(tokens, attention_mask=torch.ones(3, 1, _TOKENS, _TOKENS))
+    # It would take back tokens, which a mixture has weighed.
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        model.generate(tokens[:1], attention_mask=torch.ones(1, _TOKENS), max_new_tokens=4, prompt_lookup_num_tokens=2)
+
+
+def test_code_beside_the_weights_needs_nothing_of_the_plugin(folder: Path) -> None:
+    module = Path(mixture_model.__file__)
+    beside = (folder / module.name).read_text()
+    assert beside == module.read_text()
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else name.name).partition(".")[0]
+        for node in ast.walk(ast.parse(beside))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    }
+    assert imported == {"collections", "dataclasses", "math", "torch", "transformers"}
+
+
+def test_server_finds_the_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``transformers serve`` looks for the architecture that the configuration names in transformers."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr("transformers.cli.transformers.main", lambda: asked.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["serve_mixture.py", str(folder), "--port", "8001"])
+    # As the server finds it: the module replaces itself after its first import.
+    transformers = sys.modules["transformers"]
+    monkeypatch.setattr(transformers, "MixtureForCausalLM", None, raising=False)
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "serve_mixture.py"), run_name="__main__")
+    assert asked == [["serve", "--trust-remote-code", str(folder), "--port", "8001"]]
+    (architecture,) = AutoConfig.from_pretrained(folder, trust_remote_code=True).architectures
+    assert isinstance(getattr(transformers, architecture).from_pretrained(folder, trust_remote_code=True), PreTrainedModel)
+
+
+# What the command refuses.
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    experts = [Expert(f"MHo-IHo/{name}", (name,), "one", 8, 1e9, (0,), (0,), 1e9, None) for name in ("law", "code")]
+    made = Plan(tmp_path, "x.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, tuple(experts))
+    made.write()
+    return made
+
+
+@pytest.mark.parametrize(("prior", "said"), [("lore", "--prior lore: no domain of the plan"), ("law", "no such file")])
+def test_prior_needs_a_scored_domain(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prior: str, said: str
+) -> None:
+    monkeypatch.setattr(exporting, "_check_same_tokens", lambda plan, members: None)
+    options = argparse.Namespace(folder=tmp_path, output=tmp_path / "exported", tokenizer=None, prior=prior)
+    with pytest.raises(PierConfigError, match=said):
+        exporting.run(options)
+    assert not options.output.exists()
+
+
+def test_experts_of_a_mixture_share_a_tokenizer(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stored(path: Path) -> StoredModel:
+        vocabulary = 257 if path.parent.name == "law" else 300
+        arguments = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": vocabulary}
+        return StoredModel(path, argparse.Namespace(**arguments), 8, None)
+
+    monkeypatch.setattr(StoredModel, "find", stored)
+    with pytest.raises(PierConfigError, match="the same tokenizer: MHo-IHo/law: NullTokenizer None 257; MHo-IHo/code"):
+        exporting._check_same_tokens(plan, plan.experts)
+    exporting._check_same_tokens(plan, plan.experts[:1])
