@@ -252,7 +252,8 @@ def settle_iterations(args: argparse.Namespace) -> None:
         PierConfigError: As :func:`check_arguments`.
     """
     versions.require("megatron.training.training", "update_train_iters")(args)
-    check_arguments(args)
+    if uses_pier(args):
+        check_arguments(args)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -129,11 +129,11 @@ class Routes:
         Raises:
             PierConfigError: With what is wrong.
         """
-        expected = {MicroBatch(replica, index) for replica in range(self.replicas) for index in range(self.micro_batches)}
-        if self.paths.keys() != expected:
+        within = all(key.replica < self.replicas and key.number < self.micro_batches for key in self.paths)
+        if not within or len(self.paths) != self.replicas * self.micro_batches or not self.paths:
             raise PierConfigError(
                 f"routes: {len(self.paths)} micro-batches have one, of {self.replicas} replicas x {self.micro_batches} "
-                f"micro-batches = {len(expected)}"
+                f"micro-batches = {self.replicas * self.micro_batches}"
             )
         for micro_batch, path in self.paths.items():
             wrong = _trouble(path, micro_batch, self.stages, self.replicas)
@@ -202,18 +202,34 @@ class Routes:
             if content["format"] != FORMAT:
                 raise PierConfigError(f"routes: format {content['format']}, and this release reads {FORMAT}")
             paths = {
-                MicroBatch(replica, index): tuple(Place(*map(int, visit)) for visit in path)
+                MicroBatch(replica, number): tuple(Place(_whole(stage), _whole(of)) for stage, of in path)
                 for replica, paths_of_replica in enumerate(content["routes"])
-                for index, path in enumerate(paths_of_replica)
+                for number, path in enumerate(paths_of_replica)
             }
             rest = {micro_batch: passes(path, micro_batch) for micro_batch, path in paths.items()}
-            order = tuple(next(rest[MicroBatch(replica, index)]) for replica, index in content["order"])
-            sizes = {name: int(content[name]) for name in ("stages", "replicas", "micro_batches", "held")}
-            found = cls(**sizes, paths=paths, order=order, hosts=tuple(map(str, content["hosts"])))
-        except (ValueError, KeyError, TypeError, StopIteration) as error:
+            order = tuple(next(rest[MicroBatch(_whole(replica), _whole(number))], None) for replica, number in content["order"])
+            sizes = {name: _whole(content[name]) for name in ("stages", "replicas", "micro_batches", "held")}
+            if not isinstance(content["hosts"], list):
+                raise TypeError("hosts must be a list")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PierConfigError(f"routes: no file of routes: {type(error).__name__}: {error}") from error
+        whole = tuple(visit for visit in order if visit is not None)
+        if len(whole) < len(order):
+            raise PierConfigError("routes: the order has passes of a micro-batch that has taken all of its own")
+        found = cls(**sizes, paths=paths, order=whole, hosts=tuple(map(str, content["hosts"])))
         found.check()
         return found
+
+
+def _whole(value: object) -> int:
+    """A number of a file, not negative.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
 
 
 def passes(path: Sequence[Place], micro_batch: MicroBatch) -> Iterator[Visit]:

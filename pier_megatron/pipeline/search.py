@@ -78,11 +78,7 @@ def search(grid: Grid, micro_batches: int, groups: Sequence[Sequence[int]], wish
         PierConfigError: If more is to be skipped than there is, or no step ends.
     """
     generator = random.Random(wishes.seed)
-    paths: Paths = {}
-    for replicas in groups:
-        paths |= _draw(grid, micro_batches, replicas, wishes.fraction, generator)
-    # The first micro-batch of each replica comes before the second one of any.
-    paths = {key: paths[key] for key in sorted(paths, key=lambda key: (key.number, key.replica))}
+    paths = _draw(grid, micro_batches, groups, wishes.fraction, generator)
     group_of = {replica: replicas for replicas in groups for replica in replicas}
     now = Found(paths, grid.hosts, play(grid, paths, wishes.most_held))
     if wishes.is_searched:
@@ -95,10 +91,13 @@ def search(grid: Grid, micro_batches: int, groups: Sequence[Sequence[int]], wish
     return now
 
 
-def _draw(grid: Grid, micro_batches: int, replicas: Sequence[int], fraction: float, generator: random.Random) -> Paths:
-    """Balanced routes: who skips which stage is drawn, the ranks of a stage take turns."""
-    stages = len(grid.devices)
-    keys = [MicroBatch(replica, index) for index in range(micro_batches) for replica in replicas]
+def _draw(grid: Grid, micro_batches: int, groups: Sequence[Sequence[int]], fraction: float, generator: random.Random) -> Paths:
+    """Balanced routes in their own replicas: who skips which stage is drawn.
+
+    They are in the order in which micro-batches shall begin: the first of each replica before the second of any.
+    """
+    stages, replicas = len(grid.devices), sorted(replica for group in groups for replica in group)
+    keys = [MicroBatch(replica, number) for number in range(micro_batches) for replica in replicas]
     count = round(fraction * stages * len(keys))
     if count > (stages - 2) * len(keys):
         raise PierConfigError(
@@ -115,7 +114,8 @@ def _draw(grid: Grid, micro_batches: int, replicas: Sequence[int], fraction: flo
             )
             for number, key in enumerate(keys)
         }
-        _put_to_work(found, grid, replicas)
+        for group in groups:
+            _put_to_work(found, grid, group)
         if not any(map(bounds, found.values())) and not _idle(found, grid, replicas):
             return found
     raise PierConfigError(
@@ -138,9 +138,9 @@ def _put_to_work(paths: Paths, grid: Grid, replicas: Sequence[int]) -> None:
     for idle in _idle(paths, grid, replicas):
         visitors: dict[int, list[MicroBatch]] = {}
         for key, path in paths.items():
-            visitors.setdefault(dict(path).get(idle.stage, -1), []).append(key)
-        visitors.pop(-1, None)
-        busiest = max(visitors.values(), key=len)
+            if key.replica in replicas and idle.stage in dict(path):
+                visitors.setdefault(dict(path)[idle.stage], []).append(key)
+        busiest = max(visitors.values(), key=len, default=[])
         if len(busiest) > 1:
             key = busiest[-1]
             paths[key] = tuple(idle if place.stage == idle.stage else place for place in paths[key])
@@ -158,11 +158,12 @@ def _anneal(begin: Found, grid: Grid, group_of: Mapping[int, Sequence[int]], wis
     changes += [_swap] if wishes.may_swap else []
     # Without collisions in the cost nothing else would keep all micro-batches from the same rank.
     changes += [_change_rank] if wishes.avoids_collisions else []
+    may_move = wishes.may_move and len(set(grid.hosts)) > 1
     now = best = begin
     for trial in range(trials):
         temperature = _HOT * (_COLD / _HOT) ** (trial / trials) * cost(best)
         hosts, paths = now.hosts, now.paths
-        if wishes.may_move and generator.random() < 0.25:
+        if may_move and generator.random() < 0.25:
             hosts = _exchange_hosts(hosts, generator)
         else:
             changed = generator.choice(changes)(paths, grid, group_of, generator)

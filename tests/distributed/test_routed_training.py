@@ -68,6 +68,7 @@ def runs(directory: Path, corpus: tuple[Path, Path], routes: dict[str, Routes]) 
         Run("resumed", f"{dropping} --load {{directory}}/saved --ckpt-step 3", _PROBES, _AT_THE_ENDS),
         Run("two groups", alone, [*_PROBES, "samples"]),
         Run("two islands", f"{alone} --pier-islands", _PROBES),
+        Run("many buckets", f"{_STOCK} --ddp-bucket-size 10000 {by}routed.json", _PROBES, _AT_THE_ENDS),
         Run("another file", f"{_STOCK} {by}routed.json", _PROBES, [*_AT_THE_ENDS, "another file of routes"], fails=True),
     ]
     return launch(directory, corpus, trainings, world_size=_STAGES * _REPLICAS)
@@ -123,6 +124,13 @@ def test_groups_go_by_the_same_routes(runs: dict[str, Recorded], routes: dict[st
 
 def test_equal_to_the_last_bit(runs: dict[str, Recorded]) -> None:
     assert equal(runs["nothing hidden"], runs["routed"])
+
+
+def test_gradients_are_reduced_when_all_passes_are_over(runs: dict[str, Recorded]) -> None:
+    for rank in runs["many buckets"].ranks:
+        events = [event[0] for event in rank["layers"][2]]
+        assert events.count("R") >= 2
+        assert "B" not in events[events.index("R") :]
 
 
 def test_a_resume_goes_on_exactly(runs: dict[str, Recorded]) -> None:

@@ -38,6 +38,7 @@ def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
         "train_iters",
         "microbatch_group_size_per_vp_stage",
         "align_param_gather",
+        "align_grad_reduce",
     )
     said = {"said": output.getvalue(), "features": [feature.__name__.split(".")[-2] for feature in features.used(args)]}
     of_pier = {name: value for name, value in vars(args).items() if name.startswith("pier")}

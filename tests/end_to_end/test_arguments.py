@@ -225,6 +225,12 @@ _REFUSED = {
         "--expert-model-parallel-size 2 cannot be used with --pier-skip-routes",
         "Use 1, or --pier-skip-fraction",
     ],
+    f"{_TOGETHER} --num-experts 4 --expert-tensor-parallel-size 2": [
+        "--expert-tensor-parallel-size 2 above --tensor-model-parallel-size 1 cannot be used with --pier-skip-routes",
+    ],
+    f"{_JOB} --pier-groups 4 {_ROUTED}alone.json --global-batch-size 64": [
+        "alone.json is for 1 model replicas, and a group has 2 (8 replicas / 4 groups)",
+    ],
     f"{_TOGETHER} --num-experts 4 --moe-router-load-balancing-type global_aux_loss": [
         "global_aux_loss cannot be used with --pier-skip-routes",
         "Use aux_loss or seq_aux_loss",
@@ -278,6 +284,7 @@ _ACCEPTED = {
         _WORLD,
     ),
     "routed": (_TOGETHER, _WORLD),
+    "routed, an elastic island": (f"{_JOB} --pier-groups 4 {_ROUTED}together.json --global-batch-size 64", _WORLD),
     "routed, in groups, gathering ahead": (
         f"{_ALONE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         _WORLD,
@@ -421,6 +428,8 @@ def test_routes_may_be_followed(outcomes: dict[str, dict[str, object]]) -> None:
     assert not whole["align_param_gather"]
     assert "error" not in gathering, gathering
     assert gathering["align_param_gather"]
+    assert gathering["align_grad_reduce"]
+    assert "micro-batches of 2 replicas are skipped" in str(outcomes["routed, an elastic island"].get("said"))
 
 
 @pytest.mark.parametrize("name", ["skipping", "skipping, a ramp-up, layered, pier"])

@@ -128,10 +128,12 @@ def test_routes_are_written_for_the_job_and_nothing_else(tmp_path: Path) -> None
     routes = Routes.of_text(file.read_text())
     assert (routes.stages, routes.replicas, routes.micro_batches) == (4, 2, 8)
     assert (routes.fraction, routes.hosts, routes.held) == (0.25, tuple(found["hosts"]), found["held"])
+    followed = plan("--cluster examples/unequal-cluster.yaml", f"{_UNEQUAL} --pier-skip-routes {file}").stdout
+    assert f"ms with --pier-skip-routes {file}, which the figures of iterations leave out (25.0% skipped" in followed
     in_groups = _UNEQUAL.replace("--optimizer adam", "--optimizer pier --pier-groups 2")
     for job, words in {
         in_groups: "--place orders the nodes of one group, and the job has 2",
-        _UNEQUAL.replace("--nnodes 4", "--nnodes 8"): "file has 4 nodes, and the job has 16 ranks on 2 GPUs per node = 8",
+        _UNEQUAL + " --rampup-batch-size 32 32 1000": "and the job's batch ramps up: its steps have 4, 8 of a replica",
     }.items():
         refusal = plan(f"{flags} --routes {file} --place", f"{job} --pier-skip-fraction 0.25")
         assert refusal.returncode == 2

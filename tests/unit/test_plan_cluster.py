@@ -6,9 +6,11 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pier_megatron.commands.plan import routes
 from pier_megatron.commands.plan.cluster import (
     CLUSTERS,
     FIGURES,
@@ -20,6 +22,8 @@ from pier_megatron.commands.plan.cluster import (
     named_or_file,
 )
 from pier_megatron.commands.plan.hosts import SiteLink
+from pier_megatron.errors import PierConfigError
+from pier_megatron.pipeline.play import Link
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -57,6 +61,33 @@ def test_example_of_unequal_nodes() -> None:
         ("d", "west", 0.7),
     ]
     assert cluster.site_links == {frozenset(("east", "west")): SiteLink(2e7, 0.02)}
+
+
+def test_sites_without_a_link_have_that_of_all_others(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(_UNEQUAL.read_text().partition("links:")[0] + "site-bandwidth: 0.5\nsite-latency: 10")
+    cluster = named_or_file(str(file))
+    layout = routes._Layout(_job(), cluster)
+    assert layout._link(cluster.hosts[0], cluster.hosts[2]) == Link(2 * 1024 * 4 * 1024 / (0.5e9 * cluster.efficiency), 0.01)
+
+
+def test_job_is_laid_over_the_nodes_that_are_listed() -> None:
+    cluster = parsed("--cluster", str(_UNEQUAL))
+    assert routes._Layout(_job(), cluster)._hosts_of_group(0) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert routes._Layout(_job(use_tp_pp_dp_mapping=True), cluster)._hosts_of_group(0) == [0, 2, 0, 2, 1, 3, 1, 3]
+    with pytest.raises(PierConfigError, match=r"file has 4 nodes, and the job has 16 ranks on 2 GPUs per node = 8"):
+        routes._Layout(_job(world_size=16, data_parallel_size=4), cluster)
+    with pytest.raises(
+        PierConfigError, match=r"4 tensor-parallel x 1 context-parallel ranks = 4, on nodes of 2 GPUs"
+    ):
+        routes._Layout(_job(tensor_model_parallel_size=4, data_parallel_size=1, world_size=16), cluster)
+
+
+def _job(**changes: Any) -> argparse.Namespace:
+    """Of four stages and two replicas on eight ranks, as far as it matters where they are."""
+    sizes = {"seq_length": 1024, "micro_batch_size": 4, "hidden_size": 1024, "world_size": 8, "data_parallel_size": 2}
+    parallel = dict.fromkeys(("tensor_model_parallel_size", "context_parallel_size"), 1) | {"pipeline_model_parallel_size": 4}
+    return argparse.Namespace(**sizes | parallel | {"sequence_parallel": False, "use_tp_pp_dp_mapping": False} | changes)
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.key)
@@ -112,6 +143,9 @@ def test_zero_is_refused_where_it_cannot_be(flag: str, capsys: pytest.CaptureFix
         (_NODES + "nodes: [{name: a}]\nlinks: [{sites: [east], bandwidth: 1}]", "links: 0: sites: must be two, as in [east,"),
         (_NODES + "nodes: [{name: a}]\nlinks: [{sites: [x, y], bandwidth: 1}]", "links: no node is at x"),
         (_NODES + "links: [{sites: [x, y]}]", "links: 0: bandwidth missing"),
+        (_NODES + "nodes: [{name: on}]", "nodes: 0: name: True is no name; put quotes around it"),
+        (_NODES + "nodes: [{name: a}]\nlinks: [{sites: [x, y, x], bandwidth: 1}]", "links: 0: sites: must be two"),
+        (_UNEQUAL.read_text() + "  - {sites: [west, east], bandwidth: 1}", "links: a pair of sites comes twice"),
         (_EXAMPLE.read_text().replace("site-bandwidth", "# site-bandwidth"), "nodes-per-site without site-bandwidth"),
     ],
 )

@@ -17,6 +17,9 @@ from pier_megatron.pipeline.schedule import Pipeline
 from pier_megatron.pipeline.search import Wishes, search
 from pier_megatron.pipeline.simulator import makespan
 
+_WHOLE = grids.whole(4, 2, 2)
+_TEXT = _WHOLE.text()
+
 
 @pytest.fixture(autouse=True)
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +99,22 @@ def test_micro_batches_stay_in_their_group() -> None:
     assert any(place.replica != key.replica for key, path in found.paths.items() for place in path)
 
 
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.2, 0.25, 0.33])
+@pytest.mark.parametrize("shape", [(4, 2, 4), (4, 4, 6), (6, 3, 4)])
+def test_micro_batches_may_stay_in_their_replica(shape: tuple[int, int, int], fraction: float) -> None:
+    stages, replicas, micro_batches = shape
+    alone = [[replica] for replica in range(replicas)]
+    found = search(grids.uneven(stages, replicas), micro_batches, alone, Wishes(fraction, stages))
+    routes = Routes(stages, replicas, micro_batches, found.played.held, found.paths, found.played.order)
+    routes.check()
+    assert routes.crossings == 0
+
+
+def test_one_host_changes_places_with_none() -> None:
+    one = dataclasses.replace(grids.even(4, 1), hosts=(0,) * 4)
+    assert search(one, 4, [[0]], Wishes(0.25, 4, may_move=True)).hosts == (0,) * 4
+
+
 def test_the_same_search_finds_the_same() -> None:
     assert grids.searched(5, 2, 4, 0.2) == grids.searched(5, 2, 4, 0.2)
 
@@ -131,14 +150,20 @@ def test_a_file_holds_all_of_it() -> None:
         ("", "no file of routes"),
         ("{}", "no file of routes: KeyError: 'format'"),
         ('{"format": 2}', "format 2, and this release reads 1"),
+        ("[" * 100_000, "no file of routes: RecursionError"),
+        (_TEXT.replace('"held":2', '"held":2.0'), "no file of routes: TypeError: 2.0 is no whole number"),
+        (_TEXT.replace('"held":2', '"held":1e999'), "no file of routes: TypeError: inf is no whole number"),
+        (_TEXT.replace('"held":2', '"held":true'), "no file of routes: TypeError: True is no whole number"),
+        (_TEXT.replace('"replicas":2', '"replicas":1000000000'), "4 micro-batches have one, of 1000000000 replicas"),
+        (_TEXT.replace("[0,0],[1,0]", "[0,0],[-1,0]"), "no file of routes: TypeError: -1 is no whole number"),
+        (_TEXT.replace('"hosts":[]', '"hosts":"abc"'), "no file of routes: TypeError: hosts must be a list"),
+        (_TEXT.replace('"order":[', '"order":[[9,9],'), "no file of routes: KeyError"),
+        (_TEXT.replace("]]}", "],[0,0]]}"), "the order has passes of a micro-batch that has taken all of its own"),
     ],
 )
 def test_other_files_are_refused(text: str, message: str) -> None:
     with pytest.raises(PierConfigError, match=message):
         Routes.of_text(text)
-
-
-_WHOLE = grids.whole(4, 2, 2)
 
 
 def changed(path: list[tuple[int, int]]) -> Routes:

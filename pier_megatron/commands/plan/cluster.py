@@ -250,7 +250,8 @@ def _of_file(path: Path) -> Cluster:
 
 
 def _checked(cluster: Cluster, where: str = "") -> Cluster:
-    if bool(cluster.nodes_per_site) != bool(cluster.site_bandwidth):
+    # Nodes that are listed say themselves where they are.
+    if not cluster.hosts and bool(cluster.nodes_per_site) != bool(cluster.site_bandwidth):
         given, missing = (
             ("nodes-per-site", "site-bandwidth") if cluster.nodes_per_site else ("site-bandwidth", "nodes-per-site")
         )

@@ -58,7 +58,10 @@ def read_hosts(path: Path, entries: dict[str, object]) -> tuple[tuple[Host, ...]
     names = [host.name for host in hosts]
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{path}: nodes: a name comes twice: {', '.join(sorted(names))}")
-    found = dict(_link(f"{path}: links: {index}", link) for index, link in enumerate(_list(path, "links", links)))
+    pairs = [_link(f"{path}: links: {index}", link) for index, link in enumerate(_list(path, "links", links))]
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{path}: links: a pair of sites comes twice")
     sites = sorted({host.site for host in hosts})
     unknown = sorted(set().union(*found) - set(sites))
     if unknown:
@@ -82,17 +85,17 @@ def _list(path: Path, key: str, given: object) -> list[object]:
 def _host(where: str, node: object) -> Host:
     values = _mapping(where, node, {"name", "site", "speed"}, {"name"})
     speed = _figure(where, "speed", values.get("speed", 1), positive(1e3))
-    return Host(str(values["name"]), str(values.get("site", "")), speed)
+    return Host(_text(where, "name", values["name"]), _text(where, "site", values.get("site", "")), speed)
 
 
 def _link(where: str, link: object) -> tuple[frozenset[str], SiteLink]:
     values = _mapping(where, link, {"sites", "bandwidth", "latency"}, {"sites", "bandwidth"})
     sites = values["sites"]
-    if not isinstance(sites, list) or len(set(map(str, sites))) != 2:
+    if not isinstance(sites, list) or len(sites) != 2 or sites[0] == sites[1]:
         raise argparse.ArgumentTypeError(f"{where}: sites: must be two, as in [east, west]")
     bandwidth = _figure(where, "bandwidth", values["bandwidth"], positive(1e6)) * _GB
     latency = _figure(where, "latency", values.get("latency", 0), Number(float, 0.0, 1e6)) * _MS
-    return frozenset(map(str, sites)), SiteLink(bandwidth, latency)
+    return frozenset(_text(where, "sites", site) for site in sites), SiteLink(bandwidth, latency)
 
 
 def _mapping(where: str, given: object, known: set[str], needed: set[str]) -> dict[str, object]:
@@ -104,6 +107,13 @@ def _mapping(where: str, given: object, known: set[str], needed: set[str]) -> di
     for key in sorted(needed - given.keys()):
         raise argparse.ArgumentTypeError(f"{where}: {key} missing")
     return given
+
+
+def _text(where: str, key: str, given: object) -> str:
+    # YAML makes numbers of names such as 1, and truth values of on and off.
+    if type(given) not in (str, int):
+        raise argparse.ArgumentTypeError(f"{where}: {key}: {given} is no name; put quotes around it")
+    return str(given)
 
 
 def _figure(where: str, key: str, given: object, kind: Number) -> float:

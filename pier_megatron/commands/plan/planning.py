@@ -101,7 +101,7 @@ def make_plan(
         "fits": needed <= cluster.memory,
         "tflops": {"per GPU": cluster.flops / 1e12, "source": speed.source, "measured": speed.is_measured},
         "iterations": args.train_iters,
-    } | ({} if wanted_routes is None else {"routes": routes.make(args, job, cluster, wanted_routes)})
+    } | _routes(args, job, cluster, wanted_routes)
     if config is None:
         line = stock.verdict(needed, cluster, remedy, speed.source)
         return {"verdict": line} | plan | stock.make_plan(args, job, cluster)
@@ -128,6 +128,15 @@ def make_plan(
         # The log has said how fast the job is, and that is what it was given for.
         expected = {"why": str(error)}
     return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed) | simulated
+
+
+def _routes(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: routes.Wanted | None) -> Plan:
+    """Routes that the job shall have, or has."""
+    from pier_megatron.features.skipping import routing
+
+    if wanted is not None:
+        return {"routes": routes.make(args, job, cluster, wanted)}
+    return {"routes": routes.of_job(args, job, cluster)} if routing.is_used(args) else {}
 
 
 def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> Plan:

@@ -96,33 +96,34 @@ def make(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: Wanted) -
     if not skipping.is_skipping(args):
         raise PierConfigError(f"--routes {wanted.file}: how much shall be skipped? Give the job --pier-skip-fraction.")
     routing.check_job(argparse.Namespace(**vars(args) | {"pier_skip_fraction": None}))
-    micro_batches = max(batches.training_phases(args).values())
-    stages, replicas = args.pipeline_model_parallel_size, routing.replicas_of_group(args)
-    layout = _Layout(args, cluster, stages, replicas)
+    counts = sorted(set(batches.training_phases(args).values()))
+    if len(counts) > 1:
+        raise PierConfigError(
+            f"--routes {wanted.file}: routes are for one number of micro-batches, and the job's batch ramps up: its steps have "
+            f"{', '.join(map(str, counts))} of a replica. Plan a job without the ramp-up."
+        )
+    [micro_batches] = counts
+    layout = _Layout(args, cluster)
     if wanted.places and layout.groups > 1:
         raise PierConfigError(
             f"--place orders the nodes of one group, and the job has {layout.groups}. Drop it, or plan a job of one group."
         )
-    layer = predict(job, cluster).compute / (3 * micro_batches * args.num_layers / stages)
-    forward = tuple(layer * layers for layers in skipping.layers_of_stages(args))
-    backward = tuple(seconds * skipping.backward_cost(args) for seconds in forward)
-    grid = layout.grid(forward, backward)
-    held = wanted.held or stages
+    stages, replicas = layout.stages, layout.replicas
+    grid = layout.grid(job, micro_batches)
     groups = [[replica] for replica in range(replicas)] if wanted.stays else [range(replicas)]
-    wishes = Wishes(args.pier_skip_fraction, held, may_swap=not wanted.keeps_order, may_move=wanted.places)
+    wishes = Wishes(args.pier_skip_fraction, wanted.held or stages, may_swap=not wanted.keeps_order, may_move=wanted.places)
     found = search(grid, micro_batches, groups, wishes)
     names = layout.names(found.hosts) if layout.groups == 1 else ()
     routes = Routes(stages, replicas, micro_batches, found.played.held, found.paths, found.played.order, names)
     routes.check()
     wanted.file.parent.mkdir(parents=True, exist_ok=True)
     wanted.file.write_text(routes.text())
-    whole_routes = plain(stages, replicas, micro_batches)
     skipped = skipping.paths(args, micro_batches).skipped
     passed = {(MicroBatch(replica, number), stage) for replica in range(replicas) for stage, number in skipped}
     return {
         "file": str(wanted.file),
-        "full": play(grid, whole_routes, stages).seconds,
-        "passed": play(grid, whole_routes, stages, passed).seconds,
+        "full": play(grid, plain(stages, replicas, micro_batches), stages).seconds,
+        "passed": play(grid, plain(stages, replicas, micro_batches), stages, passed).seconds,
         "routes": found.played.seconds,
         "fraction": routes.fraction,
         "swaps": routes.swaps,
@@ -132,11 +133,39 @@ def make(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: Wanted) -
     }
 
 
+def of_job(args: argparse.Namespace, job: Job, cluster: Cluster) -> Plan:
+    """Says the same of the routes by which a job goes already, but for what ``passed`` and ``hosts`` are.
+
+    Args:
+        args: Megatron's, validated; ``--pier-skip-routes`` among them.
+        job: Their sizes.
+        cluster: Cluster on which it runs.
+
+    Raises:
+        PierConfigError: If the job's nodes are not those of the cluster.
+    """
+    from pier_megatron.features.skipping import routing
+
+    routes, layout = routing.read(args.pier_skip_routes), _Layout(args, cluster)
+    grid = layout.grid(job, routes.micro_batches)
+    return {
+        "file": args.pier_skip_routes,
+        "full": play(grid, plain(routes.stages, routes.replicas, routes.micro_batches), routes.stages).seconds,
+        "routes": play(grid, routes.paths, routes.held).seconds,
+        "fraction": routes.fraction,
+        "swaps": routes.swaps,
+        "crossings": routes.crossings,
+        "held": routes.held,
+        "hosts": (),
+    }
+
+
 def describe(routes: Plan) -> list[str]:
     """The same as lines."""
+    passed = f"{routes['passed'] * 1e3:,.0f} ms with --pier-skip-fraction, " if "passed" in routes else ""
     lines = [
-        f"a step, simulated: {routes['full'] * 1e3:,.0f} ms full, {routes['passed'] * 1e3:,.0f} ms with "
-        f"--pier-skip-fraction, {routes['routes'] * 1e3:,.0f} ms with --pier-skip-routes {routes['file']} in its place "
+        f"a step, simulated: {routes['full'] * 1e3:,.0f} ms full, {passed}{routes['routes'] * 1e3:,.0f} ms with "
+        f"--pier-skip-routes {routes['file']}{' in its place' if passed else ', which the figures of iterations leave out'} "
         f"({routes['fraction']:.1%} skipped, {routes['swaps']} swaps, {routes['crossings']} messages to other replicas, "
         f"activations of {routes['held']} micro-batches on a rank)"
     ]
@@ -146,15 +175,23 @@ def describe(routes: Plan) -> list[str]:
 class _Layout:
     """Which node a place of a group is on, and what lies between two."""
 
-    def __init__(self, args: argparse.Namespace, cluster: Cluster, stages: int, replicas: int) -> None:
+    def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
+        from pier_megatron.features.skipping import routing
         from pier_megatron.integration.planned_job import elements_of_message
 
-        self._cluster, self._stages, self._replicas = cluster, stages, replicas
+        self._args, self._cluster = args, cluster
+        self.stages, self.replicas = args.pipeline_model_parallel_size, routing.replicas_of_group(args)
         self._ranks_of_place = args.tensor_model_parallel_size * args.context_parallel_size
-        self._is_data_outermost = args.use_tp_pp_dp_mapping
         self._of_rank = ACTIVATION * elements_of_message(args)
-        self._data_parallel_size = args.data_parallel_size
-        self.groups = args.data_parallel_size // replicas
+        # Arguments of an elastic island are of the whole run, but for its ranks.
+        self._replicas_of_launch = args.world_size // (self._ranks_of_place * self.stages)
+        self.groups = self._replicas_of_launch // self.replicas
+        if cluster.hosts and cluster.gpus_per_node % self._ranks_of_place:
+            raise PierConfigError(
+                f"the cluster's file lists nodes, and a stage of a replica takes {args.tensor_model_parallel_size} "
+                f"tensor-parallel x {args.context_parallel_size} context-parallel ranks = {self._ranks_of_place}, on nodes of "
+                f"{cluster.gpus_per_node} GPUs: it would span nodes. Routes are for stages inside nodes."
+            )
         nodes = math.ceil(args.world_size / cluster.gpus_per_node)
         if cluster.hosts and len(cluster.hosts) != nodes:
             raise PierConfigError(
@@ -165,15 +202,25 @@ class _Layout:
             Host(f"node {node}", str(node // cluster.nodes_per_site) if cluster.nodes_per_site else "") for node in range(nodes)
         )
 
-    def grid(self, forward: tuple[float, ...], backward: tuple[float, ...]) -> Grid:
-        """The ranks of a group: of the only one on its hosts, of several each on the slowest that has its place."""
-        devices = tuple(tuple(range(stage * self._replicas, (stage + 1) * self._replicas)) for stage in range(self._stages))
+    def grid(self, job: Job, micro_batches: int) -> Grid:
+        """The ranks of a group: of the only one on its hosts, of several each on the slowest that has its place.
+
+        Args:
+            job: Sizes of the job.
+            micro_batches: Number of micro-batches of a replica.
+        """
+        from pier_megatron.features.skipping import feature as skipping
+
+        layer = predict(job, self._cluster).compute / (3 * micro_batches * self._args.num_layers / self.stages)
+        forward = tuple(layer * layers for layers in skipping.layers_of_stages(self._args))
+        backward = tuple(seconds * skipping.backward_cost(self._args) for seconds in forward)
+        devices = tuple(tuple(range(stage * self.replicas, (stage + 1) * self.replicas)) for stage in range(self.stages))
         by_group = [self._hosts_of_group(group) for group in range(self.groups)]
         if self.groups == 1:
             links = [[self._link(one, other) for other in self.hosts] for one in self.hosts]
             speeds = tuple(host.speed for host in self.hosts)
             return Grid(devices, forward, backward, tuple(by_group[0]), speeds, links)
-        count = range(self._stages * self._replicas)
+        count = range(self.stages * self.replicas)
         speeds = tuple(min(self.hosts[hosts[device]].speed for hosts in by_group) for device in count)
         links = [
             [
@@ -190,11 +237,12 @@ class _Layout:
         return tuple(dict.fromkeys(self.hosts[host].name for _, host in of_ranks)) if self._cluster.hosts else ()
 
     def _hosts_of_group(self, group: int) -> list[int]:
-        return [self._host_of(group, stage, replica) for stage in range(self._stages) for replica in range(self._replicas)]
+        return [self._host_of(group, stage, replica) for stage in range(self.stages) for replica in range(self.replicas)]
 
     def _host_of(self, group: int, stage: int, replica: int) -> int:
-        data = group * self._replicas + replica
-        place = data * self._stages + stage if self._is_data_outermost else stage * self._data_parallel_size + data
+        data = group * self.replicas + replica
+        is_data_outermost = self._args.use_tp_pp_dp_mapping
+        place = data * self.stages + stage if is_data_outermost else stage * self._replicas_of_launch + data
         first: int = place * self._ranks_of_place
         return first // self._cluster.gpus_per_node
 

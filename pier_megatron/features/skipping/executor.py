@@ -146,7 +146,17 @@ class _Steps:
     def _run(self, given: dict[str, object], batches: _Batches) -> Tensor | int:
         if self._config.param_sync_func is not None:
             self._config.param_sync_func(self._model.parameters())
-        backward = [action for action in self._actions if action.kind == "pass" and action.visit.is_backward]
+        no_sync = self._config.no_sync_func
+        # A reduction with other replicas' ranks inside a pass could wait for one that waits for this rank's messages.
+        with contextlib.nullcontext() if no_sync is None else no_sync():
+            tokens = self._take_passes(given, batches)
+        if self._config.grad_sync_func is not None:
+            self._config.grad_sync_func(self._model.parameters())
+        for message in self._sent:
+            message.wait()
+        return tokens
+
+    def _take_passes(self, given: dict[str, object], batches: _Batches) -> Tensor | int:
         tokens: Tensor | int = 0
         is_first = True
         for action in self._actions:
@@ -156,12 +166,10 @@ class _Steps:
             elif action.kind == "receive":
                 self._receive(action)
             elif visit.is_backward:
-                self._backward(visit, is_last=action is backward[-1])
+                self._backward(visit)
             else:
                 tokens += self._forward(given, batches, visit, is_first)
                 is_first = False
-        for message in self._sent:
-            message.wait()
         return tokens
 
     def _forward(self, given: dict[str, object], batches: _Batches, visit: Visit, is_first: bool) -> Tensor | int:
@@ -181,15 +189,12 @@ class _Steps:
         counted: Tensor | int = tokens
         return counted
 
-    def _backward(self, visit: Visit, is_last: bool) -> None:
+    def _backward(self, visit: Visit) -> None:
         is_of_loss = visit.hop == len(self._routes.paths[visit.micro_batch]) - 1
         gradient = None if is_of_loss else self._arrived(Visit(True, visit.micro_batch, visit.hop + 1))
         leaf, output = self._kept.pop(visit.micro_batch)
         self._results.pop(Visit(False, visit.micro_batch, visit.hop), None)
-        no_sync = self._config.no_sync_func
-        # Gradients are reduced once, with the last ones.
-        with contextlib.nullcontext() if is_last or no_sync is None else no_sync():
-            self._results[visit] = self._backward_step(leaf, output, gradient, self._config)
+        self._results[visit] = self._backward_step(leaf, output, gradient, self._config)
 
     def _send(self, action: Action) -> None:
         assert action.peer is not None

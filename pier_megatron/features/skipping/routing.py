@@ -28,6 +28,7 @@ REFUSED = {
     "fp4": _UNTRIED,
     "variable_seq_lengths": "messages have the shape of a whole sequence",
     "defer_embedding_wgrad_compute": "it counts the passes of Megatron's own order",
+    "export_kd_teacher_load": "a teacher's messages go beside those of the student",
     "moe_paged_stash": "it counts the passes of Megatron's own order",
 }
 """What does not go with routes, with the reason; beside what does not go with skipping at all."""
@@ -54,9 +55,8 @@ def read(path: str) -> Routes:
 
 
 def replicas_of_group(args: argparse.Namespace) -> int:
-    """Model replicas that train together between outer steps."""
-    settings = settings_of(args)
-    replicas: int = args.data_parallel_size * settings.launches // settings.groups
+    """Model replicas that train together between outer steps; validated arguments of an elastic island are of the whole run."""
+    replicas: int = args.data_parallel_size // settings_of(args).groups
     return replicas
 
 
@@ -72,6 +72,12 @@ def check_job(args: argparse.Namespace) -> None:
             f"--expert-model-parallel-size {args.expert_model_parallel_size} cannot be used with --pier-skip-routes: "
             f"{_IN_PASSES}. Use 1, or --pier-skip-fraction."
         )
+    if args.num_experts and (args.expert_tensor_parallel_size or 1) > args.tensor_model_parallel_size:
+        raise PierConfigError(
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} above --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} cannot be used with --pier-skip-routes: {_IN_PASSES}. Use "
+            f"{args.tensor_model_parallel_size} or less."
+        )
     if "global_aux_loss" in strings(args.moe_router_load_balancing_type):
         raise PierConfigError(
             f"--moe-router-load-balancing-type global_aux_loss cannot be used with --pier-skip-routes: {_IN_PASSES}. Use "
@@ -80,7 +86,7 @@ def check_job(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses what does not go with routes, and routes for another job; has parameters gathered when a step begins.
+    """Refuses what does not go with routes, and routes for another job; sets when ranks of several replicas meet.
 
     Raises:
         PierConfigError: With the flag, the values and a remedy.
@@ -96,7 +102,7 @@ def check(args: argparse.Namespace) -> None:
     if routes.replicas != replicas_of_group(args):
         raise PierConfigError(
             f"{given} is for {routes.replicas} model replicas, and a group has {replicas_of_group(args)} "
-            f"({args.data_parallel_size} replicas / {settings_of(args).groups // settings_of(args).launches} groups). Plan "
+            f"({args.data_parallel_size} replicas / {settings_of(args).groups} groups). Plan "
             "routes for this job."
         )
     for source, _, count in batches.phases_to_come(args):
@@ -105,8 +111,9 @@ def check(args: argparse.Namespace) -> None:
                 f"{given} is for steps of {routes.micro_batches} micro-batches of a replica, and with {source} there are "
                 f"{count}. Plan routes for this batch; a batch that ramps up has none."
             )
-    # Else the first pass of a rank would gather parameters with the first ones of other replicas, which may wait for its own.
-    args.align_param_gather = args.overlap_param_gather
+    # Else ranks of several replicas would meet inside passes, which may wait for each other's: parameters are gathered before
+    # the first pass, and gradients are reduced after the last.
+    args.align_param_gather, args.align_grad_reduce = args.overlap_param_gather, args.overlap_grad_reduce
 
 
 def cost(args: argparse.Namespace) -> Cost:
