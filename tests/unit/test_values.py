@@ -26,8 +26,8 @@ _REPOSITORY = Path(__file__).parents[2]
 _LIMIT = 5.0
 """Seconds: a bound against what looks at a network or a model before it looks at a value."""
 
-# Free text: names of tasks, and the words of other programs.
-_TEXT = {"evaluate --tasks", "doctor COMMAND", "plan COMMAND", "demo -- ARGUMENTS"}
+# Free text: names of tasks and of domains, and the words of other programs.
+_TEXT = {"evaluate --tasks", "experts export --prior", "doctor COMMAND", "plan COMMAND", "demo -- ARGUMENTS"}
 
 _NUMBERS = ("-5", "0", "1" + 30 * "0", "1" + 400 * "0", "-1e999", "nan", "inf", "", "pire", "1.5x")
 _WORDS = ("", "/no/such/thing", "pi re", "a;b")
