@@ -7,7 +7,6 @@ which does not fit costs no other. Times between two ranks on one GPU say nothin
 
 import argparse
 import datetime
-import gc
 import json
 import os
 import resource
@@ -120,7 +119,6 @@ def main() -> int:
         found = measured(mode, options.parameters)
         if dist.get_rank() == 0:
             Path(answer).write_text(json.dumps(found))
-        gc.collect()
         dist.destroy_process_group()
         return 0
     print(f"Device and backend: {one_gpu.choose(options.device, options.backend)}", flush=True)

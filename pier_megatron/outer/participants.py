@@ -4,6 +4,7 @@ The choice is made once, when the loop is built. Elastic islands are in :mod:`pi
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -45,7 +46,9 @@ class Participants:
         self.audience = everyone
         self.judge = Judge(config, share)
         self.restarts = Restarts(config, everyone.size, share)
-        self.pulls = Pulls(config, share, self.at)
+        # A bound method would close a circle, in which communicators live until the interpreter ends, and gloo aborts it.
+        this = weakref.proxy(self)
+        self.pulls = Pulls(config, share, lambda iteration: this.at(iteration))
         self.is_deserted = False
 
     def at(self, iteration: int) -> Exchange:

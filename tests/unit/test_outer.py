@@ -1,5 +1,7 @@
 """The flat buffers and their updates against the formulas, on one process."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -435,3 +437,23 @@ def test_bits_are_summed_a_few_at_a_time(dtype: torch.dtype) -> None:
         assert state.sum_of_bits(vector).item() == sum(integers)
     assert summed.numels == [5, 5, 5, 2, 4]
     assert state.sum_of_bits(vector[:0]).item() == 0
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_exchange_ends_with_its_loop_and_not_with_the_interpreter(overlap: int) -> None:
+    """Without the garbage collector: gloo aborts a process that ends with a communicator of its own."""
+
+    def train() -> weakref.ref[GroupExchange]:
+        config = PierConfig(4, groups=1, sync_interval=2, lazy_start_iters=0, overlap=overlap)
+        exchange = GroupExchange()
+        outer = loop.OuterLoop([[Shards(shards())]], config, exchange)
+        for iteration in range(1, 5):
+            outer.begin_iteration(iteration)
+            outer.end_iteration()
+        return weakref.ref(exchange)
+
+    gc.disable()
+    try:
+        assert train()() is None
+    finally:
+        gc.enable()

@@ -77,9 +77,7 @@ def test_job_is_laid_over_the_nodes_that_are_listed() -> None:
     assert routes._Layout(_job(use_tp_pp_dp_mapping=True), cluster)._hosts_of_group(0) == [0, 2, 0, 2, 1, 3, 1, 3]
     with pytest.raises(PierConfigError, match=r"file has 4 nodes, and the job has 16 ranks on 2 GPUs per node = 8"):
         routes._Layout(_job(world_size=16, data_parallel_size=4), cluster)
-    with pytest.raises(
-        PierConfigError, match=r"4 tensor-parallel x 1 context-parallel ranks = 4, on nodes of 2 GPUs"
-    ):
+    with pytest.raises(PierConfigError, match=r"4 tensor-parallel x 1 context-parallel ranks = 4, on nodes of 2 GPUs"):
         routes._Layout(_job(tensor_model_parallel_size=4, data_parallel_size=1, world_size=16), cluster)
 
 
