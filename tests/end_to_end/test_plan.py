@@ -130,10 +130,12 @@ def test_routes_are_written_for_the_job_and_nothing_else(tmp_path: Path) -> None
     assert (routes.fraction, routes.hosts, routes.held) == (0.25, tuple(found["hosts"]), found["held"])
     followed = plan("--cluster examples/unequal-cluster.yaml", f"{_UNEQUAL} --pier-skip-routes {file}").stdout
     assert f"ms with --pier-skip-routes {file}, which the figures of iterations leave out (25.0% skipped" in followed
+    by_samples = _UNEQUAL.replace("--train-iters 1000", "--train-samples 64000").replace("--global-batch-size 64", "")
     in_groups = _UNEQUAL.replace("--optimizer adam", "--optimizer pier --pier-groups 2")
     for job, words in {
         in_groups: "--place orders the nodes of one group, and the job has 2",
-        _UNEQUAL + " --rampup-batch-size 32 32 1000": "and the job's batch ramps up: its steps have 4, 8 of a replica",
+        by_samples
+        + " --step-batch-size-schedule 0:32,1000000:64": "and the job's batch ramps up: its steps have 4, 8 of a replica",
     }.items():
         refusal = plan(f"{flags} --routes {file} --place", f"{job} --pier-skip-fraction 0.25")
         assert refusal.returncode == 2
