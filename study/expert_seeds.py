@@ -12,18 +12,17 @@ cost is counted, so experts of one size train longer. Goes on where it was inter
 """
 
 import argparse
-import hashlib
 import json
 import math
 import statistics
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from experts import installed_files
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
 from pier_megatron.commands.experts.jobs import ExpertJob, run_all
@@ -87,10 +86,7 @@ def main() -> None:
 
 def _texts(folder: Path, name: str) -> tuple[Path, Path]:
     """Writes a domain's train and validation dataset, of different files, and returns their prefixes."""
-    packages = Path(sysconfig.get_path("purelib"))
-    files = [path for path in packages.rglob("*") if path.name.endswith(_SUFFIXES[name]) and path.is_file()]
-    # In an order that has nothing to do with where they stand.
-    files.sort(key=lambda path: hashlib.sha256(str(path.relative_to(packages)).encode()).digest())
+    files = installed_files(_SUFFIXES[name])
     prefixes = []
     for part, (size, largest) in (("validation", _VALIDATION), ("train", _TRAIN)):
         chosen, total = [], 0

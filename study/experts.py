@@ -60,12 +60,16 @@ def main() -> None:
     (output / "perplexities.json").write_text(json.dumps(found, indent=1))
 
 
+def installed_files(suffixes: tuple[str, ...]) -> list[Path]:
+    """Files of installed packages whose names end so, in an order that has nothing to do with where they stand."""
+    packages = Path(sysconfig.get_path("purelib"))
+    files = [path for path in packages.rglob("*") if path.name.endswith(suffixes) and path.is_file()]
+    return sorted(files, key=lambda path: hashlib.sha256(str(path.relative_to(packages)).encode()).digest())
+
+
 def _texts(folder: Path, name: str) -> tuple[Path, Path]:
     """Writes a domain's train and validation dataset, of different files, and returns their prefixes."""
-    packages = Path(sysconfig.get_path("purelib"))
-    files = [path for path in packages.rglob("*") if path.name.endswith(_SUFFIXES[name]) and path.is_file()]
-    # In an order that has nothing to do with where they stand.
-    files.sort(key=lambda path: hashlib.sha256(str(path.relative_to(packages)).encode()).digest())
+    files = installed_files(_SUFFIXES[name])
     prefixes = []
     for part, size in (("validation", _VALIDATION), ("train", _TRAIN)):
         chosen, total = [], 0

@@ -160,8 +160,9 @@ def _anneal(begin: Found, grid: Grid, group_of: Mapping[int, Sequence[int]], wis
     changes += [_change_rank] if wishes.avoids_collisions else []
     may_move = wishes.may_move and len(set(grid.hosts)) > 1
     now = best = begin
+    cost_now = cost_best = cost(begin)
     for trial in range(trials):
-        temperature = _HOT * (_COLD / _HOT) ** (trial / trials) * cost(best)
+        temperature = _HOT * (_COLD / _HOT) ** (trial / trials) * cost_best
         hosts, paths = now.hosts, now.paths
         if may_move and generator.random() < 0.25:
             hosts = _exchange_hosts(hosts, generator)
@@ -171,11 +172,12 @@ def _anneal(begin: Found, grid: Grid, group_of: Mapping[int, Sequence[int]], wis
                 continue
             paths = changed
         then = Found(paths, hosts, play(dataclasses.replace(grid, hosts=hosts), paths, wishes.most_held))
-        worse = cost(then) - cost(now)
+        cost_then = cost(then)
+        worse = cost_then - cost_now
         if worse <= 0 or generator.random() < math.exp(-worse / temperature):
-            now = then
-            if cost(now) < cost(best):
-                best = now
+            now, cost_now = then, cost_then
+            if cost_now < cost_best:
+                best, cost_best = now, cost_now
     return best
 
 

@@ -109,6 +109,11 @@ def runs(
     return launch(directory, corpus, _RUNS, megatron=folder)
 
 
+def assert_alike(one: Recorded, other: Recorded) -> None:
+    assert one.losses == other.losses
+    assert one.grad_norms == other.grad_norms
+
+
 def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded]) -> None:
     for iteration in (1, 2, 3):
         assert runs["tp2"].losses[iteration] == runs["stock"].losses[iteration]
@@ -141,8 +146,7 @@ def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded]) -> No
 
 
 def test_islands_train_as_instances_do(runs: dict[str, Recorded]) -> None:
-    assert runs["islands"].losses == runs["tp2"].losses
-    assert runs["islands"].grad_norms == runs["tp2"].grad_norms
+    assert_alike(runs["islands"], runs["tp2"])
 
 
 def test_first_island_prints_alone(runs: dict[str, Recorded]) -> None:
@@ -155,8 +159,7 @@ def test_breadth_first_equals_depth_first(runs: dict[str, Recorded]) -> None:
     # After as many micro-batches as there are ranks, depth-first turns to the next stage.
     assert [run.ranks[0]["order"][2][4] for run in (depth_first, breadth_first)] == ["F1.0", "F0.4"]
     assert len(breadth_first.losses) == 4
-    assert breadth_first.losses == depth_first.losses
-    assert breadth_first.grad_norms == depth_first.grad_norms
+    assert_alike(breadth_first, depth_first)
 
 
 def test_layers_equal_the_order_of_micro_batches(runs: dict[str, Recorded]) -> None:
@@ -164,8 +167,7 @@ def test_layers_equal_the_order_of_micro_batches(runs: dict[str, Recorded]) -> N
     # The first layer is recomputed: its own passes have no graph.
     assert [run.ranks[0]["layers"][2][1] for run in (in_order, by_layers)] == ["F2.0", "F1.1"]
     assert len(by_layers.losses) == 3
-    assert by_layers.losses == in_order.losses
-    assert by_layers.grad_norms == in_order.grad_norms
+    assert_alike(by_layers, in_order)
 
 
 def test_routes_of_all_stages_equal_the_order_of_stages(runs: dict[str, Recorded]) -> None:
@@ -173,8 +175,7 @@ def test_routes_of_all_stages_equal_the_order_of_stages(runs: dict[str, Recorded
     # The second stage waits with its third forward pass for a backward one, unless it follows a list of its own.
     assert [run.ranks[1]["order"][2][2:4] for run in (in_order, by_routes)] == [["F0.2", "B0.0"], ["F0.2", "F0.3"]]
     assert len(by_routes.losses) == 3
-    assert by_routes.losses == in_order.losses
-    assert by_routes.grad_norms == in_order.grad_norms
+    assert_alike(by_routes, in_order)
 
 
 @pytest.mark.parametrize(("name", "dimensions"), [("replicas and stages", "dp pp gather"), ("layers and stages", "pp tp")])
@@ -182,8 +183,7 @@ def test_what_is_compressed_goes_its_way(runs: dict[str, Recorded], name: str, d
     plain, exact = runs[name], runs[f"{name}, exact"]
     said = " ".join(exact.ranks[-1]["said"])
     assert all(f"sent by this rank per iteration, {dimension} " in said for dimension in dimensions.split())
-    assert exact.losses == plain.losses
-    assert exact.grad_norms == plain.grad_norms
+    assert_alike(exact, plain)
 
 
 def test_stages_are_skipped(runs: dict[str, Recorded]) -> None:

@@ -120,15 +120,9 @@ def make(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: Wanted) -
     wanted.file.write_text(routes.text())
     skipped = skipping.paths(args, micro_batches).skipped
     passed = {(MicroBatch(replica, number), stage) for replica in range(replicas) for stage, number in skipped}
-    return {
-        "file": str(wanted.file),
-        "full": play(grid, plain(stages, replicas, micro_batches), stages).seconds,
-        "passed": play(grid, plain(stages, replicas, micro_batches), stages, passed).seconds,
-        "routes": found.played.seconds,
-        "fraction": routes.fraction,
-        "swaps": routes.swaps,
-        "crossings": routes.crossings,
-        "held": routes.held,
+    passing = play(grid, plain(stages, replicas, micro_batches), stages, passed).seconds
+    return _figures(routes, grid, str(wanted.file), found.played.seconds) | {
+        "passed": passing,
         "hosts": names if wanted.places else (),
     }
 
@@ -146,12 +140,17 @@ def of_job(args: argparse.Namespace, job: Job, cluster: Cluster) -> Plan:
     """
     from pier_megatron.features.skipping import routing
 
-    routes, layout = routing.read(args.pier_skip_routes), _Layout(args, cluster)
-    grid = layout.grid(job, routes.micro_batches)
+    routes = routing.read(args.pier_skip_routes)
+    grid = _Layout(args, cluster).grid(job, routes.micro_batches)
+    return _figures(routes, grid, args.pier_skip_routes, play(grid, routes.paths, routes.held).seconds)
+
+
+def _figures(routes: Routes, grid: Grid, file: str, seconds: float) -> Plan:
+    """What there is to say of routes in a file, with which a step takes so many seconds."""
     return {
-        "file": args.pier_skip_routes,
+        "file": file,
         "full": play(grid, plain(routes.stages, routes.replicas, routes.micro_batches), routes.stages).seconds,
-        "routes": play(grid, routes.paths, routes.held).seconds,
+        "routes": seconds,
         "fraction": routes.fraction,
         "swaps": routes.swaps,
         "crossings": routes.crossings,
