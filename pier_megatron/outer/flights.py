@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Sum
-from pier_megatron.outer.staging import Buffers, Staged, Staging, one_ahead
+from pier_megatron.outer.staging import Buffers, Staged, Staging
 from pier_megatron.outer.state import Chunk
 
 PIPELINE_DEPTH = 4
@@ -33,10 +33,11 @@ def batch_sizes(number: int, span: int, launches: int) -> list[int]:
     return [(index + 1) * number // batches - index * number // batches for index in range(batches)]
 
 
-def window(index: int, number: int, span: int) -> tuple[int, int, int]:
-    """When a batch of a round that spans iterations is on the wire, in iterations since the round began.
+def window(index: int, number: int, span: int) -> tuple[int, int, int, int]:
+    """When a batch of a round that spans iterations is on the device and on the wire, in iterations since the round began.
 
-    The batches follow each other as evenly as the iterations allow; chunks that wait need no device memory.
+    The batches follow each other as evenly as the iterations allow; chunks that wait need no device memory. What is
+    offloaded has an iteration to come in before it is sent.
 
     Args:
         index: Index of the batch.
@@ -44,25 +45,23 @@ def window(index: int, number: int, span: int) -> tuple[int, int, int]:
         span: Iterations after which the round ends, at least 1.
 
     Returns:
-        Iterations at which its sum begins, it is sent on, and it must have arrived, at most ``span``.
+        Iterations at which its buffers are lent, its sum begins, it is sent on, and it must have arrived, at most ``span``.
     """
     begin = index * max(span - 1, 1) // number
     end = min(span, max(-(-(index + 1) * span // number), begin + 2))
-    return begin, max(begin + 1, (begin + end - 1) // 2), end
+    return max(begin - 1, 0), begin, max(begin + 1, (begin + end - 1) // 2), end
 
 
-def chunks_on_the_wire(number: int, span: int, launches: int) -> int:
-    """Most chunks of a round that are on the wire at a time; as for :func:`batch_sizes`."""
+def chunks_at_once(number: int, span: int, launches: int) -> int:
+    """Most chunks of a round whose buffers are lent at a time; as for :func:`batch_sizes`."""
     sizes = batch_sizes(number, span, launches)
     windows = [window(index, len(sizes), span) for index in range(len(sizes))]
-    on_the_wire = (
-        sum(size for size, (begin, _, end) in zip(sizes, windows, strict=True) if begin <= now < end) for now in range(span)
-    )
-    return max(on_the_wire, default=0)
+    lent = (sum(size for size, (begin, *_, end) in zip(sizes, windows, strict=True) if begin <= now < end) for now in range(span))
+    return max(lent, default=0)
 
 
 # How far a batch has come.
-_WAITING, _SENT, _SENT_ON, ARRIVED = range(4)
+_WAITING, LENT, _SENT, _SENT_ON, ARRIVED = range(5)
 
 
 @dataclasses.dataclass
@@ -97,7 +96,7 @@ class Flight:
 
 
 @dataclasses.dataclass
-class _Batch:
+class Batch:
     """Flights that are launched together.
 
     Attributes:
@@ -117,7 +116,7 @@ class Crossing(abc.ABC):
     def __init__(self, reads: Sequence[str], launches: int, flights: Sequence[Flight] = ()) -> None:
         """Takes the ``flights``, in order, the names of what :meth:`_take_off` ``reads``, and how often a sum is launched."""
         self._reads, self._launches, self._flights = reads, launches, flights
-        self._batches: Sequence[_Batch] | None = None
+        self._batches: Sequence[Batch] | None = None
 
     @abc.abstractmethod
     def _take_off(self, batch: Sequence[Staged]) -> Sum:
@@ -129,30 +128,38 @@ class Crossing(abc.ABC):
 
     def proceed(self, age: int, span: int) -> None:
         """Moves on what is due ``age`` iterations after the beginning, of ``span``; called at the same ages on every rank."""
+        batches = self.batches(span)
+        for index, batch in enumerate(batches):
+            times = window(index, len(batches), span)
+            self._move(batch, sum(age >= time for time in times))
+
+    def batches(self, span: int) -> Sequence[Batch]:
+        """The flights in batches, as they are launched if that is spread over ``span`` iterations."""
         if self._batches is None:
             sizes = batch_sizes(len(self._flights), span, self._launches)
             flights = iter(self._flights)
-            self._batches = [_Batch(list(itertools.islice(flights, size))) for size in sizes]
-        for index, batch in enumerate(self._batches):
-            times = window(index, len(self._batches), span)
-            self._move(batch, sum(age >= time for time in times))
+            self._batches = [Batch(list(itertools.islice(flights, size))) for size in sizes]
+        return self._batches
 
     def arrive(self) -> None:
         """Waits for everything, a few chunks at a time."""
         if self._batches is None:
-            self._batches = [_Batch([flight]) for flight in self._flights]
+            self._batches = [Batch([flight]) for flight in self._flights]
         longest = max((len(batch.flights) for batch in self._batches), default=1)
         for some in itertools.batched(self._batches, max(1, PIPELINE_DEPTH // longest)):
-            for stage in (_SENT, _SENT_ON, ARRIVED):
+            for stage in (LENT, _SENT, _SENT_ON, ARRIVED):
                 for batch in some:
                     self._move(batch, stage)
 
-    def _move(self, batch: _Batch, stage: int) -> None:
+    def _move(self, batch: Batch, stage: int) -> None:
+        if batch.stage < LENT <= stage:
+            for flight in batch.flights:
+                flight.staged = flight.lend(*self._reads)
         if batch.stage < _SENT <= stage:
-            lent = one_ahead(flight.lend(*self._reads) for flight in batch.flights)
-            for flight, staged in zip(batch.flights, lent, strict=True):
-                flight.staged = staged
-            batch.sum = self._take_off([flight.staged for flight in batch.flights if flight.staged is not None])
+            staged = [flight.staged for flight in batch.flights if flight.staged is not None]
+            for each in staged:
+                each.wait()
+            batch.sum = self._take_off(staged)
         if batch.stage < _SENT_ON <= stage:
             batch.sum.advance()
         if batch.stage < ARRIVED <= stage:

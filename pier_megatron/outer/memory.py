@@ -8,7 +8,7 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.pairs import DirectWire
 from pier_megatron.exchange.sites import SiteWire
-from pier_megatron.outer.flights import PIPELINE_DEPTH, chunks_on_the_wire
+from pier_megatron.outer.flights import PIPELINE_DEPTH, chunks_at_once
 from pier_megatron.outer.staging import MOVE, WORK
 from pier_megatron.outer.state import state_names
 
@@ -75,7 +75,7 @@ def buffers_at_once(config: PierConfig, in_fragments: Sequence[int]) -> tuple[in
     # Evaluation of pairs' mean weights and averages inside sites pass by chunk by chunk: one in hand, one staged ahead.
     passing = min(sum(in_fragments), 2) if config.subgroup or config.sites else 0
     # Where the state is in place, chunks that wait keep their buffers.
-    lent = max(at_once, passing + (_on_the_wire(config, under_way) if config.offload else sum(under_way)))
+    lent = max(at_once, passing + (_lent_at_once(config, under_way) if config.offload else sum(under_way)))
     # Slow weights cross for every fragment that is not in a round.
     pulled = _pulled(config, in_fragments)
     beside = sum(pulled[max(1, len(under_way)) :])
@@ -91,7 +91,7 @@ def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) ->
         in_fragments: Number of chunks in each fragment.
     """
     wire, under_way, pulled = wire_of(config), _under_way(config, in_fragments), _pulled(config, in_fragments)
-    encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), _on_the_wire(config, under_way))
+    encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), _lent_at_once(config, under_way))
     beside = sum(pulled[max(1, len(under_way)) :])
     on_device, _ = buffers_at_once(config, in_fragments)
     of_chunk = longest * (_FP32 * len(work_names(config)) + (bytes_per_parameter(config) if config.offload else 0))
@@ -129,16 +129,16 @@ def _rounds_kept(config: PierConfig) -> int:
     return 1 if config.lighthouse is not None else rounds_at_once(config)
 
 
-def _on_the_wire(config: PierConfig, under_way: Sequence[int]) -> int:
+def _lent_at_once(config: PierConfig, under_way: Sequence[int]) -> int:
     launches = wire_of(config).launches_of_sum()
-    return sum(chunks_on_the_wire(number, config.overlap, launches) for number in under_way)
+    return sum(chunks_at_once(number, config.overlap, launches) for number in under_way)
 
 
 def _pulled(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
-    """Chunks of slow weights that are on the wire at a time for each fragment, most first."""
+    """Chunks of slow weights whose buffers are lent at a time for each fragment, most first."""
     if not config.pulls:
         return []
     span = config.sync_interval - config.overlap
     launches = wire_of(config).launches_of_sum(exactly=True)
-    at_once = (max(chunks_on_the_wire(number, span, launches), PIPELINE_DEPTH) for number in in_fragments)
+    at_once = (max(chunks_at_once(number, span, launches), PIPELINE_DEPTH) for number in in_fragments)
     return sorted(map(min, in_fragments, at_once), reverse=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
 from pier_megatron.outer import arithmetic
 from pier_megatron.outer.arithmetic import PRODUCTS
-from pier_megatron.outer.flights import PIPELINE_DEPTH, Crossing, Flight
+from pier_megatron.outer.flights import LENT, PIPELINE_DEPTH, Crossing, Flight
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import MOVE, OWN, SHARED, WORK, Part, Staged, Staging, chunks_of, one_ahead
@@ -140,13 +140,26 @@ class OuterRound(Crossing):
             exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self._chunks
         )
 
-    def begin(self) -> None:
-        """Takes the pseudo-gradients."""
+    def begin(self, span: int | None = None) -> None:
+        """Takes the pseudo-gradients.
+
+        Args:
+            span: Iterations over which what is sent is spread, if it is: what leaves first then stays in its buffers.
+        """
         counts = self.verdicts.own_counts()
         self._flights = [Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
-        for staged in one_ahead(flight.lend(ANCHOR) for flight in self._flights):
+        first = self.batches(span)[:1] if span is not None else ()
+        staying = [flight for batch in first for flight in batch.flights]
+        for staged in one_ahead(flight.lend(ANCHOR) for flight in self._flights[len(staying) :]):
             arithmetic.subtract(staged, counts)
             staged.give_back((OWN,))
+        reads = {ANCHOR, *self._reads} - {OWN}
+        lent = one_ahead(flight.lend(*reads) for flight in staying)
+        for flight, flight.staged in zip(staying, lent, strict=True):
+            arithmetic.subtract(flight.staged, counts)
+            flight.staged.write((OWN,))
+        for batch in first:
+            batch.stage = LENT
 
     def settle(self) -> RoundBuffers:
         """Waits for everything to arrive, so that only :meth:`finish` is left; returns copies on the host, without verdicts."""

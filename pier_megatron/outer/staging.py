@@ -95,6 +95,9 @@ class Staged(Part):
 
     Attributes:
         residual: What the codec has dropped here, if it drops anything.
+        homes: Where what is offloaded lives, by name.
+        present: Names of what has come from there, or is newer here.
+        copied: Events after which the copies that are under way are done.
     """
 
     def __init__(self, staging: "Staging", chunk: Chunk, kept: Buffers | None) -> None:
@@ -106,18 +109,24 @@ class Staged(Part):
         self.lent = None if in_place else staging.take_work()
         super().__init__(chunk, in_state | (in_place or self.lent).of(chunk))  # type: ignore[union-attr]
         self.homes = in_state | (kept.of(chunk) if kept is not None else {}) if state.offload else {}
-        self.copied_in: torch.cuda.Event | None = None
+        self.present: set[str] = set()
+        self.copied: list[torch.cuda.Event] = []
         reduced = state.reduced_residuals.get(chunk.start)
         self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
     def read(self, names: Collection[str]) -> None:
-        """Begins to copy more of what is offloaded into the work buffers: :meth:`wait` for it."""
+        """Begins to copy more of what is offloaded into the work buffers, unless it is there: :meth:`wait` for it."""
         self._staging.read(self, names)
 
+    def write(self, names: Collection[str]) -> None:
+        """Begins to copy what has been written to where it lives; before it is changed again, :meth:`wait`."""
+        self._staging.write(self, names)
+
     def wait(self) -> None:
-        """Waits, on the present stream, for what is copied in."""
-        if self.copied_in is not None:
-            torch.cuda.current_stream().wait_event(self.copied_in)
+        """Waits, on the present stream, for what is copied in and out."""
+        for event in self.copied:
+            torch.cuda.current_stream().wait_event(event)
+        self.copied = []
 
     def give_back(self, writes: Collection[str] = ()) -> None:
         """Gives the work buffers back, and begins to copy what is named to where it lives."""
@@ -170,24 +179,32 @@ class Staging:
             if self.state.copies_on_streams:
                 stack.enter_context(torch.cuda.stream(self._inward))
             for name, home in staged.homes.items():
-                if name in names:
+                if name in names and name not in staged.present:
                     staged.tensors[name].copy_(home, non_blocking=True)
+                    staged.present.add(name)
             if self.state.copies_on_streams:
-                staged.copied_in = self._inward.record_event()
+                staged.copied.append(self._inward.record_event())
 
-    def take_back(self, staged: Staged, writes: Collection[str]) -> None:
-        """See :meth:`Staged.give_back`."""
-        if staged.lent is None:
-            return
+    def write(self, staged: Staged, names: Collection[str]) -> None:
+        """See :meth:`Staged.write`."""
         with contextlib.ExitStack() as stack:
             if self.state.copies_on_streams:
                 self._outward.wait_stream(torch.cuda.current_stream())
                 stack.enter_context(torch.cuda.stream(self._outward))
             for name, home in staged.homes.items():
-                if name in writes:
+                if name in names:
                     home.copy_(staged.tensors[name], non_blocking=True)
+                    staged.present.add(name)
             if self.state.copies_on_streams:
-                staged.lent.ready = self._written[staged.chunk.start] = self._outward.record_event()
+                self._written[staged.chunk.start] = self._outward.record_event()
+                staged.copied.append(self._written[staged.chunk.start])
+
+    def take_back(self, staged: Staged, writes: Collection[str]) -> None:
+        """See :meth:`Staged.give_back`."""
+        if staged.lent is None:
+            return
+        self.write(staged, writes)
+        staged.lent.ready = self._written.get(staged.chunk.start)
         self._work.append(staged.lent)
 
     def keep(self) -> Buffers:

@@ -123,7 +123,7 @@ class OuterSteps:
         with round_.stopwatch.running():
             if self._config.overlap and iteration < self._config.train_iters:
                 with self.participants.phase("begin", iteration):
-                    round_.begin()
+                    round_.begin(self._config.overlap)
                     round_.proceed(0, self._config.overlap)
                 self.rounds.append(round_)
                 return

@@ -47,21 +47,21 @@ def test_blocking_step_hides_copies_or_is_hidden_behind_them() -> None:
 def test_overlapped_step_waits_for_copies_at_its_ends() -> None:
     found = predict(_JOB, _A100)
     assert found.exposed(Way(50, 25)) == pytest.approx(_PASSES)
-    # Passes run beside: 0.35 s when it begins, when chunks are sent, and when it ends.
-    assert found.exposed(Way(50, 25, offload=True)) == pytest.approx(3 * _VECTOR)
-    # The residual comes with what is sent; codecs run in between.
-    assert found.exposed(Way(50, 25, dtype="int8", offload=True)) == pytest.approx(4 * _VECTOR + _PASSES)
+    # Passes run beside: 0.35 s when it begins and when it ends. What is sent comes an iteration before.
+    assert found.exposed(Way(50, 25, offload=True)) == pytest.approx(2 * _VECTOR)
+    # Codecs run in between.
+    assert found.exposed(Way(50, 25, dtype="int8", offload=True)) == pytest.approx(2 * _VECTOR + _PASSES)
     quick = predict(_JOB, dataclasses.replace(_A100, host_bandwidth=1e12))
     assert quick.exposed(Way(50, 25, offload=True)) == pytest.approx(_PASSES)
 
 
-@pytest.mark.parametrize("way", [Way(50, 1), Way(50, 1, dtype="int8"), Way(50, 1, in_pairs=True)])
-def test_iterations_hide_what_is_copied_in_between(way: Way) -> None:
-    """Anchor and momentum come in twice, and what crossed; 6 x 1.75 s behind an iteration of 1 s."""
+@pytest.mark.parametrize(("way", "vectors"), [(Way(50, 2), 7), (Way(50, 2, dtype="int8"), 8), (Way(50, 2, in_pairs=True), 7)])
+def test_iterations_hide_what_is_copied_in_between(way: Way, vectors: int) -> None:
+    """What is sent, anchor and momentum twice, and what crossed; 1.75 s each, behind two iterations of 1 s."""
     found = predict(dataclasses.replace(_JOB, flops=64e14), dataclasses.replace(_A100, host_bandwidth=4e9))
     exchanged, waited = found.exchanged_and_waited(dataclasses.replace(way, offload=True))
-    assert exchanged == pytest.approx(6 * 1.75)
-    assert found.exposed(dataclasses.replace(way, offload=True)) == pytest.approx(6 * 1.75 - 1 + waited)
+    assert exchanged == pytest.approx(vectors * 1.75)
+    assert found.exposed(dataclasses.replace(way, offload=True)) == pytest.approx(vectors * 1.75 - 2 + waited)
 
 
 @dataclasses.dataclass
@@ -76,8 +76,8 @@ def _copied() -> Iterator[_Copied]:
     found, read = _Copied(), Staging.read
 
     def counting(staging: Staging, staged: Staged, names: Collection[str]) -> None:
+        found.inward += 4 * staged.chunk.numel * len((set(names) & staged.homes.keys()) - staged.present) / staging.state.numel
         read(staging, staged, names)
-        found.inward += 4 * staged.chunk.numel * len(set(names) & staged.homes.keys()) / staging.state.numel
 
     with mock.patch.object(Staging, "read", counting):
         yield found
@@ -104,7 +104,7 @@ def test_bytes_are_those_that_rounds_copy(copied: _Copied) -> None:
     overlapped.arrive()
     assert copied.inward == pytest.approx(model._BEGIN_IN + model._BUFFER + model._STATE_IN)
     overlapped.finish()
-    assert copied.inward == pytest.approx(model._BEGIN_IN + model._BUFFER + model._FINISH_IN + model._HIDDEN_IN)
+    assert copied.inward == pytest.approx(model._BEGIN_IN + model._FINISH_IN + model._HIDDEN_IN)
 
 
 def waits(monkeypatch: pytest.MonkeyPatch, there: float = 40e9, cluster: Cluster = _A100, **settings: Any) -> Plan:
@@ -126,24 +126,26 @@ def waits(monkeypatch: pytest.MonkeyPatch, there: float = 40e9, cluster: Cluster
 def test_fastest_of_four_modes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = waits(monkeypatch, overlap=25, offload=True)
     assert {name: mode["seconds"] for name, mode in found["modes"].items()} == {
-        "overlapped by 25 with --pier-offload": pytest.approx(1.05),
+        "overlapped by 25 with --pier-offload": pytest.approx(0.7),
         "blocking with --pier-offload": pytest.approx(0.7),
         "overlapped by 25": pytest.approx(0.04),
         "blocking": pytest.approx(0.69625),
     }
     assert found["fastest"] == "overlapped by 25"
     *_, said = waiting.lines(found, 50, 4.0)
-    # Of 50 iterations of 4 s and what the job waits for, 201.05 s.
-    assert said == "faster, and fits: --pier-overlap 25 without --pier-offload saves 1,010 ms, 0.5% of the interval"
+    # Of 50 iterations of 4 s and what the job waits for, 200.7 s.
+    assert said == "faster, and fits: --pier-overlap 25 without --pier-offload saves 660 ms, 0.3% of the interval"
 
 
 def test_what_does_not_fit_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = waits(monkeypatch, there=30e9, overlap=25, offload=True)
+    # On a slower link, that an overlap hides.
+    slow = dataclasses.replace(_A100, node_bandwidth=40e9)
+    found = waits(monkeypatch, there=30e9, cluster=slow, offload=True)
     shown, said = waiting.lines(found, 50, 4.0)
-    assert said == "faster, and fits: --pier-overlap 0 --pier-offload saves 350 ms, 0.2% of the interval"
+    assert said == "faster, and fits: --pier-overlap 25 --pier-offload saves 653 ms, 0.3% of the interval"
     assert shown == (
-        "waited for in each interval (H = 50): 40 ms overlapped by 25 (does not fit); 696 ms blocking (does not fit); 700 ms "
-        "blocking with --pier-offload; 1,050 ms overlapped by 25 with --pier-offload (this job)"
+        "waited for in each interval (H = 50): 40 ms overlapped by 25 (does not fit); 700 ms overlapped by 25 with "
+        "--pier-offload; 1,352 ms blocking with --pier-offload (this job); 1,352 ms blocking (does not fit)"
     )
     shown, said = waiting.lines(waits(monkeypatch, there=30e9), 50, 4.0)
     assert "696 ms blocking (this job, does not fit)" in shown
@@ -173,7 +175,7 @@ def test_tables_suggestions_and_faults_count_the_copies_of_the_job() -> None:
     assert ways.of_job(on_host) == dataclasses.replace(ways.of_job(on_device), offload=True)
     (device, own), (host, own_on_host) = (ways.modes(prediction, config) for config in (on_device, on_host))
     assert own == own_on_host == "Pier, H = 50, overlapped by H / 2"
-    assert host[own] - device[own] == pytest.approx(0.9 * (1.05 - _PASSES) / 50)
+    assert host[own] - device[own] == pytest.approx(0.9 * (0.7 - _PASSES) / 50)
     name = "DiLoCo from the first iteration, H = 50"
     assert host[name] - device[name] == pytest.approx((0.7 - 0.69625) / 50)
     point = suggestion.POINTS[-1]
@@ -182,6 +184,6 @@ def test_tables_suggestions_and_faults_count_the_copies_of_the_job() -> None:
     assert copied["seconds"] - plain["seconds"] == pytest.approx(0.9 * (0.7 - 0.69625) / point.interval)
     simulation = faults.Simulation(_JOB, _A100, on_host, Troubles(float("inf"), 0.0, 600.0, 30.0), 100)
     launched = simulation.groups(faults.Choice(faults.ONE_LAUNCH, 50))
-    assert (launched.exchange, launched.work) == (pytest.approx(6 * _VECTOR), pytest.approx(3 * _VECTOR))
+    assert (launched.exchange, launched.work) == (pytest.approx(7 * _VECTOR), pytest.approx(2 * _VECTOR))
     islands = simulation.groups(faults.Choice(faults.ELASTIC, 50))
     assert islands.exchange + islands.work == pytest.approx(0.7)

@@ -28,8 +28,8 @@ and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/ex
 # blocking step; the anchor when an overlapped one begins, what parameters move by when it ends. No more goes out beside them.
 _STATE_IN, _BEGIN_IN, _FINISH_IN = 8, 4, 4
 
-# Those that nobody waits for: anchor and momentum while chunks cross, and again after the end, with what crossed.
-_HIDDEN_IN = 24
+# Those that nobody waits for: what is sent, anchor and momentum while chunks cross, and again after the end, with what crossed.
+_HIDDEN_IN = 28
 
 # Bytes per owned parameter of one more flat buffer, such as the residual.
 _BUFFER = 4
@@ -171,10 +171,8 @@ class Prediction:
         residual = 0 if CODECS[dtype].lossless else _BUFFER
         if way.overlap == 0:
             return wire, max(work, (_STATE_IN + residual) * self.copying - wire)
-        # What is sent is made of the own pseudo-gradient; in pairs of the anchor, too.
-        sent = _BUFFER + (_BUFFER if way.in_pairs else residual)
-        waited = max(self.passes, (_BEGIN_IN + sent + _FINISH_IN) * self.copying)
-        return max(wire, _HIDDEN_IN * self.copying), waited + work - self.passes
+        waited = max(self.passes, (_BEGIN_IN + _FINISH_IN) * self.copying)
+        return max(wire, (_HIDDEN_IN + residual) * self.copying), waited + work - self.passes
 
     def _local(self, hidden: bool) -> float:
         return self.local if hidden else self.compute + self.inner
