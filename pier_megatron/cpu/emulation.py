@@ -44,6 +44,9 @@ def _send_tensors_to_cpu() -> None:
 
     By patches, because a ``TorchFunctionMode`` would slow down every operation of the whole training.
     """
+    # At its first use ``with torch.device(...)`` collects what it applies to, and would then take the patches for that.
+    with _CPU:
+        torch.empty(0)
     for owner in (torch, torch.Tensor):
         for name in _CONSTRUCTORS.intersection(dir(owner)):
             setattr(owner, name, _with_device_on_cpu(getattr(owner, name)))

@@ -56,7 +56,9 @@ def chunks_at_once(number: int, span: int, launches: int) -> int:
     """Most chunks of a round whose buffers are lent at a time; as for :func:`batch_sizes`."""
     sizes = batch_sizes(number, span, launches)
     windows = [window(index, len(sizes), span) for index in range(len(sizes))]
-    lent = (sum(size for size, (begin, *_, end) in zip(sizes, windows, strict=True) if begin <= now < end) for now in range(span))
+    lent = (
+        sum(size for size, (begin, *_, end) in zip(sizes, windows, strict=True) if begin <= now < end) for now in range(span)
+    )
     return max(lent, default=0)
 
 

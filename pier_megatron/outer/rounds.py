@@ -149,16 +149,17 @@ class OuterRound(Crossing):
         counts = self.verdicts.own_counts()
         self._flights = [Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
         first = self.batches(span)[:1] if span is not None else ()
-        staying = [flight for batch in first for flight in batch.flights]
-        for staged in one_ahead(flight.lend(ANCHOR) for flight in self._flights[len(staying) :]):
+        staying = sum(len(batch.flights) for batch in first)
+        for staged in one_ahead(flight.lend(ANCHOR) for flight in self._flights[staying:]):
             arithmetic.subtract(staged, counts)
             staged.give_back((OWN,))
         reads = {ANCHOR, *self._reads} - {OWN}
-        lent = one_ahead(flight.lend(*reads) for flight in staying)
-        for flight, flight.staged in zip(staying, lent, strict=True):
-            arithmetic.subtract(flight.staged, counts)
-            flight.staged.write((OWN,))
         for batch in first:
+            lent = one_ahead(flight.lend(*reads) for flight in batch.flights)
+            for flight, staged in zip(batch.flights, lent, strict=True):
+                arithmetic.subtract(staged, counts)
+                staged.write((OWN,))
+                flight.staged = staged
             batch.stage = LENT
 
     def settle(self) -> RoundBuffers:

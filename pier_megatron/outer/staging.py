@@ -95,8 +95,8 @@ class Staged(Part):
 
     Attributes:
         residual: What the codec has dropped here, if it drops anything.
-        homes: Where what is offloaded lives, by name.
-        present: Names of what has come from there, or is newer here.
+        homes: Places where what is offloaded lives, by name.
+        present: Names of what has come from there, or went there.
         copied: Events after which the copies that are under way are done.
     """
 

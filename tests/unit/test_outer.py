@@ -190,7 +190,9 @@ def test_batches_follow_each_other_over_the_iterations(number: int, span: int, l
     # No two launches in an iteration; what is summed in low bits must be sent on before the end.
     launched = [time for times in windows for time in times[1:][:launches]]
     assert len({*launched}) == len(launched)
-    at_once = [sum(size for size, (lent, *_, end) in zip(sizes, windows, strict=True) if lent <= now < end) for now in range(span)]
+    at_once = [
+        sum(size for size, (lent, *_, end) in zip(sizes, windows, strict=True) if lent <= now < end) for now in range(span)
+    ]
     assert chunks_at_once(number, span, launches) == max(at_once)
 
 
