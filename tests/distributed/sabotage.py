@@ -326,7 +326,9 @@ def _asleep(mark: Path, sleeper: int, until: tuple[int, int], complaint: str) ->
 
 @contextlib.contextmanager
 def _slow_writers_that_share_host_memory(directory: Path) -> Iterator[None]:
-    """A checkpoint is written two iterations after its own, or at the end, by processes that share offloaded buffers.
+    """A checkpoint is written five iterations after its own, or at the end, by processes that share offloaded buffers.
+
+    Then a round that began after it has ended.
 
     The emulation copies them, because it cannot tell them from what would be on a device.
     """
@@ -345,7 +347,7 @@ def _slow_writers_that_share_host_memory(directory: Path) -> Iterator[None]:
         saved = re.search(r"/iter_(\d+)/", str(buckets[0][0]))
         assert saved
         deadline = time.monotonic() + 60
-        while ended.value < min(int(saved[1]) + 2, 12):
+        while ended.value < min(int(saved[1]) + 5, 12):
             assert time.monotonic() < deadline, "training waits for the save"
             time.sleep(0.02)
         write(transforms, use_msc, rank, buckets, results)

@@ -114,9 +114,9 @@ _BACKGROUND = [
         _BEHIND + _ASYNCHRONOUS + "--save {directory}/changed",
         _PROBES,
         [_SLOWLY, "no copies of host memory"],
-        saves=[10],
+        saves=[7],
     ),
-    Run("changed-from-10", _BEHIND + "--load {directory}/changed --ckpt-step 10", _PROBES),
+    Run("changed-from-7", _BEHIND + "--load {directory}/changed --ckpt-step 7", _PROBES),
 ]
 
 _SITES = f"{_LAYOUTS['inner DP 2']} --bf16 {_PIER} {_HIDDEN} --pier-groups 4 --pier-sites 2 --pier-site-interval 1 "
@@ -223,4 +223,4 @@ def test_sites_resume_between_outer_steps_and_in_flight(runs: dict[str, Recorded
 def test_checkpoint_that_changes_while_it_is_written_is_seen(runs: dict[str, Recorded]) -> None:
     goes_on_exactly(runs["changed behind"], runs["nothing behind"], 0)
     with pytest.raises(AssertionError):
-        goes_on_exactly(runs["changed-from-10"], runs["nothing behind"], 10)
+        goes_on_exactly(runs["changed-from-7"], runs["nothing behind"], 7)
