@@ -1,6 +1,7 @@
 """A plain GPT on bytes for many groups at once in one process: the first dimension of every parameter is the group."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +52,18 @@ def _norm(name: str, width: int) -> Parameters:
     return {f"{name}.scale": torch.ones(1, width), f"{name}.bias": torch.zeros(1, width)}
 
 
-def losses(parameters: Parameters, tokens: Tensor) -> Tensor:
+def depth(parameters: Parameters) -> int:
+    """Number of layers."""
+    return sum(name.endswith("up" + MATRIX) for name in parameters)
+
+
+def losses(parameters: Parameters, tokens: Tensor, layers: Sequence[int] | None = None) -> Tensor:
     """Mean loss of each group in nats per byte, shape ``[groups]``.
 
     Args:
         parameters: Of all groups.
         tokens: int64 of shape ``[groups, sequences, SEQUENCE + 1]``.
+        layers: Layers that are passed, in order; by default, all.
     """
     groups, sequences, _ = tokens.shape
     embedding = parameters["tokens"]
@@ -75,7 +82,7 @@ def losses(parameters: Parameters, tokens: Tensor) -> Tensor:
     def heads(x: Tensor) -> Tensor:
         return x.view(groups * sequences, SEQUENCE, -1, _HEAD).transpose(1, 2)
 
-    for layer in range(sum(name.endswith("up" + MATRIX) for name in parameters)):
+    for layer in range(depth(parameters)) if layers is None else layers:
         normed = norm(f"{layer}.norm1", x)
         query, key, value = (heads(linear(f"{layer}.{name}", normed)) for name in ("query", "key", "value"))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -1,0 +1,173 @@
+"""What routes past skipped stages cost in loss: ``python study/route_losses.py [--seeds N]``, printed as a table.
+
+Simulated in one process: a plain GPT whose stages are its layers takes each micro-batch along its route, swaps included, which is
+what Megatron does with ``--pier-skip-routes`` (``tests/distributed/test_routed_training.py``). Goes on where it was interrupted.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from run import MALLOC, data_arguments
+from small_gpt import VECTORS, Parameters, Text, depth, initial, losses
+
+from pier_megatron.pipeline.play import Grid, Link
+from pier_megatron.pipeline.routes import MicroBatch, Routes
+from pier_megatron.pipeline.search import Wishes, search
+
+STAGES, MICRO_BATCHES, BATCH, WIDTH = 6, 8, 64, 64
+LEARNING_RATE, WARMUP, FINAL = 4e-3, 0.1, 0.1
+
+ALL, HALF, INNER = "all stages", "3 of 6 omitted (1, 3, 4)", "2 of 6 omitted (2, 3)"
+EVALUATIONS = {ALL: None, INNER: (0, 1, 4, 5), HALF: (0, 2, 5)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One training.
+
+    Attributes:
+        fraction: Share of stages and micro-batches that is skipped.
+        may_swap: Whether routes may swap stages.
+        seed: Seed of weights, data order and routes.
+        stages: Number of stages.
+    """
+
+    fraction: float
+    may_swap: bool
+    seed: int
+    stages: int = STAGES
+
+    @property
+    def name(self) -> str:
+        """Name of its file."""
+        return f"{self.stages}-stages-skip{self.fraction:g}{'-swaps' * self.may_swap}-seed{self.seed}"
+
+
+COLUMNS = {
+    "whole": (0.0, False, STAGES),
+    "25 %": (0.25, False, STAGES),
+    "25 %, swaps": (0.25, True, STAGES),
+    "33 %": (1 / 3, False, STAGES),
+    "33 %, swaps": (1 / 3, True, STAGES),
+    "half as deep": (0.0, False, STAGES // 2),
+}
+
+
+def main() -> None:
+    """Trains what is missing, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="paired seeds of every column (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=600, help="iterations of a run (%(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/study/route-losses"), help="folder for the runs (%(default)s)"
+    )
+    options = parser.parse_args()
+    folder = options.output.resolve() / str(options.iterations)
+    seeds = range(1, options.seeds + 1)
+    table = {
+        name: [Row(fraction, may_swap, seed, stages) for seed in seeds]
+        for name, (fraction, may_swap, stages) in COLUMNS.items()
+    }
+    missing = [row for seed in zip(*table.values(), strict=True) for row in seed if not (folder / row.name).exists()]
+    print(f"{len(missing)} trainings are to be done", flush=True)
+    if missing:
+        data_arguments(folder / "corpus")
+    os.environ.update(MALLOC, OMP_NUM_THREADS="1")
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(None, context, torch.set_num_threads, (1,)) as pool:
+        for row, found in zip(missing, pool.map(functools.partial(train, folder, options.iterations), missing), strict=True):
+            (folder / row.name).write_text(json.dumps(found))
+    print(_table(folder, table))
+
+
+def routes(row: Row) -> Routes:
+    """Routes for ranks of which one is behind a link ten times slower, as in ``benchmarks/skip_routes.py``."""
+    slow, nodes = row.stages // 2, range(row.stages)
+    links = [[Link(0.5 if slow in (one, other) else 0.05) for other in nodes] for one in nodes]
+    devices, ones = tuple((node,) for node in nodes), (1.0,) * row.stages
+    grid = Grid(devices, (0.03,) * row.stages, (0.06,) * row.stages, tuple(nodes), ones, links)
+    wishes = Wishes(row.fraction, most_held=row.stages, seed=row.seed, may_swap=row.may_swap)
+    found = search(grid, MICRO_BATCHES, [[0]], wishes)
+    return Routes(row.stages, 1, MICRO_BATCHES, found.played.held, found.paths, found.played.order)
+
+
+def train(folder: Path, iterations: int, row: Row) -> dict[str, float]:
+    """Trains a row; returns its validation losses in nats per byte by evaluation, and ``swaps`` of its routes."""
+    text, generator = Text(folder / "corpus"), np.random.default_rng(row.seed)
+    found = routes(row) if row.fraction else None
+    whole = tuple(range(row.stages))
+    paths = [
+        whole if found is None else tuple(place.stage for place in found.paths[MicroBatch(0, number)])
+        for number in range(MICRO_BATCHES)
+    ]
+    parameters = {name: vector.clone().requires_grad_() for name, vector in initial(row.stages, WIDTH, row.seed).items()}
+    groups = [
+        {
+            "params": [vector for name, vector in parameters.items() if name.endswith(VECTORS) == is_vector],
+            "weight_decay": decay,
+        }
+        for is_vector, decay in ((False, 0.1), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99))
+    for iteration in range(iterations):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * _schedule(iteration, iterations)
+        batch = text.batch(generator, BATCH).chunk(MICRO_BATCHES)
+        for path in dict.fromkeys(paths):
+            own = torch.cat([tokens for tokens, taken in zip(batch, paths, strict=True) if taken == path])
+            (losses(parameters, own[None], path).sum() * paths.count(path) / MICRO_BATCHES).backward()
+        torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    evaluations = EVALUATIONS if row.stages == STAGES else {ALL: None}
+    return {name: _validation(parameters, text, kept) for name, kept in evaluations.items()} | {
+        "swaps": found.swaps if found else 0
+    }
+
+
+def _schedule(iteration: int, iterations: int) -> float:
+    warm = min(1.0, (iteration + 1) / (WARMUP * iterations))
+    return warm * (FINAL + (1 - FINAL) * 0.5 * (1 + math.cos(math.pi * iteration / iterations)))
+
+
+@torch.no_grad()
+def _validation(parameters: Parameters, text: Text, kept: Sequence[int] | None) -> float:
+    assert kept is None or max(kept) < depth(parameters)
+    return statistics.mean(
+        losses(parameters, sequences[None], kept).item()
+        for sequences in text.validation[0].split(BATCH)
+        if len(sequences) == BATCH
+    )
+
+
+def _table(folder: Path, table: dict[str, list[Row]]) -> str:
+    found = {name: [json.loads((folder / row.name).read_text()) for row in rows] for name, rows in table.items()}
+    lines = [f"| evaluated with | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
+    for evaluation in EVALUATIONS:
+        cells = [_spread([each[evaluation] for each in column]) if evaluation in column[0] else "" for column in found.values()]
+        lines.append(f"| {evaluation} | {' | '.join(cells)} |")
+    above = [
+        _spread([each[ALL] - whole[ALL] for each, whole in zip(column, found["whole"], strict=True)])
+        for column in found.values()
+    ]
+    swaps = [f"{statistics.mean(each['swaps'] for each in column):.1f}" for column in found.values()]
+    return "\n".join([*lines, f"| above the whole | {' | '.join(above)} |", f"| swaps in a step | {' | '.join(swaps)} |"])
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0:.3f}"
+
+
+if __name__ == "__main__":
+    main()
