@@ -1,8 +1,7 @@
 """Gloo's communicators of a process that trains on the CPU, all on one device.
 
 Megatron has some sixty. PyTorch gives each of them a device of gloo's, which is a thread and a listening socket. The thread
-takes up to 10 ms to end: a process would outlive its training by most of a second. Most of them are of one rank; they share
-one, which has nobody to mistake for another.
+takes up to 10 ms to end: a process would outlive its training by most of a second.
 """
 
 import datetime
@@ -17,22 +16,12 @@ class OnOneDevice(dist.ProcessGroupGloo):
 
     Attributes:
         devices: Devices of the first one, as ``GLOO_SOCKET_IFNAME`` names them; empty before it.
-        alone: Communicators of one rank: none or one.
     """
 
     devices: ClassVar[list[object]] = []
-    alone: ClassVar[list["OnOneDevice"]] = []
-
-    def __new__(cls, store: distributed_c10d.Store, rank: int, size: int, timeout: datetime.timedelta) -> "OnOneDevice":
-        """Returns the one of one rank that there is, or a new one."""
-        return cls.alone[0] if size == 1 and cls.alone else super().__new__(cls)
 
     def __init__(self, store: distributed_c10d.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         """Connects with the others, as PyTorch asks for it."""
-        if self in self.alone:
-            return
-        if size == 1:
-            self.alone.append(self)
         if self.devices:
             options = self._Options()  # type: ignore[attr-defined]
             options._timeout, options._devices = timeout, self.devices

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
+from torch.utils import _device
 
 from pier_megatron.cpu import communicators, products
 from pier_megatron.cpu.preparations import silence_missing_extensions
@@ -44,9 +45,13 @@ def _send_tensors_to_cpu() -> None:
 
     By patches, because a ``TorchFunctionMode`` would slow down every operation of the whole training.
     """
-    # At its first use ``with torch.device(...)`` collects what it applies to, and would then take the patches for that.
+    # What ``with torch.device(...)`` applies to is collected at its first use, and would then be the patches. From here on it
+    # applies to what they call, which they cannot reach: the device itself has to be another.
     with _CPU:
         torch.empty(0)
+    context = _device.DeviceContext
+    made = context.__init__
+    context.__init__ = lambda self, device: made(self, _on_cpu(device))  # type: ignore[method-assign]
     for owner in (torch, torch.Tensor):
         for name in _CONSTRUCTORS.intersection(dir(owner)):
             setattr(owner, name, _with_device_on_cpu(getattr(owner, name)))

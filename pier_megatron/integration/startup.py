@@ -160,12 +160,9 @@ def _queues(loop: OuterLoop) -> list[str]:
 
 def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
     """Work memory of a rank on its device; with a low-bit exchange also what one chunk takes while it is encoded."""
-    total = coding = 0
-    for state in states:
-        longest = max((chunk.numel for chunk in state.chunks), default=0)
-        total += work_bytes(config, longest, state.in_fragments)
-        coding = max(coding, wire_of(config).coding_bytes(longest))
-    return total + coding
+    longest = [max((chunk.numel for chunk in state.chunks), default=0) for state in states]
+    coding = max(map(wire_of(config).coding_bytes, longest), default=0)
+    return work_bytes(config, longest, [state.in_fragments for state in states]) + coding
 
 
 def schedule(config: PierConfig) -> list[str]:

@@ -1,6 +1,7 @@
 """Chunks that cross the groups in batches, one after the other, in windows that are spread over iterations."""
 
 import abc
+import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -33,11 +34,10 @@ def batch_sizes(number: int, span: int, launches: int) -> list[int]:
     return [(index + 1) * number // batches - index * number // batches for index in range(batches)]
 
 
-def window(index: int, number: int, span: int) -> tuple[int, int, int, int]:
-    """When a batch of a round that spans iterations is on the device and on the wire, in iterations since the round began.
+def window(index: int, number: int, span: int) -> tuple[int, int, int]:
+    """When a batch of a round that spans iterations is on the wire, in iterations since the round began.
 
-    The batches follow each other as evenly as the iterations allow; chunks that wait need no device memory. What is
-    offloaded has an iteration to come in before it is sent.
+    The batches follow each other as evenly as the iterations allow; chunks that wait need no device memory.
 
     Args:
         index: Index of the batch.
@@ -45,21 +45,35 @@ def window(index: int, number: int, span: int) -> tuple[int, int, int, int]:
         span: Iterations after which the round ends, at least 1.
 
     Returns:
-        Iterations at which its buffers are lent, its sum begins, it is sent on, and it must have arrived, at most ``span``.
+        Iterations at which its sum begins, it is sent on, and it must have arrived, at most ``span``.
     """
     begin = index * max(span - 1, 1) // number
     end = min(span, max(-(-(index + 1) * span // number), begin + 2))
-    return max(begin - 1, 0), begin, max(begin + 1, (begin + end - 1) // 2), end
+    return begin, max(begin + 1, (begin + end - 1) // 2), end
 
 
-def chunks_at_once(number: int, span: int, launches: int) -> int:
-    """Most chunks of a round whose buffers are lent at a time; as for :func:`batch_sizes`."""
-    sizes = batch_sizes(number, span, launches)
+AHEAD = 1
+"""Iterations for which what is offloaded comes in before it is sent."""
+
+
+def chunks_at_once(numbers: Sequence[int], span: int, launches: int, ahead: int = 0) -> list[int]:
+    """Most chunks of each state that are on the wire at a time in a round, or are there within ``ahead`` iterations.
+
+    Args:
+        numbers: Number of chunks of each state in the round.
+        span: Iterations after which the round ends.
+        launches: Collectives that a sum launches one after the other.
+        ahead: Iterations before its sum begins at which a batch counts.
+    """
+    sizes = batch_sizes(sum(numbers), span, launches)
+    states = iter([state for state, number in enumerate(numbers) for _ in range(number)])
+    batches = [collections.Counter(itertools.islice(states, size)) for size in sizes]
     windows = [window(index, len(sizes), span) for index in range(len(sizes))]
-    lent = (
-        sum(size for size, (begin, *_, end) in zip(sizes, windows, strict=True) if begin <= now < end) for now in range(span)
-    )
-    return max(lent, default=0)
+    most = collections.Counter[int]()
+    for now in range(span):
+        under_way = (batch for batch, (begin, _, end) in zip(batches, windows, strict=True) if begin - ahead <= now < end)
+        most |= sum(under_way, collections.Counter())
+    return [most[state] for state in range(len(numbers))]
 
 
 # How far a batch has come.
@@ -132,8 +146,9 @@ class Crossing(abc.ABC):
         """Moves on what is due ``age`` iterations after the beginning, of ``span``; called at the same ages on every rank."""
         batches = self.batches(span)
         for index, batch in enumerate(batches):
-            times = window(index, len(batches), span)
-            self._move(batch, sum(age >= time for time in times))
+            begin, *later = window(index, len(batches), span)
+            lent = begin - AHEAD if any(flight.staging.state.offload for flight in batch.flights) else begin
+            self._move(batch, sum(age >= time for time in (lent, begin, *later)))
 
     def batches(self, span: int) -> Sequence[Batch]:
         """The flights in batches, as they are launched if that is spread over ``span`` iterations."""

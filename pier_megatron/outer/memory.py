@@ -8,7 +8,7 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.pairs import DirectWire
 from pier_megatron.exchange.sites import SiteWire
-from pier_megatron.outer.flights import PIPELINE_DEPTH, chunks_at_once
+from pier_megatron.outer.flights import AHEAD, PIPELINE_DEPTH, chunks_at_once
 from pier_megatron.outer.staging import MOVE, WORK
 from pier_megatron.outer.state import state_names
 
@@ -59,47 +59,61 @@ def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
     return len(state_names(config.has_error_feedback)) * taken(numel) + len(work_names(config)) * in_flight * taken(chunk)
 
 
-def buffers_at_once(config: PierConfig, in_fragments: Sequence[int]) -> tuple[int, int]:
+def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Most buffers, each for a chunk, that a rank has lent at a time.
 
     Args:
         config: Settings of the run.
-        in_fragments: Number of chunks in each fragment.
+        in_fragments: Number of chunks in each fragment of each state.
 
     Returns:
-        Number of those on the device, and of those beside them that wait between iterations where the state is offloaded.
+        Numbers for each state: of those on the device, and of those beside them that wait between iterations where the state is
+        offloaded.
     """
-    # Beside those on their way in a blocking step: one in hand, one staged ahead.
-    at_once = min(sum(in_fragments), PIPELINE_DEPTH + 2)
-    under_way = _under_way(config, in_fragments)
-    # Evaluation of pairs' mean weights and averages inside sites pass by chunk by chunk: one in hand, one staged ahead.
-    passing = min(sum(in_fragments), 2) if config.subgroup or config.sites else 0
-    # Where the state is in place, chunks that wait keep their buffers.
-    lent = max(at_once, passing + (_lent_at_once(config, under_way) if config.offload else sum(under_way)))
-    # Slow weights cross for every fragment that is not in a round.
-    pulled = _pulled(config, in_fragments)
-    beside = sum(pulled[max(1, len(under_way)) :])
-    return max(lent + beside, passing + sum(pulled)), sum(under_way) if config.offload else 0
+    ahead = AHEAD if config.offload else 0
+    found = []
+    for own, lent, pulled in zip(
+        in_fragments, _under_way(config, in_fragments, ahead), _pulled(config, in_fragments, ahead), strict=True
+    ):
+        # Beside those on their way in a blocking step: one in hand, one staged ahead.
+        at_once = min(sum(own), PIPELINE_DEPTH + 2)
+        # Evaluation of pairs' mean weights and averages inside sites pass by chunk by chunk: one in hand, one staged ahead.
+        passing = min(sum(own), 2) if config.subgroup or config.sites else 0
+        kept = sorted(own, reverse=True)[: _rounds_kept(config)]
+        # Where the state is in place, chunks that wait keep their buffers.
+        in_rounds = max(at_once, passing + (lent if config.offload else sum(kept)))
+        # Slow weights cross for every fragment that is not in a round.
+        beside = sum(pulled[max(1, len(kept)) :])
+        found.append((max(in_rounds + beside, passing + sum(pulled)), sum(kept) if config.offload else 0))
+    return found
 
 
-def work_bytes(config: PierConfig, longest: int, in_fragments: Sequence[int]) -> int:
+def work_bytes(config: PierConfig, longest: Sequence[int], in_fragments: Sequence[Sequence[int]]) -> int:
     """Device memory for the chunks that a rank works on at a time. It is made before training, and then kept.
 
     Args:
         config: Settings of the run.
-        longest: Number of elements of the longest chunk.
-        in_fragments: Number of chunks in each fragment.
+        longest: Number of elements of the longest chunk of each state.
+        in_fragments: Number of chunks in each fragment of each state.
     """
-    wire, under_way, pulled = wire_of(config), _under_way(config, in_fragments), _pulled(config, in_fragments)
-    encoded = max(min(sum(in_fragments), PIPELINE_DEPTH), _lent_at_once(config, under_way))
-    beside = sum(pulled[max(1, len(under_way)) :])
-    on_device, _ = buffers_at_once(config, in_fragments)
-    of_chunk = longest * (_FP32 * len(work_names(config)) + (bytes_per_parameter(config) if config.offload else 0))
-    # Of a chunk that is looked ahead on, the sum in a copy.
-    copied = _FP32 * longest if MOVE in work_names(config) else 0
-    received = encoded * wire.payload_bytes(longest)
-    ahead = (wire.groups - 1) * _FP32 * longest
-    return on_device * of_chunk + copied + max(received + beside * ahead, sum(pulled) * ahead)
+    wire, total = wire_of(config), 0
+    for own, numel, (on_device, _), sent, pulled in zip(
+        in_fragments,
+        longest,
+        buffers_at_once(config, in_fragments),
+        _under_way(config, in_fragments),
+        _pulled(config, in_fragments),
+        strict=True,
+    ):
+        encoded = max(min(sum(own), PIPELINE_DEPTH), sent)
+        beside = sum(pulled[max(1, min(len(own), _rounds_kept(config))) :])
+        of_chunk = numel * (_FP32 * len(work_names(config)) + (bytes_per_parameter(config) if config.offload else 0))
+        # Of a chunk that is looked ahead on, the sum in a copy.
+        copied = _FP32 * numel if MOVE in work_names(config) else 0
+        received = encoded * wire.payload_bytes(numel)
+        ahead = (wire.groups - 1) * _FP32 * numel
+        total += on_device * of_chunk + copied + max(received + beside * ahead, sum(pulled) * ahead)
+    return total
 
 
 def work_names(config: PierConfig) -> tuple[str, ...]:
@@ -119,26 +133,26 @@ def rounds_at_once(config: PierConfig) -> int:
     return min(config.fragments, config.overlap * config.fragments // config.sync_interval + 1)
 
 
-def _under_way(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
-    """Chunks that are kept for each of the rounds under way at a time."""
-    return sorted(in_fragments, reverse=True)[: _rounds_kept(config)]
-
-
 def _rounds_kept(config: PierConfig) -> int:
     """Rounds under way at a time that keep all of their chunks: elastic islands apply nothing before everything is there."""
     return 1 if config.lighthouse is not None else rounds_at_once(config)
 
 
-def _lent_at_once(config: PierConfig, under_way: Sequence[int]) -> int:
+def _under_way(config: PierConfig, in_fragments: Sequence[Sequence[int]], ahead: int = 0) -> list[int]:
+    """Chunks of each state that are on the wire at a time in the rounds under way; ``ahead`` as of :func:`chunks_at_once`."""
     launches = wire_of(config).launches_of_sum()
-    return sum(chunks_at_once(number, config.overlap, launches) for number in under_way)
+    rounds = [chunks_at_once(numbers, config.overlap, launches, ahead) for numbers in zip(*in_fragments, strict=True)]
+    return [sum(sorted(of_state, reverse=True)[: _rounds_kept(config)]) for of_state in zip(*rounds, strict=True)]
 
 
-def _pulled(config: PierConfig, in_fragments: Sequence[int]) -> list[int]:
-    """Chunks of slow weights whose buffers are lent at a time for each fragment, most first."""
+def _pulled(config: PierConfig, in_fragments: Sequence[Sequence[int]], ahead: int = 0) -> list[list[int]]:
+    """Chunks of slow weights of each state that are on the wire at a time for each fragment, most first."""
     if not config.pulls:
-        return []
+        return [[] for _ in in_fragments]
     span = config.sync_interval - config.overlap
     launches = wire_of(config).launches_of_sum(exactly=True)
-    at_once = (max(chunks_at_once(number, span, launches), PIPELINE_DEPTH) for number in in_fragments)
-    return sorted(map(min, in_fragments, at_once), reverse=True)
+    found = []
+    for numbers in zip(*in_fragments, strict=True):
+        at_once = chunks_at_once(numbers, span, launches, ahead)
+        found.append([min(number, max(most, PIPELINE_DEPTH)) for number, most in zip(numbers, at_once, strict=True)])
+    return [sorted(of_state, reverse=True) for of_state in zip(*found, strict=True)]

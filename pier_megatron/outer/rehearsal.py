@@ -39,8 +39,9 @@ def rehearse(config: PierConfig, share: Share, exchange: GroupExchange, outer_op
         _take_outer_steps(dataclasses.replace(config, fragments=1), share, exchange, outer_optimizer)
         # Participants refer to themselves, so that only this gives their memory back.
         gc.collect()
-        for staging in share.stagings:
-            staging.reserve(*buffers_at_once(config, staging.state.in_fragments))
+        in_fragments = [staging.state.in_fragments for staging in share.stagings]
+        for staging, buffers in zip(share.stagings, buffers_at_once(config, in_fragments), strict=True):
+            staging.reserve(*buffers)
 
 
 def _take_outer_steps(

@@ -97,7 +97,7 @@ class Staged(Part):
         residual: What the codec has dropped here, if it drops anything.
         homes: Places where what is offloaded lives, by name.
         present: Names of what has come from there, or went there.
-        copied: Events after which the copies that are under way are done.
+        copied_in: Event after which everything that has been read is there.
     """
 
     def __init__(self, staging: "Staging", chunk: Chunk, kept: Buffers | None) -> None:
@@ -110,7 +110,7 @@ class Staged(Part):
         super().__init__(chunk, in_state | (in_place or self.lent).of(chunk))  # type: ignore[union-attr]
         self.homes = in_state | (kept.of(chunk) if kept is not None else {}) if state.offload else {}
         self.present: set[str] = set()
-        self.copied: list[torch.cuda.Event] = []
+        self.copied_in: torch.cuda.Event | None = None
         reduced = state.reduced_residuals.get(chunk.start)
         self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
@@ -119,14 +119,13 @@ class Staged(Part):
         self._staging.read(self, names)
 
     def write(self, names: Collection[str]) -> None:
-        """Begins to copy what has been written to where it lives; before it is changed again, :meth:`wait`."""
+        """Begins to copy what has been written to where it lives; before it is changed again, :meth:`read` and :meth:`wait`."""
         self._staging.write(self, names)
 
     def wait(self) -> None:
-        """Waits, on the present stream, for what is copied in and out."""
-        for event in self.copied:
-            torch.cuda.current_stream().wait_event(event)
-        self.copied = []
+        """Waits, on the present stream, for what is copied in."""
+        if self.copied_in is not None:
+            torch.cuda.current_stream().wait_event(self.copied_in)
 
     def give_back(self, writes: Collection[str] = ()) -> None:
         """Gives the work buffers back, and begins to copy what is named to where it lives."""
@@ -165,11 +164,9 @@ class Staging:
             kept: What :meth:`keep` has set aside for it, if it does more than pass by.
         """
         staged = Staged(self, chunk, kept)
-        if self.state.copies_on_streams:
-            # Nobody else may use the buffers any more, and what the chunk brought back last must have arrived.
-            for event in (staged.lent.ready if staged.lent else None, self._written.get(chunk.start)):
-                if event is not None:
-                    self._inward.wait_event(event)
+        if staged.lent is not None and staged.lent.ready is not None:
+            # Nobody else may use the buffers any more.
+            self._inward.wait_event(staged.lent.ready)
         self.read(staged, reads)
         return staged
 
@@ -177,13 +174,16 @@ class Staging:
         """See :meth:`Staged.read`."""
         with contextlib.ExitStack() as stack:
             if self.state.copies_on_streams:
+                # What the chunk has sent home must have arrived.
+                if staged.chunk.start in self._written:
+                    self._inward.wait_event(self._written[staged.chunk.start])
                 stack.enter_context(torch.cuda.stream(self._inward))
             for name, home in staged.homes.items():
                 if name in names and name not in staged.present:
                     staged.tensors[name].copy_(home, non_blocking=True)
                     staged.present.add(name)
             if self.state.copies_on_streams:
-                staged.copied.append(self._inward.record_event())
+                staged.copied_in = self._inward.record_event()
 
     def write(self, staged: Staged, names: Collection[str]) -> None:
         """See :meth:`Staged.write`."""
@@ -197,7 +197,6 @@ class Staging:
                     staged.present.add(name)
             if self.state.copies_on_streams:
                 self._written[staged.chunk.start] = self._outward.record_event()
-                staged.copied.append(self._written[staged.chunk.start])
 
     def take_back(self, staged: Staged, writes: Collection[str]) -> None:
         """See :meth:`Staged.give_back`."""

@@ -171,6 +171,7 @@ class OuterState:
         names = state_names(segment_numel is not None)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
+        self._fragments = fragments
         self.reduced_residuals: dict[int, Tensor] = {}
         if segment_numel:
             self.reduced_residuals = {
@@ -201,8 +202,9 @@ class OuterState:
 
     @property
     def in_fragments(self) -> list[int]:
-        """Number of chunks in each fragment that has any."""
-        return list(collections.Counter(chunk.fragment for chunk in self.chunks).values())
+        """Number of chunks in each fragment."""
+        numbers = collections.Counter(chunk.fragment for chunk in self.chunks)
+        return [numbers[fragment] for fragment in range(self._fragments)]
 
     @property
     def counted(self) -> int:

@@ -83,15 +83,14 @@ class Communicator(distributed_c10d.ProcessGroupGloo):
     """A communicator that lives until :meth:`end`: for each connection it takes gloo up to 10 ms to end, one after the other.
 
     Attributes:
-        made: Those with connections that live; the first one is that of all ranks.
+        made: Those that live; the first one is that of all ranks.
     """
 
     made: ClassVar[list[Any]] = []
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(store, rank, size, timeout=timeout)
-        if size > 1:
-            self.made.append(self)
+    def __init__(self, *place: Any, timeout: Any) -> None:
+        super().__init__(*place, timeout=timeout)
+        self.made.append(self)
 
     @classmethod
     def end(cls) -> None:

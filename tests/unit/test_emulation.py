@@ -11,7 +11,16 @@ emulation.install()
 with torch.device("meta"):
     made = [torch.empty(2), torch.tensor([1.0]), torch.arange(3), torch.full((2,), 1.0), torch.nn.Linear(2, 2).weight]
 assert all(tensor.is_meta for tensor in made), [tensor.device for tensor in made]
-assert torch.empty(2, device="cuda").device == torch.zeros(1).device == torch.device("cpu")
+cpu = torch.device("cpu")
+for cuda in ("cuda", "cuda:0"):
+    with torch.device(cuda):
+        assert torch.zeros(1).device == torch.tensor([1.0]).device == cpu
+    torch.set_default_device(cuda)
+    assert torch.zeros(1).device == cpu
+    torch.set_default_device(None)
+with torch.device(0):
+    assert torch.zeros(1).device == cpu
+assert torch.empty(2, device="cuda").device == torch.zeros(1).device == cpu
 """
 
 

@@ -183,17 +183,20 @@ def test_batches_follow_each_other_over_the_iterations(number: int, span: int, l
     assert max(sizes) - min(sizes) <= 1
     windows = [window(index, len(sizes), span) for index in range(len(sizes))]
     assert windows == sorted(windows)
-    assert all(0 <= lent <= begin < sent_on <= end <= span for lent, begin, sent_on, end in windows)
-    assert windows[-1][3] == span
-    # What comes from the host has an iteration for it, but for the first batch, which need not come.
-    assert all(lent < begin for lent, begin, _, _ in windows[1:])
+    assert all(0 <= begin < sent_on <= end <= span for begin, sent_on, end in windows)
+    assert windows[-1][2] == span
     # No two launches in an iteration; what is summed in low bits must be sent on before the end.
-    launched = [time for times in windows for time in times[1:][:launches]]
+    launched = [time for times in windows for time in times[:launches]]
     assert len({*launched}) == len(launched)
-    at_once = [
-        sum(size for size, (lent, *_, end) in zip(sizes, windows, strict=True) if lent <= now < end) for now in range(span)
-    ]
-    assert chunks_at_once(number, span, launches) == max(at_once)
+    for ahead in (0, 1):
+        at_once = [
+            sum(size for size, (begin, _, end) in zip(sizes, windows, strict=True) if begin - ahead <= now < end)
+            for now in range(span)
+        ]
+        assert chunks_at_once([number], span, launches, ahead) == [max(at_once)]
+        # States share batches: none has more at a time, and together they have them all.
+        of_states = chunks_at_once([number // 3, number - number // 3, 0], span, launches, ahead)
+        assert max(of_states) <= max(at_once) <= sum(of_states)
 
 
 @pytest.mark.parametrize(("span", "sent"), [(8, [1, 1, 1, 1, 1, 1, 0, 0]), (4, [2, 2, 2, 0])])

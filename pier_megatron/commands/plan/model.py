@@ -24,14 +24,7 @@ CODING = 16
 """Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
 and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py."""
 
-# Bytes per owned parameter that come from the host where the outer state is there, and are waited for: anchor and momentum in a
-# blocking step; the anchor when an overlapped one begins, what parameters move by when it ends. No more goes out beside them.
-_STATE_IN, _BEGIN_IN, _FINISH_IN = 8, 4, 4
-
-# Those that nobody waits for: what is sent, anchor and momentum while chunks cross, and again after the end, with what crossed.
-_HIDDEN_IN = 28
-
-# Bytes per owned parameter of one more flat buffer, such as the residual.
+# Bytes per owned parameter of one flat buffer, such as the anchor, the momentum or the residual.
 _BUFFER = 4
 
 # Bytes on the wire of an FP32 gradient and of a bf16 parameter.
@@ -168,11 +161,10 @@ class Prediction:
         wire, work = self.pairs if way.in_pairs else self.exchange[dtype], self._work(dtype)
         if not way.offload:
             return wire, work
-        residual = 0 if CODECS[dtype].lossless else _BUFFER
         if way.overlap == 0:
-            return wire, max(work, (_STATE_IN + residual) * self.copying - wire)
-        waited = max(self.passes, (_BEGIN_IN + _FINISH_IN) * self.copying)
-        return max(wire, (_HIDDEN_IN + residual) * self.copying), waited + work - self.passes
+            return wire, max(work, copied_by_blocking(dtype) * self.copying - wire)
+        waited, hidden = copied_by_overlapped(way.overlap, dtype)
+        return max(wire, hidden * self.copying), max(self.passes, waited * self.copying) + work - self.passes
 
     def _local(self, hidden: bool) -> float:
         return self.local if hidden else self.compute + self.inner
@@ -186,6 +178,29 @@ class Prediction:
         """Interval from which on blocking Pier is faster than synchronous training; infinite if none is."""
         gained = (self.synchronous_hidden if hidden else self.synchronous) - self.local
         return self.outer_step() / gained if gained > 0 else math.inf
+
+
+def copied_by_blocking(dtype: str) -> float:
+    """Bytes per owned parameter that come from the host in a blocking step: anchor, momentum, residual. No more goes out."""
+    return 2 * _BUFFER + _residual(dtype)
+
+
+def copied_by_overlapped(overlap: int, dtype: str) -> tuple[float, float]:
+    """Bytes per owned parameter that come from the host in an overlapped step: those that are waited for, and the others.
+
+    No more goes out beside them. Chunks leave in as many batches as there are iterations for their launches.
+    """
+    launches = 1 if CODECS[dtype].lossless else 2
+    # All batches but one: the first one stays on the device when the step begins, the last one is there when it ends.
+    others = 1 - 1 / max(1, (overlap - 1) // launches)
+    anchor = momentum = own = shared = move = _BUFFER
+    waited = anchor + (1 - others) * _residual(dtype) + others * move
+    crossing = momentum + others * (own + anchor + _residual(dtype))
+    return waited, crossing + others * (own + shared + anchor + momentum)
+
+
+def _residual(dtype: str) -> int:
+    return 0 if CODECS[dtype].lossless else _BUFFER
 
 
 def predict(job: Job, cluster: Cluster) -> Prediction:

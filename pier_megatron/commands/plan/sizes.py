@@ -40,6 +40,6 @@ def outer_memory(config: PierConfig, owned: float) -> dict[str, float]:
     in_fragment = owned / config.fragments
     chunk = math.ceil(min(config.chunk_numel_on("cuda"), in_fragment))
     in_fragments = [math.ceil(in_fragment / chunk)] * config.fragments
-    work = {"chunks of an outer step on their way": float(work_bytes(config, chunk, in_fragments))}
+    work = {"chunks of an outer step on their way": float(work_bytes(config, [chunk], [in_fragments]))}
     state = {} if config.offload else {"outer state, --pier-offload to move it": bytes_per_parameter(config) * owned}
     return state | work

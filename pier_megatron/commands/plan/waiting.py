@@ -7,6 +7,9 @@ from pier_megatron.commands.plan import fit, ways
 from pier_megatron.commands.plan.model import Plan, Prediction
 from pier_megatron.config import PierConfig
 
+# Of a second: milliseconds are shown.
+_DIGITS = 3
+
 
 def waits(args: argparse.Namespace, config: PierConfig, prediction: Prediction, owned: float, there: float) -> Plan:
     """Seconds of an interval for which the job waits in each mode.
@@ -35,8 +38,8 @@ def waits(args: argparse.Namespace, config: PierConfig, prediction: Prediction, 
                 "fits": fit.needed(fit.memory_of(args, settings, owned), args) <= there,
             }
     fitting = [name for name, mode in modes.items() if mode["fits"]]
-    # The job's own comes first: nobody should change it for one that waits as long.
-    fastest = min(fitting, key=lambda name: modes[name]["seconds"], default=None)
+    # The job's own comes first: nobody should change it for one that waits as long, to what a page shows.
+    fastest = min(fitting, key=lambda name: round(modes[name]["seconds"], _DIGITS), default=None)
     return {"modes": modes, "job": _name(config.overlap, config.offload), "fastest": fastest}
 
 
@@ -66,7 +69,7 @@ def lines(found: Plan, interval: int, local: float) -> list[str]:
     modes, job, fastest = found["modes"], found["job"], found["fastest"]
     shown = (
         f"{mode['seconds'] * 1e3:,.0f} ms {name}{_remarks(name == job, mode['fits'])}"
-        for name, mode in sorted(modes.items(), key=lambda item: item[1]["seconds"])
+        for name, mode in sorted(modes.items(), key=lambda item: round(item[1]["seconds"], _DIGITS))
     )
     said = [f"waited for in each interval (H = {interval}): {'; '.join(shown)}"]
     if fastest is None:
