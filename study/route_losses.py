@@ -1,7 +1,7 @@
 """What routes past skipped stages cost in loss: ``python study/route_losses.py [--seeds N]``, printed as a table.
 
-Simulated in one process: a plain GPT whose stages are its layers takes each micro-batch along its route, swaps included. Megatron
-does the same with ``--pier-skip-routes`` (``tests/distributed/test_routed_training.py``). Goes on where it was interrupted.
+Simulated in one process: a plain GPT whose stages are its layers takes each micro-batch along its route, swaps included, as
+Megatron does with ``--pier-skip-routes`` (``tests/distributed/test_routed_training.py``). Goes on where it was interrupted.
 """
 
 import argparse
