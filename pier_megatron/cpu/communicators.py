@@ -25,6 +25,9 @@ class OnOneDevice(dist.ProcessGroupGloo):
         if self.devices:
             options = self._Options()  # type: ignore[attr-defined]
             options._timeout, options._devices = timeout, self.devices
+            if size == 1:
+                # Most of them are; of the others each has two.
+                options._threads = 1
             super().__init__(store, rank, size, options)
         else:
             super().__init__(store, rank, size, timeout)

@@ -90,7 +90,16 @@ class Communicator(distributed_c10d.ProcessGroupGloo):
 
     def __init__(self, *place: Any, timeout: Any) -> None:
         super().__init__(*place, timeout=timeout)
+        if not self.made:
+            self.let_others_run_first()
         self.made.append(self)
+
+    @staticmethod
+    def let_others_run_first() -> None:
+        """Gives gloo's threads what the ranks leave: they poll while a rank holds a lock, which took a fifth of the cores."""
+        for thread in Path("/proc/self/task").glob("*"):
+            if (thread / "comm").read_text() == "gloo_tcp_loop\n":
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
 
     @classmethod
     def end(cls) -> None:
