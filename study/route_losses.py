@@ -123,10 +123,7 @@ def train(folder: Path, iterations: int, row: Row) -> dict[str, float]:
     for iteration in range(iterations):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * _schedule(iteration, iterations)
-        batch = text.batch(generator, BATCH).chunk(MICRO_BATCHES)
-        for path in dict.fromkeys(paths):
-            own = torch.cat([tokens for tokens, taken in zip(batch, paths, strict=True) if taken == path])
-            (losses(parameters, own[None], path).sum() * paths.count(path) / MICRO_BATCHES).backward()
+        backward(parameters, text.batch(generator, BATCH).chunk(MICRO_BATCHES), paths)
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -134,6 +131,14 @@ def train(folder: Path, iterations: int, row: Row) -> dict[str, float]:
     return {name: _validation(parameters, text, kept) for name, kept in evaluations.items()} | {
         "swaps": found.swaps if found else 0
     }
+
+
+def backward(parameters: Parameters, batch: Sequence[torch.Tensor], paths: Sequence[tuple[int, ...]]) -> None:
+    """Adds the gradients of the mean loss of micro-batches, each ``[sequences, SEQUENCE + 1]``, along their paths."""
+    # Those with the same path at once.
+    for path in dict.fromkeys(paths):
+        own = torch.cat([tokens for tokens, taken in zip(batch, paths, strict=True) if taken == path])
+        (losses(parameters, own[None], path).sum() * paths.count(path) / len(paths)).backward()
 
 
 def _schedule(iteration: int, iterations: int) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from codings import CODINGS
+from route_losses import backward
 from rows import ADAM, MUON
 from simulation import Outcome, Run, _Inner, _Outer, train
 from small_gpt import SEQUENCE, Parameters, Text, initial, losses
@@ -163,3 +164,25 @@ def test_inner_step_is_that_of_adamw(text: Text) -> None:
         inner.step(mine, gradients, run.rate_factor(iteration))
     for name, value in theirs.items():
         torch.testing.assert_close(mine[name], value.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_micro_batches_take_the_layers_of_their_routes(text: Text) -> None:
+    parameters = {name: vector.double().requires_grad_() for name, vector in initial(4, 16, seed=1).items()}
+    paths = [(0, 1, 2, 3), (0, 2, 1, 3), (0, 2, 3), (0, 2, 1, 3)]
+    batch = text.batch(np.random.default_rng(0), 8).chunk(4)
+    backward(parameters, batch, paths)
+    expected = 0.0
+    for tokens, path in zip(batch, paths, strict=True):
+        # A model of just these layers.
+        others = {name: vector for name, vector in parameters.items() if not name[0].isdigit()}
+        layers = [
+            (f"{place}.{name.partition('.')[2]}", vector)
+            for place, layer in enumerate(path)
+            for name, vector in parameters.items()
+            if name.startswith(f"{layer}.")
+        ]
+        expected = expected + losses(others | dict(layers), tokens[None]).sum() / 4
+    assert isinstance(expected, Tensor)
+    for found, gradient in zip(parameters.values(), torch.autograd.grad(expected, list(parameters.values())), strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad, gradient)
