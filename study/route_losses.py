@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from run import MALLOC, data_arguments
-from small_gpt import VECTORS, Parameters, Text, depth, initial, losses
+from small_gpt import VECTORS, Parameters, Text, initial, losses
 
 from pier_megatron.pipeline.play import Grid, Link
 from pier_megatron.pipeline.routes import MicroBatch, Routes
@@ -148,12 +148,8 @@ def _schedule(iteration: int, iterations: int) -> float:
 
 @torch.no_grad()
 def _validation(parameters: Parameters, text: Text, kept: Sequence[int] | None) -> float:
-    assert kept is None or max(kept) < depth(parameters)
-    return statistics.mean(
-        losses(parameters, sequences[None], kept).item()
-        for sequences in text.validation[0].split(BATCH)
-        if len(sequences) == BATCH
-    )
+    # In batches of equal size.
+    return statistics.mean(losses(parameters, some[None], kept).item() for some in text.validation[0].split(BATCH))
 
 
 def _table(folder: Path, table: dict[str, list[Row]]) -> str:

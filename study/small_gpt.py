@@ -52,11 +52,6 @@ def _norm(name: str, width: int) -> Parameters:
     return {f"{name}.scale": torch.ones(1, width), f"{name}.bias": torch.zeros(1, width)}
 
 
-def depth(parameters: Parameters) -> int:
-    """Number of layers."""
-    return sum(name.endswith("up" + MATRIX) for name in parameters)
-
-
 def losses(parameters: Parameters, tokens: Tensor, layers: Sequence[int] | None = None) -> Tensor:
     """Mean loss of each group in nats per byte, shape ``[groups]``.
 
@@ -82,7 +77,7 @@ def losses(parameters: Parameters, tokens: Tensor, layers: Sequence[int] | None 
     def heads(x: Tensor) -> Tensor:
         return x.view(groups * sequences, SEQUENCE, -1, _HEAD).transpose(1, 2)
 
-    for layer in range(depth(parameters)) if layers is None else layers:
+    for layer in range(sum(name.endswith("up" + MATRIX) for name in parameters)) if layers is None else layers:
         normed = norm(f"{layer}.norm1", x)
         query, key, value = (heads(linear(f"{layer}.{name}", normed)) for name in ("query", "key", "value"))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -80,11 +80,10 @@ def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -
         # Evaluation of pairs' mean weights and averages inside sites pass by chunk by chunk: one in hand, one staged ahead.
         passing = min(sum(own), 2) if config.subgroup or config.sites else 0
         kept = sorted(own, reverse=True)[: _rounds_kept(config)]
-        # Where the state is in place, chunks that wait keep their buffers.
-        in_rounds = max(at_once, passing + (lent if config.offload else sum(kept)))
-        # Slow weights cross for every fragment that is not in a round.
-        beside = sum(pulled[max(1, len(kept)) :])
-        found.append((max(in_rounds + beside, passing + sum(pulled)), sum(kept) if config.offload else 0))
+        # In place, chunks that wait keep their buffers. Offloaded, a save lets one of several rounds arrive, a few at a time.
+        in_rounds = lent + (len(kept) > 1) if config.offload else sum(kept)
+        most = max(max(at_once, passing + in_rounds) + _beside(config, pulled), passing + sum(pulled))
+        found.append((most, sum(kept) if config.offload else 0))
     return found
 
 
@@ -106,13 +105,12 @@ def work_bytes(config: PierConfig, longest: Sequence[int], in_fragments: Sequenc
         strict=True,
     ):
         encoded = max(min(sum(own), PIPELINE_DEPTH), sent)
-        beside = sum(pulled[max(1, min(len(own), _rounds_kept(config))) :])
         of_chunk = numel * (_FP32 * len(work_names(config)) + (bytes_per_parameter(config) if config.offload else 0))
         # Of a chunk that is looked ahead on, the sum in a copy.
         copied = _FP32 * numel if MOVE in work_names(config) else 0
         received = encoded * wire.payload_bytes(numel)
         ahead = (wire.groups - 1) * _FP32 * numel
-        total += on_device * of_chunk + copied + max(received + beside * ahead, sum(pulled) * ahead)
+        total += on_device * of_chunk + copied + max(received + _beside(config, pulled) * ahead, sum(pulled) * ahead)
     return total
 
 
@@ -143,6 +141,11 @@ def _under_way(config: PierConfig, in_fragments: Sequence[Sequence[int]], ahead:
     launches = wire_of(config).launches_of_sum()
     rounds = [chunks_at_once(numbers, config.overlap, launches, ahead) for numbers in zip(*in_fragments, strict=True)]
     return [sum(sorted(of_state, reverse=True)[: _rounds_kept(config)]) for of_state in zip(*rounds, strict=True)]
+
+
+def _beside(config: PierConfig, pulled: Sequence[int]) -> int:
+    """Chunks of slow weights, of :func:`_pulled`, beside rounds: they cross for every fragment that is not in one."""
+    return sum(pulled[max(1, _rounds_kept(config)) :])
 
 
 def _pulled(config: PierConfig, in_fragments: Sequence[Sequence[int]], ahead: int = 0) -> list[list[int]]:

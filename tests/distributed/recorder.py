@@ -96,10 +96,15 @@ class Communicator(distributed_c10d.ProcessGroupGloo):
 
     @staticmethod
     def let_others_run_first() -> None:
-        """Gives gloo's threads what the ranks leave: they poll while a rank holds a lock, which took a fifth of the cores."""
+        """Gives gloo's threads what the ranks leave: they poll while a rank holds a lock, which took a fifth of the cores.
+
+        Where other work keeps all cores busy, collectives take longer for it.
+        """
         for thread in Path("/proc/self/task").glob("*"):
-            if (thread / "comm").read_text() == "gloo_tcp_loop\n":
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+            # Another thread may have ended.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if (thread / "comm").read_text() == "gloo_tcp_loop\n":
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
 
     @classmethod
     def end(cls) -> None:

@@ -185,8 +185,9 @@ def test_job_that_waits_least_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(found["modes"]) == {"blocking", "blocking with --pier-offload"}
 
 
-def test_a_millionth_of_a_second_is_no_reason_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prediction, "exposed", lambda prediction, way: 0.7 - 1e-6 * way.overlap)
+@pytest.mark.parametrize("seconds", [0.7, 0.70051])
+def test_a_millionth_of_a_second_is_no_reason_to_change(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(Prediction, "exposed", lambda prediction, way: seconds - 1e-6 * way.overlap)
     for overlap in (0, 25):
         found = waits(monkeypatch, overlap=overlap, offload=True)
         assert found["fastest"] == found["job"]

@@ -361,6 +361,23 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
                 trained.skip_iteration()
 
 
+def test_a_save_of_several_rounds_takes_no_buffer() -> None:
+    """It lets one after the other arrive, more chunks at a time than a round has on the wire."""
+    config = PierConfig(
+        train_iters=120, groups=2, sync_interval=30, lazy_start_iters=30, overlap=29, fragments=3, offload=True, preset="pier"
+    )
+    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=1):
+        exchange = GroupExchange()
+        exchange.wire = Wire(exchange.codec, 2)
+        trained = loop.OuterLoop([[Shards([torch.randn(84)])]], config, exchange)
+        trained.rehearse()
+        with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
+            for iteration in range(1, config.train_iters + 1):
+                trained.skip_iteration()
+                if iteration == 81:
+                    trained.snapshot()
+
+
 def test_what_fails_in_a_rehearsal_says_so() -> None:
     config = PierConfig(train_iters=8, groups=2, sync_interval=4, lazy_start_iters=0)
     running = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange())

@@ -7,8 +7,8 @@ from pier_megatron.commands.plan import fit, ways
 from pier_megatron.commands.plan.model import Plan, Prediction
 from pier_megatron.config import PierConfig
 
-# Of a second: milliseconds are shown.
-_DIGITS = 3
+# Seconds that are told apart in what is printed.
+_SHOWN = 1e-3
 
 
 def waits(args: argparse.Namespace, config: PierConfig, prediction: Prediction, owned: float, there: float) -> Plan:
@@ -38,9 +38,11 @@ def waits(args: argparse.Namespace, config: PierConfig, prediction: Prediction, 
                 "fits": fit.needed(fit.memory_of(args, settings, owned), args) <= there,
             }
     fitting = [name for name, mode in modes.items() if mode["fits"]]
-    # The job's own comes first: nobody should change it for one that waits as long, to what a page shows.
-    fastest = min(fitting, key=lambda name: round(modes[name]["seconds"], _DIGITS), default=None)
-    return {"modes": modes, "job": _name(config.overlap, config.offload), "fastest": fastest}
+    own, fastest = _name(config.overlap, config.offload), min(fitting, key=lambda name: modes[name]["seconds"], default=None)
+    # Nobody should change the job for what is not seen.
+    if own in fitting and fastest is not None and modes[own]["seconds"] - modes[fastest]["seconds"] < _SHOWN / 2:
+        fastest = own
+    return {"modes": modes, "job": own, "fastest": fastest}
 
 
 def _name(overlap: int, offload: bool) -> str:
@@ -69,7 +71,7 @@ def lines(found: Plan, interval: int, local: float) -> list[str]:
     modes, job, fastest = found["modes"], found["job"], found["fastest"]
     shown = (
         f"{mode['seconds'] * 1e3:,.0f} ms {name}{_remarks(name == job, mode['fits'])}"
-        for name, mode in sorted(modes.items(), key=lambda item: round(item[1]["seconds"], _DIGITS))
+        for name, mode in sorted(modes.items(), key=lambda item: round(item[1]["seconds"] / _SHOWN))
     )
     said = [f"waited for in each interval (H = {interval}): {'; '.join(shown)}"]
     if fastest is None:
