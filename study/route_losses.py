@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from run import MALLOC, data_arguments
+from skipping import WHOLE, spread
 from small_gpt import VECTORS, Parameters, Text, initial, losses
 
 from pier_megatron.pipeline.play import Grid, Link
@@ -28,8 +29,8 @@ from pier_megatron.pipeline.search import Wishes, search
 STAGES, MICRO_BATCHES, BATCH, WIDTH = 6, 8, 64, 64
 LEARNING_RATE, WARMUP, FINAL = 4e-3, 0.1, 0.1
 
-ALL, HALF, INNER = "all stages", "3 of 6 omitted (1, 3, 4)", "2 of 6 omitted (2, 3)"
-EVALUATIONS = {ALL: None, INNER: (0, 1, 4, 5), HALF: (0, 2, 5)}
+EVALUATIONS = {WHOLE: None, "2 of 6 omitted (2, 3)": (0, 1, 4, 5), "3 of 6 omitted (1, 3, 4)": (0, 2, 5)}
+"""Stages that an evaluation keeps; None for all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +106,8 @@ def routes(row: Row) -> Routes:
 def train(folder: Path, iterations: int, row: Row) -> dict[str, float]:
     """Trains a row; returns its validation losses in nats per byte by evaluation, and ``swaps`` of its routes."""
     text, generator = Text(folder / "corpus"), np.random.default_rng(row.seed)
-    found = routes(row) if row.fraction else None
-    whole = tuple(range(row.stages))
-    paths = [
-        whole if found is None else tuple(place.stage for place in found.paths[MicroBatch(0, number)])
-        for number in range(MICRO_BATCHES)
-    ]
+    found = routes(row)
+    paths = [tuple(place.stage for place in found.paths[MicroBatch(0, number)]) for number in range(MICRO_BATCHES)]
     parameters = {name: vector.clone().requires_grad_() for name, vector in initial(row.stages, WIDTH, row.seed).items()}
     groups = [
         {
@@ -127,10 +124,8 @@ def train(folder: Path, iterations: int, row: Row) -> dict[str, float]:
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    evaluations = EVALUATIONS if row.stages == STAGES else {ALL: None}
-    return {name: _validation(parameters, text, kept) for name, kept in evaluations.items()} | {
-        "swaps": found.swaps if found else 0
-    }
+    evaluations = EVALUATIONS if row.stages == STAGES else {WHOLE: None}
+    return {name: _validation(parameters, text, kept) for name, kept in evaluations.items()} | {"swaps": found.swaps}
 
 
 def backward(parameters: Parameters, batch: Sequence[torch.Tensor], paths: Sequence[tuple[int, ...]]) -> None:
@@ -156,18 +151,14 @@ def _table(folder: Path, table: dict[str, list[Row]]) -> str:
     found = {name: [json.loads((folder / row.name).read_text()) for row in rows] for name, rows in table.items()}
     lines = [f"| evaluated with | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
     for evaluation in EVALUATIONS:
-        cells = [_spread([each[evaluation] for each in column]) if evaluation in column[0] else "" for column in found.values()]
+        cells = [spread([each[evaluation] for each in column]) if evaluation in column[0] else "" for column in found.values()]
         lines.append(f"| {evaluation} | {' | '.join(cells)} |")
     above = [
-        _spread([each[ALL] - whole[ALL] for each, whole in zip(column, found["whole"], strict=True)])
+        spread([each[WHOLE] - whole[WHOLE] for each, whole in zip(column, found["whole"], strict=True)])
         for column in found.values()
     ]
     swaps = [f"{statistics.mean(each['swaps'] for each in column):.1f}" for column in found.values()]
     return "\n".join([*lines, f"| above the whole | {' | '.join(above)} |", f"| swaps in a step | {' | '.join(swaps)} |"])
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0:.3f}"
 
 
 if __name__ == "__main__":

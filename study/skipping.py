@@ -169,16 +169,17 @@ class Study:
             cells = []
             for column in columns:
                 losses = [self.loss(row, name) for row in column]
-                cells.append(f"{_spread(losses)} ({math.exp(statistics.mean(losses)):.2f})")
+                cells.append(f"{spread(losses)} ({math.exp(statistics.mean(losses)):.2f})")
             lines.append(f"| {name} | {' | '.join(cells)} |")
         gaps = [
-            _spread([self.loss(row) - self.loss(whole) for row, whole in zip(column, columns[0], strict=True)])
+            spread([self.loss(row) - self.loss(whole) for row, whole in zip(column, columns[0], strict=True)])
             for column in columns
         ]
         return "\n".join([*lines, f"| all stages, above the run that skips nothing | {' | '.join(gaps)} |"])
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation over the seeds."""
     return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0:.3f}"
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import datetime
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -341,6 +341,18 @@ def test_elastic_island_takes_no_buffer_after_its_rehearsal(offload: bool) -> No
     assert alone.is_synchronised
 
 
+@contextlib.contextmanager
+def rehearsed(config: PierConfig, sizes: Sequence[int]) -> Iterator[loop.OuterLoop]:
+    """A loop over a state of each size, in chunks of one element, that takes no buffer any more."""
+    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=1):
+        exchange = GroupExchange(codec=CODECS[config.exchange_dtype])
+        exchange.wire = Wire(exchange.codec, 2)
+        trained = loop.OuterLoop([[Shards([torch.randn(size)])] for size in sizes], config, exchange)
+        trained.rehearse()
+        with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
+            yield trained
+
+
 @pytest.mark.parametrize("sizes", [(30, 30), (58, 2), (10, 50)])
 @pytest.mark.parametrize("overlap", [1, 3, 8])
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
@@ -351,14 +363,9 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
     config = PierConfig(
         train_iters=24, groups=2, sync_interval=8, lazy_start_iters=8, overlap=overlap, exchange_dtype=dtype, offload=True
     )
-    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=1):
-        exchange = GroupExchange(codec=CODECS[dtype])
-        exchange.wire = Wire(exchange.codec, 2)
-        trained = loop.OuterLoop([[Shards([torch.randn(size)])] for size in sizes], config, exchange)
-        trained.rehearse()
-        with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
-            for _ in range(config.train_iters):
-                trained.skip_iteration()
+    with rehearsed(config, sizes) as trained:
+        for _ in range(config.train_iters):
+            trained.skip_iteration()
 
 
 def test_a_save_of_several_rounds_takes_no_buffer() -> None:
@@ -366,16 +373,11 @@ def test_a_save_of_several_rounds_takes_no_buffer() -> None:
     config = PierConfig(
         train_iters=120, groups=2, sync_interval=30, lazy_start_iters=30, overlap=29, fragments=3, offload=True, preset="pier"
     )
-    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=1):
-        exchange = GroupExchange()
-        exchange.wire = Wire(exchange.codec, 2)
-        trained = loop.OuterLoop([[Shards([torch.randn(84)])]], config, exchange)
-        trained.rehearse()
-        with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
-            for iteration in range(1, config.train_iters + 1):
-                trained.skip_iteration()
-                if iteration == 81:
-                    trained.snapshot()
+    with rehearsed(config, [84]) as trained:
+        for iteration in range(1, config.train_iters + 1):
+            trained.skip_iteration()
+            if iteration == 81:
+                trained.snapshot()
 
 
 def test_what_fails_in_a_rehearsal_says_so() -> None:
