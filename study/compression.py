@@ -1,7 +1,7 @@
 """What compression inside a group costs in loss: ``python study/compression.py``.
 
 Two pipeline stages, two replicas, bf16, the study's model, text and learning rate, paired seeds. A run that is complete is not
-trained again. Prints a table.
+trained again. Prints a table, and one of the codecs' errors on the traffic of the runs without compression.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Run:
             "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 "
             f"--train-iters {iterations} --global-batch-size {BATCH} --micro-batch-size {micro_batch} --seed {self.seed} "
             f"--lr {_RATE} --min-lr {_RATE / 10} --eval-interval {iterations} "
-            f"--eval-iters {VALIDATION_SEQUENCES // BATCH} {compress}"
+            f"--eval-iters {VALIDATION_SEQUENCES // BATCH} --pier-log-codec-errors {compress}"
         )
 
 
@@ -82,6 +82,11 @@ def main() -> None:
         gaps = [loss - ends[Run("none", seed)] for loss, seed in zip(losses, seeds, strict=True)]
         by_seed = ", ".join(f"{gap:+.4f}" for gap in gaps)
         print(f"| {policy} | {statistics.mean(losses):.4f} | {statistics.mean(gaps):+.4f} | {by_seed} |")
+    print("\n| mean error of a number | smallest log to largest |\n|---|---|")
+    logs = [TensorBoardLog(folder / Run("none", seed).name).scalars for seed in seeds]
+    for name in sorted(name for name in logs[0] if " error of " in name):
+        errors = [error for log in logs for error in log[name].values]
+        print(f"| {name.removeprefix('compressed/')} | {min(errors):.2%} to {max(errors):.2%} |")
 
 
 if __name__ == "__main__":

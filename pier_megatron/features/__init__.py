@@ -28,8 +28,13 @@ def used(args: argparse.Namespace) -> list[Feature]:
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
-    """The settings of features that a run was started with, by flag."""
-    return {flag_of(name): value for feature in FEATURES for name, value in given(feature.Settings, args).items()}
+    """The settings of features that a run was started with, by flag; without those of what is logged."""
+    return {
+        flag_of(name): value
+        for feature in FEATURES
+        for name, value in given(feature.Settings, args).items()
+        if not name.startswith("log_")
+    }
 
 
 def changes(metadata: Mapping[str, Any], args: argparse.Namespace) -> list[str]:

@@ -39,6 +39,7 @@ MAY_DIFFER = (
         "pier_override_",
         "pier_waits_",
         "pier_eval",
+        "pier_log_",
         "save",
         "load",
         "no_save",

@@ -9,7 +9,7 @@ import torch
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.compression import feature as compression
-from pier_megatron.features.compression import traffic
+from pier_megatron.features.compression import quantization_error, traffic
 from pier_megatron.features.compression.policy import DIMENSIONS, POLICIES, parse_policy
 from pier_megatron.megatron_api import run
 
@@ -18,6 +18,7 @@ def args(**changes: Any) -> argparse.Namespace:
     """Of two tensor-parallel ranks, two stages and four replicas, in bf16."""
     given = {
         "pier_compress": "naive",
+        "pier_log_codec_errors": None,
         "pier_exchange_dtype": None,
         "pier": False,
         "pier_groups": None,
@@ -154,6 +155,54 @@ def test_what_cannot_go_together(changes: dict[str, Any], words: list[str]) -> N
     with pytest.raises(PierConfigError) as error:
         compression.check_other_flags(given, compression.compressed(given))
     assert all(word in str(error.value) for word in words)
+
+
+def test_a_policy_that_names_no_codec_is_refused() -> None:
+    with pytest.raises(PierConfigError, match=r"--pier-compress dp=off compresses nothing in this run: all is off\. Drop it"):
+        compression.compressed(args(pier_compress="dp=off", pier_log_codec_errors=True))
+
+
+def tried(**changes: Any) -> dict[str, str]:
+    """What start-up says of the codecs that are tried, by dimension."""
+    [line] = compression.describe(args(pier_compress=None, pier_log_codec_errors=True, **changes))
+    return dict(
+        of_one.split(" ", 1) for of_one in line.removeprefix("Pier logs how far codecs are from what is sent: ").split("; ")
+    )
+
+
+def test_the_codecs_that_a_run_would_accept_are_tried() -> None:
+    all_but_bf16 = "int12, int8, int4"
+    every = dict.fromkeys(("pp", "gather", "tp"), all_but_bf16)
+    assert tried() == every | {"dp": f"bf16, {all_but_bf16}"}
+    assert tried(use_megatron_fsdp=True) == dict.fromkeys(("pp", "tp"), all_but_bf16)
+    assert tried(bf16=False, fp16=True)["dp"] == "bf16, int12, int8"
+    assert tried(cuda_graph_impl="local").keys() == {"dp", "pp", "gather"}
+    assert tried(fp32_residual_connection=True)["pp"] == f"bf16, {all_but_bf16}"
+
+
+def test_a_run_that_would_accept_no_codec_measures_nothing() -> None:
+    alone = args(
+        pier_compress=None,
+        pier_log_codec_errors=True,
+        data_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        sequence_parallel=True,
+    )
+    for function in (compression.check, compression.describe):
+        with pytest.raises(PierConfigError, match=r"--pier-log-codec-errors measures nothing: .*one model replica.* Drop it"):
+            function(alone)
+
+
+def test_measuring_alone_compresses_nothing() -> None:
+    run.begin()
+    alone = args(pier_compress=None, pier_log_codec_errors=True)
+    compression.prepare(alone)
+    compression.check(alone)
+    assert compression.is_used(alone)
+    assert compression.cost(alone).per_parameter == {}
+    assert all(traffic.codec_in_force(dimension) is None for dimension in DIMENSIONS)
+    assert {name for name in DIMENSIONS if quantization_error.is_due(name)} == {"dp", "pp", "gather", "tp"}
+    run.begin()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, Codec
-from pier_megatron.features.compression.policy import DIMENSIONS, has_feedback, parse_policy, policy
+from pier_megatron.features.compression.policy import DIMENSIONS, INSIDE, has_feedback, parse_policy, policy
 from pier_megatron.features.feature import Cost
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, uses_pier
 from pier_megatron.megatron_api.seam import Seam
@@ -34,11 +35,17 @@ class Settings:
         metavar="POLICY",
         accepts=policy,
     )
+    log_codec_errors: bool = setting(
+        False,
+        "Log at each --log-interval how far each codec is from the traffic of that iteration, by dimension, and the codecs of "
+        "fewest bits whose mean error is a tenth of a number at most, as --pier-compress takes them. Nothing that is computed "
+        "changes. Default: nothing is measured.",
+    )
 
 
 def is_used(args: argparse.Namespace) -> bool:
     """Whether this run compresses anything inside a group."""
-    return getattr(args, "pier_compress", None) is not None
+    return getattr(args, "pier_compress", None) is not None or bool(getattr(args, "pier_log_codec_errors", None))
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -47,7 +54,7 @@ def prepare(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: If the two contradict each other.
     """
-    codecs, named = parse_policy(args.pier_compress)
+    codecs, named = _policy(args)
     if not uses_pier(args) or "outer" not in codecs:
         return
     given, chosen = args.pier_exchange_dtype, codecs["outer"].name
@@ -65,11 +72,18 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag, the reason and a remedy.
     """
-    from pier_megatron.features.compression import traffic
+    from pier_megatron.features.compression import quantization_error, traffic
 
     codecs = compressed(args)
     check_other_flags(args, codecs)
     traffic.put_in_force(codecs)
+    if args.pier_log_codec_errors:
+        quantization_error.try_codecs(_tried(args))
+
+
+def _policy(args: argparse.Namespace) -> tuple[dict[str, Codec], set[str]]:
+    """What is to be compressed, see :func:`parse_policy`: nothing without ``--pier-compress``."""
+    return ({}, set()) if args.pier_compress is None else parse_policy(args.pier_compress)
 
 
 def compressed(args: argparse.Namespace) -> dict[str, Codec]:
@@ -78,7 +92,7 @@ def compressed(args: argparse.Namespace) -> dict[str, Codec]:
     Raises:
         PierConfigError: If a dimension is named in ``--pier-compress`` that cannot be compressed here.
     """
-    codecs, named = parse_policy(args.pier_compress)
+    codecs, named = _policy(args)
     found = {}
     for dimension, codec in codecs.items():
         reason = _obstacle(args, dimension, codec)
@@ -86,13 +100,43 @@ def compressed(args: argparse.Namespace) -> dict[str, Codec]:
             found[dimension] = codec
         elif dimension in named:
             raise PierConfigError(f"--pier-compress {args.pier_compress}: {dimension}={codec.name} is not possible: {reason}.")
-    if not found:
+    if args.pier_compress is not None and not found:
         raise PierConfigError(
             f"--pier-compress {args.pier_compress} compresses nothing in this run: "
-            + "; ".join(f"{dimension}: {_obstacle(args, dimension, codec)}" for dimension, codec in codecs.items())
+            + (
+                "; ".join(f"{dimension}: {_obstacle(args, dimension, codec)}" for dimension, codec in codecs.items())
+                or "all is off"
+            )
             + ". Drop it."
         )
     return found
+
+
+def _tried(args: argparse.Namespace) -> dict[str, list[Codec]]:
+    """The codecs that this run would accept, by dimension inside a group.
+
+    Raises:
+        PierConfigError: If there is none in any dimension.
+    """
+    tried: dict[str, list[Codec]] = {}
+    reasons = {}
+    for dimension, name in itertools.product((name for name in DIMENSIONS if name != "outer"), INSIDE):
+        alone = argparse.Namespace(**vars(args) | {"pier_compress": f"{dimension}={name}"})
+        try:
+            codecs = compressed(alone)
+            check_other_flags(alone, codecs)
+        except PierConfigError as error:
+            reasons[dimension] = str(error)
+        else:
+            tried.setdefault(dimension, []).append(codecs[dimension])
+    graphs = getattr(args, "cuda_graph_impl", None) or "none"
+    if graphs != "none" and tried.pop("tp", None):
+        reasons["tp"] = f"Sums in layers that --cuda-graph-impl {graphs} replays cannot be looked at."
+    if not tried:
+        raise PierConfigError(
+            f"--pier-log-codec-errors measures nothing: this run accepts no codec. {' '.join(reasons.values())} Drop it."
+        )
+    return tried
 
 
 def _obstacle(args: argparse.Namespace, dimension: str, codec: Codec) -> str | None:
@@ -200,9 +244,9 @@ def warnings(args: argparse.Namespace) -> list[str]:
 
 
 def describe(args: argparse.Namespace) -> list[str]:
-    """Says what is compressed and what is not, line by line."""
-    codecs, (wanted, _) = compressed(args), parse_policy(args.pier_compress)
-    lines = [f"Pier compress {args.pier_compress}:"]
+    """Says what is compressed and what is not, and what is measured, line by line."""
+    codecs, (wanted, _) = compressed(args), _policy(args)
+    lines = [f"Pier compress {args.pier_compress}:"] if wanted else []
     for dimension, what in DIMENSIONS.items():
         if dimension in codecs:
             name = args.pier_exchange_dtype if dimension == "outer" else codecs[dimension].name
@@ -211,12 +255,22 @@ def describe(args: argparse.Namespace) -> list[str]:
             lines.append(f"  {dimension}: {what}: {name}{feedback}")
         elif dimension in wanted:
             lines.append(f"  {dimension}: {what}: as they are: {_obstacle(args, dimension, wanted[dimension])}")
+    if args.pier_log_codec_errors:
+        tried = (f"{dimension} {', '.join(codec.name for codec in codecs)}" for dimension, codecs in _tried(args).items())
+        lines.append(f"Pier logs how far codecs are from what is sent: {'; '.join(tried)}")
     return lines
 
 
 def seams() -> Sequence[Seam]:
     """What is put around Megatron's transfers inside a group."""
-    from pier_megatron.features.compression import activations, gradients, parameters, tensor_parallel, traffic
+    from pier_megatron.features.compression import (
+        activations,
+        gradients,
+        parameters,
+        quantization_error,
+        tensor_parallel,
+        traffic,
+    )
 
     buffers = "megatron.core.distributed.param_and_grad_buffer"
     tensor_parallel_ranks = "megatron.core.tensor_parallel"
@@ -225,6 +279,7 @@ def seams() -> Sequence[Seam]:
     return (
         Seam(training, "get_megatron_optimizer", traffic.compile_codecs, is_outermost=True),
         Seam(training, "training_log", traffic.log, is_outermost=True),
+        Seam(training, "training_log", quantization_error.log, is_outermost=True),
         Seam(training, "save_checkpoint", gradients.save, is_outermost=True),
         Seam(buffers, "_ParamAndGradBucketGroup.start_grad_sync", gradients.start),
         Seam(buffers, "_ParamAndGradBucketGroup.start_param_sync", parameters.start),

@@ -20,7 +20,7 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.encoded import Payloads, ReduceScatter
 from pier_megatron.exchange.layout import Piece
-from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
+from pier_megatron.features.compression.buckets import BucketGroup, measure, pieces_of
 from pier_megatron.features.compression.policy import has_feedback
 from pier_megatron.features.compression.traffic import codec_in_force, count
 from pier_megatron.megatron_api import run, versions
@@ -65,6 +65,7 @@ def start[**P](
     **kwargs: P.kwargs,
 ) -> None:
     """Reduces gradients in a codec's bytes."""
+    measure("dp", bucket_group, [bucket.grad_data for bucket in bucket_group.buckets])
     codec = codec_in_force("dp")
     if codec is None:
         start_grad_sync(bucket_group, *args, **kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import AllGather, Payloads
 from pier_megatron.exchange.layout import Piece
-from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
+from pier_megatron.features.compression.buckets import BucketGroup, measure, pieces_of
 from pier_megatron.features.compression.traffic import codec_in_force, count
 from pier_megatron.megatron_api import versions
 
@@ -28,8 +28,9 @@ def start[**P](
     **kwargs: P.kwargs,
 ) -> None:
     """Gathers parameters in a codec's bytes."""
-    codec = codec_in_force("gather")
-    group = bucket_group.intra_distributed_optimizer_instance_group
+    codec, group = codec_in_force("gather"), bucket_group.intra_distributed_optimizer_instance_group
+    # Of the other parts this rank does not know yet what becomes of them.
+    measure("gather", bucket_group, [bucket.param_data for bucket in bucket_group.buckets], group.rank(), group.size())
     if codec is None or group.size() == 1:
         start_param_sync(bucket_group, *args, **kwargs)
         return

@@ -22,7 +22,8 @@ DIMENSIONS: Mapping[str, str] = {
 _OUTER = tuple(name for name, codec in CODECS.items() if not codec.lossless)
 
 # What does not cross groups has no error feedback, or loses it at each save.
-_INSIDE = tuple(name for name in _OUTER if not CODECS[name].needs_error_feedback)
+INSIDE = tuple(name for name in _OUTER if not CODECS[name].needs_error_feedback)
+"""Codecs of what travels inside a group, from the most bits on."""
 
 OFF = "off"
 """What leaves a dimension of a policy uncompressed."""
@@ -60,7 +61,7 @@ def parse_policy(text: str) -> tuple[dict[str, Codec], set[str]]:
             continue
         if dimension not in DIMENSIONS:
             raise PierConfigError(f"--pier-compress {text}: {dimension!r} is no dimension. Use one of {', '.join(DIMENSIONS)}.")
-        possible = (*(_OUTER if dimension == "outer" else _INSIDE), OFF)
+        possible = (*(_OUTER if dimension == "outer" else INSIDE), OFF)
         if codec not in possible:
             raise PierConfigError(f"--pier-compress {text}: {dimension} cannot be {codec!r}. Use one of {', '.join(possible)}.")
         codecs.pop(dimension, None)
