@@ -109,6 +109,11 @@ class Door:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
 
+def island_of(name: str) -> int:
+    """The number of the island that has announced itself under a name."""
+    return int(name.split("/")[0])
+
+
 def ask(names: Sequence[str], secret: bytes, seconds: float) -> dict[str, Said | None]:
     """What islands say of themselves.
 

@@ -156,6 +156,11 @@ class Communicator:
         self._group: dist.ProcessGroup | None = None
         self._ended = threading.Event()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection."""
+        return self._group is not None
+
     def begin(
         self, key: str, silence: Callable[[], str | None], connects: Callable[[], dist.ProcessGroup]
     ) -> dist.ProcessGroup:

@@ -18,18 +18,16 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.authentication import Door, Said, ask, read_secret
+from pier_megatron.exchange.authentication import Door, Said, ask, island_of, read_secret
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.communicator import Communicator, connect, store_at
+from pier_megatron.exchange.silence import REMEMBERED, complaint, neighbours
 from pier_megatron.exchange.topology import NAMED
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
 _HEARTBEAT = datetime.timedelta(milliseconds=200)
 _CONNECT = datetime.timedelta(seconds=10)
-
-# Silence after which an island counts as dead in the middle of an exchange, as it does at the lighthouse by default.
-_SILENCE_SECONDS = 5.0
 
 # How often torchft asks a lighthouse again that does not answer: so often that only the time of the question counts. It says
 # nothing when it gives up, and who has asked would wait all that time although the lighthouse is back.
@@ -108,7 +106,8 @@ class Membership:
         self._admitted: list[str] = []
         self._known: frozenset[str] = frozenset()
         self._is_new = True
-        self._last_quorum = self._meetings = self._failures = 0
+        self._last_quorum = self._meetings = self._failures = self._step = 0
+        self._left: collections.deque[int] = collections.deque(maxlen=REMEMBERED)
         self._store: Any = None
         host: list[Any] = ["", 0]
         if world.rank() == 0:
@@ -146,22 +145,23 @@ class Membership:
             RuntimeError: If they did not, for whatever reason.
             PierConfigError: If this island is of another run than they.
         """
+        self._step = 0
         quorum = self._quorum(within)
         members = _members(quorum)
         if members != self._members:
             self._members, self._admitted = None, quorum["admitted"]
             self._communicator.close()
-        place, size = self._admitted.index(quorum["own"]), len(self._admitted)
+        place, size, self._step = self._admitted.index(quorum["own"]), len(self._admitted), quorum["step"]
         group = None
         if size > 1:
             prefix = f"pier/{quorum['step']}/{self._world.rank()}"
             group = self._communicator.begin(
                 self._key,
-                functools.partial(self._silence, self._admitted[(place + 1) % size]),
+                functools.partial(self._silence, neighbours(self._admitted, place), quorum["step"]),
                 functools.partial(connect, quorum["store"], prefix, (place, size), self._address, self._timeout),
             )
         self._members = members
-        return GroupExchange(group, self._codec, [_island(name) for name in self._admitted])
+        return GroupExchange(group, self._codec, [island_of(name) for name in self._admitted])
 
     def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
         """What a meeting has come to on all ranks of the island, if it has succeeded on those of all islands.
@@ -179,7 +179,7 @@ class Membership:
                 outcome = Outcome.FAILED
         if outcome != Outcome.SUCCEEDED:
             # Before this rank waits for the others, which may wait for other islands.
-            self._communicator.leave(self._key)
+            self._leave()
         least = torch.tensor([outcome], dtype=torch.int32, device=self._device)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world)
         outcome = Outcome(int(least.item()))
@@ -189,22 +189,28 @@ class Membership:
         else:
             self._failures += 1
             self._members = None
-            self._communicator.leave(self._key)
+            self._leave()
         return outcome
+
+    def _leave(self) -> None:
+        """Ends this island's part in the meeting, and says so."""
+        if self._step and self._step not in self._left:
+            self._left.append(self._step)
+        self._communicator.leave(self._key)
 
     @property
     def _key(self) -> str:
         """Key of this meeting in the island's store: a rank that sets it ends the exchange of the others."""
         return f"ends/{self._meetings}"
 
-    def _silence(self, neighbour: str) -> str | None:
-        """What is wrong with the next island, if it does not answer the first rank of this one.
+    def _silence(self, islands: Sequence[str], step: int) -> str | None:
+        """What is wrong with other islands in the meeting of a step; the first rank asks.
 
-        Each island asks one, so that all are asked: who hears nothing ends its exchange, and so do those who notice that.
+        Once connected it asks the next island alone: whoever leaves then closes all its connections.
         """
-        if self._world.rank() > 0 or neighbour in ask([neighbour], self._secret, _SILENCE_SECONDS):
+        if self._world.rank() > 0:
             return None
-        return f"island {_island(neighbour)} does not answer"
+        return complaint(islands[:1] if self._communicator.is_connected else islands, step, self._secret)
 
     def _announce(self, index: int, lighthouse: str, address: str) -> tuple[Any, Any]:
         """Makes the island known; on its first rank. Returns its store, and whom it asks who is there."""
@@ -233,6 +239,7 @@ class Membership:
         if self._world.rank() == 0:
             try:
                 said = self._ask(within) | {"store": self._at}
+                self._step = said["step"]
                 if _members(said) != self._members:
                     said |= self._admit(said)
             except PierConfigError as error:
@@ -251,7 +258,7 @@ class Membership:
         return told
 
     def _said(self) -> Said:
-        return {"is_new": self._is_new, "run": self._run, "store": self._at}
+        return {"is_new": self._is_new, "run": self._run, "store": self._at, "left": list(self._left)}
 
     def _admit(self, quorum: Said) -> Said:
         """Asks the islands of a quorum who they are, and leaves out those that do not prove that they belong to the run.
@@ -281,11 +288,11 @@ class Membership:
                 if self._run.get(name) != common.get(name)
             ]
             raise PierConfigError(
-                f"--pier-island {_island(own)} is of another run than the other islands: {', '.join(different)}. All need the "
-                "same arguments, layout and plugin."
+                f"--pier-island {island_of(own)} is of another run than the other islands: {', '.join(different)}. All need "
+                "the same arguments, layout and plugin."
             )
         if others:
-            raise RuntimeError(f"islands of another run end: {[_island(list(known)[place]) for place in others]}")
+            raise RuntimeError(f"islands of another run end: {[island_of(list(known)[place]) for place in others]}")
         # Not the store that the lighthouse names: that could be a stranger's.
         first = next(iter(known.values()))
         return {"admitted": list(known), "store": first["store"]}
@@ -308,6 +315,7 @@ class Membership:
             if self._known.issubset(quorum.replica_ids) or time.monotonic() > patience:
                 break
             # A new lighthouse, which takes the first islands that it hears of for all. The others are on their way to it.
+            self._left.append(quorum.max_step)
             time.sleep(_HEARTBEAT.total_seconds())
         self._last_quorum, self._known = quorum.quorum_id, frozenset(quorum.replica_ids)
         return {
@@ -321,11 +329,6 @@ class Membership:
 def _members(quorum: Said) -> tuple[int, tuple[str, ...]]:
     """What tells a communicator from another."""
     return quorum["id"], tuple(quorum["islands"])
-
-
-def _island(name: str) -> int:
-    """The number of the island that has announced itself under a name."""
-    return int(name.split("/")[0])
 
 
 def _common_run(said: Sequence[Said]) -> tuple[Said, list[int]]:

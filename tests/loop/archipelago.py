@@ -84,6 +84,7 @@ class Plan:
         timeout: Seconds that a collective may take.
         dies_after: Outer steps after which it kills itself in the middle of the next one.
         halts_after: Numbers of outer steps after which it stands still in the middle of the next one, until it is woken.
+        halts_connecting: Whether it stands still when it connects with the others for the first time, until it is woken.
         bad_at: Iteration in which its first rank's parameters become nan.
         rests_after: Iterations of an interval after which it rests.
         seed: Of its parameters.
@@ -102,6 +103,7 @@ class Plan:
     timeout: float = ISLAND_TIMEOUT
     dies_after: int | None = None
     halts_after: tuple[int, ...] = ()
+    halts_connecting: bool = False
     bad_at: int | None = None
     rests_after: int = INTERVAL
     seed: int = 0
@@ -253,6 +255,17 @@ def _signal_in_the_exchange(loop: OuterLoop, steps: Sequence[int], number: int) 
     return sum_
 
 
+def _halted(connect: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
+    """In place of a connection: before it the island gets a signal, when all others have admitted it."""
+
+    def halt_and_connect(*args: Any) -> dist.ProcessGroup:
+        time.sleep(1)
+        os.killpg(0, signal.SIGSTOP)
+        return connect(*args)
+
+    return halt_and_connect
+
+
 def _fail_in(number: int, meet: Callable[..., GroupExchange]) -> Callable[..., GroupExchange]:
     """In place of a meeting: one of them comes about, and this rank does not go on."""
     meetings: list[GroupExchange] = []
@@ -330,6 +343,8 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     address, secret = f"127.0.0.{1 + part}", str(diary.folder / plan.secret)
     membership = memberships.Membership(plan.index, url, address, world, config.codec, timeout, run, plan.islands, secret)
     _break_on_demand()
+    if plan.halts_connecting:
+        memberships.connect = _halted(memberships.connect)
     # Only now: a signal that nothing hears ends a process.
     diary.write(pid=os.getpid())
     if plan.fails_alone_in is not None and part == 0:

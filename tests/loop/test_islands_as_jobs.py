@@ -105,6 +105,20 @@ def test_a_silent_island_is_given_up_long_before_the_time_out_and_a_slow_one_is_
     assert seconds < minutes / 5
 
 
+def test_an_island_that_is_silent_while_others_connect_with_it_is_given_up_too(sea: Archipelago) -> None:
+    others = [sea.start(Plan(index, timeout=300, islands=4)) for index in (0, 1, 3)]
+    sea.go_on(others, seconds=60)
+    silent = sea.start(Plan(2, timeout=300, islands=4, halts_connecting=True))
+    sea.until(lambda: silent.is_halted, 60)
+    waits = others[0].last_step()
+    sea.until(lambda: min(island.last_step() for island in others) > waits + INTERVAL, 60)
+    # Islands 0 and 1 ask it, and island 3 asks them.
+    assert any("the exchange is interrupted: island 2 does not answer" in island.log() for island in others)
+    silent.kill()
+    sea.go_on(others)
+    assert {2 in step["islands"] for step in sea.check().values()} == {False}
+
+
 def test_islands_go_on_when_the_lighthouse_is_back(sea: Archipelago) -> None:
     islands = [sea.start(Plan(index)) for index in range(3)]
     sea.go_on(islands, seconds=60)

@@ -1,0 +1,42 @@
+"""Silence of islands: who asks whom in a meeting, and what an answer, or none, means for it."""
+
+import time
+from collections.abc import Sequence
+
+from pier_megatron.exchange.authentication import ask, island_of
+
+REMEMBERED = 16
+"""Meetings that an island has left and of which it tells: whoever still waits in one asks within seconds."""
+
+# Silence after which an island counts as dead in the middle of a meeting, as it does at the lighthouse by default.
+_SECONDS = 5.0
+
+
+def neighbours(islands: Sequence[str], place: int) -> list[str]:
+    """The islands that the one at a place asks, the next one first: those at distances 1, 2, 4 and so on behind it.
+
+    All are asked, and what one has said all know after as many rounds as there are distances.
+    """
+    return [islands[(place + 2**power) % len(islands)] for power in range((len(islands) - 1).bit_length())]
+
+
+def complaint(islands: Sequence[str], step: int, secret: bytes) -> str | None:
+    """What is wrong with an island that does not answer, or has left a meeting; None if nothing is.
+
+    Args:
+        islands: Names of those to ask.
+        step: Step of the meeting.
+        secret: Key of all islands of the run.
+    """
+    begun = time.monotonic()
+    answers = ask(islands, secret, _SECONDS)
+    if time.monotonic() - begun > 2 * _SECONDS:
+        # This process itself stood still.
+        return None
+    for island in islands:
+        answer = answers.get(island)
+        if answer is None:
+            return f"island {island_of(island)} does not answer"
+        if step in answer.get("left", ()):
+            return f"island {island_of(island)} has ended it"
+    return None
