@@ -1,4 +1,4 @@
-"""Layered gradient accumulation: other orders than Megatron's, equal to it to the last bit without dropout; their memory."""
+"""Layered gradient accumulation: other orders than Megatron's, equal to it to the last bit; their memory."""
 
 import itertools
 import re
@@ -39,8 +39,11 @@ _FIXED = "--train-iters 4 --global-batch-size 32 "
 _LAYERS = "--num-layers 3 --untie-embeddings-and-output-weights " + _FIXED
 _BY_LAYER = _OVERLAPPED + "--ddp-bucket-size 10000 "
 _RECOMPUTED = "--recompute-granularity full --recompute-num-layers"
+_DROPOUT = " --hidden-dropout 0.1 --attention-dropout 0.1"
 _WITHOUT_PIPELINE = {
     "layers": _LAYERS + _BY_LAYER,
+    "layers, dropout, TP 2": _LAYERS + _BY_LAYER + f"--tensor-model-parallel-size 2 --bf16 {_RECOMPUTED} 1 "
+    "--recompute-method uniform --eval-interval 2 --eval-iters 2" + _DROPOUT,
     "layers, nothing overlapped": _LAYERS,
     "layers, TP 2": _LAYERS + _BY_LAYER + "--tensor-model-parallel-size 2 --calculate-per-token-loss --timing-log-level 2",
     "layers, experts": _LAYERS + _BY_LAYER + "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1 "
@@ -53,8 +56,8 @@ _WITHOUT_PIPELINE = {
     "layers, islands, muon": _LAYERS + _PIER.replace("--overlap-param-gather", "") + "--pier-groups 2 --pier-islands "
     "--pier-inner-optimizer muon",
 }
+_DROPPING = _WITHOUT_PIPELINE["layers, dropout, TP 2"]
 _TIED = _WITHOUT_PIPELINE["layers"].replace("--untie-embeddings-and-output-weights ", "")
-_DROPOUT = " --hidden-dropout 0.1 --attention-dropout 0.1"
 _PROBES = ["weights", "pipeline"]
 
 
@@ -75,6 +78,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
             for order in ("", _LAYERED)
         ),
         Run("two at a time", _WITHOUT_PIPELINE["layers"] + _LAYERED + " 2", _PROBES),
+        Run(
+            "dropping, two at a time",
+            _DROPPING + _LAYERED + " 2 --save {directory}/saved --save-interval 100",
+            _PROBES,
+            saves=[2],
+        ),
+        Run("dropping, resumed", _DROPPING + _LAYERED + " --load {directory}/saved --ckpt-step 2", _PROBES),
+        Run("another number of draws", _DROPPING + _LAYERED, [], ["a micro-batch draws once more"], fails=True),
         Run(
             "each reduced",
             _WITHOUT_PIPELINE["layers, ramp-up"] + _LAYERED,
@@ -117,6 +128,19 @@ def equal(run: Recorded, expected: Recorded) -> None:
 
 def test_some_micro_batches_at_a_time_are_equal_too(runs: dict[str, Recorded]) -> None:
     equal(runs["two at a time"], runs["layers"])
+
+
+def test_resumes_with_dropout_and_goes_on_in_another_number_at_a_time(runs: dict[str, Recorded]) -> None:
+    whole, resumed = runs["layers, dropout, TP 2"], runs["dropping, resumed"]
+    equal(runs["dropping, two at a time"], whole)
+    assert resumed.losses == {iteration: loss for iteration, loss in whole.losses.items() if iteration > 2}
+    weights = resumed.weights("final")
+    for key, value in whole.weights("final").items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(weights[key], value), key
+
+
+def test_a_micro_batch_that_draws_otherwise_is_seen(runs: dict[str, Recorded]) -> None:
+    assert "a micro-batch has drawn more or fewer random numbers than the first one" in runs["another number of draws"].error
 
 
 def test_a_reduction_after_each_backward_pass_is_seen(runs: dict[str, Recorded]) -> None:
@@ -163,7 +187,7 @@ def test_activations_of_as_many_micro_batches_as_was_said(runs: dict[str, Record
     assert max(itertools.accumulate({"F": 1, "B": -1, "R": 0}[way] for way in ways)) == said
 
 
-def test_dropout_draws_other_numbers(runs: dict[str, Recorded]) -> None:
+def test_in_a_pipeline_dropout_draws_other_numbers(runs: dict[str, Recorded]) -> None:
     depth_first, layered = runs["dropout"].losses, runs["dropout, layered"].losses
     assert layered != depth_first
     assert layered == pytest.approx(depth_first, rel=2e-2)

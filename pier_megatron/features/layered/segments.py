@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.features.layered import random_states
+from pier_megatron.features.layered.random_states import RandomStates, States
 from pier_megatron.megatron_api import versions
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -25,7 +27,14 @@ type _Loss = tuple[torch.Tensor, torch.Tensor | int]
 
 
 def accumulate[R](
-    schedule: Callable[..., R], /, *, model: Sequence[nn.Module], num_microbatches: int, at_a_time: int, **kwargs: object
+    schedule: Callable[..., R],
+    /,
+    *,
+    model: Sequence[nn.Module],
+    num_microbatches: int,
+    at_a_time: int,
+    random: RandomStates | None,
+    **kwargs: object,
 ) -> R:
     """Runs Megatron's schedule without pipelining, of a training step, layer by layer.
 
@@ -34,13 +43,14 @@ def accumulate[R](
         model: The model, alone in its list.
         num_microbatches: Number of micro-batches of this step.
         at_a_time: Most micro-batches that pass a layer before any passes the next one.
+        random: What is known of the random numbers that they draw; None if they draw none.
         kwargs: All else that the schedule takes.
 
     Raises:
         PierConfigError: If the model has no single sequence of layers.
     """
     with _cut_before_layers(model[0]) as cuts:
-        steps = _Steps(model[0], num_microbatches, at_a_time, cuts)
+        steps = _Steps(model[0], num_microbatches, at_a_time, cuts, random)
         replacements = {"forward_step": steps.forward_step, "backward_step": steps.backward_step}
         with versions.replaced(importlib.import_module(_SCHEDULES), replacements):
             return schedule(model=model, num_microbatches=num_microbatches, **kwargs)
@@ -51,7 +61,10 @@ class _MicroBatch(greenlet.greenlet):
 
     Attributes:
         cuts: In order, what came out of a segment, and the leaf with the same numbers that went into the next one.
+        random: States from which it draws random numbers next; None if it draws none.
     """
+
+    random: States | None = None
 
     def __init__(self, forward_step: Callable[[], _Loss]) -> None:
         super().__init__(forward_step)
@@ -75,11 +88,11 @@ class _Steps:
     reduced, as Megatron's schedule does for a whole model: what Megatron adds up for a parameter has the same order.
     """
 
-    def __init__(self, model: nn.Module, count: int, at_a_time: int, cuts: int) -> None:
+    def __init__(self, model: nn.Module, count: int, at_a_time: int, cuts: int, random: RandomStates | None) -> None:
         self._forward_step = versions.require(_SCHEDULES, "forward_step")
         self._backward_step = versions.require(_SCHEDULES, "backward_step")
         self._config = versions.require("megatron.core.utils", "get_model_config")(model)
-        self._left, self._at_a_time, self._cuts = count, at_a_time, cuts
+        self._left, self._at_a_time, self._cuts, self._random = count, at_a_time, cuts, random
         self._waiting: list[_MicroBatch] = []
 
     def forward_step(self, *args: object, **kwargs: object) -> tuple[None, torch.Tensor | int]:
@@ -95,6 +108,9 @@ class _Steps:
         """Does nothing."""
 
     def _run(self, together: Sequence[_MicroBatch]) -> torch.Tensor | int:
+        starts = self._random.starts(len(together)) if self._random is not None else []
+        for micro_batch, start in zip(together, starts, strict=False):
+            micro_batch.random = start
         for _ in range(self._cuts):
             for micro_batch in together:
                 self._run_segment(micro_batch)
@@ -106,6 +122,8 @@ class _Steps:
             with self._reducing(micro_batch is together[-1]):
                 self._backward_step(None, loss, None, self._config)
             del loss
+        if self._random is not None:
+            self._random.finish(starts, [each.random for each in together if each.random is not None])
         for _ in range(self._cuts):
             for micro_batch in together:
                 output, leaf = micro_batch.cuts.pop()
@@ -117,8 +135,17 @@ class _Steps:
         """Runs a forward step up to where it pauses and returns nothing of use, or to its end and returns its result."""
         # A forward step that waits for its turn is not being timed.
         with self._timed("forward-compute"), versions.replaced(self._config, {"timers": None}):
-            result: _Loss = micro_batch.switch()
+            if micro_batch.random is None:
+                return self._switch_to(micro_batch)
+            random_states.put_back(micro_batch.random)
+            result = self._switch_to(micro_batch)
+            micro_batch.random = random_states.current()
             return result
+
+    @staticmethod
+    def _switch_to(micro_batch: _MicroBatch) -> _Loss:
+        result: _Loss = micro_batch.switch()
+        return result
 
     def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Inside, gradients are only added up, unless these are the last ones of the step."""

@@ -1,0 +1,138 @@
+"""Random states of micro-batches that pass a model together: each draws the numbers that it draws in Megatron's order.
+
+There one forward pass follows the other, and each draws as many numbers. Where each of them begins is known as soon as one has
+passed alone.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pier_megatron.megatron_api import versions
+
+States = Mapping[str, Tensor]
+"""States of the generators that a forward pass draws from, by name: the device's, and those of Megatron's tracker."""
+
+_DEVICE = "the device's"
+
+# Bytes of a CUDA generator's state: its seed, and how many numbers it has drawn.
+_SEED_AND_OFFSET = 16
+
+# A CPU's generator is a Mersenne twister: its state has so many words, all of which are new after so many numbers. Before them
+# stand bytes that say where in them it is.
+_WORDS, _WORD, _HEAD = 624, 8, 24
+
+# Numbers that a micro-batch may draw from a CPU's generator: with these it takes seconds to count them.
+_MOST_ON_A_CPU = 10**8
+
+
+@dataclasses.dataclass
+class RandomStates:
+    """What is known of the random numbers that micro-batches draw.
+
+    Attributes:
+        drawn: Numbers that one draws, by generator; None until one has passed alone.
+    """
+
+    drawn: Mapping[str, int] | None = None
+
+    def starts(self, count: int) -> list[States]:
+        """The states at which so many micro-batches begin, the next one now; one, as long as nothing is known."""
+        now = current()
+        if self.drawn is None:
+            return [now]
+        starts = [now]
+        while len(starts) < count:
+            starts.append(self._after(starts[-1], self.drawn))
+        return starts
+
+    def finish(self, starts: Sequence[States], ends: Sequence[States]) -> None:
+        """Sets the states after forward passes, in Megatron's order.
+
+        Args:
+            starts: What :meth:`starts` has returned.
+            ends: The states at the end of each forward pass.
+
+        Raises:
+            RuntimeError: If one has drawn more or fewer numbers than the others.
+        """
+        if self.drawn is None:
+            self.drawn = {name: _drawn(state, ends[0][name]) for name, state in starts[0].items()}
+        expected = [*starts[1:], self._after(starts[-1], self.drawn)]
+        for end, following in zip(ends, expected, strict=True):
+            if any(not torch.equal(state, following[name]) for name, state in end.items()):
+                raise RuntimeError(
+                    "--pier-layered: a micro-batch has drawn more or fewer random numbers than the first one of the run, so "
+                    "that dropout would not be Megatron's. Set --hidden-dropout 0 and --attention-dropout 0, or drop "
+                    "--pier-layered."
+                )
+        put_back(ends[-1])
+
+    @staticmethod
+    def _after(states: States, drawn: Mapping[str, int]) -> States:
+        return {name: _advanced(state, drawn[name]) for name, state in states.items()}
+
+
+def current() -> States:
+    """The states now."""
+    return {_DEVICE: torch.cuda.get_rng_state(), **_tracker().get_states()}
+
+
+def put_back(states: States) -> None:
+    """Draws on from these states."""
+    torch.cuda.set_rng_state(states[_DEVICE])
+    _tracker().set_states({name: state for name, state in states.items() if name != _DEVICE})
+
+
+class _Tracker(Protocol):
+    """What is used of Megatron's ``CudaRNGStatesTracker``."""
+
+    def get_states(self) -> dict[str, Tensor]:
+        """States of its generators, which it replaces and does not change."""
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Takes over states."""
+
+
+def _tracker() -> _Tracker:
+    tracker: _Tracker = versions.require("megatron.core.tensor_parallel", "get_cuda_rng_tracker")()
+    return tracker
+
+
+def _advanced(state: Tensor, numbers: int) -> Tensor:
+    """The state after so many more numbers."""
+    if not numbers:
+        return state
+    if state.numel() == _SEED_AND_OFFSET:
+        advanced = state.clone()
+        advanced.view(torch.int64)[1] += numbers
+        return advanced
+    generator = torch.Generator()
+    generator.set_state(state)
+    torch.empty(numbers, dtype=torch.int32).random_(generator=generator)
+    return generator.get_state()
+
+
+def _drawn(before: Tensor, after: Tensor) -> int:
+    """How many numbers there are between two states."""
+    if before.numel() == _SEED_AND_OFFSET:
+        return int(after.view(torch.int64)[1] - before.view(torch.int64)[1])
+    words = slice(_HEAD, _HEAD + _WORDS * _WORD)
+    for count in range(0, _MOST_ON_A_CPU, _WORDS):
+        if torch.equal(before[words], after[words]):
+            # Before the place at which it began, or behind it.
+            return count + _place(after) - _place(before)
+        before = _advanced(before, _WORDS)
+    raise RuntimeError(
+        f"--pier-layered with dropout: a micro-batch draws more than {_MOST_ON_A_CPU} random numbers on a CPU. Set "
+        "--hidden-dropout 0 and --attention-dropout 0, or drop --pier-layered."
+    )
+
+
+def _place(state: Tensor) -> int:
+    """How many of its words a Mersenne twister has used."""
+    left, _ = state[8:16].view(torch.int32).tolist()
+    return _WORDS - int(left)
