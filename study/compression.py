@@ -42,13 +42,13 @@ class Run:
 
     def arguments(self, iterations: int) -> str:
         """Its command line, beside model and data."""
-        compress = "" if self.policy == "none" else f"--pier-compress {self.policy}"
+        compress = "--pier-log-codec-errors" if self.policy == "none" else f"--pier-compress {self.policy}"
         micro_batch = BATCH // (2 * _MICRO_BATCHES)
         return (
             "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 "
             f"--train-iters {iterations} --global-batch-size {BATCH} --micro-batch-size {micro_batch} --seed {self.seed} "
             f"--lr {_RATE} --min-lr {_RATE / 10} --eval-interval {iterations} "
-            f"--eval-iters {VALIDATION_SEQUENCES // BATCH} --pier-log-codec-errors {compress}"
+            f"--eval-iters {VALIDATION_SEQUENCES // BATCH} {compress}"
         )
 
 
@@ -84,9 +84,9 @@ def main() -> None:
         print(f"| {policy} | {statistics.mean(losses):.4f} | {statistics.mean(gaps):+.4f} | {by_seed} |")
     print("\n| mean error of a number | smallest log to largest |\n|---|---|")
     logs = [TensorBoardLog(folder / Run("none", seed).name).scalars for seed in seeds]
-    for name in sorted(name for name in logs[0] if " error of " in name):
+    for name in sorted({name for log in logs for name in log if name.startswith("codecs/")}):
         errors = [error for log in logs for error in log[name].values]
-        print(f"| {name.removeprefix('compressed/')} | {min(errors):.2%} to {max(errors):.2%} |")
+        print(f"| {name.removeprefix('codecs/')} | {min(errors):.2%} to {max(errors):.2%} |")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What routes past skipped stages cost in loss: ``python study/route_losses.py [--seeds N]``, printed as a table.
 
 Simulated in one process: a plain GPT whose stages are its layers takes each micro-batch along its route, swaps included, as
-Megatron does with ``--pier-skip-routes`` (``tests/distributed/test_routed_training.py``). Goes on where it was interrupted.
+Megatron does with ``--pier-skip-routes`` (``tests/distributed/test_routed_training.py``). With ``--megatron``, Megatron itself
+does, a process for each stage. Goes on where it was interrupted.
 """
 
 import argparse
@@ -18,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from run import MALLOC, data_arguments
-from skipping import WHOLE, spread
+from run import MALLOC, SET_UP, VALIDATION_SEQUENCES, data_arguments, run_worker
+from skipping import WHOLE, spread, validation_loss
 from small_gpt import VECTORS, Parameters, Text, initial, losses
 
 from pier_megatron.pipeline.play import Grid, Link
@@ -73,22 +74,31 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/study/route-losses"), help="folder for the runs (%(default)s)"
     )
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), help="beside whole (all)")
+    parser.add_argument("--megatron", action="store_true", help="train in Megatron, not in one process")
     options = parser.parse_args()
-    folder = options.output.resolve() / str(options.iterations)
+    folder = options.output.resolve() / f"{options.iterations}{'-megatron' * options.megatron}"
     seeds = range(1, options.seeds + 1)
     table = {
         name: [Row(fraction, may_swap, seed, stages) for seed in seeds]
         for name, (fraction, may_swap, stages) in COLUMNS.items()
+        if name in ("whole", *options.columns)
     }
     missing = [row for seed in zip(*table.values(), strict=True) for row in seed if not (folder / row.name).exists()]
     print(f"{len(missing)} trainings are to be done", flush=True)
     if missing:
         data_arguments(folder / "corpus")
-    os.environ.update(MALLOC, OMP_NUM_THREADS="1")
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(None, context, torch.set_num_threads, (1,)) as pool:
-        for row, found in zip(missing, pool.map(functools.partial(train, folder, options.iterations), missing), strict=True):
-            (folder / row.name).write_text(json.dumps(found))
+    if options.megatron:
+        for row in missing:
+            (folder / row.name).write_text(json.dumps(train_in_megatron(folder, options.iterations, row)))
+    else:
+        os.environ.update(MALLOC, OMP_NUM_THREADS="1")
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(None, context, torch.set_num_threads, (1,)) as pool:
+            for row, found in zip(
+                missing, pool.map(functools.partial(train, folder, options.iterations), missing), strict=True
+            ):
+                (folder / row.name).write_text(json.dumps(found))
     print(_table(folder, table))
 
 
@@ -126,6 +136,40 @@ def train(folder: Path, iterations: int, row: Row) -> dict[str, float]:
         optimizer.zero_grad()
     evaluations = EVALUATIONS if row.stages == STAGES else {WHOLE: None}
     return {name: _validation(parameters, text, kept) for name, kept in evaluations.items()} | {"swaps": found.swaps}
+
+
+def train_in_megatron(folder: Path, iterations: int, row: Row) -> dict[str, float]:
+    """As :func:`train`, in Megatron, with the files of its runs in ``folder``."""
+    found, place = routes(row), folder / f"{row.name}-files"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "routes.json").write_text(found.text())
+    common = (
+        f"--num-layers {row.stages} {SET_UP} {data_arguments(folder / 'corpus')} --pipeline-model-parallel-size {row.stages} "
+        f"--train-iters {iterations} --global-batch-size {BATCH} --micro-batch-size {BATCH // MICRO_BATCHES} --seed {row.seed} "
+        f"--lr {LEARNING_RATE} --min-lr {FINAL * LEARNING_RATE} --eval-interval {iterations} "
+        f"--eval-iters {VALIDATION_SEQUENCES // BATCH} --use-distributed-optimizer --save-interval {iterations} "
+    )
+    arguments = {WHOLE: f"--pier-skip-routes {place / 'routes.json'} --save {place / 'checkpoints'}"}
+    for name, kept in EVALUATIONS.items() if row.stages == STAGES else ():
+        if kept is not None:
+            omitted = ",".join(str(stage) for stage in range(STAGES) if stage not in kept)
+            arguments[name] = (
+                f"--pier-eval-skip {omitted} --skip-train --no-load-optim --no-load-rng --load {place / 'checkpoints'}"
+            )
+    logs = {name: place / f"{name}, log" for name in arguments}
+    run_worker(
+        [
+            {
+                "name": f"{row.name}, {name}",
+                "groups": row.stages,
+                "argv": f"{common}{own}".split(),
+                "log": str(logs[name]),
+                "done": str(place / f"{name}, done"),
+            }
+            for name, own in arguments.items()
+        ]
+    )
+    return {name: validation_loss(log) for name, log in logs.items()} | {"swaps": found.swaps}
 
 
 def backward(parameters: Parameters, batch: Sequence[torch.Tensor], paths: Sequence[tuple[int, ...]]) -> None:

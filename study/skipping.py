@@ -151,11 +151,7 @@ class Study:
 
     def loss(self, row: Row, evaluation: str = WHOLE) -> float:
         """Validation loss at the end of a run, in nats per byte."""
-        found = re.search(
-            r"validation loss at .* on validation set.*lm loss value: (\S+)", self._log(row, evaluation).read_text()
-        )
-        assert found, f"{row.name}: no validation loss"
-        return float(found[1])
+        return validation_loss(self._log(row, evaluation))
 
     def table(self, title: str, columns: Sequence[Sequence[Row]]) -> str:
         """Final losses, and perplexities per byte, mean and standard deviation over the seeds; a column is of one fraction."""
@@ -176,6 +172,13 @@ class Study:
             for column in columns
         ]
         return "\n".join([*lines, f"| all stages, above the run that skips nothing | {' | '.join(gaps)} |"])
+
+
+def validation_loss(log: Path) -> float:
+    """The validation loss that Megatron has printed last but for the test's, in nats per byte."""
+    found = re.search(r"validation loss at .* on validation set.*lm loss value: (\S+)", log.read_text())
+    assert found, f"{log}: no validation loss"
+    return float(found[1])
 
 
 def spread(values: Sequence[float]) -> str:

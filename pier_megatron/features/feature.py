@@ -55,7 +55,7 @@ class Feature(Protocol):
 
     @property
     def Settings(self) -> "type[DataclassInstance]":  # noqa: N802
-        """Dataclass of its settings, of which the flags are made."""
+        """Dataclass of its settings, of which the flags are made. Checkpoints do not hold those that begin with log_."""
 
     @property
     def REFUSED(self) -> Collection[str]:  # noqa: N802

@@ -88,7 +88,7 @@ TABLE = (
 EXAMINATION = (
     Seam(_ARGUMENTS, "validate_args", examination.confine, over=arguments.validate, imported_by=_INITIALIZE),
     Seam("megatron.training.ft_integration", "setup", examination.leave_out),
-    Seam(_TRAINING, "train_step", examination.look_on, over=training.train_step),
+    Seam(_TRAINING, "train_step", examination.look_on, is_outermost=True),
 )
 """What ``pier-megatron doctor --start`` replaces besides."""
 

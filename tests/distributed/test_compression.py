@@ -48,7 +48,7 @@ _ROUTES = {
 }
 _EXACT = " --pier-compress naive,outer=off"
 # Where the errors of codecs are logged beside a training that is not compressed.
-_MEASURED = ["breadth-first, some skipped", "tensor-parallel", "instances, overlapped", "experts", "pier"]
+_MEASURED = ["breadth-first, some skipped", "tensor-parallel", "instances, overlapped", "experts", "lengths that vary", "pier"]
 _LOGGING = " --pier-log-codec-errors"
 _AGGRESSIVE = _LONGER + _PIER + _OVERLAPPED + "--bf16 --pier-compress aggressive,gather=int8 --save-interval 100 "
 # Tensor-parallel ranks hold copies of some parameters beside their own part of others, in one buffer.
@@ -89,9 +89,15 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     keeping = ["small pieces", "dropped gradients survive saves"]
     # Megatron would end a run that receives garbage.
     unchecked = f"{_ROUTES['interleaved'][0]} --rerun-mode disabled --no-check-for-nan-in-loss-and-grad{_EXACT}"
-    trainings += [Run(f"{name}, measured", _ROUTES[name][0] + _LOGGING, ["weights"]) for name in _MEASURED]
+    trainings += [
+        Run(f"{name}, measured", _ROUTES[name][0] + _LOGGING, ["weights"], ["lengths that vary"] if "vary" in name else [])
+        for name in _MEASURED
+    ]
     trainings += [
         Run("measured", f"{_PIPELINE}{_SHARDED}--train-iters 1 --global-batch-size 16 --bf16{_LOGGING}", ["weights"]),
+        Run("measured in buckets", f"{_STEPS}--overlap-grad-reduce --ddp-bucket-size 2000{_LOGGING}"),
+        Run("measured at once", f"{_STEPS}--overlap-grad-reduce{_LOGGING}"),
+        Run("measured alone", (_LONGER + _PIER).replace("--pier-groups 2", "--pier-groups 4") + _LOGGING),
         Run("hybrid", f"{pipeline} --pier-compress hybrid", ["census"]),
         Run("naive", f"{overlapped} --pier-compress naive"),
         Run("naive pier", f"{pier} --pier-compress naive", ["census"]),
@@ -181,6 +187,15 @@ def test_measured_errors_are_those_of_the_parameters(runs: dict[str, Recorded]) 
         (total[:, 0] / total[:, 1]).tolist(), rel=0.1
     )
     assert found["dp"]["int4"] > 1.1 * found["gather"]["int4"]
+
+
+def test_all_that_is_sent_is_measured_and_nothing_else(runs: dict[str, Recorded]) -> None:
+    # Blocks begin with parameters, in one bucket or in many.
+    assert errors(runs["measured in buckets"])[0] == errors(runs["measured at once"])[0]
+    assert len(errors(runs["measured in buckets"])) == 3
+    # After the lazy start each group is one replica.
+    assert len(runs["measured alone"].losses) == 6
+    assert len(errors(runs["measured alone"])) == 2
 
 
 def said(run: Recorded) -> list[dict[str, tuple[float, str, float]]]:

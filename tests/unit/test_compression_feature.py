@@ -164,19 +164,21 @@ def test_a_policy_that_names_no_codec_is_refused() -> None:
 
 def tried(**changes: Any) -> dict[str, str]:
     """What start-up says of the codecs that are tried, by dimension."""
-    [line] = compression.describe(args(pier_compress=None, pier_log_codec_errors=True, **changes))
-    return dict(
-        of_one.split(" ", 1) for of_one in line.removeprefix("Pier logs how far codecs are from what is sent: ").split("; ")
-    )
+    head, *lines = compression.describe(args(pier_compress=None, pier_log_codec_errors=True, **changes))
+    assert head == "Pier logs how far codecs are from what is sent:"
+    return {line.split(":")[0].strip(): line.split(": ", 2)[2] for line in lines}
 
 
 def test_the_codecs_that_a_run_would_accept_are_tried() -> None:
     all_but_bf16 = "int12, int8, int4"
     every = dict.fromkeys(("pp", "gather", "tp"), all_but_bf16)
     assert tried() == every | {"dp": f"bf16, {all_but_bf16}"}
-    assert tried(use_megatron_fsdp=True) == dict.fromkeys(("pp", "tp"), all_but_bf16)
+    sharded = tried(use_megatron_fsdp=True)
+    assert {name for name, told in sharded.items() if told == all_but_bf16} == {"pp", "tp"}
+    assert "nothing: --use-megatron-fsdp cannot be used with --pier-compress dp=int4" in sharded["dp"]
     assert tried(bf16=False, fp16=True)["dp"] == "bf16, int12, int8"
-    assert tried(cuda_graph_impl="local").keys() == {"dp", "pp", "gather"}
+    assert tried(sequence_parallel=True)["tp"].startswith("nothing: --sequence-parallel gathers and scatters")
+    assert tried(cuda_graph_impl="local")["tp"].startswith("nothing: --cuda-graph-impl local replays sums")
     assert tried(fp32_residual_connection=True)["pp"] == f"bf16, {all_but_bf16}"
 
 
@@ -188,9 +190,9 @@ def test_a_run_that_would_accept_no_codec_measures_nothing() -> None:
         pipeline_model_parallel_size=1,
         sequence_parallel=True,
     )
-    for function in (compression.check, compression.describe):
-        with pytest.raises(PierConfigError, match=r"--pier-log-codec-errors measures nothing: .*one model replica.* Drop it"):
-            function(alone)
+    told = r"--pier-log-codec-errors measures nothing in this run: dp: there is one model replica .*; pp: .*; tp: .* Drop it"
+    with pytest.raises(PierConfigError, match=told):
+        compression.check(alone)
 
 
 def test_measuring_alone_compresses_nothing() -> None:
@@ -201,8 +203,13 @@ def test_measuring_alone_compresses_nothing() -> None:
     assert compression.is_used(alone)
     assert compression.cost(alone).per_parameter == {}
     assert all(traffic.codec_in_force(dimension) is None for dimension in DIMENSIONS)
-    assert {name for name in DIMENSIONS if quantization_error.is_due(name)} == {"dp", "pp", "gather", "tp"}
-    run.begin()
+    assert {codec.name for codec in quantization_error.tried()} == {"bf16", "int12", "int8", "int4"}
+
+
+def test_measuring_alone_refuses_in_its_own_name() -> None:
+    told = r"--pier-log-codec-errors measures nothing in this run: .*CUDA graphs of the full"
+    with pytest.raises(PierConfigError, match=told):
+        compression.check(args(pier_compress=None, pier_log_codec_errors=True, cuda_graph_impl="full_iteration"))
 
 
 @pytest.mark.parametrize(

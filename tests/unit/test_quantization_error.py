@@ -1,6 +1,8 @@
 """Errors of codecs on what travels, and what is proposed for it: ``--pier-log-codec-errors``."""
 
 import argparse
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -9,14 +11,16 @@ import torch
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS
-from pier_megatron.features.compression import activations, parameters, quantization_error
+from pier_megatron.features.compression import activations, gradients, quantization_error, tensor_parallel, traffic
 from pier_megatron.megatron_api import run
 
 _TRIED = [CODECS[name] for name in ("bf16", "int12", "int8", "int4")]
 
 
 @pytest.fixture(autouse=True)
-def training() -> None:
+def training() -> Iterator[None]:
+    run.begin()
+    yield
     run.begin()
 
 
@@ -49,46 +53,67 @@ def test_an_outlier_shows_though_root_mean_squares_hide_it() -> None:
     assert error("int4", rows) > 0.9 > 2 * plain
 
 
-def logged(iteration: int, interval: int = 2) -> list[str]:
-    """The lines after an iteration of one rank."""
+def taken(iteration: int, step: Callable[[], None], interval: int = 2) -> tuple[list[str], dict[str, float]]:
+    """What is logged of an iteration, the other rank of the replica having sent as much without any error."""
+    scalars: dict[str, float] = {}
     modules: dict[str, Any] = {
         "print_rank_last": (lines := []).append,
-        "get_tensorboard_writer": lambda: None,
-        "get_model_parallel_group": lambda: None,
+        "get_tensorboard_writer": lambda: mock.Mock(add_scalar=lambda name, value, _: scalars.update({name: value})),
+        "get_model_parallel_group": lambda: "replica",
     }
+
+    def all_reduce(sums: Tensor, group: str) -> None:
+        assert group == "replica"
+        sums[:, 1] *= 2
+
+    def train_step(iteration: int) -> None:
+        step()
 
     def training_log(losses: Any, iteration: int) -> None: ...
 
+    versions = quantization_error.versions
     with (
-        mock.patch.object(quantization_error.versions, "megatron_args", return_value=argparse.Namespace(log_interval=interval)),
-        mock.patch.object(quantization_error.versions, "require", lambda module, name: modules[name]),
-        mock.patch.object(quantization_error.dist, "all_reduce"),
+        mock.patch.object(versions, "megatron_args", return_value=argparse.Namespace(log_interval=interval, iteration=0)),
+        mock.patch.object(versions, "require", lambda module, name: modules[name]),
+        mock.patch.object(quantization_error.dist, "all_reduce", all_reduce),
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
     ):
-        quantization_error.log(training_log, {}, iteration)
-    return lines
+        quantization_error.step(train_step, iteration=iteration - 1)
+        traffic.log(training_log, {}, iteration)
+    return lines, scalars
 
 
 def send(*tensors: Tensor) -> None:
-    names = ("tensor_send_next", "tensor_recv_next", "tensor_send_prev")
-    activations.transfer(lambda **given: {}, **dict(zip(names, (tensors[0], torch.full((4,), 9.0), tensors[1]), strict=True)))
+    """As a stage between two others: what it receives, and lengths that vary, are not measured."""
+    given = {"tensor_send_next": tensors[0], "tensor_send_prev": tensors[1], "tensor_recv_next": torch.full((4,), 9.0)}
+    activations.transfer(lambda **given: {}, **given, length_send_next=torch.tensor([1, 300, 7]))
 
 
 def test_what_is_logged_is_of_one_iteration_and_of_all_that_was_sent() -> None:
     quantization_error.try_codecs({"pp": _TRIED})
+    assert taken(1, lambda: send(torch.full((3,), 5.0), torch.full((3,), 7.0))) == ([], {})
+    # An evaluation.
     send(torch.full((3,), 5.0), torch.full((3,), 5.0))
-    assert logged(1) == []
-    send(torch.tensor([127, 1.6]), torch.tensor([127, 0.8, 0, 1.25]))
-    [line, proposed] = logged(2)
+    [line, proposed], scalars = taken(2, lambda: send(torch.tensor([127, 1.6]), torch.tensor([127, 0.8, 0, 1.25])))
     # Errors of int8: 0, 0.25; 0, 0.25, 0.2.
     assert "in pp (activations and their gradients between pipeline stages)" in line
-    assert f"int8 {0.7 / 5:.2%}" in line
-    assert proposed == " fewest bits within 10%: --pier-compress pp=int12"
+    assert f"int8 {0.7 / 10:.2%}" in line
+    assert proposed == " fewest bits within 10%: --pier-compress pp=int8"
+    assert scalars["codecs/pp error of int8"] == pytest.approx(0.7 / 10)
+    # Skipped, or at rest.
+    assert taken(4, lambda: None) == ([], {})
     assert not quantization_error.is_due("pp")
-    assert logged(3) == []
-    assert quantization_error.is_due("pp")
-    assert not quantization_error.is_due("dp")
-    assert logged(4) == []
+
+
+def test_an_iteration_that_fails_measures_nothing_later() -> None:
+    quantization_error.try_codecs({"pp": _TRIED})
+
+    def fail() -> None:
+        raise RuntimeError
+
+    with contextlib.suppress(RuntimeError):
+        taken(2, fail)
+    assert not quantization_error.is_due("pp")
 
 
 def test_what_is_proposed() -> None:
@@ -98,33 +123,44 @@ def test_what_is_proposed() -> None:
         "gather": {"int12": 0.2, "int8": 0.3, "int4": 0.5},
         "tp": {"bf16": 0.001, "int12": 0.01, "int8": 0.02, "int4": 0.1},
     }
-    assert quantization_error.table(means)[-1].endswith("--pier-compress dp=int8,pp=int12,tp=int4")
-    assert len(quantization_error.table({"pp": {"int4": 0.5}})) == 1
-    assert quantization_error.table({}) == []
+    proposed = "--pier-compress dp=int8,pp=int12,tp=int4"
+    assert quantization_error.table(means, None)[-1].endswith(f"{proposed}; none for gather")
+    # Pasted, it takes the place of a policy.
+    assert quantization_error.table(means, CODECS["int4"])[-1].endswith(f"{proposed},outer=int4; none for gather")
+    assert quantization_error.table({"pp": {"int4": 0.5}}, CODECS["int8"])[-1] == " fewest bits within 10%: none for pp"
+    assert quantization_error.table({}, CODECS["int8"]) == []
 
 
 def test_many_numbers_are_looked_at_in_parts() -> None:
     quantization_error.try_codecs({"dp": _TRIED})
     torch.manual_seed(0)
-    rows = torch.randn(1, 8 * BLOCK)
-    quantization_error.measure("dp", [rows])
-    whole = logged(2)
-    with mock.patch.object(quantization_error, "_AT_ONCE", 3 * BLOCK):
-        logged(1)
-        quantization_error.measure("dp", [rows[:, : 2 * BLOCK], rows[:, 2 * BLOCK :]])
-    assert len(whole) == 2
-    assert logged(2) == whole
+    rows = torch.randn(2, 8 * BLOCK)
+    whole = taken(2, lambda: quantization_error.measure("dp", [rows]))
+    with mock.patch.object(quantization_error, "_AT_ONCE", 6 * BLOCK):
+        assert taken(2, lambda: quantization_error.measure("dp", [rows[:, : 2 * BLOCK], rows[:, 2 * BLOCK :]])) == whole
+    assert len(whole[0]) == 2
 
 
-def test_a_rank_measures_its_own_part_of_the_parameters() -> None:
-    quantization_error.try_codecs({"gather": _TRIED})
-    # Of two parameters in two parts the second rank has the end of the first, and the second: each begins a block.
-    own = torch.tensor([127, 1.6, 0.016, 127e-2])
-    bucket = mock.Mock(param_data=torch.cat([torch.full((4,), 0.3), own]), grad_data=None)
-    first, second = mock.Mock(), mock.Mock()
-    bucket.param_to_index = {first: (0, 6), second: (6, 8)}
-    group = mock.Mock(**{"rank.return_value": 1, "size.return_value": 2})
-    bucket_group = mock.Mock(buckets=[bucket], intra_distributed_optimizer_instance_group=group)
-    parameters.start(lambda _: None, bucket_group)
-    # Errors of int8: 0, 0.25; 0.25, 0.
-    assert f"int8 {0.5 / 4:.2%}" in logged(2)[0]
+class _Group:
+    """So many ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize(("size", "is_sent"), [(1, False), (2, True)])
+def test_what_a_rank_alone_sums_is_not_sent(size: int, is_sent: bool) -> None:
+    quantization_error.try_codecs({"tp": _TRIED})
+    group: Any = _Group(size)
+
+    def sum_alone() -> None:
+        tensor_parallel.sum_encoded(lambda tensor, group: tensor, torch.tensor([127, 1.6]), group)
+
+    lines, _ = taken(2, sum_alone)
+    assert bool(lines) == is_sent
+    reduction = gradients._Reduction(torch.ones(4), group, torch.distributed.ReduceOp.SUM)
+    with mock.patch.object(gradients, "pieces_of", return_value=["pieces"]):
+        assert bool(gradients._laid_out(mock.Mock(), reduction)[1]) == is_sent

@@ -1,7 +1,7 @@
 """What is sent of Megatron's buckets at once, in blocks that end with their parameters."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.layout import Piece, pieces
-from pier_megatron.features.compression import quantization_error
 from pier_megatron.megatron_api import run
 
 
@@ -67,14 +66,6 @@ def pieces_of(bucket_group: BucketGroup, sent: Tensor, parts: int) -> list[Piece
         bounds = [(max(low, begin) - begin, min(high, end) - begin) for low, high in bucket.param_to_index.values()]
         known[key] = pieces(sent.numel(), parts, bounds)
     return known[key]
-
-
-def measure(dimension: str, bucket_group: BucketGroup, buffers: Iterable[Tensor | None], part: int = 0, parts: int = 1) -> None:
-    """Measures what codecs make of its gradients or parameters, of a part of each buffer, where that is due."""
-    if quantization_error.is_due(dimension):
-        laid_out = ((buffer, pieces_of(bucket_group, buffer.view(-1), parts)) for buffer in buffers if buffer is not None)
-        rows = (piece.of(part).read(buffer.view(parts, -1)[part : part + 1]) for buffer, pieces in laid_out for piece in pieces)
-        quantization_error.measure(dimension, rows)
 
 
 def _place(bucket: _Bucket, sent: Tensor) -> tuple[_Bucket, int] | None:

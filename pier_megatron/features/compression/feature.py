@@ -2,11 +2,10 @@
 
 import argparse
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.codecs import BLOCK, Codec
+from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 from pier_megatron.features.compression.policy import DIMENSIONS, INSIDE, has_feedback, parse_policy, policy
 from pier_megatron.features.feature import Cost
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, uses_pier
@@ -44,8 +43,12 @@ class Settings:
 
 
 def is_used(args: argparse.Namespace) -> bool:
-    """Whether this run compresses anything inside a group."""
-    return getattr(args, "pier_compress", None) is not None or bool(getattr(args, "pier_log_codec_errors", None))
+    """Whether this run compresses anything inside a group, or measures what codecs would make of it."""
+    return getattr(args, "pier_compress", None) is not None or _logs_errors(args)
+
+
+def _logs_errors(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, "pier_log_codec_errors", None))
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -75,10 +78,15 @@ def check(args: argparse.Namespace) -> None:
     from pier_megatron.features.compression import quantization_error, traffic
 
     codecs = compressed(args)
-    check_other_flags(args, codecs)
+    if codecs:
+        check_other_flags(args, codecs)
     traffic.put_in_force(codecs)
-    if args.pier_log_codec_errors:
-        quantization_error.try_codecs(_tried(args))
+    if _logs_errors(args):
+        tried = {dimension: possible for dimension, (possible, _) in _tried(args).items() if possible}
+        if not tried:
+            reasons = "; ".join(f"{dimension}: {reason}" for dimension, (_, reason) in _tried(args).items())
+            raise PierConfigError(f"--pier-log-codec-errors measures nothing in this run: {reasons}. Drop it.")
+        quantization_error.try_codecs(tried)
 
 
 def _policy(args: argparse.Namespace) -> tuple[dict[str, Codec], set[str]]:
@@ -112,31 +120,26 @@ def compressed(args: argparse.Namespace) -> dict[str, Codec]:
     return found
 
 
-def _tried(args: argparse.Namespace) -> dict[str, list[Codec]]:
-    """The codecs that this run would accept, by dimension inside a group.
-
-    Raises:
-        PierConfigError: If there is none in any dimension.
-    """
-    tried: dict[str, list[Codec]] = {}
-    reasons = {}
-    for dimension, name in itertools.product((name for name in DIMENSIONS if name != "outer"), INSIDE):
-        alone = argparse.Namespace(**vars(args) | {"pier_compress": f"{dimension}={name}"})
-        try:
-            codecs = compressed(alone)
-            check_other_flags(alone, codecs)
-        except PierConfigError as error:
-            reasons[dimension] = str(error)
-        else:
-            tried.setdefault(dimension, []).append(codecs[dimension])
+def _tried(args: argparse.Namespace) -> dict[str, tuple[list[Codec], str | None]]:
+    """The codecs that this run would accept, by dimension inside a group, and the reason against another one."""
+    tried: dict[str, tuple[list[Codec], str | None]] = {}
+    for dimension in (name for name in DIMENSIONS if name != "outer"):
+        refusals = {name: _refusal(args, dimension, CODECS[name]) for name in INSIDE}
+        possible = [CODECS[name] for name, refusal in refusals.items() if refusal is None]
+        tried[dimension] = possible, next(filter(None, reversed(refusals.values())), None)
     graphs = getattr(args, "cuda_graph_impl", None) or "none"
-    if graphs != "none" and tried.pop("tp", None):
-        reasons["tp"] = f"Sums in layers that --cuda-graph-impl {graphs} replays cannot be looked at."
-    if not tried:
-        raise PierConfigError(
-            f"--pier-log-codec-errors measures nothing: this run accepts no codec. {' '.join(reasons.values())} Drop it."
-        )
+    if graphs != "none":
+        tried["tp"] = [], f"--cuda-graph-impl {graphs} replays sums in layers, where nothing can look at them"
     return tried
+
+
+def _refusal(args: argparse.Namespace, dimension: str, codec: Codec) -> str | None:
+    """Why ``--pier-compress`` could not name a codec for a dimension of this run; None if it could."""
+    try:
+        check_other_flags(argparse.Namespace(**vars(args) | {"pier_compress": f"{dimension}={codec.name}"}), {dimension: codec})
+    except PierConfigError as error:
+        return str(error).rstrip(".")
+    return _obstacle(args, dimension, codec)
 
 
 def _obstacle(args: argparse.Namespace, dimension: str, codec: Codec) -> str | None:
@@ -255,9 +258,11 @@ def describe(args: argparse.Namespace) -> list[str]:
             lines.append(f"  {dimension}: {what}: {name}{feedback}")
         elif dimension in wanted:
             lines.append(f"  {dimension}: {what}: as they are: {_obstacle(args, dimension, wanted[dimension])}")
-    if args.pier_log_codec_errors:
-        tried = (f"{dimension} {', '.join(codec.name for codec in codecs)}" for dimension, codecs in _tried(args).items())
-        lines.append(f"Pier logs how far codecs are from what is sent: {'; '.join(tried)}")
+    if _logs_errors(args):
+        lines.append("Pier logs how far codecs are from what is sent:")
+        for dimension, (possible, reason) in _tried(args).items():
+            told = ", ".join(codec.name for codec in possible) or f"nothing: {reason}"
+            lines.append(f"  {dimension}: {DIMENSIONS[dimension]}: {told}")
     return lines
 
 
@@ -279,7 +284,7 @@ def seams() -> Sequence[Seam]:
     return (
         Seam(training, "get_megatron_optimizer", traffic.compile_codecs, is_outermost=True),
         Seam(training, "training_log", traffic.log, is_outermost=True),
-        Seam(training, "training_log", quantization_error.log, is_outermost=True),
+        Seam(training, "train_step", quantization_error.step, is_outermost=True),
         Seam(training, "save_checkpoint", gradients.save, is_outermost=True),
         Seam(buffers, "_ParamAndGradBucketGroup.start_grad_sync", gradients.start),
         Seam(buffers, "_ParamAndGradBucketGroup.start_param_sync", parameters.start),

@@ -6,6 +6,7 @@ start, and with stock instances of the distributed optimizer, the sum between in
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import weakref
@@ -20,7 +21,8 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.encoded import Payloads, ReduceScatter
 from pier_megatron.exchange.layout import Piece
-from pier_megatron.features.compression.buckets import BucketGroup, measure, pieces_of
+from pier_megatron.features.compression import quantization_error
+from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.features.compression.policy import has_feedback
 from pier_megatron.features.compression.traffic import codec_in_force, count
 from pier_megatron.megatron_api import run, versions
@@ -65,10 +67,10 @@ def start[**P](
     **kwargs: P.kwargs,
 ) -> None:
     """Reduces gradients in a codec's bytes."""
-    measure("dp", bucket_group, [bucket.grad_data for bucket in bucket_group.buckets])
     codec = codec_in_force("dp")
     if codec is None:
-        start_grad_sync(bucket_group, *args, **kwargs)
+        with _measured(bucket_group) if quantization_error.is_due("dp") else contextlib.nullcontext():
+            start_grad_sync(bucket_group, *args, **kwargs)
         return
     with _listed(bucket_group) as reductions:
         start_grad_sync(bucket_group, *args, **kwargs)
@@ -127,35 +129,70 @@ class _Reduction:
     whole: Tensor | None = None
 
 
+_Begin = Callable[[], dist.Work | None]
+
+
 @contextlib.contextmanager
-def _listed(bucket_group: BucketGroup) -> Iterator[list[_Reduction]]:
-    """Inside, reductions of these gradients are not started but listed."""
+def _intercepted(bucket_group: BucketGroup, instead: Callable[[_Reduction, _Begin], dist.Work | None]) -> Iterator[None]:
+    """Inside, this happens instead of a reduction of these gradients; it can begin that."""
     storages = {bucket.grad_data.untyped_storage().data_ptr() for bucket in bucket_group.buckets}
-    reductions: list[_Reduction] = []
-    all_reduce = dist.all_reduce
+    module = importlib.import_module(_BUFFERS)
+    scatter, all_reduce = versions.require(_BUFFERS, "dist_reduce_scatter_func"), dist.all_reduce
 
-    def list_reduce_scatter(
-        output: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, **_: object
-    ) -> None:
-        reductions.append(_Reduction(output, group, op, whole))
+    def reduce_scatter(
+        output: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, **given: object
+    ) -> dist.Work | None:
+        begin = functools.partial(scatter, output, whole, op=op, group=group, **given)
+        return instead(_Reduction(output, group, op, whole), begin)
 
-    def list_all_reduce(
+    def sum_or_mean(
         tensor: Tensor,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
+        begin = functools.partial(all_reduce, tensor, op, group, async_op)
         if group is None or tensor.untyped_storage().data_ptr() not in storages:
-            work: dist.Work | None = all_reduce(tensor, op, group, async_op)
+            work: dist.Work | None = begin()
             return work
-        reductions.append(_Reduction(tensor, group, op))
-        return None
+        return instead(_Reduction(tensor, group, op), begin)
 
     with (
-        versions.replaced(importlib.import_module(_BUFFERS), {"dist_reduce_scatter_func": list_reduce_scatter}),
-        versions.replaced(dist, {"all_reduce": list_all_reduce}),
+        versions.replaced(module, {"dist_reduce_scatter_func": reduce_scatter}),
+        versions.replaced(dist, {"all_reduce": sum_or_mean}),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _listed(bucket_group: BucketGroup) -> Iterator[list[_Reduction]]:
+    """Inside, reductions of these gradients are not started but listed."""
+    reductions: list[_Reduction] = []
+    with _intercepted(bucket_group, lambda reduction, _: reductions.append(reduction)):
         yield reductions
+
+
+def _measured(bucket_group: BucketGroup) -> contextlib.AbstractContextManager[None]:
+    """Inside, it is measured what codecs would make of these gradients."""
+
+    def measure_and_begin(reduction: _Reduction, begin: _Begin) -> dist.Work | None:
+        parts, laid_out = _laid_out(bucket_group, reduction)
+        _measure(parts, laid_out)
+        return begin()
+
+    return _intercepted(bucket_group, measure_and_begin)
+
+
+def _laid_out(bucket_group: BucketGroup, reduction: _Reduction) -> tuple[Tensor, list[Piece]]:
+    """What a rank sends for a reduction, a row for each part, and its pieces; none if it sends nothing."""
+    ranks = reduction.group.size()
+    parts = reduction.output.view(1, -1) if reduction.whole is None else reduction.whole.view(ranks, -1)
+    return parts, pieces_of(bucket_group, parts.view(-1), len(parts)) if ranks > 1 else []
+
+
+def _measure(parts: Tensor, laid_out: Iterable[Piece]) -> None:
+    if quantization_error.is_due("dp"):
+        quantization_error.measure("dp", (piece.read(parts) for piece in laid_out))
 
 
 def _stream_of(bucket_group: BucketGroup) -> contextlib.AbstractContextManager[object]:
@@ -184,15 +221,12 @@ def _begin(
     """Begins one of Megatron's reductions, in pieces."""
     output, group = reduction.output.view(1, -1), reduction.group
     ranks = group.size()
-    if ranks == 1:
+    whole, laid_out = _laid_out(bucket_group, reduction)
+    if not laid_out:
         return []
+    _measure(whole, laid_out)
     divisor, wire = ranks if reduction.op == dist.ReduceOp.AVG else 1, Wire(codec, ranks)
-    kind: type[_Scattered | _Summed]
-    if reduction.whole is not None:
-        kind, whole = _Scattered, reduction.whole.view(ranks, -1)
-    else:
-        kind, whole = _Summed, output
-    laid_out = pieces_of(bucket_group, whole.view(-1), len(whole))
+    kind: type[_Scattered | _Summed] = _Summed if reduction.whole is None else _Scattered
     count("dp", sum(kind.nbytes(piece, wire) for piece in laid_out), kind.hops * (ranks - 1) / ranks * whole.nbytes)
     sums: list[Sum] = []
     for index, piece in enumerate(laid_out):

@@ -4,7 +4,7 @@ A rank's own part is replaced by what the others see of it, too; the FP32 main p
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Concatenate
 
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from torch import Tensor
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import AllGather, Payloads
 from pier_megatron.exchange.layout import Piece
-from pier_megatron.features.compression.buckets import BucketGroup, measure, pieces_of
+from pier_megatron.features.compression import quantization_error
+from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.features.compression.traffic import codec_in_force, count
 from pier_megatron.megatron_api import versions
 
@@ -28,20 +29,24 @@ def start[**P](
     **kwargs: P.kwargs,
 ) -> None:
     """Gathers parameters in a codec's bytes."""
-    codec, group = codec_in_force("gather"), bucket_group.intra_distributed_optimizer_instance_group
-    # Of the other parts this rank does not know yet what becomes of them.
-    measure("gather", bucket_group, [bucket.param_data for bucket in bucket_group.buckets], group.rank(), group.size())
-    if codec is None or group.size() == 1:
+    codec, is_due = codec_in_force("gather"), quantization_error.is_due("gather")
+    if not (codec or is_due) or (group := bucket_group.intra_distributed_optimizer_instance_group).size() == 1:
         start_param_sync(bucket_group, *args, **kwargs)
         return
     listed: list[tuple[Tensor, Tensor]] = []
+    gather = versions.require(_BUFFERS, "dist_all_gather_func")
 
-    def list_gather(whole: Tensor, own: Tensor, **given: object) -> None:
+    def measure_and_list(whole: Tensor, own: Tensor, **given: object) -> object:
+        if is_due:
+            quantization_error.measure("gather", (row for _, row in _rows(bucket_group, whole, own, group)))
+        if codec is None:
+            return gather(whole, own, **given)
         listed.append((whole, own))
+        return None
 
-    with versions.replaced(importlib.import_module(_BUFFERS), {"dist_all_gather_func": list_gather}):
+    with versions.replaced(importlib.import_module(_BUFFERS), {"dist_all_gather_func": measure_and_list}):
         start_param_sync(bucket_group, *args, **kwargs)
-    if not listed:
+    if codec is None or not listed:
         return
     handle = _Handle([gather for whole, own in listed for gather in _begin(codec, bucket_group, whole, own, group)])
     if bucket_group.param_gather_handle is None:
@@ -58,8 +63,14 @@ def _begin(codec: Codec, bucket_group: BucketGroup, whole: Tensor, own: Tensor, 
     ranks, parts = group.size(), whole.view(group.size(), -1)
     laid_out = pieces_of(bucket_group, whole, ranks)
     count("gather", (ranks - 1) * sum(codec.nbytes(piece.numel) for piece in laid_out), (ranks - 1) * own.nbytes)
-    rows = ((piece, piece.of(group.rank()).read(own.view(1, -1))) for piece in laid_out)
+    rows = _rows(bucket_group, whole, own, group)
     return [(parts, piece, AllGather(Payloads([row], codec), group)) for piece, row in rows]
+
+
+def _rows(bucket_group: BucketGroup, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces of one of Megatron's gathers, each with what this rank sends of it, float32 of shape ``[1, n]``."""
+    for piece in pieces_of(bucket_group, whole, group.size()):
+        yield piece, piece.of(group.rank()).read(own.view(1, -1))
 
 
 class _Handle:

@@ -19,7 +19,7 @@ from pier_megatron.megatron_api import run, versions
 BOUND = 0.1
 """Largest mean error of a codec that is proposed."""
 
-# Numbers of a row that are looked at at once, so that what is made of them takes little memory.
+# Numbers that are looked at at once, so that what is made of them takes little memory beside them.
 _AT_ONCE = 2**15 * BLOCK
 
 
@@ -29,18 +29,35 @@ class _Measurement:
 
     Attributes:
         codecs: Codecs that are tried, by dimension.
-        is_due: Whether this iteration will be logged, or is the first one, in which kernels are compiled.
+        is_due: Whether an iteration is under way that will be logged.
         errors: Sum of the errors and number of numbers, by dimension and name of the codec; float64 of shape ``[2]``.
     """
 
     codecs: Mapping[str, Sequence[Codec]] = dataclasses.field(default_factory=dict)
-    is_due: bool = True
+    is_due: bool = False
     errors: dict[tuple[str, str], Tensor] = dataclasses.field(default_factory=dict)
 
 
 def try_codecs(codecs: Mapping[str, Sequence[Codec]]) -> None:
     """Measures these codecs, by dimension, from now on."""
     run.part(_Measurement).codecs = codecs
+
+
+def tried() -> set[Codec]:
+    """The codecs that are tried in any dimension."""
+    return {codec for codecs in run.part(_Measurement).codecs.values() for codec in codecs}
+
+
+def step[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Measures what travels in a training step that will be logged."""
+    measurement = run.part(_Measurement)
+    iteration = versions.given(train_step, args, kwargs)["iteration"] + 1
+    measurement.errors.clear()
+    measurement.is_due = iteration % versions.megatron_args().log_interval == 0
+    try:
+        return train_step(*args, **kwargs)
+    finally:
+        measurement.is_due = False
 
 
 def is_due(dimension: str) -> bool:
@@ -58,7 +75,7 @@ def measure(dimension: str, rows: Iterable[Tensor]) -> None:
         rows: What travels; float32 of shape ``[m, n]``, each n a multiple of :data:`BLOCK`.
     """
     measurement = run.part(_Measurement)
-    for part in (part for row in rows for part in row.split(_AT_ONCE, dim=1)):
+    for part in (part for row in rows for part in row.split(max(_AT_ONCE // len(row) // BLOCK, 1) * BLOCK, dim=1)):
         for codec in measurement.codecs[dimension]:
             found = error(codec, part)
             key = (dimension, codec.name)
@@ -77,50 +94,42 @@ def error(codec: Codec, rows: Tensor) -> Tensor:
         Sum of the errors and number of numbers, float64 of shape ``[2]``.
     """
     errors = decode(codec, encode(codec, rows)).sub_(rows).div_(rows).abs_()
-    is_known = errors.isfinite()
-    return torch.stack([errors.where(is_known, 0.0).sum(dtype=torch.float64), is_known.sum(dtype=torch.float64)])
+    count = errors.isfinite().sum(dtype=torch.float64)
+    return torch.stack([errors.nan_to_num_(0.0, 0.0, 0.0).sum(dtype=torch.float64), count])
 
 
-def log[**P, R](training_log: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Adds the errors of the iteration that is logged to Megatron's log, means over the ranks of one model replica."""
-    result = training_log(*args, **kwargs)
+def means() -> dict[str, dict[str, float]]:
+    """Mean errors of the last iteration over the ranks of a model replica, which all call it, by dimension and codec."""
     measurement = run.part(_Measurement)
-    iteration, interval = versions.given(training_log, args, kwargs)["iteration"], versions.megatron_args().log_interval
-    if measurement.codecs and iteration % interval == 0:
-        means = _means(measurement)
-        for line in table(means):
-            versions.require("megatron.training.utils", "print_rank_last")(line)
-        writer = versions.require("megatron.training.global_vars", "get_tensorboard_writer")()
-        for dimension, codecs in means.items() if writer is not None else ():
-            for codec, mean in codecs.items():
-                writer.add_scalar(f"compressed/{dimension} error of {codec}", mean, iteration)
-    measurement.is_due = (iteration + 1) % interval == 0
-    measurement.errors.clear()
-    return result
-
-
-def _means(measurement: _Measurement) -> dict[str, dict[str, float]]:
-    """Mean errors by dimension and codec, of what travelled in this iteration."""
     keys = [(dimension, codec.name) for dimension, codecs in measurement.codecs.items() for codec in codecs]
+    if not keys:
+        return {}
     nothing = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
     sums = torch.stack([measurement.errors.get(key, nothing) for key in keys])
     dist.all_reduce(sums, group=versions.require("megatron.core.parallel_state", "get_model_parallel_group")())
-    means: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float]] = {}
     for (dimension, codec), (total, count) in zip(keys, sums.tolist(), strict=True):
         if count:
-            means.setdefault(dimension, {})[codec] = total / count
-    return means
+            found.setdefault(dimension, {})[codec] = total / count
+    return found
 
 
-def table(means: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Lists mean errors, by dimension and codec from the most bits on, and the fewest bits that keep them small."""
+def table(found: Mapping[str, Mapping[str, float]], outer: Codec | None) -> list[str]:
+    """Lists mean errors, and the fewest bits that keep them small.
+
+    Args:
+        found: Mean errors by dimension and codec, from the most bits on.
+        outer: Codec between groups that the policy has chosen, which a proposal keeps; None if it has not.
+    """
     lines = [
         f" mean error of a number in {dimension} ({DIMENSIONS[dimension]}): "
         + ", ".join(f"{codec} {mean:.2%}" for codec, mean in codecs.items())
-        for dimension, codecs in means.items()
+        for dimension, codecs in found.items()
     ]
-    within = {dimension: [codec for codec, mean in codecs.items() if mean <= BOUND] for dimension, codecs in means.items()}
-    proposal = ",".join(f"{dimension}={codecs[-1]}" for dimension, codecs in within.items() if codecs)
-    if proposal:
-        lines.append(f" fewest bits within {BOUND:.0%}: --pier-compress {proposal}")
-    return lines
+    within = {dimension: [codec for codec, mean in codecs.items() if mean <= BOUND] for dimension, codecs in found.items()}
+    proposed = [f"{dimension}={codecs[-1]}" for dimension, codecs in within.items() if codecs]
+    if proposed and outer is not None:
+        proposed.append(f"outer={outer.name}")
+    none = [f"none for {dimension}" for dimension, codecs in within.items() if not codecs]
+    told = "; ".join([f"--pier-compress {','.join(proposed)}"] * bool(proposed) + none)
+    return [*lines, f" fewest bits within {BOUND:.0%}: {told}"] if told else []
