@@ -1,4 +1,4 @@
-"""Megatron with Pier on four ranks: a run that is stopped and resumed against the run that never stopped, bit for bit."""
+"""Megatron with Pier on four ranks, bit for bit: a resumed run against one that never stopped, layered against Megatron's order."""
 
 import re
 import sys
@@ -51,6 +51,7 @@ def resumed() -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         yield _compare("TP 2 x 2 groups", Path(folder) / "plain", local)
         yield _compare("TP 2 x 2 groups, int8 overlapped and offloaded", Path(folder) / "hidden", [*local, *_HIDDEN])
+        yield _compare_orders(Path(folder) / "orders", [*local, "--untie-embeddings-and-output-weights"])
         if has_te or has_apex:
             own = _TRANSFORMER_ENGINE if has_te else local
             flags = [*own, "--sequence-parallel", "--distributed-backend", one_gpu.backend()]
@@ -76,13 +77,30 @@ def _compare(what: str, folder: Path, flags: list[str]) -> Row:
         ends = [_stored(folder / run) for run in ("whole", "again")]
     except Exception as error:
         return Row(what, "", "failed", f"{type(error).__name__}: {error}")
-    differing = [name for name in ends[0] | ends[1] if not _same(ends[0].get(name), ends[1].get(name))]
+    differing = _differing(*ends)
     # The second line that Megatron prints after a start is the mean of both iterations.
     compared = {_STOP + 1, *range(_STOP + 3, _END + 1)}
     if any(again[iteration] != whole[iteration] for iteration in compared):
         differing.append("losses")
     result = f"loss {whole[1]} to {whole[_END]}; {len(ends[0])} weights and checksums after {_END} iterations"
     return checked(f"{what}: resumed at {_STOP}", not differing, result, f"differs: {', '.join(differing[:5])}")
+
+
+def _compare_orders(folder: Path, flags: list[str]) -> Row:
+    what = "TP 2 x 2 groups, --pier-layered with dropout"
+    try:
+        plain = _train(folder / "plain", flags, "--save", str(folder / "plain"))
+        layered = _train(folder / "layered", [*flags, "--pier-layered"], "--save", str(folder / "layered"))
+        ends = [_stored(folder / run) for run in ("plain", "layered")]
+    except Exception as error:
+        return Row(what, "", "failed", f"{type(error).__name__}: {error}")
+    differing = [*_differing(*ends), *(["losses"] if layered != plain else [])]
+    result = f"loss {plain[1]} to {plain[_END]}; {len(ends[0])} weights and checksums after {_END} iterations"
+    return checked(f"{what}, against Megatron's order", not differing, result, f"differs: {', '.join(differing[:5])}")
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [name for name in one | other if not _same(one.get(name), other.get(name))]
 
 
 def _train(folder: Path, flags: list[str], *more: str) -> dict[int, str]:
