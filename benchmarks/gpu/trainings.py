@@ -1,4 +1,4 @@
-"""Megatron with Pier on four ranks, bit for bit: a resumed run against one that never stopped, layered against Megatron's order."""
+"""Megatron with Pier on four ranks, bit for bit: a resumed run against a whole one, layered against Megatron's order."""
 
 import re
 import sys
