@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pier_megatron.exchange.authentication import ask, island_of
 
-REMEMBERED = 16
+REMEMBERED = 64
 """Meetings that an island has left and of which it tells: whoever still waits in one asks within seconds."""
 
 # Silence after which an island counts as dead in the middle of a meeting, as it does at the lighthouse by default.
@@ -21,7 +21,7 @@ def neighbours(islands: Sequence[str], place: int) -> list[str]:
 
 
 def complaint(islands: Sequence[str], step: int, secret: bytes) -> str | None:
-    """What is wrong with an island that does not answer, or has left a meeting; None if nothing is.
+    """What is wrong with an island that does not answer or prove that it has the secret, or has left a meeting; or None.
 
     Args:
         islands: Names of those to ask.
@@ -30,7 +30,7 @@ def complaint(islands: Sequence[str], step: int, secret: bytes) -> str | None:
     """
     begun = time.monotonic()
     answers = ask(islands, secret, _SECONDS)
-    if time.monotonic() - begun > 2 * _SECONDS:
+    if time.monotonic() - begun > 1.2 * _SECONDS:
         # This process itself stood still.
         return None
     for island in islands:

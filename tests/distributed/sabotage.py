@@ -118,7 +118,7 @@ def _micro_batch_draws_once_more(directory: Path) -> Patch:
     pause, calls = segments._MicroBatch.pause, itertools.count()
 
     def draw_and_pause(micro_batch: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if next(calls) == 20:
+        if next(calls) == 40:
             torch.rand(1)
         return pause(micro_batch, hidden_states)
 

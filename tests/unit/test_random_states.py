@@ -49,5 +49,5 @@ def test_a_gpu_counts_itself() -> None:
 def test_numbers_that_cannot_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_states, "_MOST_ON_A_CPU", 10_000)
     begin, end = drawn_from(1, 20_000)
-    with pytest.raises(RuntimeError, match="--pier-layered with dropout: a micro-batch draws more than 10000 random numbers"):
+    with pytest.raises(RuntimeError, match="--pier-layered: a micro-batch draws more than 10000 random numbers"):
         random_states._drawn(begin, end)

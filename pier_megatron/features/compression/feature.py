@@ -82,11 +82,11 @@ def check(args: argparse.Namespace) -> None:
         check_other_flags(args, codecs)
     traffic.put_in_force(codecs)
     if _logs_errors(args):
-        tried = {dimension: possible for dimension, (possible, _) in _tried(args).items() if possible}
-        if not tried:
-            reasons = "; ".join(f"{dimension}: {reason}" for dimension, (_, reason) in _tried(args).items())
+        tried = _tried(args)
+        if not any(possible for possible, _ in tried.values()):
+            reasons = "; ".join(f"{dimension}: {reason}" for dimension, (_, reason) in tried.items())
             raise PierConfigError(f"--pier-log-codec-errors measures nothing in this run: {reasons}. Drop it.")
-        quantization_error.try_codecs(tried)
+        quantization_error.try_codecs({dimension: possible for dimension, (possible, _) in tried.items() if possible})
 
 
 def _policy(args: argparse.Namespace) -> tuple[dict[str, Codec], set[str]]:

@@ -34,13 +34,13 @@ def start[**P](
         start_param_sync(bucket_group, *args, **kwargs)
         return
     listed: list[tuple[Tensor, Tensor]] = []
-    gather = versions.require(_BUFFERS, "dist_all_gather_func")
+    all_gather = versions.require(_BUFFERS, "dist_all_gather_func")
 
     def measure_and_list(whole: Tensor, own: Tensor, **given: object) -> object:
         if is_due:
             quantization_error.measure("gather", (row for _, row in _rows(bucket_group, whole, own, group)))
         if codec is None:
-            return gather(whole, own, **given)
+            return all_gather(whole, own, **given)
         listed.append((whole, own))
         return None
 

@@ -38,12 +38,10 @@ REFUSED = {
     "mtp_num_layers": "multi-token prediction has not been tried in this order",
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
+    "te_rng_tracker": "the states of its generators cannot be set apart for each micro-batch",
     "distribute_saved_activations": "it takes the inputs of layers apart, which the layers before still need",
 }
 """What expects Megatron's order of passes, with the reason."""
-
-REFUSED_WITH_DROPOUT = {"te_rng_tracker": "the states of its generators cannot be set apart for each micro-batch"}
-"""What is refused besides where random numbers are drawn."""
 
 
 def run[R](
@@ -70,11 +68,14 @@ def run[R](
     from pier_megatron.features.layered.random_states import RandomStates
     from pier_megatron.features.layered.segments import accumulate
 
-    args = versions.megatron_args()
-    random = training.part(RandomStates) if _draws(args) else None
-    # Until it is known how many random numbers a micro-batch draws, each passes alone: in the first step.
-    at_a_time = together(args, num_microbatches) if random is None or random.drawn is not None else 1
-    return accumulate(schedule, model=model, num_microbatches=num_microbatches, at_a_time=at_a_time, random=random, **kwargs)
+    return accumulate(
+        schedule,
+        model=model,
+        num_microbatches=num_microbatches,
+        at_a_time=together(versions.megatron_args(), num_microbatches),
+        random=training.part(RandomStates),
+        **kwargs,
+    )
 
 
 def together(args: argparse.Namespace, micro_batches: int) -> int:
@@ -94,20 +95,12 @@ def prepare(args: argparse.Namespace) -> None:
         PierConfigError: With the flag, the values and a remedy.
     """
     refuse(args, REFUSED, "--pier-layered and --pipeline-model-parallel-size 1", _GRAPHS)
-    if _draws(args):
-        refuse(args, REFUSED_WITH_DROPOUT, "--pier-layered, --pipeline-model-parallel-size 1 and dropout")
     if args.recompute_granularity == "full" and args.recompute_method == "uniform" and args.recompute_num_layers != 1:
         raise PierConfigError(
             f"--pier-layered with --recompute-method uniform and --recompute-num-layers {args.recompute_num_layers}: the input "
             "of every layer is kept, so that recomputing several layers from one would save nothing. Use "
             "--recompute-num-layers 1."
         )
-
-
-def _draws(args: argparse.Namespace) -> bool:
-    """Whether forward passes of a training draw random numbers."""
-    names = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
-    return any(getattr(args, name, None) for name in names)
 
 
 def cost(args: argparse.Namespace) -> Cost:

@@ -18,7 +18,7 @@ from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import setting
 from pier_megatron.values import whole
 
-REFUSED = (*breadth_first.REFUSED, *accumulation.REFUSED, *accumulation.REFUSED_WITH_DROPOUT)
+REFUSED = (*breadth_first.REFUSED, *accumulation.REFUSED)
 """See :func:`prepare`."""
 
 
@@ -30,8 +30,9 @@ class Settings:
         False,
         "Layered gradient accumulation (arXiv 2106.02679): all micro-batches of a step, or N at a time, pass a layer before "
         "any passes the next one; in a pipeline, all of them a virtual stage (breadth-first, arXiv 2211.05953). "
-        "--overlap-grad-reduce can hide more, and more activations are kept. Losses equal those of the default bit for bit, in "
-        "a pipeline without dropout; without one, tied embeddings are added up in another order. Default: Megatron's order.",
+        "--overlap-grad-reduce can hide more, and more activations are kept. Losses equal those of the default bit for bit; in "
+        "a pipeline only without dropout. Without a pipeline, tied embeddings are added up in another order. Default: "
+        "Megatron's order.",
         metavar="N",
         accepts=whole(1),
         alone=True,

@@ -1,7 +1,7 @@
 """Random states of micro-batches that pass a model together: each draws the numbers that it draws in Megatron's order.
 
-There one forward pass follows the other, and each draws as many numbers. Where each of them begins is known as soon as one has
-passed alone.
+There one forward pass follows the other, and each draws as many numbers. Where each of them begins is known as soon as
+some have passed the layers alone.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api import log, versions
 
 States = Mapping[str, Tensor]
 """States of the generators that a forward pass draws from, by name: the device's, and those of Megatron's tracker."""
@@ -27,6 +27,7 @@ _WORDS, _WORD, _HEAD = 624, 8, 24
 
 # Numbers that a micro-batch may draw from a CPU's generator: with these it takes seconds to count them.
 _MOST_ON_A_CPU = 10**8
+_AT_ONCE = 2**20
 
 
 @dataclasses.dataclass
@@ -34,46 +35,42 @@ class RandomStates:
     """What is known of the random numbers that micro-batches draw.
 
     Attributes:
-        drawn: Numbers that one draws, by generator; None until one has passed alone.
+        passed: Micro-batches that have passed alone.
+        drawn: Numbers that each draws, by generator; None until two have passed alone, because the very first one may draw some
+            that are drawn once in a run.
+        has_complained: Whether it has been said that one draws more or fewer.
     """
 
+    passed: int = 0
     drawn: Mapping[str, int] | None = None
+    has_complained: bool = False
+
+    def learn(self, before: States, after: States) -> None:
+        """Takes the states before and after the layers of a micro-batch that has passed them alone."""
+        self.passed += 1
+        if self.passed > 1:
+            self.drawn = {name: _drawn(state, after[name]) for name, state in before.items()}
 
     def starts(self, count: int) -> list[States]:
-        """The states at which so many micro-batches begin, the next one now; one, as long as nothing is known."""
-        now = current()
-        if self.drawn is None:
-            return [now]
-        starts = [now]
-        while len(starts) < count:
-            starts.append(self._after(starts[-1], self.drawn))
+        """The states at which so many micro-batches begin, the next one now."""
+        starts = [current()] if count else []
+        while len(starts) < count and self.drawn is not None:
+            starts.append({name: _advanced(state, self.drawn[name]) for name, state in starts[-1].items()})
         return starts
 
-    def finish(self, starts: Sequence[States], ends: Sequence[States]) -> None:
-        """Sets the states after forward passes, in Megatron's order.
-
-        Args:
-            starts: What :meth:`starts` has returned.
-            ends: The states at the end of each forward pass.
-
-        Raises:
-            RuntimeError: If one has drawn more or fewer numbers than the others.
-        """
-        if self.drawn is None:
-            self.drawn = {name: _drawn(state, ends[0][name]) for name, state in starts[0].items()}
-        expected = [*starts[1:], self._after(starts[-1], self.drawn)]
-        for end, following in zip(ends, expected, strict=True):
-            if any(not torch.equal(state, following[name]) for name, state in end.items()):
-                raise RuntimeError(
-                    "--pier-layered: a micro-batch has drawn more or fewer random numbers than the first one of the run, so "
-                    "that dropout would not be Megatron's. Set --hidden-dropout 0 and --attention-dropout 0, or drop "
-                    "--pier-layered."
-                )
-        put_back(ends[-1])
-
-    @staticmethod
-    def _after(states: States, drawn: Mapping[str, int]) -> States:
-        return {name: _advanced(state, drawn[name]) for name, state in states.items()}
+    def check(self, starts: Sequence[States], ends: Sequence[States]) -> None:
+        """Says once if one forward pass has not ended where the next one has begun, as it does in Megatron's order."""
+        is_equal = all(
+            torch.equal(state, following[name])
+            for end, following in zip(ends, starts[1:], strict=False)
+            for name, state in end.items()
+        )
+        if not is_equal and not self.has_complained:
+            self.has_complained = True
+            log.print_last(
+                " Pier: WARNING: --pier-layered: a micro-batch has drawn more or fewer random numbers than another one, as of "
+                "sequences of unequal lengths: from here on losses are not those of Megatron's order, as with another seed"
+            )
 
 
 def current() -> States:
@@ -110,9 +107,11 @@ def _advanced(state: Tensor, numbers: int) -> Tensor:
         advanced = state.clone()
         advanced.view(torch.int64)[1] += numbers
         return advanced
-    generator = torch.Generator()
+    generator, some = torch.Generator(), torch.empty(min(numbers, _AT_ONCE), dtype=torch.int32)
     generator.set_state(state)
-    torch.empty(numbers, dtype=torch.int32).random_(generator=generator)
+    while numbers:
+        some[:numbers].random_(generator=generator)
+        numbers -= min(numbers, _AT_ONCE)
     return generator.get_state()
 
 
@@ -127,8 +126,8 @@ def _drawn(before: Tensor, after: Tensor) -> int:
             return count + _place(after) - _place(before)
         before = _advanced(before, _WORDS)
     raise RuntimeError(
-        f"--pier-layered with dropout: a micro-batch draws more than {_MOST_ON_A_CPU} random numbers on a CPU. Set "
-        "--hidden-dropout 0 and --attention-dropout 0, or drop --pier-layered."
+        f"--pier-layered: a micro-batch draws more than {_MOST_ON_A_CPU} random numbers on a CPU. Set --hidden-dropout 0 and "
+        "--attention-dropout 0, or drop --pier-layered."
     )
 
 

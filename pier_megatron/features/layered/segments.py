@@ -33,7 +33,7 @@ def accumulate[R](
     model: Sequence[nn.Module],
     num_microbatches: int,
     at_a_time: int,
-    random: RandomStates | None,
+    random: RandomStates,
     **kwargs: object,
 ) -> R:
     """Runs Megatron's schedule without pipelining, of a training step, layer by layer.
@@ -43,7 +43,7 @@ def accumulate[R](
         model: The model, alone in its list.
         num_microbatches: Number of micro-batches of this step.
         at_a_time: Most micro-batches that pass a layer before any passes the next one.
-        random: What is known of the random numbers that they draw; None if they draw none.
+        random: What is known of the random numbers that they draw.
         kwargs: All else that the schedule takes.
 
     Raises:
@@ -61,10 +61,10 @@ class _MicroBatch(greenlet.greenlet):
 
     Attributes:
         cuts: In order, what came out of a segment, and the leaf with the same numbers that went into the next one.
-        random: States from which it draws random numbers next; None if it draws none.
+        random: States from which it draws random numbers next.
     """
 
-    random: States | None = None
+    random: States
 
     def __init__(self, forward_step: Callable[[], _Loss]) -> None:
         super().__init__(forward_step)
@@ -88,7 +88,7 @@ class _Steps:
     reduced, as Megatron's schedule does for a whole model: what Megatron adds up for a parameter has the same order.
     """
 
-    def __init__(self, model: nn.Module, count: int, at_a_time: int, cuts: int, random: RandomStates | None) -> None:
+    def __init__(self, model: nn.Module, count: int, at_a_time: int, cuts: int, random: RandomStates) -> None:
         self._forward_step = versions.require(_SCHEDULES, "forward_step")
         self._backward_step = versions.require(_SCHEDULES, "backward_step")
         self._config = versions.require("megatron.core.utils", "get_model_config")(model)
@@ -108,11 +108,20 @@ class _Steps:
         """Does nothing."""
 
     def _run(self, together: Sequence[_MicroBatch]) -> torch.Tensor | int:
-        starts = self._random.starts(len(together)) if self._random is not None else []
-        for micro_batch, start in zip(together, starts, strict=False):
+        # The first ones of a run pass the layers alone, until it is known where the others' random numbers begin.
+        left, starts = list(together), []
+        while left and self._random.drawn is None:
+            first = left.pop(0)
+            first.random = before = random_states.current()
+            for _ in range(self._cuts):
+                self._run_segment(first)
+            self._random.learn(before, first.random)
+            starts.append(before)
+        for micro_batch, start in zip(left, self._random.starts(len(left)), strict=True):
             micro_batch.random = start
+            starts.append(start)
         for _ in range(self._cuts):
-            for micro_batch in together:
+            for micro_batch in left:
                 self._run_segment(micro_batch)
         tokens: torch.Tensor | int = 0
         # The last segment keeps its logits for one micro-batch at a time.
@@ -122,8 +131,7 @@ class _Steps:
             with self._reducing(micro_batch is together[-1]):
                 self._backward_step(None, loss, None, self._config)
             del loss
-        if self._random is not None:
-            self._random.finish(starts, [each.random for each in together if each.random is not None])
+        self._random.check(starts, [micro_batch.random for micro_batch in together])
         for _ in range(self._cuts):
             for micro_batch in together:
                 output, leaf = micro_batch.cuts.pop()
@@ -135,17 +143,10 @@ class _Steps:
         """Runs a forward step up to where it pauses and returns nothing of use, or to its end and returns its result."""
         # A forward step that waits for its turn is not being timed.
         with self._timed("forward-compute"), versions.replaced(self._config, {"timers": None}):
-            if micro_batch.random is None:
-                return self._switch_to(micro_batch)
             random_states.put_back(micro_batch.random)
-            result = self._switch_to(micro_batch)
+            result: _Loss = micro_batch.switch()
             micro_batch.random = random_states.current()
             return result
-
-    @staticmethod
-    def _switch_to(micro_batch: _MicroBatch) -> _Loss:
-        result: _Loss = micro_batch.switch()
-        return result
 
     def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Inside, gradients are only added up, unless these are the last ones of the step."""
