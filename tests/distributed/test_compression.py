@@ -48,7 +48,7 @@ _ROUTES = {
 }
 _EXACT = " --pier-compress naive,outer=off"
 # Where the errors of codecs are logged beside a training that is not compressed.
-_MEASURED = ["breadth-first, some skipped", "tensor-parallel", "instances, overlapped", "experts", "lengths that vary", "pier"]
+_MEASURED = ["breadth-first, some skipped", "tensor-parallel", "lengths that vary", "pier"]
 _LOGGING = " --pier-log-codec-errors"
 _AGGRESSIVE = _LONGER + _PIER + _OVERLAPPED + "--bf16 --pier-compress aggressive,gather=int8 --save-interval 100 "
 # Tensor-parallel ranks hold copies of some parameters beside their own part of others, in one buffer.
