@@ -78,12 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
             for order in ("", _LAYERED)
         ),
         Run("two at a time", _WITHOUT_PIPELINE["layers"] + _LAYERED + " 2", _PROBES),
-        Run(
-            "dropping, two at a time",
-            _DROPPING + _LAYERED + " 2 --save {directory}/saved --save-interval 100",
-            _PROBES,
-            saves=[2],
-        ),
+        Run("dropping, two at a time", _DROPPING + _LAYERED + " 2", _PROBES),
         Run("another number of draws", _DROPPING + _LAYERED, [], ["a micro-batch draws once more"]),
         Run("tied, dropping", _TIED + _DROPOUT + _LAYERED + " --save {directory}/tied --save-interval 100", _PROBES, saves=[2]),
         Run("tied, dropping, resumed", _TIED + _DROPOUT + _LAYERED + " --load {directory}/tied --ckpt-step 2", _PROBES),
