@@ -3,6 +3,7 @@
 import re
 import sys
 import tempfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,37 +71,29 @@ def _local_flags() -> list[str]:
 
 
 def _compare(what: str, folder: Path, flags: list[str]) -> Row:
-    try:
-        whole = _train(folder / "whole", flags, "--save", str(folder / "whole"))
-        load = ["--load", str(folder / "whole"), "--ckpt-step", str(_STOP), "--exit-on-missing-checkpoint"]
-        again = _train(folder / "again", flags, "--save", str(folder / "again"), *load)
-        ends = [_stored(folder / run) for run in ("whole", "again")]
-    except Exception as error:
-        return Row(what, "", "failed", f"{type(error).__name__}: {error}")
-    differing = _differing(*ends)
+    load = ["--load", str(folder / "whole"), "--ckpt-step", str(_STOP), "--exit-on-missing-checkpoint"]
     # The second line that Megatron prints after a start is the mean of both iterations.
     compared = {_STOP + 1, *range(_STOP + 3, _END + 1)}
-    if any(again[iteration] != whole[iteration] for iteration in compared):
-        differing.append("losses")
-    result = f"loss {whole[1]} to {whole[_END]}; {len(ends[0])} weights and checksums after {_END} iterations"
-    return checked(f"{what}: resumed at {_STOP}", not differing, result, f"differs: {', '.join(differing[:5])}")
+    return _equal(f"{what}: resumed at {_STOP}", folder, {"whole": flags, "again": [*flags, *load]}, compared)
 
 
 def _compare_orders(folder: Path, flags: list[str]) -> Row:
-    what = "TP 2 x 2 groups, --pier-layered with dropout"
+    what = "TP 2 x 2 groups, --pier-layered with dropout, against Megatron's order"
+    return _equal(what, folder, {"plain": flags, "layered": [*flags, "--pier-layered"]}, range(1, _END + 1))
+
+
+def _equal(what: str, folder: Path, runs: Mapping[str, list[str]], compared: Collection[int]) -> Row:
+    """Trains two runs; the second must come to all that the first has stored, and to its losses in some iterations."""
     try:
-        plain = _train(folder / "plain", flags, "--save", str(folder / "plain"))
-        layered = _train(folder / "layered", [*flags, "--pier-layered"], "--save", str(folder / "layered"))
-        ends = [_stored(folder / run) for run in ("plain", "layered")]
+        losses, others = (_train(folder / name, flags, "--save", str(folder / name)) for name, flags in runs.items())
+        ends = [_stored(folder / name) for name in runs]
     except Exception as error:
         return Row(what, "", "failed", f"{type(error).__name__}: {error}")
-    differing = [*_differing(*ends), *(["losses"] if layered != plain else [])]
-    result = f"loss {plain[1]} to {plain[_END]}; {len(ends[0])} weights and checksums after {_END} iterations"
-    return checked(f"{what}, against Megatron's order", not differing, result, f"differs: {', '.join(differing[:5])}")
-
-
-def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [name for name in one | other if not _same(one.get(name), other.get(name))]
+    differing = [name for name in ends[0] | ends[1] if not _same(ends[0].get(name), ends[1].get(name))]
+    if any(losses[iteration] != others[iteration] for iteration in compared):
+        differing.append("losses")
+    result = f"loss {losses[1]} to {losses[_END]}; {len(ends[0])} weights and checksums after {_END} iterations"
+    return checked(what, not differing, result, f"differs: {', '.join(differing[:5])}")
 
 
 def _train(folder: Path, flags: list[str], *more: str) -> dict[int, str]:

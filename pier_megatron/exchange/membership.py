@@ -151,7 +151,7 @@ class Membership:
         if members != self._members:
             self._members, self._admitted = None, quorum["admitted"]
             self._communicator.close()
-        place, size, self._step = self._admitted.index(quorum["own"]), len(self._admitted), quorum["step"]
+        place, size = self._admitted.index(quorum["own"]), len(self._admitted)
         group = None
         if size > 1:
             prefix = f"pier/{quorum['step']}/{self._world.rank()}"

@@ -62,6 +62,12 @@ class Recorded:
             torch.load(directory / f"{run.name}-rank{rank}.pt", weights_only=False) for rank in range(world_size)
         ]
 
+    def differing_weights(self, other: "Recorded") -> list[str]:
+        """Keys of final weights that are not the other's to the last bit."""
+        weights, those = self.weights("final"), other.weights("final")
+        assert weights.keys() == those.keys()
+        return [key for key, value in those.items() if isinstance(value, torch.Tensor) and not torch.equal(weights[key], value)]
+
     @property
     def printed(self) -> str:
         """What its ranks printed, one after the other."""

@@ -51,6 +51,8 @@ def tried() -> set[Codec]:
 def step[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Measures what travels in a training step that will be logged."""
     measurement = run.part(_Measurement)
+    if not measurement.codecs:
+        return train_step(*args, **kwargs)
     iteration = versions.given(train_step, args, kwargs)["iteration"] + 1
     measurement.errors.clear()
     measurement.is_due = iteration % versions.megatron_args().log_interval == 0

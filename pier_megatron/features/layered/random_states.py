@@ -62,7 +62,7 @@ class RandomStates:
         """Says once if one forward pass has not ended where the next one has begun, as it does in Megatron's order."""
         is_equal = all(
             torch.equal(state, following[name])
-            for end, following in zip(ends, starts[1:], strict=False)
+            for end, following in zip(ends[:-1], starts[1:], strict=True)
             for name, state in end.items()
         )
         if not is_equal and not self.has_complained:
