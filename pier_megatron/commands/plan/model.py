@@ -17,14 +17,14 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
 HIDING = 2 / 3
 
-# Bytes that the outer step's own passes read and write per owned parameter, as benchmarks/outer_step_passes.py counts them.
-_PASSES = 32
+# How often an outer step's kernels read or write a number of every owned parameter, as docs/gpu.md counts them.
+_BLOCKING_PASSES, _OVERLAPPED_PASSES = 11, 14
 
 CODING = 16
 """Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
 and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py."""
 
-# Bytes per owned parameter of one flat buffer, such as the anchor, the momentum or the residual.
+# Bytes per owned parameter of the parameters themselves, and of one flat buffer such as the anchor, the momentum, the residual.
 _BUFFER = 4
 
 # Bytes on the wire of an FP32 gradient and of a bf16 parameter.
@@ -109,7 +109,8 @@ class Prediction:
         pairs: Seconds of one between two groups at a time, of their weights in FP32 (``--pier-preset noloco``).
         ring_latency: Latency of the messages of an exchange of all groups, one behind the other around a ring.
         pair_latency: Latency of an exchange between two groups.
-        passes: Seconds of the outer step's own work on the parameters.
+        passes: Seconds of a blocking outer step's own work on the parameters.
+        overlapped_passes: The same of an overlapped one.
         coding: Seconds of encoding and decoding an exchange in fewer bits than FP32, and the sum that comes back.
         copying: Seconds in which one byte of every owned parameter comes from host memory, or goes there.
     """
@@ -124,15 +125,16 @@ class Prediction:
     ring_latency: float
     pair_latency: float
     passes: float
+    overlapped_passes: float
     coding: float
     copying: float
 
     def outer_step(self, dtype: str = "fp32") -> float:
         """Seconds of a blocking outer step."""
-        return self.exchange[dtype] + self._work(dtype)
+        return self.exchange[dtype] + self.passes + self._coding(dtype)
 
-    def _work(self, dtype: str) -> float:
-        return self.passes + (0.0 if CODECS[dtype].lossless else self.coding)
+    def _coding(self, dtype: str) -> float:
+        return 0.0 if CODECS[dtype].lossless else self.coding
 
     def mean_iteration(self, way: Way, hidden: bool = True) -> float:
         """Mean iteration of the local phase in seconds, outer steps included.
@@ -158,13 +160,14 @@ class Prediction:
         kernels of the iterations that copies slow down; slow weights that are sent ahead.
         """
         dtype = "fp32" if way.in_pairs else way.dtype
-        wire, work = self.pairs if way.in_pairs else self.exchange[dtype], self._work(dtype)
+        wire, coding = self.pairs if way.in_pairs else self.exchange[dtype], self._coding(dtype)
+        passes = self.overlapped_passes if way.overlap else self.passes
         if not way.offload:
-            return wire, work
+            return wire, passes + coding
         if way.overlap == 0:
-            return wire, max(work, copied_by_blocking(dtype) * self.copying - wire)
+            return wire, max(passes + coding, copied_by_blocking(dtype) * self.copying - wire)
         waited, hidden = copied_by_overlapped(way.overlap, dtype)
-        return max(wire, hidden * self.copying), max(self.passes, waited * self.copying) + work - self.passes
+        return max(wire, hidden * self.copying), max(passes, waited * self.copying) + coding
 
     def _local(self, hidden: bool) -> float:
         return self.local if hidden else self.compute + self.inner
@@ -208,6 +211,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
     compute = job.flops / job.gpus / cluster.flops + _overhead(job, cluster)
     inner = seconds_between_replicas(job, cluster, job.replicas_in_group, _GRADIENT + _PARAMETER)
     across = seconds_between_replicas(job, cluster, job.replicas, _GRADIENT * 2)
+    passing = _BUFFER * job.owned / cluster.memory_bandwidth
     exchange = {name: _exchange(job, cluster, codec.nbytes(BLOCK) / BLOCK) for name, codec in CODECS.items()}
     return Prediction(
         compute=compute,
@@ -219,7 +223,8 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
         pairs=_pairs(job, cluster),
         ring_latency=_ring_latency(job, cluster),
         pair_latency=_message(job, cluster) if job.groups > 1 else 0.0,
-        passes=_PASSES * job.owned / cluster.memory_bandwidth,
+        passes=_BLOCKING_PASSES * passing,
+        overlapped_passes=_OVERLAPPED_PASSES * passing,
         coding=2 * CODING * job.owned / cluster.memory_bandwidth if job.groups > 1 else 0.0,
         copying=job.owned / cluster.host_bandwidth,
     )
