@@ -37,8 +37,8 @@ def _run(*paths: str, needs: tuple[str, ...] = ()) -> Rows:
 
 
 def unit() -> Rows:
-    """Flat buffers, updates and codecs, in one process."""
-    yield from _run("tests/unit/test_outer.py", "tests/unit/test_codecs.py")
+    """Flat buffers, updates, codecs and their kernels, in one process."""
+    yield from _run("tests/unit/test_outer.py", "tests/unit/test_codecs.py", "tests/unit/test_kernels.py")
 
 
 def exchange() -> Rows:
@@ -48,7 +48,7 @@ def exchange() -> Rows:
 
 def communicator() -> Rows:
     """The communicator between elastic islands."""
-    yield from _run("tests/distributed/test_communicator.py")
+    yield from _run("tests/distributed/test_lost_exchanges.py")
 
 
 def loop() -> Rows:

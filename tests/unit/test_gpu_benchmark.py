@@ -11,13 +11,18 @@ from types import ModuleType
 import one_gpu
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+sys.path += [str(Path(__file__).parents[2] / "benchmarks" / folder) for folder in ("", "gpu")]
 
 import inventory
 import limits
+import passes
+import suites
 from table import Results, Row, SkippedError, write_whole
 
-_RUN = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run.py"
+from pier_megatron.exchange.codecs import BLOCK, CODECS
+
+_REPOSITORY = Path(__file__).parents[2]
+_RUN = _REPOSITORY / "benchmarks" / "gpu" / "run.py"
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,20 @@ def test_a_part_ends_in_time_whatever_its_checks_take(
         if used < 1:
             # What one leaves is for the others.
             assert given[-1] > 0.5 * (seconds - setup)
+
+
+def test_suites_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suites, "_run", lambda *paths, needs=(): iter(paths))
+    for look in (suites.unit, suites.exchange, suites.communicator, suites.loop, suites.crossings):
+        for path in look():
+            assert (_REPOSITORY / str(path)).is_file()
+
+
+def test_every_codec_takes_outer_steps_without_a_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_parameters", lambda: 64 * BLOCK * passes._SHARDS)
+    monkeypatch.setattr(passes, "_REPETITIONS", 1)
+    found = list(passes.codecs())
+    assert len([row for row in found if row.what.endswith("without a wire")]) == len(CODECS) * len(passes._GROUPS)
 
 
 def test_a_process_knows_when_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
