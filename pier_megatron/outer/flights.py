@@ -19,8 +19,9 @@ PIPELINE_DEPTH = 4
 def batch_sizes(number: int, span: int, launches: int) -> list[int]:
     """Chunks of a round that spans iterations, in batches that are launched together: as evenly as they divide.
 
-    Batches are as many as can be launched in iterations of their own: collectives that are queued back to back can hold up
-    the kernels that come after them (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do).
+    Batches are as many as can be launched in iterations of their own, and the first iteration is that of the verdicts:
+    collectives that are queued back to back can hold up the kernels that come after them (with
+    ``CUDA_DEVICE_MAX_CONNECTIONS=1`` they do).
 
     Args:
         number: Number of chunks in the round.
@@ -30,8 +31,13 @@ def batch_sizes(number: int, span: int, launches: int) -> list[int]:
     Returns:
         Number of chunks in each batch.
     """
-    batches = min(number, max(1, (span - 1) // launches))
+    batches = min(number, max(1, (span - _of_verdicts(span) - 1) // launches))
     return [(index + 1) * number // batches - index * number // batches for index in range(batches)]
+
+
+def _of_verdicts(span: int) -> int:
+    """Iterations at the beginning of a round in which no sum begins: one, or none where an exchange then had no time left."""
+    return int(span > 2)
 
 
 def window(index: int, number: int, span: int) -> tuple[int, int, int]:
@@ -47,9 +53,11 @@ def window(index: int, number: int, span: int) -> tuple[int, int, int]:
     Returns:
         Iterations at which its sum begins, it is sent on, and it must have arrived, at most ``span``.
     """
-    begin = index * max(span - 1, 1) // number
-    end = min(span, max(-(-(index + 1) * span // number), begin + 2))
-    return begin, max(begin + 1, (begin + end - 1) // 2), end
+    before = _of_verdicts(span)
+    left = span - before
+    begin = index * max(left - 1, 1) // number
+    end = min(left, max(-(-(index + 1) * left // number), begin + 2))
+    return before + begin, before + max(begin + 1, (begin + end - 1) // 2), before + end
 
 
 AHEAD = 1

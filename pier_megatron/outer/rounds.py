@@ -4,7 +4,7 @@ import collections
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.flights import LENT, PIPELINE_DEPTH, Crossing, Flight
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
-from pier_megatron.outer.staging import MOVE, OWN, SHARED, WORK, Part, Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.staging import MOVE, OWN, SHARED, WORK, Deferred, Part, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, state_names, sum_of_bits
 from pier_megatron.outer.verdicts import Verdicts
 
@@ -205,20 +205,28 @@ class OuterRound(Crossing):
             staged.chunk.move_parameters(staged.tensors[MOVE])
             staged.give_back()
         self.sums += self._sums_ahead
-        # Where their moves were known, only the parameters are needed now.
-        with self._flights[0].staging.aside() if self._ahead else contextlib.nullcontext():
-            left = [flight for flight in self._flights if flight.chunk not in self._ended]
-            for staged in one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in left):
-                if self._forgets_progress:
-                    staged.own.zero_()
-                if staged.chunk in self._ahead:
-                    self._descend(staged.apart(staged.tensors[MOVE]), keep_progress=True)
-                else:
-                    self._apply(staged, self.sums, keep_progress=True)
-                staged.give_back(COMMON)
-        for flight in self._flights:
+        # Of these only the parameters are needed now.
+        for staging in dict.fromkeys(flight.staging for flight in self._flights):
+            ahead = (flight for flight in self._flights if flight.staging is staging and flight.chunk in self._ahead)
+            works = [Deferred(flight.chunk, flight.kept, (OWN, SHARED, *COMMON), self._end_of(flight)) for flight in ahead]
+            staging.defer(works, max(1, len(self._batches or ()) - 1))
+        left = [flight for flight in self._flights if flight.chunk not in self._ahead]
+        for staged in one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in left if flight.chunk not in self._ended):
+            if self._forgets_progress:
+                staged.own.zero_()
+            self._apply(staged, self.sums, keep_progress=True)
+            staged.give_back(COMMON)
+        for flight in left:
             flight.release()
         self._flights = []
+
+    def _end_of(self, flight: Flight) -> Callable[[Staged], None]:
+        def end(staged: Staged) -> None:
+            self._descend(staged.apart(staged.tensors[MOVE]), keep_progress=True)
+            staged.give_back(COMMON)
+            flight.release()
+
+        return end
 
     def run(self) -> None:
         """Does it all at once, pipelined over the chunks; all groups hold the same parameters afterwards."""

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -132,11 +132,30 @@ class Staged(Part):
         self._staging.take_back(self, writes)
 
 
+@dataclasses.dataclass
+class Deferred:
+    """Work on a chunk that is put off.
+
+    Attributes:
+        chunk: The chunk.
+        kept: What :meth:`Staging.keep` has set aside for it.
+        reads: Names of what it reads.
+        run: Does the work, and gives the buffers back.
+    """
+
+    chunk: Chunk
+    kept: Buffers | None
+    reads: Collection[str]
+    run: Callable[[Staged], None]
+
+
 class Staging:
     """Lends work buffers to the chunks of one state, and takes them back.
 
     Buffers are made by :meth:`reserve`, or when they are first needed, and then kept. Offloaded state is copied to the
     device on a stream of its own while earlier chunks are worked on, and back on another, behind the work on its chunk.
+
+    Work can be put off: :meth:`defer`. Whoever lends a chunk, or waits for the state, finds it done.
     """
 
     def __init__(self, state: OuterState, names: Sequence[str] = WORK) -> None:
@@ -152,8 +171,11 @@ class Staging:
         # In place, a chunk is worked on where it is kept.
         self._kept: collections.deque[Buffers] = collections.deque() if state.offload else self._work
         self._written: dict[int, torch.cuda.Event] = {}
+        self._deferred: collections.deque[Deferred] = collections.deque()
+        self._coming: list[tuple[Staged, Deferred]] = []
+        self._at_a_time = 1
         if state.copies_on_streams:
-            self._inward, self._outward, self._aside = (torch.cuda.Stream(state.device) for _ in range(3))
+            self._inward, self._outward = (torch.cuda.Stream(state.device) for _ in range(2))
 
     def lend(self, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
         """Lends buffers to a chunk, and begins to copy what is named into them: wait with :func:`one_ahead`.
@@ -163,6 +185,14 @@ class Staging:
             reads: Names of what will be read.
             kept: What :meth:`keep` has set aside for it, if it does more than pass by.
         """
+        while any(chunk is work.chunk for work in (*(work for _, work in self._coming), *self._deferred)):
+            self.work_off(least=1)
+        if not self._work:
+            # Before others are made.
+            self._finish_coming()
+        return self._lend(chunk, reads, kept)
+
+    def _lend(self, chunk: Chunk, reads: Collection[str], kept: Buffers | None) -> Staged:
         staged = Staged(self, chunk, kept)
         if staged.lent is not None and staged.lent.ready is not None:
             # Nobody else may use the buffers any more.
@@ -208,6 +238,8 @@ class Staging:
 
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
+        while not self._kept and self._is_behind():
+            self.work_off(least=1)
         return self._kept.popleft() if self._kept else self._new(self._names, **self.state.factory_kwargs)
 
     def release(self, kept: Buffers) -> None:
@@ -236,18 +268,43 @@ class Staging:
             buffers.ready = torch.cuda.current_stream().record_event()
         return buffers
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, work is queued behind what the present stream has queued, and the present stream does not wait for it."""
-        if not self.state.copies_on_streams:
-            yield
-            return
-        self._aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._aside):
-            yield
+    def defer(self, works: Sequence[Deferred], calls: int) -> None:
+        """Puts work on chunks off.
+
+        Args:
+            works: Work, each on a chunk of its own.
+            calls: Calls of :meth:`work_off` in which it is begun, if buffers are free.
+        """
+        self._deferred.extend(works)
+        self._at_a_time = max(1, -(-len(works) // calls))
+
+    def work_off(self, least: int = 0) -> None:
+        """Does work that was put off and whose copies began in the call before, and begins those of what comes next.
+
+        Called once an iteration, it leaves copies that long. Kernels that wait for copies would hold up those of training,
+        where they share a queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+
+        Args:
+            least: Chunks whose copies begin even if buffers have to be made for them.
+        """
+        self._finish_coming()
+        for _ in range(min(len(self._deferred), max(least, min(self._at_a_time, len(self._work))))):
+            work = self._deferred.popleft()
+            self._coming.append((self._lend(work.chunk, work.reads, work.kept), work))
+
+    def _finish_coming(self) -> None:
+        for staged, work in self._coming:
+            staged.wait()
+            work.run(staged)
+        self._coming.clear()
+
+    def _is_behind(self) -> bool:
+        return bool(self._coming or self._deferred)
 
     def synchronize(self) -> None:
         """Waits until the state, and all that is kept, is whole where it lives."""
+        while self._is_behind():
+            self.work_off(least=1)
         if self.state.copies_on_streams:
             self._outward.synchronize()
 

@@ -95,6 +95,8 @@ class OuterSteps:
             with self.participants.phase("agree", iteration):
                 self._weights.agree_on_mean()
             progress.is_synchronised = True
+        for staging in self._share.stagings:
+            staging.work_off()
 
     def join(self, progress: Progress) -> None:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
@@ -207,6 +209,7 @@ class OuterSteps:
             )
         if optimizer is not None:
             optimizer.load_state_dicts(saved)
+        self._share.synchronize()
         for state, buffers in zip(self._share.states, snapshot.states, strict=True):
             state.restore(buffers)
         judge, pulls, restarts = self.participants.judge, self.participants.pulls, self.participants.restarts

@@ -166,7 +166,7 @@ class Prediction:
             return wire, passes + coding
         if way.overlap == 0:
             return wire, max(passes + coding, copied_by_blocking(dtype) * self.copying - wire)
-        waited, hidden = copied_by_overlapped(way.overlap, dtype)
+        waited, hidden = copied_by_overlapped(way.interval, way.overlap, dtype)
         return max(wire, hidden * self.copying), max(passes, waited * self.copying) + coding
 
     def _local(self, hidden: bool) -> float:
@@ -188,18 +188,21 @@ def copied_by_blocking(dtype: str) -> float:
     return 2 * _BUFFER + _residual(dtype)
 
 
-def copied_by_overlapped(overlap: int, dtype: str) -> tuple[float, float]:
+def copied_by_overlapped(interval: int, overlap: int, dtype: str) -> tuple[float, float]:
     """Bytes per owned parameter that come from the host in an overlapped step: those that are waited for, and the others.
 
-    No more goes out beside them. Chunks leave in as many batches as there are iterations for their launches.
+    No more goes out beside them. Chunks leave in as many batches as there are iterations for their launches. The state of all
+    batches but the last one is brought in when the step has ended, one in each iteration, until the next step begins.
     """
     launches = 1 if CODECS[dtype].lossless else 2
+    batches = max(1, (overlap - 2) // launches)
     # All batches but one: the first one stays on the device when the step begins, the last one is there when it ends.
-    others = 1 - 1 / max(1, (overlap - 1) // launches)
+    others = 1 - 1 / batches
     anchor = momentum = own = shared = move = _BUFFER
-    waited = anchor + (1 - others) * _residual(dtype) + others * move
+    late = max(0, batches - 1 - (interval - overlap)) / batches * (own + shared + anchor + momentum)
+    waited = anchor + (1 - others) * _residual(dtype) + others * move + late
     crossing = momentum + others * (own + anchor + _residual(dtype))
-    return waited, crossing + others * (own + shared + anchor + momentum)
+    return waited, crossing + others * (own + shared + anchor + momentum) - late
 
 
 def _residual(dtype: str) -> int:
