@@ -3,8 +3,12 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import shutil
 import subprocess
+import sysconfig
+from pathlib import Path
 
 import one_gpu
 import torch
@@ -58,6 +62,10 @@ def look() -> Rows:
         yield Row("driver", _driver())
     yield Row("Python", platform.python_version())
     yield Row("PyTorch", f"{torch.__version__}, CUDA {torch.version.cuda}")
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)
+    yield checked("C compiler, which Triton needs", compiler is not None, compiler or "", "missing")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    yield checked("Python's headers, which Triton needs", headers.is_file(), str(headers), "missing")
     yield Row("several ranks on the device talk over", one_gpu.backend())
     for module in _NEEDED_BY_MEGATRON:
         found = version(module)

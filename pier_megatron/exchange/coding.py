@@ -5,8 +5,10 @@ to the largest integer, so one outlier costs precision in its own block only. Wi
 cannot be spared: the levels are the middles between integers, the outer ones half a step below the largest magnitude.
 """
 
+import contextlib
 import functools
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -63,8 +65,22 @@ def compile_for(codec: Codec, device: torch.device) -> None:
     if codec.name not in _WITH_KERNELS or not runs_kernels(device):
         return
     rows = torch.zeros(1, BLOCK, device=device)
-    for dropped in (None, torch.zeros(BLOCK, device=device)):
-        decode(codec, encode(codec, rows, dropped))
+    with needing_a_compiler():
+        for dropped in (None, torch.zeros(BLOCK, device=device)):
+            decode(codec, encode(codec, rows, dropped))
+
+
+@contextlib.contextmanager
+def needing_a_compiler() -> Iterator[None]:
+    """Says of an error inside what Triton needs beside PyTorch: it builds the code in C that launches its kernels."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "Pier: its kernels did not compile. Triton needs a C compiler (gcc or clang on the PATH, or in CC) and Python's "
+            "headers (Python.h, in packages such as python3-dev) on every node."
+        )
+        raise
 
 
 def encode_plainly(codec: Codec, rows: Tensor, dropped: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.coding import runs_kernels
+from pier_megatron.exchange.coding import needing_a_compiler, runs_kernels
 from pier_megatron.outer.rules import Nesterov, OuterRule
 from pier_megatron.outer.staging import Part
 
@@ -18,7 +18,8 @@ def compile_for(device: torch.device) -> None:
     if runs_kernels(device):
         from pier_megatron.outer import kernels
 
-        kernels.compile_for(device)
+        with needing_a_compiler():
+            kernels.compile_for(device)
 
 
 def subtract(part: Part, counts: bool, rule: OuterRule | None = None, weight: float = 1.0) -> None:

@@ -5,8 +5,9 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -342,6 +343,26 @@ def test_kernels_are_code_for_the_gpu_without_fused_products(compiled: dict[str,
     assert compiled["binaries"]
     assert compiled["other targets"] == []
     assert compiled["fused"] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "compile_for"),
+    [
+        (codec_kernels, lambda: coding.compile_for(CODECS["int8"], DEVICE)),
+        (step_kernels, lambda: arithmetic.compile_for(DEVICE)),
+    ],
+)
+def test_an_error_of_triton_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, compile_for: Callable[[], None]
+) -> None:
+    fails = mock.Mock(side_effect=RuntimeError("Failed to find C compiler"))
+    for name in ("encode", "subtract"):
+        monkeypatch.setattr(module, name, fails, raising=False)
+    for user in (coding, arithmetic):
+        monkeypatch.setattr(user, "runs_kernels", lambda device: True)
+    with pytest.raises(RuntimeError, match="Failed to find C compiler") as raised:
+        compile_for()
+    assert "Python.h" in raised.value.__notes__[0]
 
 
 def test_the_number_of_products_is_that_of_the_reference() -> None:
