@@ -137,7 +137,8 @@ class Copies:
             if group.size() == 1 or not chosen:
                 return []
             self._compared += [(parameters[looked_at[place]].name, kind, group) for place in chosen]
-            return [_differ(sums[:, chosen], group)]
+            # Not by a list, which waits for the device.
+            return [_differ(torch.stack([sums[:, place] for place in chosen], dim=1), group)]
 
         found = differing(domain.data_parallel, lambda parameter: True, "data-parallel")
         found += differing(domain.tensor_parallel, lambda parameter: not parameter.is_split, "tensor-parallel")
