@@ -28,6 +28,7 @@ _REFUSED = {
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "dsa_indexer_loss_coeff": "its loss is averaged over all groups in every iteration",
     "ckpt_assume_constant_structure": "what a checkpoint holds depends on the phase and on whether the groups have just met",
+    "override_ckpt_iteration": "Pier's state is of the iteration that was saved. Begin anew from the weights with --finetune",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
     "data_parallel_random_init": "groups must start from identical weights",
     "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
@@ -35,7 +36,6 @@ _REFUSED = {
 
 # What all ranks do together every so many iterations, hence only where the groups meet.
 _MEETINGS = {
-    "check_weight_hash_across_dp_replicas_interval": "the comparison of weights",
     "gpu_sniff_test_interval": "the test of GPUs, a meeting of all ranks,",
 }
 
@@ -52,7 +52,7 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     if getattr(args, "non_persistent_ckpt_type", None) == "local":
         raise PierConfigError(
             "--non-persistent-ckpt-type local cannot be used with --optimizer pier: local checkpoints do not say what run they "
-            "are of. Use global."
+            "are of. Use global, or save persistently (--save-interval) with --pier-islands."
         )
     if getattr(args, "ckpt_convert_format", None) not in (None, "torch_dist"):
         raise PierConfigError(
@@ -97,6 +97,11 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             "--full-validation cannot be used with --pier-islands: islands whose shares of the samples differ by one would "
             "wait for each other. Use --eval-iters."
         )
+    if config.islands and getattr(args, "non_persistent_ckpt_type", None) is not None:
+        raise PierConfigError(
+            f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type} cannot be used with --pier-islands: islands find the "
+            "checkpoint that all of them have among persistent ones. Use --save-interval."
+        )
     config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
     if args.num_experts is not None:
         _check_expert_data_parallel_size(args, config.groups)
@@ -113,13 +118,21 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             )
         if config.save_inner_state == "first":
             remedy = ", or use --pier-save-inner-state all"
+            for name in ("rampup_batch_size", "step_batch_size_schedule", "phase_transition_iterations"):
+                if getattr(args, name, None):
+                    raise PierConfigError(
+                        f"{flag(name)} cannot be used with --pier-save-inner-state first: Megatron saves where another phase "
+                        "begins, also between outer steps, and what all groups but the first have learned since would be lost. "
+                        "Save all."
+                    )
             for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
                 if getattr(args, name, None):
                     config.check_interval(flag(name), getattr(args, name), "saving the first group only", remedy)
-    if not config.has_common_anchor and getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
+    if not config.islands and getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
         raise PierConfigError(
-            "--check-weight-hash-across-dp-replicas-interval compares the weights of all groups, which never agree with "
-            "--pier-preset noloco or --pier-subgroup-size. Drop it."
+            "--check-weight-hash-across-dp-replicas-interval cannot be used with groups that are instances: it compares all "
+            "groups, whose weights differ between outer steps. Drop it, since Pier compares copies and anchors itself at each "
+            "outer step, or add --pier-islands, with which it compares each group by itself."
         )
     for name, purpose in _MEETINGS.items():
         if getattr(args, name, None):

@@ -20,7 +20,7 @@ from pier_megatron.integration import (
     scoring,
     training,
 )
-from pier_megatron.integration.checkpoint import files, helpers, hooks
+from pier_megatron.integration.checkpoint import files, formats, helpers, hooks
 from pier_megatron.integration.inner import torch_adam
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.seam import Needed, Seam, install
@@ -44,6 +44,7 @@ CORE = (
     Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start),
     Seam(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", helpers.end_with_the_rank),
     Seam(_OPTIMIZER, "DistributedOptimizer.sharded_state_dict", torch_adam.with_state),
+    Seam(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", formats.counting_padding),
     Seam(_OPTIMIZER, "DistributedOptimizer.load_state_dict", torch_adam.with_counters),
     Seam(_OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", torch_adam.with_counter),
 )

@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
-FORMAT = 4
+FORMAT = 5
 """Raised when an older plugin could not read what a newer one writes."""
 
 ENTRY = "pier"
@@ -47,7 +47,7 @@ _SETTINGS = (
     "site_interval",
 )
 
-# Settings that plugins of format 4 may not know. They can read a checkpoint of a run that does not use them.
+# Settings that plugins of formats 4 and 5 may not know. They can read a checkpoint of a run that does not use them.
 _LATER = ("sites", "site_interval")
 
 LAYER_WISE = "--use-distributed-optimizer"
@@ -93,6 +93,7 @@ class Description:
         checksums: Checksums of the outer state, over all ranks of a group, by :func:`checksum_name`.
         format: See :data:`FORMAT`.
         version: Version of the plugin.
+        cut: How the ranks of a group share the parameters, a checksum; formats before 5 do not say.
     """
 
     iteration: int
@@ -111,6 +112,7 @@ class Description:
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     version: str = __version__
+    cut: int | None = None
 
     @classmethod
     def of_run(
@@ -150,7 +152,11 @@ class Description:
 
     def is_exact_for(self, present: "Description") -> bool:
         """Whether a run resumes from here as if it had never stopped: same settings, same shape."""
-        return not self._changes(present) and self.chunk_mib == present.chunk_mib
+        return not self._changes(present) and self.is_cut_like(present)
+
+    def is_cut_like(self, present: "Description") -> bool:
+        """Whether the flat buffers of each rank hold the same parameters, in the same chunks."""
+        return self.chunk_mib == present.chunk_mib and self.cut in (None, present.cut)
 
     @property
     def has_common_outer_state(self) -> bool:

@@ -79,7 +79,10 @@ _REFUSED = {
         "config.optimizer.groups 2 is now 4.*config.optimizer.override_checkpoint",
     ),
     "sharded": (with_config("ddp.use_megatron_fsdp=True"), "config.d[a-z]*.use_megatron_fsdp cannot be used"),
-    "weights": (with_config("train.check_weight_hash_across_dp_replicas_interval=4"), "config.train.check_weight_hash.* 4 "),
+    "weights": (
+        with_config("train.check_weight_hash_across_dp_replicas_interval=4"),
+        "config.train.check_weight_hash.* cannot be used with groups that are instances",
+    ),
     "precision": (
         with_config("optimizer.use_precision_aware_optimizer=True"),
         "config.optimizer.use_precision_aware_opt.* cannot",

@@ -16,6 +16,9 @@ _PIER = (
 _CHANGED = "--pier-override-checkpoint "
 _FROM_FOUR = "--load {directory}/four --ckpt-step "
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable "
+_BY_ONE_RANK = "--distrib-optim-fully-reshardable-mem-efficient "
+# Several, each with padding.
+_BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 5000 "
 _TP2, _PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 _AT_THE_END = " --save-interval 12"
 _FROM_TP2 = "--load {directory}/tp --ckpt-step "
@@ -43,11 +46,25 @@ _LAUNCHES = (
             ),
             Run("four again", _PIER + "--pier-groups 4 " + _FROM_FOUR + "8", ["start", *_OUTER]),
             Run("inner DP", _PIER + "--pier-groups 2 " + _CHANGED + _FROM_FOUR + "8", _OUTER),
-            Run("two by TP", _PIER + _TP2 + _RESHARDABLE + "--pier-groups 2 --save {directory}/tp" + _AT_THE_END, saves=[8, 9]),
+            Run(
+                "two by TP",
+                _PIER + _TP2 + _RESHARDABLE + _BUCKETS + "--pier-groups 2 --save {directory}/tp" + _AT_THE_END,
+                ["main", "moments"],
+                saves=[8, 9],
+            ),
+            Run("TP 2, same buckets at 8", _PIER + _TP2 + _BUCKETS + "--pier-groups 2 " + _FROM_TP2 + "8", ["main", "moments"]),
             Run("TP 2 at 8", _PIER + _TP2 + "--pier-groups 2 " + _FROM_TP2 + "8", _OUTER),
             Run("TP 2 at 9", _PIER + _TP2 + "--pier-groups 2 " + _FROM_TP2 + "9", _OUTER),
             Run("TP 2 to PP 2 at 8", _PIER + _PP2 + _PADDED + "--pier-groups 2 " + _CHANGED + _FROM_TP2 + "8", _OUTER),
             Run("TP 2 to 1 at 9", _PIER + _PADDED + "--pier-groups 2 " + _CHANGED + _FROM_TP2 + "9", _OUTER),
+            Run(
+                "inner DP 2",
+                _PIER + _RESHARDABLE + _BY_ONE_RANK + "--pier-groups 2 --save {directory}/dp" + _AT_THE_END,
+                ["main", "moments"],
+                saves=[8],
+            ),
+            Run("inner DP 2 at 8", _PIER + "--pier-groups 2 --load {directory}/dp --ckpt-step 8", ["main", "moments"]),
+            Run("other buckets at 8", _PIER + _BUCKETS + "--pier-groups 2 --load {directory}/dp --ckpt-step 8", []),
             Run("MoE", _MOE + _PP2 + _RESHARDABLE + "--save {directory}/moe" + _AT_THE_END, saves=[9]),
             Run("MoE at 9", _MOE + _PP2 + _FROM_MOE, _OUTER),
             Run("MoE, PP 2 to 1 at 9", _MOE + _CHANGED + _FROM_MOE, _OUTER),
@@ -163,6 +180,22 @@ def test_run_goes_on_in_another_layout(runs: dict[str, Recorded], name: str, ref
     # The groups' own parameters too: they train on the same samples between outer steps, and on all of them after one.
     assert runs[name].losses[stop + 1] == pytest.approx(runs[reference].losses[stop + 1], rel=1e-6)
     assert runs[reference].losses[stop + 1] != pytest.approx(runs[reference].losses[stop + 2], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [("TP 2, same buckets at 8", "two by TP"), ("inner DP 2 at 8", "inner DP 2"), ("other buckets at 8", "inner DP 2")],
+)
+def test_a_checkpoint_that_can_be_resharded_holds_every_parameter(runs: dict[str, Recorded], name: str, whole: str) -> None:
+    """Whatever the gradient buckets are, and whoever gathers what they hold."""
+    resumed = runs[name]
+    assert resumed.losses[9] == pytest.approx(runs[whole].losses[9], rel=1e-6)
+    is_exact = name != "other buckets at 8"
+    assert ("resumes exactly" in resumed.printed) == is_exact
+    assert ("flat buffers that are cut elsewhere" in resumed.printed) != is_exact
+    if is_exact:
+        for group in (0, 1):
+            assert all(map(torch.equal, end_of(resumed, group, 12), end_of(runs[whole], group, 12)))
 
 
 # Stock Megatron.

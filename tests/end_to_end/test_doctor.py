@@ -70,10 +70,10 @@ _STOCK_SKIPPING = _STOCK + "--pier-skip-fraction 0.2"
 _REFUSED = {
     _JOB + "--tensor-model-parallel-size 8": "does not divide the data-parallel size 2",
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
-    _JOB + "--check-weight-hash-across-dp-replicas-interval 75": "75 = 1 x 50 + 25",
+    _JOB + "--gpu-sniff-test-interval 75": "75 = 1 x 50 + 25",
     _JOB.replace("--train-iters 100000", ""): "--train-iters: not given",
     _JOB + "--num-attention-heads 11": "Megatron refuses the arguments: ",
-    _SAMPLES + "--check-weight-hash-across-dp-replicas-interval 75": "75 = 1 x 50 + 25",
+    _SAMPLES + "--gpu-sniff-test-interval 75": "75 = 1 x 50 + 25",
 }
 _LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
 

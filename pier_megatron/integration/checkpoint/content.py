@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import functools
 import itertools
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +84,15 @@ class RunPosition:
         """Describes this run, and what of it is stored."""
         layout = layout_of(versions.megatron_args(), self.ranks.size())
         island = self.group if self.config.islands else None
-        return Description.of_run(self.config, iteration, layout, self.device_type, island=island, **content)
+        return Description.of_run(self.config, iteration, layout, self.device_type, island=island, cut=self._cut, **content)
+
+    @functools.cached_property
+    def _cut(self) -> int:
+        """A checksum of how the ranks of the group share the main parameters, stretch by stretch."""
+        sizes = [[main.numel() for main, _ in slices] for slices in self.slices]
+        found: list[int] = [0] * self.ranks.size()
+        dist.all_gather_object(found, zlib.crc32(repr(sizes).encode()), group=self.ranks)
+        return zlib.crc32(repr(found).encode())
 
     def outer_states(self, snapshot: Snapshot) -> list[ParameterState]:
         """Anchor and momentum, in the places of a main parameter and its first moment."""

@@ -5,8 +5,8 @@ parameter and its state, one model parameter at a time; a :class:`ShardedState` 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Concatenate
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from pier_megatron.outer.description import Metadata
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+    from megatron.core.optimizer import DistributedOptimizer
 
 # Megatron's formats of the distributed optimizer's state, and what reads and writes them.
 _FORMATS = {
@@ -38,6 +39,26 @@ def format_of(metadata: Metadata) -> str:
     return found
 
 
+def counting_padding[**P, R](
+    sharded_param_state_fully_reshardable: "Callable[Concatenate[DistributedOptimizer, P], R]",
+    optimizer: "DistributedOptimizer",
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
+    """Lets Megatron leave the padding in what it gathers of gradient buckets.
+
+    It looks for parameters where they are with the padding of all buckets before theirs, in vectors that it has taken this
+    padding out of: behind a bucket that is padded it would store the numbers of others.
+    """
+    with contextlib.ExitStack() as stack:
+        for buffer in optimizer.buffers:
+            stack.enter_context(versions.replaced(buffer, {"numel_unpadded": buffer.numel}))
+            for bucket in buffer.buckets:
+                stack.enter_context(versions.replaced(bucket, {"numel_unpadded": bucket.grad_data.numel()}))
+        return sharded_param_state_fully_reshardable(optimizer, *args, **kwargs)
+
+
 class ShardedState(ParameterState):
     """Named tensors for every main parameter of one ``DistributedOptimizer``.
 
@@ -52,11 +73,12 @@ class ShardedState(ParameterState):
         write, _ = _FORMATS[kind]
         numbered = {} if copy is None else {"distributed_optimizer_instance_id": copy}
         with self._in_place_of_the_state(kind), versions.replaced(self.owner.optimizer, numbered):
-            state: ShardedStateDict = getattr(self.owner.optimizer, write)(model_state, is_loading, metadata)
+            state: ShardedStateDict | None = getattr(self.owner.optimizer, write)(model_state, is_loading, metadata)
         mapping = versions.require("megatron.core.dist_checkpointing", "mapping")
         dict_utils = versions.require("megatron.core.dist_checkpointing", "dict_utils")
         versions.require("megatron.core.dist_checkpointing.utils", "add_prefix_for_sharding")(state, f"{prefix}.")
-        if copy is not None and kind == "fully_reshardable":
+        # Memory-efficient, one data-parallel rank writes for all, and the others have nothing.
+        if state is not None and copy is not None and kind == "fully_reshardable":
             # Copies are numbered over all data-parallel ranks there, group after group.
             ahead = (
                 self.owner.optimizer.distributed_optimizer_instance_id - copy

@@ -83,7 +83,8 @@ def load[**P](
     except Exception as error:
         error.add_note(
             f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "
-            "folder may be whole: choose one with --ckpt-step."
+            "folder may be whole: choose one with --ckpt-step. If the error is about groups of parameters or the scheduler, "
+            "restore the flags of the run that was saved (--lr, --min-lr, --weight-decay)."
         )
         raise
     found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])

@@ -259,7 +259,8 @@ class Loading:
             return f" Pier begins at iteration {iteration}, from weights without outer momentum" if iteration else None
         if request.same_layout:
             self._verify(request)
-            restore_random_states(request.objects["rng"])
+            if not _keeps_random_states():
+                restore_random_states(request.objects["rng"])
         self._undo_decay(request.saved)
         steps = request.objects["scheduler steps"]
         if opt_param_scheduler is not None and steps is not None and steps != opt_param_scheduler.num_steps:
@@ -313,18 +314,26 @@ class _Mean:
                 state.take(total)
 
 
+def _keeps_random_states() -> bool:
+    return bool(getattr(versions.megatron_args(), "no_load_rng", False))
+
+
 def _resumption(request: _Request) -> str:
     saved, changed = request.saved, features.changes(request.metadata, versions.megatron_args())
     is_whole = request.is_exact and saved.holds_all_groups
-    if is_whole and not changed:
+    if is_whole and not changed and not _keeps_random_states():
         return f" Pier resumes exactly from iteration {saved.iteration}"
     lines = [f" Pier resumes from iteration {saved.iteration}"]
     if changed:
         lines.append(f"with other features inside groups: {', '.join(changed)}")
+    if _keeps_random_states():
+        lines.append("with random states of its own (--no-load-rng)")
     if is_whole:
         return "; ".join([*lines, "with the whole state"])
     if request.changes:
         lines.append(f"with changes: {', '.join(request.changes)}")
+    elif not request.is_exact:
+        lines.append("with flat buffers that are cut elsewhere (--pier-chunk-mib, gradient buckets, layers of stages)")
     lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, request.inner_sources))}")
     if saved.rounds and not request.is_exact:
         lines.append("exchanges under way are dropped: what they carried goes into the next outer step")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.megatron_api import versions
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 # Of AdamW: PyTorch counts steps for each parameter, others for a group of them.
 _STEP = "step"
+
+# What each group of parameters keeps of the learning rate, and the flag that sets it.
+_RATES = {"max_lr": "--lr", "min_lr": "--min-lr"}
 
 
 class WholeOptimizer(InnerOptimizer):
@@ -64,8 +68,19 @@ class WholeOptimizer(InnerOptimizer):
         return {"optimizer": {"param_groups": groups}}
 
     def take_settings(self, settings: "StateDict") -> None:
-        """Takes over other settings; tensors stay."""
+        """Takes over other settings; tensors stay.
+
+        Raises:
+            PierConfigError: If the learning rates were others.
+        """
         for group, taken in zip(self.optimizer.optimizer.param_groups, settings["optimizer"]["param_groups"], strict=True):
+            for name, flag in _RATES.items():
+                if group.get(name) != taken.get(name):
+                    raise PierConfigError(
+                        f"{flag}: parameters had {name} {taken.get(name)} in the run that was saved, and have "
+                        f"{group.get(name)} now. Megatron knows groups of parameters by it, and finds them no more, also under "
+                        f"--override-opt_param-scheduler. Restore {flag}, or begin anew from the weights with --finetune."
+                    )
             counts_for_all = _STEP in group
             group |= {name: value for name, value in taken.items() if name != _STEP or counts_for_all}
             if _STEP in taken and not counts_for_all:
