@@ -28,7 +28,7 @@ _REFUSED = {
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "dsa_indexer_loss_coeff": "its loss is averaged over all groups in every iteration",
     "ckpt_assume_constant_structure": "what a checkpoint holds depends on the phase and on whether the groups have just met",
-    "override_ckpt_iteration": "Pier's state is of the iteration that was saved. Begin anew from the weights with --finetune",
+    "override_ckpt_iteration": "Pier's state is of the iteration that was saved. Start from its weights with --finetune",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
     "data_parallel_random_init": "groups must start from identical weights",
     "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",

@@ -90,9 +90,11 @@ _CONTROLS = [
 # Iterations that pass: a batch size that grows, chunks of the model that read each for itself.
 _PASSING = "--iterations-to-skip 3 5 8 "
 _TP2_READING = _LAYOUTS["TP 2"] + _PIER
+# The batch grows after 2048 tokens, in the fifth iteration.
 _VIRTUAL = (
-    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --global-batch-size 16 "
-    "--rampup-batch-size 8 8 32 " + _PIER.replace("--train-iters 12", "--train-samples 144")
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+    "--step-batch-size-schedule 0:16,2048:32 --eval-global-batch-size 16 "
+    + _PIER.replace("--train-iters 12", "--train-samples 256")
 )
 _PASSED = [
     Run(name, argv + flags, ["samples"], faults)

@@ -1,4 +1,4 @@
-"""What an inner optimizer needs that is not there."""
+"""What an inner optimizer needs that is not there, and what it does not take over."""
 
 import argparse
 from unittest import mock
@@ -8,6 +8,7 @@ import pytest
 from pier_megatron import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.inner import requirements
+from pier_megatron.integration.inner.whole import WholeOptimizer
 
 
 def given(**changes: object) -> argparse.Namespace:
@@ -49,3 +50,14 @@ def test_configuration_knows_that_it_needs_islands() -> None:
     with pytest.raises(PierConfigError, match="--pier-inner-optimizer muon needs --pier-islands"):
         PierConfig(1000, groups=2, inner_optimizer="muon")
     PierConfig(1000, groups=2, islands=True, inner_optimizer="muon")
+
+
+def test_other_learning_rates_are_refused_wherever_the_save_fell() -> None:
+    """As Megatron does, which finds groups of parameters by their rates."""
+    own = {"params": [], "max_lr": 2e-4, "min_lr": 0.0, "step": 3}
+    optimizer = WholeOptimizer(mock.Mock(optimizer=mock.Mock(param_groups=[own], state={})), is_shared_out=False)
+    saved = optimizer.settings()
+    optimizer.take_settings(saved)
+    saved["optimizer"]["param_groups"][0]["max_lr"] = 2e-3
+    with pytest.raises(PierConfigError, match=r"--lr: parameters had max_lr 0\.002 .* have 0\.0002 now"):
+        optimizer.take_settings(saved)

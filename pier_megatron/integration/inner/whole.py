@@ -75,7 +75,7 @@ class WholeOptimizer(InnerOptimizer):
         """
         for group, taken in zip(self.optimizer.optimizer.param_groups, settings["optimizer"]["param_groups"], strict=True):
             for name, flag in _RATES.items():
-                if group.get(name) != taken.get(name):
+                if group.get(name) != taken.get(name, group.get(name)):
                     raise PierConfigError(
                         f"{flag}: parameters had {name} {taken.get(name)} in the run that was saved, and have "
                         f"{group.get(name)} now. Megatron knows groups of parameters by it, and finds them no more, also under "
