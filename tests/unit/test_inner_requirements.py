@@ -57,7 +57,7 @@ def test_other_learning_rates_are_refused_wherever_the_save_fell() -> None:
     own = {"params": [], "max_lr": 2e-4, "min_lr": 0.0, "step": 3}
     stock = mock.Mock(float16_groups=[], fp32_from_float16_groups=[], fp32_from_fp32_groups=[])
     stock.optimizer = mock.Mock(param_groups=[own], state={})
-    optimizer = WholeOptimizer(stock, is_shared_out=False)
+    optimizer = WholeOptimizer(stock, is_shared_out=True)
     saved = optimizer.settings()
     optimizer.take_settings(saved)
     saved["optimizer"]["param_groups"][0]["max_lr"] = 2e-3
