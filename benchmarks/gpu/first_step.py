@@ -76,6 +76,8 @@ def measured(mode: str, parameters: int) -> dict[str, float]:
             seconds_of(_INTERVAL - taken)
     found["GB of the device"] = torch.cuda.max_memory_allocated() / 1e9 if is_gpu() else 0.0
     found["GB of the host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    # Offloaded state is written after the step.
+    loop.snapshot()
     anchor = torch.stack([torch.stack(state.anchor.aminmax()) for state in loop.states]).to(one_gpu.device())
     lowest, highest = anchor.amin(), anchor.amax()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)

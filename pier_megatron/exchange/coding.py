@@ -77,8 +77,8 @@ def needing_a_compiler() -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(
-            "Pier: its kernels did not compile. Triton needs a C compiler (gcc or clang on the PATH, or in CC) and Python's "
-            "headers (Python.h, in packages such as python3-dev) on every node."
+            "Pier: this was Triton, which compiled Pier's kernels. It needs a C compiler (gcc or clang on the PATH, or in CC) "
+            "and Python's headers (Python.h, in packages such as python3-dev) on every node."
         )
         raise
 

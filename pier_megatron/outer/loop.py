@@ -33,7 +33,8 @@ class OuterLoop:
     step; see ``examples/plain_pytorch.py``.
 
     Attributes:
-        states: Anchor and momentum over the parameters of this rank.
+        states: Anchor and momentum over the parameters of this rank. Offloaded ones are written some iterations after an outer
+            step that was hidden behind training: call :meth:`snapshot` before you look at them.
         progress: Progress of this group in its run.
     """
 

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -208,8 +208,7 @@ class OuterRound(Crossing):
         # Of these only the parameters are needed now.
         for staging in dict.fromkeys(flight.staging for flight in self._flights):
             ahead = (flight for flight in self._flights if flight.staging is staging and flight.chunk in self._ahead)
-            works = [Deferred(flight.chunk, flight.kept, (OWN, SHARED, *COMMON), self._end_of(flight)) for flight in ahead]
-            staging.defer(works, max(1, len(self._batches or ()) - 1))
+            staging.defer([self._deferred(flight) for flight in ahead], max(1, len(self._batches or ()) - 1))
         left = [flight for flight in self._flights if flight.chunk not in self._ahead]
         for staged in one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in left if flight.chunk not in self._ended):
             if self._forgets_progress:
@@ -220,13 +219,17 @@ class OuterRound(Crossing):
             flight.release()
         self._flights = []
 
-    def _end_of(self, flight: Flight) -> Callable[[Staged], None]:
-        def end(staged: Staged) -> None:
-            self._descend(staged.apart(staged.tensors[MOVE]), keep_progress=True)
-            staged.give_back(COMMON)
-            flight.release()
+    def _deferred(self, flight: Flight) -> Deferred:
+        """Writes the state of a chunk whose move is known. The pseudo-gradient has no part in that."""
+        rule, size = self.rule, self.exchange.size
+        own_counts, counted = self.verdicts.own_counts(), sum(self.verdicts.counted())
 
-        return end
+        # No reference to the round, which would hold what outlives it: communicators.
+        def descend(staged: Staged) -> None:
+            arithmetic.descend(staged.apart(staged.tensors[MOVE]), rule, size, own_counts, counted, keeps_progress=True)
+
+        assert flight.kept is not None
+        return Deferred(flight.chunk, flight.kept, (SHARED, *COMMON), COMMON, descend)
 
     def run(self) -> None:
         """Does it all at once, pipelined over the chunks; all groups hold the same parameters afterwards."""

@@ -132,21 +132,23 @@ class Staged(Part):
         self._staging.take_back(self, writes)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Deferred:
     """Work on a chunk that is put off.
 
     Attributes:
         chunk: The chunk.
-        kept: What :meth:`Staging.keep` has set aside for it.
+        kept: What :meth:`Staging.keep` has set aside for it, released afterwards.
         reads: Names of what it reads.
-        run: Does the work, and gives the buffers back.
+        writes: Names of what it writes.
+        run: Does the work.
     """
 
     chunk: Chunk
-    kept: Buffers | None
+    kept: Buffers
     reads: Collection[str]
-    run: Callable[[Staged], None]
+    writes: Collection[str]
+    run: Callable[[Staged], object]
 
 
 class Staging:
@@ -172,7 +174,7 @@ class Staging:
         self._kept: collections.deque[Buffers] = collections.deque() if state.offload else self._work
         self._written: dict[int, torch.cuda.Event] = {}
         self._deferred: collections.deque[Deferred] = collections.deque()
-        self._coming: list[tuple[Staged, Deferred]] = []
+        self._coming: collections.deque[tuple[Staged, Deferred]] = collections.deque()
         self._at_a_time = 1
         if state.copies_on_streams:
             self._inward, self._outward = (torch.cuda.Stream(state.device) for _ in range(2))
@@ -185,10 +187,10 @@ class Staging:
             reads: Names of what will be read.
             kept: What :meth:`keep` has set aside for it, if it does more than pass by.
         """
-        while any(chunk is work.chunk for work in (*(work for _, work in self._coming), *self._deferred)):
+        while any(chunk is work.chunk for work in self._deferred):
             self.work_off(least=1)
-        if not self._work:
-            # Before others are made.
+        if any(chunk is work.chunk for _, work in self._coming) or not self._work:
+            # For its sake, or before other buffers are made.
             self._finish_coming()
         return self._lend(chunk, reads, kept)
 
@@ -238,8 +240,8 @@ class Staging:
 
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
-        while not self._kept and self._is_behind():
-            self.work_off(least=1)
+        while not self._kept and self.is_behind:
+            self._finish_coming() if self._coming else self.work_off(least=1)
         return self._kept.popleft() if self._kept else self._new(self._names, **self.state.factory_kwargs)
 
     def release(self, kept: Buffers) -> None:
@@ -289,21 +291,27 @@ class Staging:
         """
         self._finish_coming()
         for _ in range(min(len(self._deferred), max(least, min(self._at_a_time, len(self._work))))):
-            work = self._deferred.popleft()
+            work = self._deferred[0]
             self._coming.append((self._lend(work.chunk, work.reads, work.kept), work))
+            self._deferred.popleft()
 
     def _finish_coming(self) -> None:
-        for staged, work in self._coming:
+        while self._coming:
+            # Taken off before it is done: nothing is done twice after an error.
+            staged, work = self._coming.popleft()
             staged.wait()
             work.run(staged)
-        self._coming.clear()
+            staged.give_back(work.writes)
+            self.release(work.kept)
 
-    def _is_behind(self) -> bool:
+    @property
+    def is_behind(self) -> bool:
+        """Whether work is put off."""
         return bool(self._coming or self._deferred)
 
     def synchronize(self) -> None:
         """Waits until the state, and all that is kept, is whole where it lives."""
-        while self._is_behind():
+        while self.is_behind:
             self.work_off(least=1)
         if self.state.copies_on_streams:
             self._outward.synchronize()

@@ -95,8 +95,10 @@ class OuterSteps:
             with self.participants.phase("agree", iteration):
                 self._weights.agree_on_mean()
             progress.is_synchronised = True
-        for staging in self._share.stagings:
-            staging.work_off()
+        if any(staging.is_behind for staging in self._share.stagings):
+            with self.participants.phase("write_state", iteration):
+                for staging in self._share.stagings:
+                    staging.work_off()
 
     def join(self, progress: Progress) -> None:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""

@@ -248,14 +248,22 @@ class Rank:
         # Offloaded state may still be on its way to the host.
         one_gpu.synchronize()
         self.history.append(
-            {
+            self._outer_state()
+            | {
                 "parameters": on_cpu(self.parameters),
-                "anchor": self.loop.states[0].anchor.to("cpu", copy=True),
-                "momentum": self.loop.states[0].momentum.to("cpu", copy=True),
                 "is_pulling": self.loop.config.pulls,
                 "is_synchronised": self.loop.is_synchronised,
             }
         )
+
+    def _outer_state(self) -> dict[str, Any]:
+        state, share = self.loop.states[0], self.loop._share
+        return {
+            "anchor": state.anchor.to("cpu", copy=True),
+            "momentum": state.momentum.to("cpu", copy=True),
+            # What is offloaded may not have been written yet.
+            "is_behind": any(staging.is_behind for staging in share.stagings),
+        }
 
     def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int], jumps: Sequence[int]) -> None:
         def of(group: int) -> list[Tensor]:
@@ -337,6 +345,9 @@ class Rank:
         """What has happened so far."""
         # No run waits for a report; this does.
         self.loop.reports.write_arrived(waits=True)
+        if self.history:
+            self.loop._share.synchronize()
+            self.history[-1] |= self._outer_state()
         return {"history": self.history, "reports": self.reports, "group": self.group, "part": self._part}
 
 

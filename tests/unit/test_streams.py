@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import datetime
+import gc
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -15,11 +17,12 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.outer import Shards, arithmetic, loop, rounds
+from pier_megatron.outer import Shards, arithmetic, loop, rounds, steps
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.rounds import Stopwatch
-from pier_megatron.outer.staging import MOVE, Buffers, Staged, Staging
+from pier_megatron.outer.snapshot import Progress
+from pier_megatron.outer.staging import MOVE, Buffers, Deferred, Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, Chunk, OuterState
 
 
@@ -75,14 +78,17 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
         "offload": True,
     }
     config = PierConfig(**(common | settings))
-    parameters = [torch.randn(size) for size in (5, 1, 17, 30)]
+    # Of two optimizers.
+    parameters = [torch.randn(size) for size in (5, 1, 17, 30, 24)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
         stack.enter_context(mock.patch.object(OuterState, "copies_on_streams", True))
         stack.enter_context(mock.patch.object(DrawnParticipants, "at", Participants.at))
         stack.enter_context(mock.patch.object(Staging, "keep", kept_on_host))
         stack.enter_context(detector.watching())
-        trained = loop.OuterLoop([[Shards(parameters)]], config, _Exchange(detector, config.exchange_dtype))
+        trained = loop.OuterLoop(
+            [[Shards(parameters[:4])], [Shards(parameters[4:])]], config, _Exchange(detector, config.exchange_dtype)
+        )
         detector.on_host |= {flat.untyped_storage().data_ptr() for state in trained.states for flat in state.flats.values()}
         for iteration in range(1, config.train_iters + 1):
             trained.begin_iteration(iteration)
@@ -196,8 +202,13 @@ def test_training_waits_for_no_copy_that_begins_beside_it(settings: dict[str, An
 
 @pytest.mark.parametrize("settings", _LONG_OVERLAPS)
 def test_state_that_is_put_off_has_an_iteration_to_come_from_the_host(settings: dict[str, Any]) -> None:
-    """Or it is asked for before, by the next round, by slow weights, or for a save; in the end nothing is left."""
-    work_off, called = Staging.work_off, []
+    """Or it is asked for before, by the next round, by slow weights, or for a save."""
+    work_off, called, begun = Staging.work_off, [], []
+    proceed = steps.OuterSteps.proceed
+
+    def proceeding(of_loop: steps.OuterSteps, progress: Progress) -> None:
+        begun.clear()
+        proceed(of_loop, progress)
 
     def watched(staging: Staging, least: int = 0) -> None:
         lent: list[Staged] = []
@@ -211,18 +222,59 @@ def test_state_that_is_put_off_has_an_iteration_to_come_from_the_host(settings: 
             assert not any(staged is each for each in lent)
             wait(staged)
 
+        if not least:
+            # Those of this iteration, by whomever they were asked for.
+            assert not any(staged is each for staged, _ in staging._coming for each in begun)
         with mock.patch.object(Staging, "_lend", lending), mock.patch.object(Staged, "wait", waiting):
             work_off(staging, least)
         called.append((least, len(lent)))
+        begun.extend(lent)
 
-    with mock.patch.object(Staging, "work_off", watched):
+    with (
+        mock.patch.object(Staging, "work_off", watched),
+        mock.patch.object(steps.OuterSteps, "proceed", proceeding),
+    ):
         train(chunk_numel=10, **settings)
     in_time = sum(number for least, number in called if not least)
     # With an overlap of the whole interval the next round asks for all of it at once. Slow weights, and other fragments, may
     # leave no buffers for it until somebody asks.
     if not {"preset", "fragments"} & settings.keys():
         assert bool(in_time) == (settings["overlap"] < settings.get("sync_interval", 4))
-    assert not any(number for _, number in called[-1:])
+
+
+def test_nothing_is_done_twice_after_an_error() -> None:
+    staging = Staging(OuterState([Shards([torch.randn(30)])], chunk_numel=10, offload=True))
+    done = []
+
+    def run(staged: Staged) -> None:
+        done.append(staged.chunk.start)
+        if len(done) == 2:
+            raise RuntimeError("the second one")
+
+    staging.defer([Deferred(chunk, staging.keep(), (), (), run) for chunk in staging.state.chunks], 1)
+    staging.work_off(least=3)
+    with pytest.raises(RuntimeError, match="the second one"):
+        staging.work_off()
+    staging.synchronize()
+    assert done == [0, 10, 20]
+    assert len(staging._work) == len({id(each) for each in staging._work}) == 2
+
+
+def test_a_loop_that_is_dropped_holds_no_communicator() -> None:
+    config = PierConfig(36, groups=1, sync_interval=12, lazy_start_iters=12, offload=True, overlap=6)
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(PierConfig, "chunk_numel_on", return_value=10):
+            trained = loop.OuterLoop([[Shards([torch.randn(100)])]], config, GroupExchange())
+            for _ in range(31):
+                trained.skip_iteration()
+        assert trained._share.stagings[0].is_behind
+        exchange = weakref.ref(trained.exchange)
+        del trained
+        assert exchange() is None
+    finally:
+        gc.enable()
 
 
 def test_a_loop_that_is_set_back_does_not_end_what_it_had_put_off() -> None:
@@ -437,6 +489,24 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
     )
     with rehearsed(config, sizes) as trained:
         for _ in range(config.train_iters):
+            trained.skip_iteration()
+
+
+def test_what_is_put_off_takes_the_buffers_that_are_free() -> None:
+    """Beside the rounds of other fragments."""
+    config = PierConfig(
+        120,
+        groups=2,
+        sync_interval=24,
+        lazy_start_iters=0,
+        preset="diloco",
+        overlap=6,
+        fragments=3,
+        exchange_dtype="int8",
+        offload=True,
+    )
+    with rehearsed(config, (40, 84)) as trained:
+        for _ in range(118):
             trained.skip_iteration()
 
 
