@@ -90,11 +90,11 @@ _CONTROLS = [
 # Iterations that pass: a batch size that grows, chunks of the model that read each for itself.
 _PASSING = "--iterations-to-skip 3 5 8 "
 _TP2_READING = _LAYOUTS["TP 2"] + _PIER
-# The batch grows after 2048 tokens, in the fifth iteration.
+# The batch grows after 1024 tokens, in the fifth iteration.
 _VIRTUAL = (
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
-    "--step-batch-size-schedule 0:16,2048:32 --eval-global-batch-size 16 "
-    + _PIER.replace("--train-iters 12", "--train-samples 256")
+    "--micro-batch-size 2 --step-batch-size-schedule 0:8,1024:16 --eval-global-batch-size 8 "
+    + _PIER.replace("--train-iters 12", "--train-samples 128")
 )
 _PASSED = [
     Run(name, argv + flags, ["samples"], faults)
