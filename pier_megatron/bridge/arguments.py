@@ -88,6 +88,11 @@ class BridgeArguments:
         return bool(config.model.barrier_with_L1_time or config.optimizer.barrier_with_L1_time)
 
     @property
+    def no_load_rng(self) -> bool:
+        """Whether random states are not taken over from a checkpoint."""
+        return not self._config.checkpoint.load_rng
+
+    @property
     def expert_tensor_parallel_size(self) -> int:
         """Megatron's arguments have the tensor-parallel size where none is given."""
         model = self._config.model

@@ -261,7 +261,7 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     saved = Description.from_metadata(metadata[ENTRY])
     present = Description.of_run(config, saved.iteration, layout_of(args, ranks_in_group), "cuda")
     changes = saved.check(present, config.override_checkpoint) + features.changes(metadata, args)
-    how = f"with changes: {', '.join(changes)}" if changes else "and the job resumes exactly"
+    how = f"with changes: {', '.join(changes)}" if changes else "and the job resumes exactly, if gradient buckets are the same"
     return f"{folder}: whole, of iteration {saved.iteration}, by pier_megatron {saved.version}, {how}"
 
 

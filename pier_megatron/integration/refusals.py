@@ -28,7 +28,6 @@ _REFUSED = {
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "dsa_indexer_loss_coeff": "its loss is averaged over all groups in every iteration",
     "ckpt_assume_constant_structure": "what a checkpoint holds depends on the phase and on whether the groups have just met",
-    "override_ckpt_iteration": "Pier's state is of the iteration that was saved. Start from its weights with --finetune",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
     "data_parallel_random_init": "groups must start from identical weights",
     "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
@@ -49,6 +48,11 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
             raise PierConfigError(f"{flag(name)} cannot be used with --optimizer pier: {reason}.")
+    if getattr(args, "override_ckpt_iteration", None) is not None:
+        raise PierConfigError(
+            f"--override-ckpt-iteration {args.override_ckpt_iteration} cannot be used with --optimizer pier: Pier's state is "
+            "of the iteration that was saved. Start from its weights with --finetune."
+        )
     if getattr(args, "non_persistent_ckpt_type", None) == "local":
         raise PierConfigError(
             "--non-persistent-ckpt-type local cannot be used with --optimizer pier: local checkpoints do not say what run they "
@@ -118,21 +122,25 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             )
         if config.save_inner_state == "first":
             remedy = ", or use --pier-save-inner-state all"
-            for name in ("rampup_batch_size", "step_batch_size_schedule", "phase_transition_iterations"):
+            for name in ("rampup_batch_size", "step_batch_size_schedule"):
+                # Of these Megatron says at which sample, not in which iteration.
                 if getattr(args, name, None):
                     raise PierConfigError(
-                        f"{flag(name)} cannot be used with --pier-save-inner-state first: Megatron saves where another phase "
-                        "begins, also between outer steps, and what all groups but the first have learned since would be lost. "
+                        f"{flag(name)} cannot be used with --pier-save-inner-state first: Megatron may save where the batch "
+                        "grows, also between outer steps, and what all groups but the first have learned since would be lost. "
                         "Save all."
                     )
+            for iteration in getattr(args, "phase_transition_iterations", None) or ():
+                config.check_interval("--phase-transition-iterations", iteration, "saving the first group only", remedy)
             for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
                 if getattr(args, name, None):
                     config.check_interval(flag(name), getattr(args, name), "saving the first group only", remedy)
-    if not config.islands and getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
+    if config.groups > 1 and not config.islands and getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
         raise PierConfigError(
             "--check-weight-hash-across-dp-replicas-interval cannot be used with groups that are instances: it compares all "
-            "groups, whose weights differ between outer steps. Drop it, since Pier compares copies and anchors itself at each "
-            "outer step, or add --pier-islands, with which it compares each group by itself."
+            "groups, also before the first iteration of a run that resumes, and their weights differ between outer steps. Drop "
+            "it, since Pier compares copies inside a group itself, some of them at each outer step; or add --pier-islands: it "
+            "then compares each group by itself."
         )
     for name, purpose in _MEETINGS.items():
         if getattr(args, name, None):

@@ -110,6 +110,7 @@ NEEDED = (
     ),
     Needed(_BUFFERS, "dist_all_gather_func dist_reduce_scatter_func _ParamAndGradBucketGroup.finish_grad_sync"),
     Needed("megatron.core.optimizer", "ChainedOptimizer get_megatron_optimizer"),
+    Needed("megatron.core.optimizer.optimizer", "param_group_identifier_keys"),
     Needed("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
     Needed(
         _PARALLEL_STATE,
@@ -174,7 +175,9 @@ def register() -> None:
     """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
 
     A run without ``--optimizer pier`` and without a flag that works with every optimizer trains as before; with PyTorch's own
-    Adam it can also load its checkpoints, see :mod:`pier_megatron.integration.inner.torch_adam`. Calling it again does nothing.
+    Adam it can also load its checkpoints, see :mod:`pier_megatron.integration.inner.torch_adam`, and with
+    ``--dist-ckpt-optim-fully-reshardable`` it stores what is behind a padded gradient bucket too. Calling it again does
+    nothing.
 
     Raises:
         UnsupportedMegatronError: If this Megatron lacks something that Pier needs.

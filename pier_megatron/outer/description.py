@@ -156,7 +156,10 @@ class Description:
 
     def is_cut_like(self, present: "Description") -> bool:
         """Whether the flat buffers of each rank hold the same parameters, in the same chunks."""
-        return self.chunk_mib == present.chunk_mib and self.cut in (None, present.cut)
+        return self.chunk_mib == present.chunk_mib and self._shares_like(present)
+
+    def _shares_like(self, present: "Description") -> bool:
+        return self.cut is None or present.cut is None or self.cut == present.cut
 
     @property
     def has_common_outer_state(self) -> bool:
@@ -247,7 +250,8 @@ class Description:
 
     def _has_fragments_of(self, present: "Description") -> bool:
         fragments = self.settings["fragments"]
-        return bool(fragments == present.settings["fragments"] and (fragments == 1 or self.has_layout_of(present)))
+        is_divided_alike = self.has_layout_of(present) and self._shares_like(present)
+        return bool(fragments == present.settings["fragments"] and (fragments == 1 or is_divided_alike))
 
     def sources(self, group: int, groups: int, rule: str) -> list[int]:
         """Saved groups of whose inner states a group takes the mean.

@@ -95,10 +95,15 @@ _REFUSED = {
         "--non-persistent-ckpt-type global cannot be used with --pier-islands",
         "Use --save-interval",
     ],
-    f"{_PIER} --override-ckpt-iteration 6": ["--override-ckpt-iteration", "--finetune"],
-    f"{_PIER} --save /nowhere --save-interval 100 --pier-save-inner-state first --phase-transition-iterations 130": [
-        "--phase-transition-iterations",
-        "between outer steps",
+    f"{_PIER} --override-ckpt-iteration 0": ["--override-ckpt-iteration 0", "--finetune"],
+    f"{_PIER} --save /nowhere --save-interval 100 --pier-save-inner-state first --phase-transition-iterations 100,130": [
+        "--phase-transition-iterations 130",
+        "130 = 2 x 50 + 30",
+        "Use 100 or 150",
+    ],
+    f"{_PIER} --save /nowhere --save-interval 100 --pier-save-inner-state first --step-batch-size-schedule 0:16,320:32": [
+        "--step-batch-size-schedule",
+        "also between outer steps",
         "Save all",
     ],
     f"{_PIER} --use-megatron-fsdp": ["--use-megatron-fsdp", "FSDP"],

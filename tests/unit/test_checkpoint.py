@@ -21,6 +21,17 @@ def test_metadata_is_plain_and_comes_back() -> None:
     assert Description.from_metadata(description.to_metadata()) == description
 
 
+def test_what_depends_on_how_ranks_share_the_parameters_needs_the_same() -> None:
+    pairs = described(preset="noloco", fragments=2)
+    one, other, older = (dataclasses.replace(pairs, cut=cut, pulled=(0,)) for cut in (1, 2, None))
+    assert one.is_exact_for(one)
+    assert older.is_exact_for(one)
+    assert not one.is_exact_for(other)
+    # Fragments are cut out of what each rank has.
+    assert one.has_layout_of(other)
+    assert len(set(one.decay(other))) == 1
+
+
 def test_same_run_goes_on_exactly() -> None:
     assert described().is_exact_for(described())
     assert described().check(described(), accepts_changes=False) == []

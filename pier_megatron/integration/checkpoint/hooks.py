@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pier_megatron import features
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, startup, worlds
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.loading import Loading
@@ -80,6 +81,8 @@ def load[**P](
     try:
         with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(loading.arguments()):
             result = load_checkpoint(*args, **kwargs)
+    except PierConfigError:
+        raise
     except Exception as error:
         error.add_note(
             f"Pier: --load {versions.megatron_args().load} could not be read. Checkpoints of other iterations in that "

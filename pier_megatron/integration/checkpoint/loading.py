@@ -227,7 +227,7 @@ class Loading:
         """What each inner optimizer has beside its tensors."""
         assert request.objects is not None
         saved: list[StateDict] = request.objects["inner"]
-        if request.same_layout:
+        if request.same_layout and len(saved) == len(self._place.owners):
             return saved
         # The saved rank may have owned other kinds of parameters, experts or not. All its optimizers have stepped together, and
         # the rest of the settings is this run's own.
@@ -333,7 +333,10 @@ def _resumption(request: _Request) -> str:
     if request.changes:
         lines.append(f"with changes: {', '.join(request.changes)}")
     elif not request.is_exact:
-        lines.append("with flat buffers that are cut elsewhere (--pier-chunk-mib, gradient buckets, layers of stages)")
+        lines.append(
+            "with flat buffers that are cut elsewhere (--pier-chunk-mib, gradient buckets, layers of stages), without what "
+            "error feedback held"
+        )
     lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, request.inner_sources))}")
     if saved.rounds and not request.is_exact:
         lines.append("exchanges under way are dropped: what they carried goes into the next outer step")

@@ -74,7 +74,7 @@ class WholeOptimizer(InnerOptimizer):
             PierConfigError: If the learning rates were others.
         """
         for group, taken in zip(self.optimizer.optimizer.param_groups, settings["optimizer"]["param_groups"], strict=True):
-            for name, flag in _RATES.items():
+            for name, flag in _rates_that_identify().items():
                 if group.get(name) != taken.get(name, group.get(name)):
                     raise PierConfigError(
                         f"{flag}: parameters had {name} {taken.get(name)} in the run that was saved, and have "
@@ -86,6 +86,12 @@ class WholeOptimizer(InnerOptimizer):
             if _STEP in taken and not counts_for_all:
                 for main in group["params"]:
                     self.optimizer.optimizer.state[main][_STEP] = torch.tensor(float(taken[_STEP]))
+
+
+def _rates_that_identify() -> dict[str, str]:
+    """The rates by which this release of Megatron knows groups of parameters; it takes others over from a checkpoint."""
+    keys = versions.require("megatron.core.optimizer.optimizer", "param_group_identifier_keys")
+    return {name: flag for name, flag in _RATES.items() if name in keys}
 
 
 def _data_parallel_group(is_expert: bool) -> "dist.ProcessGroup":
