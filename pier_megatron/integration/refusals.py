@@ -33,11 +33,6 @@ _REFUSED = {
     "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
 }
 
-# What all ranks do together every so many iterations, hence only where the groups meet.
-_MEETINGS = {
-    "gpu_sniff_test_interval": "the test of GPUs, a meeting of all ranks,",
-}
-
 
 def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     """Refuses what no value of another flag could mend.
@@ -142,9 +137,11 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             "it, since Pier compares copies inside a group itself, some of them at each outer step; or add --pier-islands: it "
             "then compares each group by itself."
         )
-    for name, purpose in _MEETINGS.items():
-        if getattr(args, name, None):
-            config.check_interval(flag(name), getattr(args, name), purpose)
+    if getattr(args, "gpu_sniff_test_interval", None):
+        # All ranks take part, hence only where the groups meet.
+        config.check_interval(
+            "--gpu-sniff-test-interval", args.gpu_sniff_test_interval, "the test of GPUs, a meeting of all ranks,"
+        )
     if args.timing_log_level > 0 and args.barrier_with_L1_time:
         raise PierConfigError(
             f"--timing-log-level {args.timing_log_level} puts about ten barriers of all ranks into every iteration, so that "

@@ -152,11 +152,7 @@ class Description:
 
     def is_exact_for(self, present: "Description") -> bool:
         """Whether a run resumes from here as if it had never stopped: same settings, same shape."""
-        return not self._changes(present) and self.is_cut_like(present)
-
-    def is_cut_like(self, present: "Description") -> bool:
-        """Whether the flat buffers of each rank hold the same parameters, in the same chunks."""
-        return self.chunk_mib == present.chunk_mib and self._shares_like(present)
+        return not self._changes(present) and self.chunk_mib == present.chunk_mib and self._shares_like(present)
 
     def _shares_like(self, present: "Description") -> bool:
         return self.cut is None or present.cut is None or self.cut == present.cut

@@ -201,14 +201,15 @@ class OuterRound(Crossing):
         """
         self._ends = True
         self.arrive()
-        for staged in one_ahead(flight.lend(MOVE) for flight in self._flights if flight.chunk in self._ahead):
+        ahead = [flight for flight in self._flights if flight.chunk in self._ahead]
+        for staged in one_ahead(flight.lend(MOVE) for flight in ahead):
             staged.chunk.move_parameters(staged.tensors[MOVE])
             staged.give_back()
         self.sums += self._sums_ahead
         # Of these only the parameters are needed now.
-        for staging in dict.fromkeys(flight.staging for flight in self._flights):
-            ahead = (flight for flight in self._flights if flight.staging is staging and flight.chunk in self._ahead)
-            staging.defer([self._deferred(flight) for flight in ahead], max(1, len(self._batches or ()) - 1))
+        for staging in dict.fromkeys(flight.staging for flight in ahead):
+            works = [self._deferred(flight) for flight in ahead if flight.staging is staging]
+            staging.defer(works, max(1, len(self._batches or ()) - 1))
         left = [flight for flight in self._flights if flight.chunk not in self._ahead]
         for staged in one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in left if flight.chunk not in self._ended):
             if self._forgets_progress:

@@ -241,7 +241,10 @@ class Staging:
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
         while not self._kept and self.is_behind:
-            self._finish_coming() if self._coming else self.work_off(least=1)
+            if self._coming:
+                self._finish_coming()
+            else:
+                self.work_off(least=1)
         return self._kept.popleft() if self._kept else self._new(self._names, **self.state.factory_kwargs)
 
     def release(self, kept: Buffers) -> None:
@@ -278,7 +281,7 @@ class Staging:
             calls: Calls of :meth:`work_off` in which it is begun, if buffers are free.
         """
         self._deferred.extend(works)
-        self._at_a_time = max(1, -(-len(works) // calls))
+        self._at_a_time = -(-len(works) // calls)
 
     def work_off(self, least: int = 0) -> None:
         """Does work that was put off and whose copies began in the call before, and begins those of what comes next.

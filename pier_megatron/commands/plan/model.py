@@ -114,7 +114,7 @@ class Prediction:
         ring_latency: Latency of the messages of an exchange of all groups, one behind the other around a ring.
         pair_latency: Latency of an exchange between two groups.
         passes: Seconds of a blocking outer step's own work on the parameters.
-        overlapped_passes: The same of an overlapped one.
+        passing: Seconds in which a number of every owned parameter is read or written.
         coding: Seconds of encoding and decoding an exchange in fewer bits than FP32, and the sum that comes back.
         copying: Seconds in which one byte of every owned parameter comes from host memory, or goes there.
     """
@@ -129,13 +129,18 @@ class Prediction:
     ring_latency: float
     pair_latency: float
     passes: float
-    overlapped_passes: float
+    passing: float
     coding: float
     copying: float
 
     def outer_step(self, dtype: str = "fp32") -> float:
         """Seconds of a blocking outer step."""
         return self.exchange[dtype] + self.passes + self._coding(dtype)
+
+    @property
+    def overlapped_passes(self) -> float:
+        """Seconds of an overlapped outer step's own work on the parameters, where its state is on the device."""
+        return _OVERLAPPED_PASSES * self.passing
 
     def _coding(self, dtype: str) -> float:
         return 0.0 if CODECS[dtype].lossless else self.coding
@@ -171,9 +176,8 @@ class Prediction:
             return wire, max(self.passes + coding, copied_by_blocking(dtype) * self.copying - wire)
         waited, hidden = copied_by_overlapped(way, dtype)
         others = 1 - 1 / batches_of(way.overlap, dtype)
-        passing = self.overlapped_passes / _OVERLAPPED_PASSES
-        beside = (_PASSES_AT_BEGINNING + _PASSES_OF_MOVE * others) * passing
-        passes = self.overlapped_passes + _PASSES_AHEAD * others * passing
+        beside = (_PASSES_AT_BEGINNING + _PASSES_OF_MOVE * others) * self.passing
+        passes = self.overlapped_passes + _PASSES_AHEAD * others * self.passing
         return max(wire, hidden * self.copying), max(beside, waited * self.copying) + passes - beside + coding
 
     def _local(self, hidden: bool) -> float:
@@ -242,7 +246,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
         ring_latency=_ring_latency(job, cluster),
         pair_latency=_message(job, cluster) if job.groups > 1 else 0.0,
         passes=_BLOCKING_PASSES * passing,
-        overlapped_passes=_OVERLAPPED_PASSES * passing,
+        passing=passing,
         coding=2 * CODING * job.owned / cluster.memory_bandwidth if job.groups > 1 else 0.0,
         copying=job.owned / cluster.host_bandwidth,
     )

@@ -73,8 +73,9 @@ class WholeOptimizer(InnerOptimizer):
         Raises:
             PierConfigError: If the learning rates were others.
         """
+        rates = _rates_that_identify()
         for group, taken in zip(self.optimizer.optimizer.param_groups, settings["optimizer"]["param_groups"], strict=True):
-            for name, flag in _rates_that_identify().items():
+            for name, flag in rates.items():
                 if group.get(name) != taken.get(name, group.get(name)):
                     raise PierConfigError(
                         f"{flag}: parameters had {name} {taken.get(name)} in the run that was saved, and have "
