@@ -55,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, EmulatedNodes(options.nodes) as cluster:
         cluster.set_rate(options.rate)
-        # Times are logged every ten iterations, and groups agree there whatever the interval of a row.
+        # Times are logged every ten iterations, and groups agree then in every row.
         evaluated = max(options.iterations // 300, 1) * _LOGGED
         trainings = []
         for index, (name, arguments) in enumerate(ROWS.items()):

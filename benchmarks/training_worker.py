@@ -1,12 +1,14 @@
 """One process of the benchmark: runs trainings one after the other and notes when each iteration ends and what it sent.
 
-``torchrun training_worker.py SPECIFICATION FILE``: a JSON list of ``{"name", "argv"}``; writes a JSON object by name.
+``torchrun training_worker.py SPECIFICATION FILE``: a JSON list of ``{"name", "argv"}``; writes a JSON object by name. With
+``"jitter"`` the last rank sleeps in each iteration, for a time between 0 and so many seconds.
 """
 
 import functools
 import itertools
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -27,6 +29,7 @@ from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
 from pier_megatron.integration import current, seams  # noqa: E402
 from pier_megatron.megatron_api.seam import install  # noqa: E402
 
+jitter = {"seconds": 0.0}
 marks: list[tuple[int, float, int]] = []
 reports: list[dict[str, float]] = []
 
@@ -44,6 +47,8 @@ def mark_iterations() -> None:
                 # Where it was applied, which with --pier-overlap is later than where it began.
                 {"iteration": optimizer.loop.iteration, "seconds": report.seconds, "bytes": report.bytes_sent}
             )
+        if jitter["seconds"] and dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(random.Random(kwargs["iteration"]).uniform(0, jitter["seconds"]))
         return train_step(*args, **kwargs)
 
     megatron_training.train_step = marked
@@ -67,6 +72,7 @@ def main() -> None:
             # Each training meets at a store of its own.
             port = int(os.environ["MASTER_PORT"]) + 1 + index
             os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            jitter["seconds"] = run.get("jitter", 0.0)
             train(run["argv"], part)
             os._exit(0)
         if os.waitpid(child, 0)[1]:

@@ -31,7 +31,6 @@ _OTHER_PATHS = {"num_experts": "model.num_moe_experts", "data_parallel_size": "d
 _OTHER_WORDS = {
     "--optimizer pier": "PierOptimizerConfig",
     "--optimizer adam": "OptimizerConfig",
-    "Add --no-barrier-with-level-1-timing": "Set barrier_with_L1_time of config.model and config.optimizer to False",
 }
 
 
@@ -80,12 +79,6 @@ class BridgeArguments:
     def world_size(self) -> int:
         """Number of ranks, under torchrun and under Slurm."""
         return int(versions.require("megatron.bridge.utils.common_utils", "get_world_size_safe")())
-
-    @property
-    def barrier_with_L1_time(self) -> bool:  # noqa: N802
-        """Whether timers put barriers into an iteration; the setting of that name among those of the logger does nothing."""
-        config = self._config
-        return bool(config.model.barrier_with_L1_time or config.optimizer.barrier_with_L1_time)
 
     @property
     def no_load_rng(self) -> bool:

@@ -6,7 +6,7 @@ What it replaces in megatron-core is the same as under flags.
 import functools
 
 from pier_megatron.bridge import training
-from pier_megatron.integration import communication, datasets, evaluation, logged_means
+from pier_megatron.integration import communication, datasets, evaluation, own_log
 from pier_megatron.integration import seams as of_flags
 from pier_megatron.integration.checkpoint import helpers, hooks
 from pier_megatron.megatron_api.seam import Needed, Seam, install
@@ -26,7 +26,7 @@ TABLE = (
     Seam(_TRAIN, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
     Seam(_PRETRAIN, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
     Seam(_EVAL, "evaluate", evaluation.evaluate_each),
-    Seam(_TRAIN, "training_log", logged_means.average_over_groups),
+    Seam(_TRAIN, "training_log", own_log.log_own_group),
     # Collectives between outer steps.
     Seam(_TRAIN, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
     Seam(_CHECKPOINTING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),

@@ -10,7 +10,7 @@ from pier_megatron.bridge import refusals
 from pier_megatron.bridge.arguments import BridgeLoop
 from pier_megatron.integration import current
 from pier_megatron.integration import refusals as of_flags
-from pier_megatron.integration.arguments import check_arguments, check_release, log_where_groups_meet, number_of_groups
+from pier_megatron.integration.arguments import check_arguments, check_release, number_of_groups
 from pier_megatron.integration.checkpoint import hooks
 from pier_megatron.integration.communication import own_data_parallel_ranks
 from pier_megatron.integration.training import pass_over_iteration, take_step
@@ -41,7 +41,6 @@ def _prepare(config: Any, arguments: Any) -> None:
     pier.groups = number_of_groups(pier.groups, pier.ranks_per_domain)
     refusals.refuse_what_cannot_work(config)
     of_flags.refuse_what_cannot_work(arguments)
-    log_where_groups_meet(config.logger)
     config.ddp.num_distributed_optimizer_instances = pier.groups
     config.ddp.use_distributed_optimizer = pier.use_distributed_optimizer = True
     _name_iteration(config.checkpoint)

@@ -123,7 +123,6 @@ def _translate(args: argparse.Namespace) -> None:
             f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
             "is a distributed-optimizer instance, and --optimizer pier sets their number. Drop the former."
         )
-    log_where_groups_meet(args)
     args.optimizer = args.pier_inner_optimizer or "adam"
     if args.optimizer == "adam":
         args.use_distributed_optimizer = True
@@ -144,16 +143,6 @@ def number_of_groups(given: int | None, ranks_per_domain: int | None) -> int:
     if given is not None:
         return given
     return _number_of_nodes() if domains is None else domains
-
-
-def log_where_groups_meet(settings: argparse.Namespace) -> None:
-    """Keeps what is logged a mean over groups, which must not meet more often than the user asked to see it.
-
-    Args:
-        settings: Megatron's arguments or its settings of logs, changed in place.
-    """
-    if settings.tensorboard_log_interval % settings.log_interval:
-        settings.tensorboard_log_interval = settings.log_interval
 
 
 def _number_of_domains(ranks: int | None) -> int | None:

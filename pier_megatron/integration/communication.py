@@ -141,8 +141,5 @@ def ask_for_saves_when_together[**P](
 
 
 def _are_together(optimizer: "PierOptimizer") -> bool:
-    """Whether the groups meet in this iteration anyway: at an outer step of all, or else where the mean loss is logged."""
-    loop = optimizer.loop
-    if loop.groups_meet or worlds.own().may_leave:
-        return True
-    return not loop.config.has_common_anchor and loop.iteration % versions.megatron_args().log_interval == 0
+    """Whether the groups may ask each other something in this iteration."""
+    return worlds.own().may_leave or optimizer.loop.groups_meet

@@ -142,12 +142,6 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
         config.check_interval(
             "--gpu-sniff-test-interval", args.gpu_sniff_test_interval, "the test of GPUs, a meeting of all ranks,"
         )
-    if args.timing_log_level > 0 and args.barrier_with_L1_time:
-        raise PierConfigError(
-            f"--timing-log-level {args.timing_log_level} puts about ten barriers of all ranks into every iteration, so that "
-            "every group would wait for the slowest. Add --no-barrier-with-level-1-timing, or with --pier-overlap use "
-            "--timing-log-level 0: without barriers too these timers wait for the device, hence for what is on the wire."
-        )
 
 
 def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:

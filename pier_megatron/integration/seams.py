@@ -16,7 +16,7 @@ from pier_megatron.integration import (
     evaluation,
     examination,
     island_world,
-    logged_means,
+    own_log,
     scoring,
     training,
 )
@@ -40,6 +40,8 @@ WITHOUT_PIER = (Seam("megatron.core.datasets.utils", "compile_helpers", datasets
 
 CORE = (
     Seam("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", communication.vote_of_those_who_average),
+    Seam("megatron.core.timers", "Timers.__call__", own_log.wait_for_own_group),
+    Seam("megatron.core.timers", "dist_all_gather_func", own_log.gather_times_of_own_group),
     Seam(_CHECKPOINTING, "load", files.load_whole_files),
     Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start),
     Seam(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", helpers.end_with_the_rank),
@@ -72,7 +74,7 @@ TABLE = (
     Seam(_TRAINING, "dummy_train_step", training.skip_iteration),
     Seam(_TRAINING, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
     Seam(_TRAINING, "evaluate", evaluation.evaluate_each),
-    Seam(_TRAINING, "training_log", logged_means.average_over_groups),
+    Seam(_TRAINING, "training_log", own_log.log_own_group),
     # Collectives between outer steps.
     Seam(_TRAINING, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
     Seam(_TRAINING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),

@@ -93,7 +93,7 @@ def sites(config: PierConfig) -> list[str]:
     ]
 
 
-def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interval: int, warnings: Sequence[str]) -> str:
+def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: Sequence[str]) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
     config, states, exchange = loop.config, loop.states, loop.exchange
     parameters = sum(state.numel for state in states)
@@ -132,7 +132,7 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, log_interv
             if config.overlap and config.offload
             else ()
         ),
-        f"  logged losses and gradient norms are means over all groups, gathered every {log_interval} iterations",
+        "  in the local phase Megatron logs the losses and norms of one group, and each outer step their means over all groups",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *((f"  {expected}",) if (expected := expectation.at_start(config)) is not None else ()),
         *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queues(loop))),

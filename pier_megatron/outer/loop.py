@@ -77,7 +77,7 @@ class OuterLoop:
         coding.compile_for(config.codec, self.device)
         arithmetic.compile_for(self.device)
         self._weights = Weights(self._share, exchange, on_change)
-        self.reports = OuterStepReports(config, report)
+        self.reports = OuterStepReports(config, report, self.device)
         self._outer_optimizer = outer_optimizer
         self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands, outer_optimizer)
 
@@ -142,9 +142,8 @@ class OuterLoop:
 
     @property
     def groups_meet(self) -> bool:
-        """Whether all groups are together at the end of this iteration, whatever else they do."""
-        is_due = self.config.has_common_anchor and self.iteration % self.config.sync_interval == 0
-        return is_due or self.iteration == self.config.train_iters
+        """Whether outer steps begin at the end of this iteration, of all groups or of a few each."""
+        return self.iteration % self.config.sync_interval == 0 or self.iteration == self.config.train_iters
 
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock to the iteration (1-based) that begins, before its first micro-batch.
@@ -168,6 +167,15 @@ class OuterLoop:
             self.progress.is_local, self.progress.trained = True, 0
         self.progress.iteration = iteration
         self.progress.is_synchronised = not self.is_local
+
+    def note_training(self, loss: Tensor | float | None, grad_norm: Tensor | float | None = None) -> None:
+        """Notes loss and gradient norm of an iteration, for the next outer step's report; reads nothing from a device.
+
+        Args:
+            loss: Training loss over the samples of this group; None if this rank has none.
+            grad_norm: Gradient norm over the parameters of this group; None if it is not known.
+        """
+        self.reports.training.add(loss, grad_norm)
 
     @torch.no_grad()
     def end_iteration(self, has_trained: bool = True) -> None:

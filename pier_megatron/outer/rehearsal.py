@@ -49,7 +49,7 @@ def _take_outer_steps(
 ) -> None:
     """Takes the first outer step and the last one of a run over parameters made for it, and what comes with them."""
     made = share.alike(_of_each_kind(config, share), config)
-    reports = OuterStepReports(config, lambda report: None)
+    reports = OuterStepReports(config, lambda report: None, share.device)
     weights = Weights(made, exchange, on_change=lambda: None)
     steps = OuterSteps(config, made, exchange, weights, reports, islands=None, outer_optimizer=outer_optimizer)
     progress = Progress(next(config.outer_steps()), is_local=True)

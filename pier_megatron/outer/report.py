@@ -18,6 +18,7 @@ from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.noise import IntervalNoise
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, OuterRound
 from pier_megatron.outer.rules import OptimizerRule
+from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ class OuterStepReport:
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
+        loss: Mean over the contributing groups of their training loss since the last outer step, without the iteration of
+            this one; None if nobody has called :meth:`pier_megatron.outer.loop.OuterLoop.note_training`.
+        loss_min: Smallest of these losses.
+        loss_max: Largest of these losses.
+        grad_norm: Mean over the groups of their gradient norm since then; None if there is none.
         seconds: Time that training stood still for it, the wait for the slowest group included; on a GPU that of its stream.
         not_finite: Groups that were excluded because their parameters were not finite.
         outliers: Groups that were excluded because their pseudo-gradients were too long.
@@ -76,6 +82,10 @@ class OuterStepReport:
     eta: float | None
     bytes_sent: int
     seconds: float
+    loss: float | None = None
+    loss_min: float | None = None
+    loss_max: float | None = None
+    grad_norm: float | None = None
     noise_to_signal: float | None = None
     lag_correlation: float | None = None
     spread: float | None = None
@@ -92,6 +102,12 @@ class OuterStepReport:
         return (
             f" outer step after iteration {self.iteration:8d} | "
             + (f"mu: {self.mu:.3f} | eta: {self.eta:.3f} | " if self.mu is not None else "")
+            + (
+                f"loss of groups (mean, min, max): ({self.loss:.4f}, {self.loss_min:.4f}, {self.loss_max:.4f}) | "
+                if self.loss is not None
+                else ""
+            )
+            + (f"gradient norm: {self.grad_norm:.3f} | " if self.grad_norm is not None else "")
             + f"pseudo-gradient norm: {self.pseudo_gradient_norm:.4E} | "
             + (f"momentum norm: {self.momentum_norm:.4E} | " if self.momentum_norm is not None else "")
             + f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
@@ -165,13 +181,13 @@ class OuterStepReports:
 
     Attributes:
         write: Called for each outer step, in their order, on every rank.
-        latest: The last report that was written; None before the first.
+        training: What this rank has noted of its training since its last outer step.
     """
 
-    def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None]) -> None:
-        """Begins with none under way."""
+    def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None], device: torch.device) -> None:
+        """Begins with none under way; training is noted on the ``device``."""
         self._config, self.write = config, write
-        self.latest: OuterStepReport | None = None
+        self.training = TrainingSums(device)
         self._watch = SpreadWatch()
         self._noise = IntervalNoise(config.fragments)
         self._momentum_since = 0
@@ -199,8 +215,7 @@ class OuterStepReports:
         """
         while self._unreported and (waits or self._unreported[0][1].is_complete()):
             round_, sums, restarted = self._unreported.pop(0)
-            self.latest = self._report(round_, sums.result().cpu(), restarted)
-            self.write(self.latest)
+            self.write(self._report(round_, sums.result().cpu(), restarted))
 
     def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
         verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.exchange.groups
@@ -227,6 +242,7 @@ class OuterStepReports:
                 self._config.fragments_due(round_.begun), _squares(round_, sums[contributes], counted)
             ),
             lag_correlation=self._lag_correlation(round_.begun, sums) if is_common and is_built_in else None,
+            **TrainingSums.means(sums[contributes]),
             mu=self._config.momentum_at(round_.begun) if is_built_in else None,
             eta=self._config.learning_rate_at(round_.begun) if is_built_in else None,
             bytes_sent=round_.bytes_sent,

@@ -160,7 +160,8 @@ class OuterSteps:
                     other.forget_progress()
             self._weights.commit()
         progress.last_common_step, progress.trained = round_.begun, iteration - round_.begun
-        sums = self.participants.audience.gather(self._share.over_group(round_.sums))
+        own = self._share.over_group(torch.cat([round_.sums, self._reports.training.take()]))
+        sums = self.participants.audience.gather(own)
         self._reports.add(round_, sums, restarted)
         self.participants.pulls.begin(round_.begun, iteration)
 

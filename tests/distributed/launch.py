@@ -76,8 +76,8 @@ class Recorded:
 
     @property
     def losses(self) -> dict[int, float]:
-        """The losses that Megatron logged, by iteration."""
-        return self.ranks[-1]["losses"]
+        """Means over the groups of the losses that Megatron logged, by iteration."""
+        return self._means("losses")
 
     @property
     def printed_losses(self) -> dict[int, float]:
@@ -86,8 +86,16 @@ class Recorded:
 
     @property
     def grad_norms(self) -> dict[int, float]:
-        """The gradient norms that Megatron logged, by iteration."""
-        return self.ranks[-1]["grad_norms"]
+        """Means over the groups of the gradient norms that Megatron logged, by iteration."""
+        return self._means("grad_norms")
+
+    def _means(self, logged: str) -> dict[int, float]:
+        """Of what the last rank of each group logged; what all groups logged alike, to the last bit."""
+        groups = {rank["group"]: rank[logged] for rank in self.ranks if rank[logged]}
+        found: dict[int, list[float]] = {}
+        for iteration, value in (item for group in groups.values() for item in group.items()):
+            found.setdefault(iteration, []).extend([value] if value is not None else [])
+        return {t: values[0] if len({*values}) == 1 else sum(values) / len(values) for t, values in found.items() if values}
 
     def of_group(self, group: int) -> list[dict[str, Any]]:
         """Records of the ranks of a group, in order: the same parts of the model in every group."""

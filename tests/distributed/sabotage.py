@@ -60,6 +60,11 @@ def _no_commit(directory: Path) -> Patch:
     return mock.patch("pier_megatron.integration.training.commit_main_parameters")
 
 
+def _all_groups_wait_at_the_log(directory: Path) -> Patch:
+    """Megatron's own: barriers of timers are those of the whole world."""
+    return mock.patch("megatron.core.timers.Timer.set_barrier_group")
+
+
 def _no_rescaling(directory: Path) -> Patch:
     """The published code's: gradients summed over one group are divided by the size of all."""
     averaging = gradient_averaging.GradientAveraging
@@ -549,6 +554,7 @@ _ALL = {
     "all groups read the same": _same_data,
     "middle stages read nothing": _middle_stages_read_nothing,
     "Megatron's way of skipping": _megatrons_way_of_skipping,
+    "all groups wait at the log": _all_groups_wait_at_the_log,
     "group 1 waits for group 0": _group_1_waits_for_group_0,
     "a group sleeps while two others meet": _a_group_sleeps_while_two_others_meet,
     "slow writers that share host memory": _slow_writers_that_share_host_memory,

@@ -197,22 +197,23 @@ def test_groups_meet_though_one_skipped_its_step(runs: dict[str, Recorded]) -> N
     assert all(one.isfinite().all() for one, _ in pairs(run, "main", 12))
 
 
-def test_logged_loss_is_the_mean_over_what_the_groups_did_not_skip(runs: dict[str, Recorded]) -> None:
+def test_each_group_logs_its_own_loss_and_outer_steps_the_mean_over_the_groups(runs: dict[str, Recorded]) -> None:
     run = runs["logged"]
     # The group that prints is the one that skips.
     last_stages = [run.of_group(group)[-1] for group in (0, 1)]
     assert last_stages[1] is run.ranks[-1]
     assert [t for t, skip in last_stages[1]["skipped"].items() if skip] == [1, 2]
     done = [{t: rank["own losses"][t]["lm loss"] for t, skip in rank["skipped"].items() if not skip} for rank in last_stages]
-    # Megatron prints the first iteration too, without beginning anew.
-    for iteration, since in ((1, (1,)), (2, (1, 2)), (4, (3, 4)), (6, (5, 6))):
-        counted = [group[t] for group in done for t in since if t in group]
-        assert run.printed_losses[iteration] == pytest.approx(sum(counted) / len(counted), rel=1e-6)
-        counted = [group[iteration] for group in done if iteration in group]
-        assert run.losses[iteration] == pytest.approx(sum(counted) / len(counted), rel=1e-6)
-        assert run.grad_norms[iteration] > 0
-    everything = [rank["own losses"][t]["lm loss"] for rank in last_stages for t in (1, 2)]
-    assert run.printed_losses[2] != pytest.approx(sum(everything) / len(everything), rel=1e-4)
+    own = done[1]
+    assert run.printed_losses == pytest.approx({4: (own[3] + own[4]) / 2, 6: (own[5] + own[6]) / 2}, rel=1e-6)
+    lines = re.findall(r" iteration +(\d+)/ .* losses and norms: group 1 of 2 \|$", run.printed, re.MULTILINE)
+    assert lines == ["1", "2", "4", "6"]
+    said = re.findall(r"loss of groups \(mean, min, max\): \((\S+), (\S+), (\S+)\)", "\n".join(run.ranks[-1]["said"]))
+    reported = [[float(number) for number in numbers] for numbers in said]
+    for found, since in zip(reported, ((1, 2), (3, 4, 5)), strict=True):
+        of_groups = [sum(group[t] for t in since) / len(since) for group in done if all(t in group for t in since)]
+        expected = [sum(of_groups) / len(of_groups), min(of_groups), max(of_groups)]
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def nothing_is_poisoned(run: Recorded) -> None:

@@ -54,7 +54,7 @@ _RESUMED = [
         ),
     )
 ]
-_SILENT = Run("silent", _PIER + _ISLANDS + _TP2 + "--log-interval 1000 ", ["census"])
+_SILENT = Run("silent", _PIER + _ISLANDS + _TP2, ["census"])
 _APART = Run("apart", _PIER + _ISLANDS + _DP2, ["main"], ["never synchronous"], fails=True)
 _ALONE = Run("alike", _PIER + _ISLANDS + _DP2, [], ["all groups read the same"], fails=True)
 _AT_7 = "--load {directory}/hidden --ckpt-step 7 --global-batch-size 16 "

@@ -10,9 +10,9 @@ from pier_megatron.integration.census import Collective
 
 pytestmark = pytest.mark.processes
 
-# Lazy start to 3, outer steps at 6, 9 and 12, nothing logged in between. All others after 3 must be silent.
+# Lazy start to 3, outer steps at 6, 9 and 12, every iteration logged. All others after 3 must be silent.
 _PIER = (
-    "--train-iters 12 --log-interval 1000 --optimizer pier --pier-preset pier "
+    "--train-iters 12 --log-interval 1 --optimizer pier --pier-preset pier "
     "--pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 )
 _SILENT, _SYNC = (4, 5, 7, 8, 10, 11), (6, 9)
@@ -27,6 +27,9 @@ _LAYOUTS = {
     "--exit-duration-in-mins 60 --tensorboard-log-interval 1",
     "overlapped exchange": "--global-batch-size 16 --pier-overlap 1",
     "sites": "--global-batch-size 16 --pier-groups 4 --pier-sites 2 --pier-site-interval 1 --pier-exchange-dtype int8",
+    "timers of level 1": "--pipeline-model-parallel-size 2 --global-batch-size 8 --timing-log-level 1",
+    "timers of level 2": "--tensor-model-parallel-size 2 --global-batch-size 8 --timing-log-level 2 --timing-log-option all "
+    "--log-timers-to-tensorboard --tensorboard-dir {directory}/tensorboard --log-throughput --log-memory-interval 1",
     "one group asleep": "--tensor-model-parallel-size 2 --global-batch-size 8",
 }
 _SABOTAGE = {"one group asleep": ["group 1 waits for group 0"]}
@@ -36,7 +39,10 @@ _SABOTAGE = {"one group asleep": ["group 1 waits for group 0"]}
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     trainings = [Run(name, _PIER + layout, ["census"], _SABOTAGE.get(name, ())) for name, layout in _LAYOUTS.items()]
     stock = "--train-iters 12 --global-batch-size 16 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
-    trainings.append(Run("stock", stock, ["census"]))
+    trainings += [
+        Run("stock", stock, ["census"]),
+        Run("together at the log", _PIER + _LAYOUTS["timers of level 1"], ["census"], ["all groups wait at the log"]),
+    ]
     return launch(tmp_path_factory.mktemp("isolation"), corpus, trainings)
 
 
@@ -71,6 +77,10 @@ def test_sites_meet_inside_between_outer_steps_and_share_what_they_send(runs: di
         sent = sum(found.nbytes for found in rank["census"][6] if found.ranks in ((0, 2), (1, 3)))
         # A byte for each parameter of its half, and for each of the sums of its quarter, and the scales of the blocks.
         assert 0.75 * rank["parameters"] < sent < 0.8 * rank["parameters"]
+
+
+def test_barriers_of_all_groups_are_seen(runs: dict[str, Recorded]) -> None:
+    assert {found.name for iteration in _SILENT for found in crossing(runs["together at the log"], iteration)} == {"barrier"}
 
 
 def test_stock_megatron_crosses_in_every_iteration(runs: dict[str, Recorded]) -> None:

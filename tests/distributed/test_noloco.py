@@ -61,8 +61,8 @@ _FROM_PULLED = "--load {directory}/pulled --ckpt-step 8 "
 _PP3 = _argv(_LAZY | {"groups": 2}, "", 2) + "--pipeline-model-parallel-size 3 --num-layers 3 "
 
 _IN_SIX = [
-    Run("silent", _IN_PAIRS + "--log-interval 1000", ["census"]),
-    Run("one sleeps", _IN_PAIRS + "--log-interval 1000", (), ["a group sleeps while two others meet"]),
+    Run("silent", _IN_PAIRS, ["census"]),
+    Run("one sleeps", _IN_PAIRS, (), ["a group sleeps while two others meet"]),
     Run("pairs", _IN_PAIRS + "--save {directory}/pairs --save-interval 12", _PROBES, saves=[8]),
     Run("pairs again", _IN_PAIRS + _SAVED, _PROBES),
     Run("hidden", _IN_PAIRS + _HIDDEN + "--save {directory}/hidden --save-interval 12", _PROBES, saves=[7, 11]),
@@ -185,5 +185,3 @@ def test_losses_of_each_group_are_said_and_averaged(runs: dict[str, Recorded]) -
     low, high, mean = map(float, said.groups())
     assert low < mean < high
     assert "what follows is the mean" not in means
-    # Eight outer steps of groups that began alike.
-    assert all(0 < float(found) < 0.1 for found in re.findall(r"spread of weights over the groups, .*: (\S+)\n", each))

@@ -12,9 +12,17 @@ import pytest
 import torch
 
 from pier_megatron import PierConfig
-from pier_megatron.outer.report import OuterStepReport, OuterStepReports, SpreadWatch, _squares, norms_and_cosines, spread
+from pier_megatron.outer.report import (
+    OuterStepReport,
+    OuterStepReports,
+    SpreadWatch,
+    _squares,
+    norms_and_cosines,
+    spread,
+)
 from pier_megatron.outer.rounds import DISTANCE, ELEMENTS
 from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 
@@ -66,6 +74,9 @@ def test_line_and_scalars() -> None:
     assert _REPORT.scalars()["pier/groups-left-out"] == 1
 
 
+_TRAINING = {"loss": 2.0, "loss_min": 1.5, "loss_max": 2.5, "grad_norm": 0.5}
+
+
 def test_page_has_every_metric() -> None:
     """The names in the tables of ``docs/monitoring.md`` are those in the code, and the line's are explained."""
     repository = Path(__file__).parents[2]
@@ -74,11 +85,11 @@ def test_page_has_every_metric() -> None:
     literal = re.findall(r'f"\{SCALAR_PREFIX\}([^"]+)"|SCALAR_PREFIX \+ "([^"]+)"', code)
     names = {f"pier/{formatted or plain}" for formatted, plain in literal} | set(re.findall(r'f"(compressed/[^"]+)"', code))
     # Every report with all that it may have.
-    names |= dataclasses.replace(_REPORT, noise_to_signal=1.0, lag_correlation=0.5, spread=1.0).scalars().keys()
+    names |= dataclasses.replace(_REPORT, noise_to_signal=1.0, lag_correlation=0.5, spread=1.0, **_TRAINING).scalars().keys()
     shown = set(re.findall(r"^\| `((?:pier|compressed)/[^`]+)`", page, re.MULTILINE))
     assert shown == {re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), name) for name in names}
     line = dataclasses.replace(
-        _REPORT, noise_to_signal=1.0, lag_correlation=0.5, spread=1.0, spread_grows=True, outliers=(1,)
+        _REPORT, noise_to_signal=1.0, lag_correlation=0.5, spread=1.0, spread_grows=True, outliers=(1,), **_TRAINING
     ).line()
     labels = re.findall(r"(?<=\| )[a-zA-Z][\w -]*[\w]|(?<=\| )[A-Z ,]+(?=:)", line)
     assert [label for label in labels if label.split(", see")[0] not in page] == []
@@ -111,6 +122,20 @@ def test_report_of_a_hidden_exchange_arrives(now: int) -> None:
     assert wandb.history == {now: {"lm loss": 2.0, "pier/outer-step-iteration": 150, **_REPORT.scalars()}}
     assert tensorboard.points == {(name, value, 150) for name, value in _REPORT.scalars().items()}
     assert lines == [_REPORT.line()]
+
+
+def test_training_is_the_mean_over_ranks_iterations_and_groups() -> None:
+    rows = []
+    for losses, norms in (([2.0, torch.tensor([4.0])], [1.0, None]), ([None, 6.0], [None, None])):
+        training = TrainingSums(torch.device("cpu"))
+        for loss, norm in zip(losses, norms, strict=True):
+            training.add(loss, norm)
+        rows.append(training.take())
+        assert not training.take().any()
+    # Each group of two ranks, of which one has no losses: a stage that is not the last.
+    found = TrainingSums.means(torch.stack(rows))
+    assert found == {"loss": 4.5, "loss_min": 3.0, "loss_max": 6.0, "grad_norm": 1.0}
+    assert TrainingSums.means(torch.zeros(2, 9)) == {}
 
 
 def test_ranks_without_writers_print_only() -> None:
@@ -165,7 +190,7 @@ def test_lag_correlation_is_found_again(preset: str) -> None:
     config = PierConfig(train_iters=8000, groups=2, sync_interval=20, preset=preset)
     generator, correlation, found = torch.Generator().manual_seed(0), 0.3, []
     common, momentum = torch.randn(1000, generator=generator), torch.zeros(1000)
-    reports = OuterStepReports(config, lambda report: None)
+    reports = OuterStepReports(config, lambda report: None, torch.device("cpu"))
     warmup = [t for t in range(20, config.lazy_start + 1, 20) if config.warms_momentum]
     for step in [*warmup, *config.outer_steps()]:
         noise = torch.randn(1000, generator=generator)
@@ -180,7 +205,7 @@ def test_lag_correlation_is_found_again(preset: str) -> None:
 def test_lag_correlation_knows_when_the_momentum_was_zero() -> None:
     """As after weights of a run without Pier, whose iterations say nothing of a momentum."""
     config = PierConfig(train_iters=8000, groups=2, sync_interval=20, preset="pier")
-    reports = OuterStepReports(config, lambda report: None)
+    reports = OuterStepReports(config, lambda report: None, torch.device("cpu"))
     reports.restart(4000)
     delta = torch.ones(4)
     row = torch.stack([*3 * [delta @ delta], torch.tensor(0.0), torch.tensor(0.0)])
@@ -196,11 +221,11 @@ def test_elastic_island_logs_the_spread_of_those_that_count() -> None:
         round_ = mock.Mock(rule=Nesterov(0.9, 0.7), begun=4, bytes_sent=0, restarted_before=None)
         round_.verdicts.all.return_value, round_.verdicts.counted.return_value = verdicts, [said == GOOD for said in verdicts]
         round_.exchange.groups, round_.exchange.rank, round_.stopwatch.seconds.return_value = range(len(verdicts)), 0, 0.0
-        sums = torch.zeros(1, ELEMENTS + 1)
+        sums = torch.zeros(1, ELEMENTS + 5)
         sums[0, :4] = torch.tensor([9.0, 4.5, 6.25, 4.0] if own == GOOD else [0.0, 0.0, 6.25, 4.0])
         sums[0, ELEMENTS] = 2
         config = PierConfig(20, groups=3, sync_interval=4, lazy_start_iters=0, preset="diloco")
-        return OuterStepReports(config, print)._report(round_, sums, []).spread
+        return OuterStepReports(config, print, torch.device("cpu"))._report(round_, sums, []).spread
 
     # As of the two groups above; a third one that has just joined does not matter.
     assert spread_of(GOOD, GOOD) == spread_of(GOOD, GOOD, ABSENT) == pytest.approx(math.sqrt(6.25 / 2 * 2))

@@ -368,7 +368,7 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None
 def test_start_points_to_the_planner_where_overlapped_steps_wait_for_the_host(settings: dict[str, Any]) -> None:
     running = loop.OuterLoop([[Shards([torch.zeros(23)])]], PierConfig(1000, groups=2, **settings), EXCHANGE)
     topology = mock.Mock(members=lambda group: [group], warnings=list)
-    assert ("pier-megatron plan" in startup.describe([], topology, running, 100, [])) == (len(settings) == 2)
+    assert ("pier-megatron plan" in startup.describe([], topology, running, [])) == (len(settings) == 2)
 
 
 def queues_said(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), **settings: Any) -> list[str]:
