@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pier_megatron.cpu.preparations import DEVICES
-from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
+from pier_megatron.processes import end_with_one_message
 
 # Carry what helper processes cannot see: importing this module as their main one overwrites their sys.argv[0].
 _DEVICE_VARIABLE = "PIER_MEGATRON_DEVICE"
@@ -42,13 +42,11 @@ def main(argv: Sequence[str]) -> None:
         "arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script, with --optimizer pier"
     )
     options = parser.parse_args(argv)
+    end_with_one_message()
     script = Path(options.script)
     if not script.is_file():
         parser.error(f"SCRIPT {options.script}: {'a folder, not a file' if script.is_dir() else 'no such file'}")
-    try:
-        check_words(options.arguments)
-    except PierConfigError as error:
-        parser.error(str(error))
+    check_words(options.arguments)
 
     import torch
 

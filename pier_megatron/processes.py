@@ -1,10 +1,22 @@
-"""Programs that a command starts, and that end with it."""
+"""How processes end: those that a command starts, and those of a job that is refused or interrupted."""
 
 import contextlib
+import functools
 import os
 import subprocess
+import sys
+import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
+
+from pier_megatron.errors import PierConfigError
+
+REFUSED, INTERRUPTED = 2, 130
+"""Exit statuses: as of argparse, and as of a shell."""
+
+# torchrun ends the other ranks of a node when the first one has failed. What only they refuse is still printed.
+_SECONDS_BEHIND_RANK_0 = 5.0
 
 
 @contextlib.contextmanager
@@ -49,3 +61,32 @@ def running(
                     child.kill()
             process.kill()
             process.wait()
+
+
+@functools.cache
+def end_with_one_message() -> None:
+    """Ends this process with a message of rank 0 and an exit status where it is refused or interrupted.
+
+    All other errors end it as before.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+        if not isinstance(error, PierConfigError | KeyboardInterrupt):
+            before(kind, error, traceback)
+            return
+        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        # Not sys.stderr: where the load of a checkpoint fails, that is a buffer which nobody reads.
+        sys.stdout.flush()
+        if isinstance(error, KeyboardInterrupt):
+            if rank == 0:
+                print("Pier: interrupted; what was not saved is lost.", file=sys.__stderr__, flush=True)
+            os._exit(INTERRUPTED)
+        if rank:
+            time.sleep(_SECONDS_BEHIND_RANK_0)
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        print(f"pier_megatron{f' (rank {rank})' if rank else ''}: error: {error}{notes}", file=sys.__stderr__, flush=True)
+        # Not by way of the interpreter's end, which would wait for communicators that others hold.
+        os._exit(REFUSED)
+
+    sys.excepthook = hook

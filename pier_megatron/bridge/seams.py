@@ -10,6 +10,7 @@ from pier_megatron.integration import communication, datasets, evaluation, own_l
 from pier_megatron.integration import seams as of_flags
 from pier_megatron.integration.checkpoint import helpers, hooks
 from pier_megatron.megatron_api.seam import Needed, Seam, install
+from pier_megatron.processes import end_with_one_message
 
 _CHECKPOINTING = "megatron.bridge.training.checkpointing"
 _EVAL = "megatron.bridge.training.eval"
@@ -59,3 +60,4 @@ def register() -> None:
     of_flags.check_needed((*of_flags.NEEDED, *NEEDED))
     install((*TABLE, *of_flags.CORE))
     helpers.end_forks_with_parent()
+    end_with_one_message()

@@ -68,10 +68,7 @@ def add_flags(
     ) -> tuple[argparse.Namespace, list[str]]:
         parsed, unknown = parse(args, namespace)
         run.part(_Unknown).words = unknown
-        try:
-            _translate(parsed)
-        except PierConfigError as error:
-            parser.error(str(error))
+        _translate(parsed)
         return parsed, unknown
 
     # parse_args calls parse_known_args, so this is the one place behind both.

@@ -24,6 +24,7 @@ from pier_megatron.integration.checkpoint import files, formats, helpers, hooks
 from pier_megatron.integration.inner import torch_adam
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.seam import Needed, Seam, install
+from pier_megatron.processes import end_with_one_message
 
 _ARGUMENTS = "megatron.training.arguments"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -187,3 +188,4 @@ def register() -> None:
     check_needed()
     install(table())
     helpers.end_forks_with_parent()
+    end_with_one_message()

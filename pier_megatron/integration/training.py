@@ -134,11 +134,20 @@ def with_outer_loop(
             # race that PyTorch mended long before the releases that are supported.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if world.rank_in_launch() == 0:
-        who, warnings = world.describe(topology, config), refusals.warnings(args, config)
+        who, warnings = [*world.describe(topology, config), _at_a_signal(args)], refusals.warnings(args, config)
         print(words(startup.describe(who, topology, loop, warnings)), flush=True)
     loop.rehearse()
     current.set_optimizer(pier)
     return pier
+
+
+def _at_a_signal(args: argparse.Namespace) -> str:
+    if args.exit_signal_handler:
+        return "--exit-signal-handler: at its signal the job saves and ends with the next outer step"
+    return (
+        "Ctrl-C and SIGTERM lose what was not saved. With --exit-signal-handler the job saves and ends with the next outer "
+        "step at SIGTERM, or at the signal of --exit-signal (SIGINT: Ctrl-C)"
+    )
 
 
 def _own_rank(config: PierConfig) -> Rank:

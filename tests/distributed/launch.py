@@ -256,5 +256,7 @@ def _newest(directory: Path) -> list[Path]:
 
 
 def _errors(what: str, *logs: Path) -> str:
-    errors = [line for log in logs if log.exists() for line in log.read_text().splitlines() if "Error" in line]
+    errors = [
+        line for log in logs if log.exists() for line in log.read_text().splitlines() if "Error" in line or ": error: " in line
+    ]
     return "\n".join([what, *errors[:20], "The whole logs:", *map(str, logs)])

@@ -177,6 +177,13 @@ class Attempt:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(int((self._folder / f"rank{rank}.pid").read_text()), number)
 
+    def send_to_all(self, number: signal.Signals) -> None:
+        """Sends a signal to torchrun and all ranks, as a terminal does."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        for process in (psutil.Process(self._process.pid), *children):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
     def losses(self) -> dict[int, str]:
         """The losses that Megatron logged, to the last bit, by iteration; of iterations that were trained again, the last."""
         lines = self._losses.read_text().splitlines() if self._losses.exists() else []

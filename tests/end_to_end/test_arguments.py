@@ -282,7 +282,6 @@ _ACCEPTED = {
     ),
     "evaluation between outer steps": (f"{_PIER} --eval-interval 75", _WORLD),
     "unknown nodes": ("--optimizer pier", {"WORLD_SIZE": "8"}),
-    "every 10 iterations": (f"{_PIER} --log-interval 10", _WORLD),
     "layered": (f"{_PP4} {_V2} --global-batch-size 8 --eval-global-batch-size 16", _WORLD),
     "layered, a ramp-up, pier": (
         f"{_PIER} {_PP4} {_V2} --step-batch-size-schedule 0:8,320:16 --eval-global-batch-size 8 --train-samples 8000",
@@ -455,7 +454,3 @@ def test_stages_may_be_skipped(outcomes: dict[str, dict[str, object]], name: str
 
 def test_number_of_nodes_must_be_known(outcomes: dict[str, dict[str, object]]) -> None:
     assert "Give the number of groups" in str(outcomes["unknown nodes"]["error"])
-
-
-def test_tensorboard_sees_what_the_log_sees(outcomes: dict[str, dict[str, object]]) -> None:
-    assert outcomes["every 10 iterations"]["tensorboard_log_interval"] == 10

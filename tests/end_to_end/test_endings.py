@@ -1,0 +1,48 @@
+"""How a job ends that is interrupted or refused: what it prints and what it has saved. Cold processes, as users start them."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from jobs import INTERVAL, Job
+
+pytestmark = pytest.mark.processes
+
+_LONG = "--train-iters 4000 --pier-lazy-start-iters 0 --save-interval 100000"
+# What torchrun prints of its own.
+_OF_TORCHRUN = 1
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> Job:
+    return Job(tmp_path_factory.mktemp("endings"), corpus, flags=_LONG)
+
+
+def interrupted(job: Job, flags: str = "") -> str:
+    """Presses Ctrl-C while it trains."""
+    with job.started(flags=flags) as attempt:
+        attempt.wait_for(r"lm loss.* losses and norms: group 1 of 2 \|\n")
+        attempt.send_to_all(signal.SIGINT)
+        attempt.wait()
+    return attempt.log
+
+
+def test_interrupted_refused_and_interrupted_again(job: Job) -> None:
+    saves = interrupted(job, "--exit-signal-handler --exit-signal SIGINT")
+    assert "at its signal the job saves and ends with the next outer step" in saves
+    saved = job.last_saved()
+    assert saved > 0
+    assert saved % INTERVAL == 0
+
+    refused = job.run(flags="--pier-sync-interval 6").log
+    said = re.findall(r"^pier_megatron: error: .*--pier-sync-interval.*--pier-override-checkpoint", refused, re.MULTILINE)
+    assert len(said) == 1, refused[-6000:]
+    assert refused.count("Traceback") == _OF_TORCHRUN
+    assert "exitcode  : 2 " in refused
+
+    loses = interrupted(job)
+    assert "With --exit-signal-handler the job saves" in loses
+    assert loses.count("Pier: interrupted; what was not saved is lost.") == 1
+    assert loses.count("Traceback") == _OF_TORCHRUN
+    assert job.last_saved() == saved
