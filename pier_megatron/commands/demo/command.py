@@ -12,12 +12,11 @@ from pier_megatron.commands.demo.machine import this_machine
 from pier_megatron.cpu.preparations import silence_missing_extensions
 from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
-from pier_megatron.schedules import PRESETS
-from pier_megatron.values import folder_to_write, one_of, positive, whole
+from pier_megatron.values import folder_to_write, positive, whole
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
 _MODEL = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
     "--hidden-dropout 0 --attention-dropout 0 --bf16 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 16"
 ).split()
 _TRAINING = (
@@ -47,15 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=folder_to_write, default=Path("runs/demo"), help="folder for its results (%(default)s)"
     )
-    parser.add_argument("--iterations", type=whole(2), default=120, help="length of each training (%(default)s)")
-    parser.add_argument("--sync-interval", type=whole(1), default=20, help="iterations between outer steps (%(default)s)")
-    parser.add_argument(
-        "--preset",
-        type=one_of(PRESETS),
-        choices=PRESETS,
-        default="pier-rising",
-        help="outer schedule, as --pier-preset (%(default)s)",
-    )
+    parser.add_argument("--iterations", type=whole(2), default=340, help="length of each training (%(default)s)")
+    parser.add_argument("--sync-interval", type=whole(1), default=10, help="iterations between outer steps (%(default)s)")
     parser.add_argument("--seed", type=whole(1), default=1234, help="seed of weights and data order (%(default)s)")
     parser.add_argument(
         "--rate", type=positive(1e6), default=100, metavar="MBIT", help="rate of the emulated link, Mbit/s (%(default)s)"
@@ -70,11 +62,11 @@ def run(options: argparse.Namespace) -> int:
     output: Path = options.output.resolve()
     pier = ["--optimizer", "pier", "--pier-groups", "2", "--pier-sync-interval", str(options.sync_interval)]
     saving = ["--save-interval", str(options.iterations), "--save", str(output / "pier" / "checkpoint")]
-    runs = {"synchronous": _SYNCHRONOUS, "pier": [*pier, "--pier-preset", options.preset, *saving]}
+    runs = {"synchronous": _SYNCHRONOUS, "pier": [*pier, *saving]}
     if importlib.util.find_spec("emerging_optimizers"):
-        inside = ["--pier-islands", "--pier-inner-optimizer", "muon", "--pier-preset", "pier-muon"]
+        inside = ["--pier-islands", "--pier-inner-optimizer", "muon"]
         runs |= {"synchronous-muon": _SYNCHRONOUS_MUON, "pier-muon": [*pier, *inside, *_MUON]}
-    _check_settings([*pier, "--pier-preset", options.preset, *options.arguments], options.iterations)
+    _check_settings([*pier, *options.arguments], options.iterations)
     for name in runs:
         _check_own(output / name)
     # Asked to end in either way, and also in the background of a shell, which ignores the first: clean up.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
+from pier_megatron.config import PierConfig
 
 _LOSS, _VALIDATION = "lm loss", "lm loss validation"
 _NAMES = {
@@ -101,8 +102,14 @@ def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
 
 def _title(name: str, log: TensorBoardLog) -> str:
     """Name of a training for people, with its preset."""
-    preset = log.arguments["pier_preset"] if name.startswith("pier") else None
-    return f"{_NAMES[name]} ({preset})" if preset else _NAMES[name]
+    return f"{_NAMES[name]} ({_config(log).preset})" if name.startswith("pier") else _NAMES[name]
+
+
+def _config(log: TensorBoardLog) -> PierConfig:
+    """The configuration with which Pier trained, its preset resolved."""
+    from pier_megatron.integration.arguments import config_from_args
+
+    return config_from_args(argparse.Namespace(**{name: _value(text) for name, text in log.arguments.items()}))
 
 
 def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"], baseline: str = _NAMES["synchronous"]) -> list[str]:
@@ -122,12 +129,10 @@ def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"], baselin
 
 def _bytes(log: TensorBoardLog) -> list[str]:
     """What has crossed the groups, and what synchronous training sends: as many bytes for a gradient as for an outer step."""
-    from pier_megatron.integration.arguments import config_from_args
     from pier_megatron.outer.report import SCALAR_PREFIX
 
-    args = argparse.Namespace(**{name: _value(text) for name, text in log.arguments.items()})
-    config = config_from_args(args)
-    sent = [nbytes * args.world_size / 1e6 for _, nbytes in log.mean(f"{SCALAR_PREFIX}bytes-sent")]
+    config = _config(log)
+    sent = [nbytes * int(log.arguments["world_size"]) / 1e6 for _, nbytes in log.mean(f"{SCALAR_PREFIX}bytes-sent")]
     if not sent or config.exchange_dtype != "fp32" or config.fragments > 1:
         return []
     pier, synchronous = sent[0] * config.lazy_start + sum(sent), sent[0] * config.train_iters
