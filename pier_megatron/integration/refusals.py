@@ -72,6 +72,19 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
         )
 
 
+def refuse_division_by_none(args: argparse.Namespace) -> None:
+    """Refuses a run whose evaluations Megatron cannot count.
+
+    Raises:
+        PierConfigError: With the remedy.
+    """
+    if not args.eval_interval and not (args.skip_train or args.full_validation):
+        raise PierConfigError(
+            f"--eval-interval: {'not given' if args.eval_interval is None else 0}. Megatron divides --train-iters by it when "
+            "it builds the data sets, also with --eval-iters 0. Add --eval-interval with a multiple of --pier-sync-interval."
+        )
+
+
 def _refuse_reductions_over_all_groups(args: argparse.Namespace) -> None:
     """Refuses values of flags that make the model itself talk to all groups in every iteration."""
     for balancing in strings(args.moe_router_load_balancing_type):

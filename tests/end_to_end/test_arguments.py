@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 _BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --lr 1e-3 --mock-data --transformer-impl local --no-gradient-accumulation-fusion"
+    "--micro-batch-size 1 --lr 1e-3 --eval-interval 100 --mock-data --transformer-impl local --no-gradient-accumulation-fusion"
 )
 _ITERATIONS = "--train-iters 1000"
 _PIER = "--optimizer pier --pier-groups 2"
