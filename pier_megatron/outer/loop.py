@@ -206,11 +206,13 @@ class OuterLoop:
     def reset(self, iteration: int | None = None) -> None:
         """Takes the present parameters, which all groups share, for the anchor, and sets the momentum to zero.
 
+        Outer steps that are under way are not applied. Called by all ranks of all groups.
+
         Args:
             iteration: Iteration to set the clock to; None leaves it.
         """
-        self._weights.become_anchor()
         self._steps.reset()
+        self._weights.become_anchor()
         self.progress.restart(self.iteration if iteration is None else iteration)
         self.reports.restart(self.iteration)
 

@@ -165,12 +165,22 @@ class OuterSteps:
         self.participants.pulls.begin(round_.begun, iteration)
 
     def reset(self) -> None:
-        """Forgets the outer momentum, or what the outer optimizer keeps."""
+        """Forgets the outer momentum, or what the outer optimizer keeps; what is under way, and what codecs have dropped."""
+        self._drop_rounds()
+        self._share.synchronize()
         for state in self._share.states:
-            state.momentum.zero_()
+            own = state.buffers()
+            for forgotten in (own.momentum, *own.residuals.values()):
+                forgotten.zero_()
         if self.participants.optimizer is not None:
             self.participants.optimizer.restart()
         self.participants.pulls.restart()
+        self.participants.restarts.last = NEVER
+
+    def _drop_rounds(self) -> None:
+        for round_ in self.rounds:
+            round_.drop()
+        self.rounds = []
 
     def snapshot(self, progress: Progress) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.snapshot`."""
@@ -211,6 +221,7 @@ class OuterSteps:
             )
         if optimizer is not None:
             optimizer.load_state_dicts(saved)
+        self._drop_rounds()
         self._share.synchronize()
         for state, buffers in zip(self._share.states, snapshot.states, strict=True):
             state.restore(buffers)
