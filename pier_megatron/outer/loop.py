@@ -214,7 +214,6 @@ class OuterLoop:
         self._steps.reset()
         self._weights.become_anchor()
         self.progress.restart(self.iteration if iteration is None else iteration)
-        self.reports.restart(self.iteration)
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.
