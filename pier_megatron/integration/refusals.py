@@ -164,7 +164,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
 
 
 def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
-    """Refuses what is incompatible with outer steps that are retried, and with islands that join."""
+    """Refuses flags of Megatron that are incompatible with islands that join; Pier's own: :meth:`PierConfig.check_elastic`."""
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(args, name, None):
             raise PierConfigError(
@@ -175,31 +175,6 @@ def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
         raise PierConfigError(
             f"--pier-island {config.island} without --save and --data-cache-path: islands that share data would write the same "
             "index of it at the same time. Give one of the two."
-        )
-    if config.overlap:
-        raise PierConfigError(
-            f"--pier-overlap {config.overlap} cannot be used with --pier-lighthouse: an exchange that fails has to be "
-            "retried before anything has been learned on top of it."
-        )
-    if config.fragments > 1:
-        raise PierConfigError(
-            f"--pier-fragments {config.fragments} cannot be used with --pier-lighthouse: an island that joins takes over all "
-            "parameters at once."
-        )
-    if not config.has_common_anchor:
-        raise PierConfigError(
-            f"--pier-preset {config.preset} in subgroups of {config.subgroup} cannot be used with --pier-lighthouse: islands "
-            "that never agree have nothing in common that one which joins could take over."
-        )
-    if config.has_error_feedback:
-        raise PierConfigError(
-            f"--pier-exchange-dtype {config.exchange_dtype} with --pier-lighthouse: what the codec drops cannot be made up for "
-            "after an outer step that is retried. Add --pier-no-error-feedback, which takes int4 at least."
-        )
-    if config.outlier_zscore is not None:
-        raise PierConfigError(
-            "--pier-outlier-zscore cannot be used with --pier-lighthouse: an outer step that is retried would count twice "
-            "in the history of norms."
         )
 
 

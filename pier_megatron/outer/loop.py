@@ -69,6 +69,7 @@ class OuterLoop:
 
         Raises:
             TypeError: If a parameter is not float32.
+            PierConfigError: If elastic islands cannot have a setting, see :meth:`PierConfig.check_elastic`.
         """
         self.config, self.exchange, self.progress = config, exchange, Progress()
         self._share = Share(shards, config, group, device, inner_state)
@@ -211,8 +212,8 @@ class OuterLoop:
         Args:
             iteration: Iteration to set the clock to; None leaves it.
         """
-        self._steps.reset()
         self._weights.become_anchor()
+        self._steps.reset()
         self.progress.restart(self.iteration if iteration is None else iteration)
 
     def snapshot(self) -> Snapshot:

@@ -59,6 +59,7 @@ class OuterSteps:
             check_outer_optimizer(config, is_elastic=islands is not None or config.lighthouse is not None)
         self.participants: Participants
         if islands is not None:
+            config.check_elastic()
             self.participants = ElasticParticipants(config, share, exchange, islands, weights)
         elif isinstance(exchange, SitedExchange):
             self.participants = SiteParticipants(config, share, exchange, weights)

@@ -126,6 +126,25 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
     assert lost == 3 * 2 * (1 + offload)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"overlap": 3}, "--pier-overlap 3 cannot be used with elastic islands .*retried"),
+        ({"fragments": 2}, "--pier-fragments 2 cannot .*all parameters at once"),
+        ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*nothing in common"),
+        ({"exchange_dtype": "int8"}, "--pier-exchange-dtype int8 cannot .*Add --pier-no-error-feedback"),
+        ({"outlier_zscore": 3.0}, "--pier-outlier-zscore 3.0 cannot .*count twice"),
+    ],
+)
+def test_what_islands_cannot_do_is_refused_by_loop_and_settings(settings: dict[str, Any], words: str) -> None:
+    given = {"train_iters": 20, "groups": 2, "sync_interval": 4, "lazy_start_iters": 0} | settings
+    islands = ElasticMembership(_Membership(), own=0, wait_seconds=60)
+    with pytest.raises(PierConfigError, match=words):
+        OuterLoop([[Shards([torch.randn(10)])]], PierConfig(**given), GroupExchange(), islands=islands)
+    with pytest.raises(PierConfigError, match=words):
+        PierConfig(**given, lighthouse="http://other")
+
+
 def test_loop_without_islands_has_nobody_to_join() -> None:
     config = PierConfig(train_iters=20, groups=1, sync_interval=4, lazy_start_iters=0)
     alone = OuterLoop([[Shards([torch.randn(10)])]], config, GroupExchange())
