@@ -67,6 +67,11 @@ class RunSchedule(Settings):
         return self.subgroup is None
 
     @property
+    def outer_rule(self) -> str:
+        """Name of the built-in rule by which outer steps are taken."""
+        return "nesterov" if self.has_common_anchor else "noloco"
+
+    @property
     def groups_in_site(self) -> int:
         """Number of groups of each site; all of them without ``--pier-sites``."""
         return self.groups // (self.sites or 1)
