@@ -65,7 +65,7 @@ TABLE = (
     Seam("megatron.training.utils", "print", island_world.print_once, called_by="print_rank_0"),
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
-    Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, releases=("0.17",)),
+    Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, until="0.17"),
     Seam(_TRAINING, "setup_model_and_optimizer", training.join),
     Seam(_TRAINING, "train", training.train, over=island_world.count_all_islands),
     Seam(_TRAINING, "train_step", training.train_step),
@@ -122,8 +122,8 @@ NEEDED = (
         "_EXPERT_DATA_PARALLEL_GROUP _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK "
         "_MPU_DATA_PARALLEL_WORLD_SIZE",
     ),
-    Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", releases=("0.19",)),
-    Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", releases=("0.19",)),
+    Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", since="0.19"),
+    Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", since="0.19"),
     Needed(
         "megatron.core.pipeline_parallel.schedules",
         "backward_step deallocate_output_tensor forward_backward_no_pipelining forward_step get_tensor_shapes",
@@ -164,10 +164,9 @@ def check_needed(rows: Iterable[Needed] = NEEDED) -> None:
     Raises:
         UnsupportedMegatronError: If this Megatron lacks something of it.
     """
-    for needed in rows:
-        if not needed.releases or versions.release() in needed.releases:
-            for name in needed.names.split():
-                versions.require(needed.module, name)
+    for needed in (row for row in rows if row.exist):
+        for name in needed.names.split():
+            versions.require(needed.module, name)
 
 
 @functools.cache
