@@ -114,6 +114,13 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type} cannot be used with --pier-islands: islands find the "
             "checkpoint that all of them have among persistent ones. Use --save-interval."
         )
+    for attribute, name in (("gtp_weight_remat_size", ""), ("expert_gtp_weight_remat_size", "expert_")):
+        if config.groups > 1 and not config.islands and getattr(args, attribute, 1) > 1:
+            weight_shards = f"{name}tensor_parallel_num_weight_shards"
+            raise PierConfigError(
+                f"{flag(weight_shards)} {getattr(args, weight_shards)} cannot be used with --pier-groups {config.groups}: "
+                "Megatron shards weights so in one instance of the distributed optimizer only, and each group is one. Drop it."
+            )
     config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
     if args.num_experts is not None:
         _check_expert_data_parallel_size(args, config.groups)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pier_megatron.features import FEATURES
 from pier_megatron.integration import (
     arguments,
+    averaged_losses,
     communication,
     datasets,
     evaluation,
@@ -77,6 +78,12 @@ TABLE = (
     Seam(_TRAINING, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
     Seam(_TRAINING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),
     Seam(_TRAINING, "calc_params_l2_norm", communication.in_the_group),
+    # Training scripts import it by name, from here in all releases, once the launcher has put it in place.
+    Seam(
+        "megatron.training.utils",
+        "average_losses_across_data_parallel_group",
+        averaged_losses.average_over_those_who_train_together,
+    ),
     # Checkpoints.
     Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_TRAINING, "save_checkpoint", hooks.save),

@@ -27,9 +27,13 @@ _LAYOUTS = {
     "--exit-duration-in-mins 60 --tensorboard-log-interval 1",
     "overlapped exchange": "--global-batch-size 16 --pier-overlap 1",
     "sites": "--global-batch-size 16 --pier-groups 4 --pier-sites 2 --pier-site-interval 1 --pier-exchange-dtype int8",
+    "losses averaged by the script": "--global-batch-size 16",
     "one group asleep": "--tensor-model-parallel-size 2 --global-batch-size 8",
 }
-_SABOTAGE = {"one group asleep": ["group 1 waits for group 0"]}
+_SABOTAGE = {
+    "losses averaged by the script": ["losses are averaged in every micro-batch"],
+    "one group asleep": ["group 1 waits for group 0"],
+}
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ _REFUSED = {
         "--num-distributed-optimizer-instances 4 contradicts --pier-groups 2",
         "Drop the former",
     ],
+    f"{_PIER} --tensor-parallel-num-weight-shards 2": ["--tensor-parallel-num-weight-shards 2 cannot be used", "Drop it"],
     f"{_PIER} --pier-islands --num-distributed-optimizer-instances 2": ["an island is one instance", "Drop the former"],
     "--optimizer pier --pier-islands --pier-groups 3": ["--pier-groups 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-islands --full-validation": ["--full-validation", "differ by one", "Use --eval-iters"],
