@@ -34,7 +34,7 @@ class PierConfig(RunSchedule):
         if self.preset == AUTO:
             # What follows, and what a checkpoint stores, is of a schedule, however it was chosen.
             object.__setattr__(self, "preset", self.suited_preset[0])
-        self._check_elastic()
+        self._check_flags_of_islands()
         if self.fragments > self.sync_interval:
             raise PierConfigError(
                 f"--pier-fragments {self.fragments} exceeds --pier-sync-interval {self.sync_interval}: fragments take their "
@@ -66,8 +66,48 @@ class PierConfig(RunSchedule):
         self._check_subgroups()
         self._check_sites()
         self._check_lazy_start()
+        if self.lighthouse is not None:
+            self.check_elastic()
 
-    def _check_elastic(self) -> None:
+    def check_elastic(self) -> None:
+        """Refuses what is incompatible with outer steps that are retried, and with islands that join.
+
+        Raises:
+            PierConfigError: With the setting, the reason and a remedy.
+        """
+        with_islands = "cannot be used with elastic islands (--pier-lighthouse)"
+        if self.sites is not None:
+            raise PierConfigError(
+                f"--pier-sites {self.sites} {with_islands}: they join and leave one by one, and each carries a part of what "
+                "its site sends. Drop one."
+            )
+        if self.overlap:
+            raise PierConfigError(
+                f"--pier-overlap {self.overlap} {with_islands}: an exchange that fails has to be retried before anything has "
+                "been learned on top of it. Drop it."
+            )
+        if self.fragments > 1:
+            raise PierConfigError(
+                f"--pier-fragments {self.fragments} {with_islands}: an island that joins takes over all parameters at once. "
+                "Drop it."
+            )
+        if not self.has_common_anchor:
+            raise PierConfigError(
+                f"--pier-preset {self.preset} in subgroups of {self.subgroup} {with_islands}: islands that never agree have "
+                "nothing in common that one which joins could take over. Use another preset, without --pier-subgroup-size."
+            )
+        if self.has_error_feedback:
+            raise PierConfigError(
+                f"--pier-exchange-dtype {self.exchange_dtype} {with_islands}: what the codec drops cannot be made up for after "
+                "an outer step that is retried. Add --pier-no-error-feedback, which takes int4 at least."
+            )
+        if self.outlier_zscore is not None:
+            raise PierConfigError(
+                f"--pier-outlier-zscore {self.outlier_zscore} {with_islands}: an outer step that is retried would count twice "
+                "in the history of norms. Drop it."
+            )
+
+    def _check_flags_of_islands(self) -> None:
         names = ("island", "island_address", "secret_file", "island_timeout", "island_wait") if self.lighthouse is None else ()
         for name in (name for name in names if getattr(self, name) != getattr(Settings, name)):
             raise PierConfigError(

@@ -8,9 +8,6 @@ from pier_megatron.exchange.codecs import CODECS, Codec
 from pier_megatron.schedules import PRESETS, Preset, value_at
 from pier_megatron.settings import Settings
 
-# Weights in a momentum that change its sum by less than a percent.
-_NEGLIGIBLE = 1e-4
-
 # Up to this interval groups hardly drift apart, and there is little for the outer momentum to make up for: docs/frontier.md.
 _SHORT_INTERVAL = 5
 
@@ -68,6 +65,11 @@ class RunSchedule(Settings):
     def has_common_anchor(self) -> bool:
         """Whether all groups take part in every outer step, and hold the same anchor after it."""
         return self.subgroup is None
+
+    @property
+    def outer_rule(self) -> str:
+        """Name of the built-in rule by which outer steps are taken."""
+        return "nesterov" if self.has_common_anchor else "noloco"
 
     @property
     def groups_in_site(self) -> int:
@@ -221,21 +223,6 @@ class RunSchedule(Settings):
             return mu
         limit = 1 - 1 / (self._preset.longest_horizon * self.local_intervals)
         return min(mu, max(limit, self._preset.warmup_momentum or 0.0))
-
-    def momentum_weight(self, iteration: int, since: int = 0) -> float:
-        """Sum of the weights with which earlier pseudo-gradients are in the momentum that an outer step finds.
-
-        Args:
-            iteration: Iteration after which the outer step begins.
-            since: Iteration after which the momentum was zero.
-        """
-        total, weight = 0.0, 1.0
-        for step in range(iteration - self.sync_interval, since, -self.sync_interval):
-            if weight < _NEGLIGIBLE or (self.is_lazy(step) and not self.warms_momentum):
-                break
-            total += weight
-            weight *= self.momentum_at(step)
-        return total
 
     def learning_rate_at(self, iteration: int) -> float:
         """``eta(t)``, the outer learning rate; 0 in the lazy start, in which no outer step changes the parameters.

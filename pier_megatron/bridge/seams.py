@@ -32,7 +32,7 @@ TABLE = (
     Seam(_TRAIN, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
     Seam(_CHECKPOINTING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),
     Seam(_TRAIN, "calc_params_l2_norm", communication.in_the_group),
-    Seam(_FLOPS, "resolve_global_flops_runtime_stats", training.count_own_tokens, releases=("0.19",)),
+    Seam(_FLOPS, "resolve_global_flops_runtime_stats", training.count_own_tokens, since="0.19"),
     # Checkpoints.
     Seam(_CHECKPOINTING, "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_CHECKPOINTING, "save_checkpoint", hooks.save),

@@ -215,6 +215,7 @@ def validate[**P, R](
     if uses_pier(args):
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
         refusals.refuse_what_cannot_work(args)
+        refusals.refuse_division_by_none(args)
     saves_behind = args.async_save
     # The arguments of an island that is a job speak of the whole run, as if all islands were there.
     with versions.replaced(args, {"world_size": args.world_size * settings_of(args).launches}):

@@ -72,6 +72,19 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
         )
 
 
+def refuse_division_by_none(args: argparse.Namespace) -> None:
+    """Refuses a run whose evaluations Megatron cannot count.
+
+    Raises:
+        PierConfigError: With the remedy.
+    """
+    if not args.eval_interval and not (args.skip_train or args.full_validation):
+        raise PierConfigError(
+            f"--eval-interval: {'not given' if args.eval_interval is None else 0}. Megatron divides --train-iters by it when "
+            "it builds the data sets, also with --eval-iters 0. Add --eval-interval with a multiple of --pier-sync-interval."
+        )
+
+
 def _refuse_reductions_over_all_groups(args: argparse.Namespace) -> None:
     """Refuses values of flags that make the model itself talk to all groups in every iteration."""
     for balancing in strings(args.moe_router_load_balancing_type):
@@ -101,6 +114,13 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type} cannot be used with --pier-islands: islands find the "
             "checkpoint that all of them have among persistent ones. Use --save-interval."
         )
+    for attribute, name in (("gtp_weight_remat_size", ""), ("expert_gtp_weight_remat_size", "expert_")):
+        if config.groups > 1 and not config.islands and getattr(args, attribute, 1) > 1:
+            weight_shards = f"{name}tensor_parallel_num_weight_shards"
+            raise PierConfigError(
+                f"{flag(weight_shards)} {getattr(args, weight_shards)} cannot be used with --pier-groups {config.groups}: "
+                "Megatron shards weights so in one instance of the distributed optimizer only, and each group is one. Drop it."
+            )
     config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
     if args.num_experts is not None:
         _check_expert_data_parallel_size(args, config.groups)
@@ -145,7 +165,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
 
 
 def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
-    """Refuses what is incompatible with outer steps that are retried, and with islands that join."""
+    """Refuses flags of Megatron that are incompatible with islands that join; Pier's own: :meth:`PierConfig.check_elastic`."""
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(args, name, None):
             raise PierConfigError(
@@ -156,31 +176,6 @@ def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
         raise PierConfigError(
             f"--pier-island {config.island} without --save and --data-cache-path: islands that share data would write the same "
             "index of it at the same time. Give one of the two."
-        )
-    if config.overlap:
-        raise PierConfigError(
-            f"--pier-overlap {config.overlap} cannot be used with --pier-lighthouse: an exchange that fails has to be "
-            "retried before anything has been learned on top of it."
-        )
-    if config.fragments > 1:
-        raise PierConfigError(
-            f"--pier-fragments {config.fragments} cannot be used with --pier-lighthouse: an island that joins takes over all "
-            "parameters at once."
-        )
-    if not config.has_common_anchor:
-        raise PierConfigError(
-            f"--pier-preset {config.preset} in subgroups of {config.subgroup} cannot be used with --pier-lighthouse: islands "
-            "that never agree have nothing in common that one which joins could take over."
-        )
-    if config.has_error_feedback:
-        raise PierConfigError(
-            f"--pier-exchange-dtype {config.exchange_dtype} with --pier-lighthouse: what the codec drops cannot be made up for "
-            "after an outer step that is retried. Add --pier-no-error-feedback, which takes int4 at least."
-        )
-    if config.outlier_zscore is not None:
-        raise PierConfigError(
-            "--pier-outlier-zscore cannot be used with --pier-lighthouse: an outer step that is retried would count twice "
-            "in the history of norms."
         )
 
 

@@ -1,6 +1,7 @@
 """What elastic islands compare before they exchange anything: all that changes what a run computes."""
 
 import argparse
+import hashlib
 import os
 import zlib
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from pier_megatron.config import PierConfig
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.outer import Shards
 from pier_megatron.outer.description import Description
+from pier_megatron.version import __version__
+
+_PACKAGE = Path(__file__).parents[1]
 
 # Compared is every argument but these, so that one which a later release or a script adds is compared too.
 MAY_DIFFER = (
@@ -89,7 +93,18 @@ def in_common(
         Plain values by what a user calls them.
     """
     settings = Description.of_run(config, 0, layout_of(args, world.size()), device.type).in_common
-    return {**arguments_in_common(args), **settings, "shapes of all ranks' parameters": _shapes(shards, world, device)}
+    of_code = {"pier_megatron": f"{__version__}, sources {fingerprint(_PACKAGE)}"}
+    shapes = {"shapes of all ranks' parameters": _shapes(shards, world, device)}
+    return {**arguments_in_common(args), **settings, **of_code, **shapes}
+
+
+def fingerprint(package: Path) -> str:
+    """Digest of the sources in a folder: two commits of a development version may compute different things."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\n".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def arguments_in_common(args: argparse.Namespace) -> dict[str, Any]:

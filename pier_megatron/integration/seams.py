@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pier_megatron.features import FEATURES
 from pier_megatron.integration import (
     arguments,
+    averaged_losses,
     communication,
     datasets,
     evaluation,
@@ -68,7 +69,7 @@ TABLE = (
     Seam("megatron.training.utils", "print", island_world.print_once, called_by="print_rank_0"),
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
-    Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, releases=("0.17",)),
+    Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, until="0.17"),
     Seam(_TRAINING, "setup_model_and_optimizer", training.join),
     Seam(_TRAINING, "train", training.train, over=island_world.count_all_islands),
     Seam(_TRAINING, "train_step", training.train_step),
@@ -80,6 +81,12 @@ TABLE = (
     Seam(_TRAINING, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
     Seam(_TRAINING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),
     Seam(_TRAINING, "calc_params_l2_norm", communication.in_the_group),
+    # Training scripts import it by name, from here in all releases, once the launcher has put it in place.
+    Seam(
+        "megatron.training.utils",
+        "average_losses_across_data_parallel_group",
+        averaged_losses.average_over_those_who_train_together,
+    ),
     # Checkpoints.
     Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_TRAINING, "save_checkpoint", hooks.save),
@@ -125,8 +132,8 @@ NEEDED = (
         "_EXPERT_DATA_PARALLEL_GROUP _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK "
         "_MPU_DATA_PARALLEL_WORLD_SIZE",
     ),
-    Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", releases=("0.19",)),
-    Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", releases=("0.19",)),
+    Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", since="0.19"),
+    Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", since="0.19"),
     Needed(
         "megatron.core.pipeline_parallel.schedules",
         "backward_step deallocate_output_tensor forward_backward_no_pipelining forward_step get_tensor_shapes",
@@ -167,10 +174,9 @@ def check_needed(rows: Iterable[Needed] = NEEDED) -> None:
     Raises:
         UnsupportedMegatronError: If this Megatron lacks something of it.
     """
-    for needed in rows:
-        if not needed.releases or versions.release() in needed.releases:
-            for name in needed.names.split():
-                versions.require(needed.module, name)
+    for needed in (row for row in rows if row.exist):
+        for name in needed.names.split():
+            versions.require(needed.module, name)
 
 
 @functools.cache

@@ -138,9 +138,7 @@ class Island(World):
             dist.barrier(self.launch)
 
     def use_own_folders(self, args: argparse.Namespace) -> None:
-        """See :meth:`World.use_own_folders`; refuses to load from an island's folder."""
-        if args.load is not None and Path(args.load).parent.name == ISLANDS:
-            raise island_folder_error(args.load)
+        """See :meth:`World.use_own_folders`."""
         if args.save is not None:
             args.save = str(folder_of_island(Path(args.save), self.index))
 

@@ -25,7 +25,8 @@ class Seam:
             those must be positional only. Its docstring says why.
         over: Function that an earlier row has put around the same one; None if there is none.
         is_outermost: Whether it goes around whatever earlier rows have put there, in place of ``over``.
-        releases: Releases that have the function.
+        since: First release that has the function; None if all supported ones until then do.
+        until: Last release that has the function; None if the newest one does, so that the next one is expected to.
         imported_by: Module that imports the function by name in some releases.
         called_by: Function of the module that calls this one, which is one of Python's; replaced where the caller is defined,
             and nowhere else.
@@ -36,14 +37,15 @@ class Seam:
     around: Callable[..., object]
     over: Callable[..., object] | None = None
     is_outermost: bool = False
-    releases: tuple[str, ...] = ()
+    since: str | None = None
+    until: str | None = None
     imported_by: str | None = None
     called_by: str | None = None
 
     @property
     def exists(self) -> bool:
         """Whether this release has the function."""
-        return not self.releases or versions.release() in self.releases
+        return versions.is_between(self.since, self.until)
 
     @property
     def is_installed(self) -> bool:
@@ -103,12 +105,17 @@ class Needed:
     Attributes:
         module: Full name of a Megatron module.
         names: Names in it, separated by spaces.
-        releases: Releases that have them; all where it is empty.
+        since: First release that has them; None if all supported ones do.
     """
 
     module: str
     names: str
-    releases: tuple[str, ...] = ()
+    since: str | None = None
+
+    @property
+    def exist(self) -> bool:
+        """Whether this release has the symbols."""
+        return versions.is_between(self.since, None)
 
 
 class SeamOrderError(RuntimeError):

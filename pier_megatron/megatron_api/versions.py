@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import operator
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,17 @@ def megatron_version() -> str:
 def release() -> str:
     """Returns the release of the megatron-core that this process imports, such as ``0.19``."""
     return ".".join(megatron_version().split(".")[:2])
+
+
+def is_between(since: str | None, until: str | None) -> bool:
+    """Whether the release that this process imports is one from ``since`` to ``until``, both included; None is no bound."""
+    here = _numbers(release())
+    return (since is None or _numbers(since) <= here) and (until is None or here <= _numbers(until))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    # A candidate of a release is called 0.20rc0, too.
+    return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
 
 
 def require(module: str, name: str) -> Any:

@@ -9,8 +9,8 @@ from pier_megatron.exchange.coding import needing_a_compiler, runs_kernels
 from pier_megatron.outer.rules import Nesterov, OuterRule
 from pier_megatron.outer.staging import Part
 
-PRODUCTS = 5
-"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, mean * old momentum, momentum * momentum."""
+PRODUCTS = 4
+"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
 
 
 def compile_for(device: torch.device) -> None:
@@ -85,7 +85,7 @@ def descend(part: Part, rule: OuterRule, size: int, counts: bool, counted: int, 
         own, shared, anchor = block.own, block.shared, block.anchor
         rule.combine(block, size, counted)
         # Before the update, which may overwrite what it was computed from.
-        pairs = ((own, own), (own, shared), (shared, shared), (shared, block.momentum)) if is_counted else ()
+        pairs = ((own, own), (own, shared), (shared, shared)) if is_counted else ()
         products += [torch.dot(*pair) for pair in pairs]
         if keeps_progress:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.

@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
-FORMAT = 5
+FORMAT = 6
 """Raised when an older plugin could not read what a newer one writes."""
 
 ENTRY = "pier"
@@ -94,6 +94,7 @@ class Description:
         format: See :data:`FORMAT`.
         version: Version of the plugin.
         cut: How the ranks of a group share the parameters, a checksum; formats before 5 do not say.
+        rule: Name of the rule of the outer steps; formats before 6 do not say.
     """
 
     iteration: int
@@ -113,6 +114,7 @@ class Description:
     format: int = FORMAT
     version: str = __version__
     cut: int | None = None
+    rule: str | None = None
 
     @classmethod
     def of_run(
@@ -121,7 +123,7 @@ class Description:
         """Describes a run as it is, and what of it is stored."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
         settings = {name: value for name, value in settings.items() if name not in _LATER or value is not None}
-        return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), **content)
+        return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), rule=config.outer_rule, **content)
 
     @classmethod
     def from_metadata(cls, found: Metadata) -> "Description":
@@ -219,6 +221,7 @@ class Description:
         defaults = {field.name: field.default for field in dataclasses.fields(PierConfig)}
         then, now = (defaults | dict(run.settings) for run in (self, present))
         pairs = [(flag_of(name), then.get(name), now[name]) for name in _SETTINGS]
+        pairs += [("outer rule", self.rule, present.rule)] if self.rule is not None else []
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
 

@@ -109,6 +109,7 @@ class ElasticParticipants(Participants):
         self._weights = weights
         self._has_own_anchor, self._is_new = True, True
         self._restarted: Sequence[int] = ()
+        self._attempted: OuterRound | None = None
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
         """Meets the islands that are there, and takes over from them what this one does not have.
@@ -173,6 +174,9 @@ class ElasticParticipants(Participants):
                 outcome = Outcome.FAILED if time.monotonic() < deadline else Outcome.GIVES_UP
             # By the ranks of an island together: one that ended or went on alone would leave the others waiting.
             of_rank, outcome = outcome, self._quorums.agree(exchange, outcome)
+            attempted, self._attempted = self._attempted, None
+            if attempted is not None and outcome != Outcome.SUCCEEDED:
+                attempted.drop(is_lost=True)
             if outcome == Outcome.SUCCEEDED:
                 self._is_new, self._has_own_anchor = False, True
                 return formed
@@ -206,7 +210,7 @@ class ElasticParticipants(Participants):
                 return _Formed(source[_ITERATION], not here, source[_SYNCED], None)
             verdicts = Verdicts(exchange, verdict if here else ABSENT, self._share.device)
             verdicts.check(source[_ITERATION])
-            round_ = self.round(source[_ITERATION], exchange, verdicts, stopwatch)
+            self._attempted = round_ = self.round(source[_ITERATION], exchange, verdicts, stopwatch)
             round_.weight = _weight(standings, verdicts.counted(), exchange.rank)
             round_.begin()
             round_.arrive()

@@ -176,11 +176,34 @@ class Crossing(abc.ABC):
                 for batch in some:
                     self._move(batch, stage)
 
+    def drop(self, is_lost: bool = False) -> None:
+        """Gives all buffers back, and forgets what they hold; called on every rank alike.
+
+        Args:
+            is_lost: Whether the communicator is lost. Buffers on the wire are not used again then: nobody can wait for their
+                sums, which may still write to them.
+        """
+        for batch in self._batches or [Batch(self._flights)]:
+            if batch.stage in (_SENT, _SENT_ON):
+                if is_lost:
+                    continue
+                if batch.stage == _SENT:
+                    batch.sum.advance()
+                batch.sum.finish()
+            for flight in batch.flights:
+                if flight.staged is not None:
+                    flight.staged.give_back()
+                if flight.kept is not None:
+                    flight.release()
+        self._flights, self._batches = [], ()
+
     def _move(self, batch: Batch, stage: int) -> None:
         if batch.stage < LENT <= stage:
             for flight in batch.flights:
                 flight.staged = flight.lend(*self._reads)
         if batch.stage < _SENT <= stage:
+            # Also where its collective fails to begin, or fails in the midst of it.
+            batch.stage = _SENT
             staged = [flight.staged for flight in batch.flights if flight.staged is not None]
             for each in staged:
                 each.wait()

@@ -19,7 +19,7 @@ _ELEMENTS = 1024
 # Where the new anchor starts from.
 _STAYS, _FROM_ANCHOR, _FROM_PARAMETERS = (tl.constexpr(start) for start in range(3))
 
-_PRODUCTS = tl.constexpr(5)
+_PRODUCTS = tl.constexpr(4)
 
 
 def subtract(pieces: Sequence[Tensor], anchor: Tensor, into: Tensor, counts: bool, weight: float = 1.0) -> None:
@@ -179,5 +179,4 @@ def _descend(
     tl.store(row, tl.sum(gradient * gradient))
     tl.store(row + 1, tl.sum(gradient * mean))
     tl.store(row + 2, tl.sum(mean * mean))
-    tl.store(row + 3, tl.sum(mean * old_momentum))
-    tl.store(row + 4, tl.sum(new_momentum * new_momentum))
+    tl.store(row + 3, tl.sum(new_momentum * new_momentum))

@@ -69,6 +69,7 @@ class OuterLoop:
 
         Raises:
             TypeError: If a parameter is not float32.
+            PierConfigError: If elastic islands cannot have a setting, see :meth:`PierConfig.check_elastic`.
         """
         self.config, self.exchange, self.progress = config, exchange, Progress()
         self._share = Share(shards, config, group, device, inner_state)
@@ -214,13 +215,14 @@ class OuterLoop:
     def reset(self, iteration: int | None = None) -> None:
         """Takes the present parameters, which all groups share, for the anchor, and sets the momentum to zero.
 
+        Outer steps that are under way are not applied. Called by all ranks of all groups.
+
         Args:
             iteration: Iteration to set the clock to; None leaves it.
         """
         self._weights.become_anchor()
         self._steps.reset()
         self.progress.restart(self.iteration if iteration is None else iteration)
-        self.reports.restart(self.iteration)
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.

@@ -44,11 +44,13 @@ class Pulls:
         self._apart: set[int] = set()
 
     def restart(self, done: Iterable[int] | None = None) -> None:
-        """Forgets what is under way.
+        """Forgets what is under way; called on every rank alike.
 
         Args:
             done: Fragments whose momentum is ready; None if all groups hold the same slow weights.
         """
+        for pull, _ in self._under_way:
+            pull.drop()
         self._under_way, self._finished, self.done = [], {}, set(done or ())
         self._apart = set() if done is None else set(range(self._config.fragments))
 

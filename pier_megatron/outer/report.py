@@ -1,10 +1,7 @@
 """What an operator sees of an outer step: one line in the log, scalars in TensorBoard and Weights & Biases."""
 
-import collections
 import dataclasses
-import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +24,6 @@ if TYPE_CHECKING:
 # Prefix of the scalars' names in TensorBoard and Weights & Biases.
 SCALAR_PREFIX = "pier/"
 
-# Outer steps in each of the two stretches that are compared, and how much more the spread may be in the later one. It follows
-# the inner learning rate, which warms up over more outer steps than these or begins behind the lazy start.
-_STRETCH, _FACTOR = 10, 3.0
-
 
 class AnchorsDifferError(RuntimeError):
     """What all groups should hold in common is not the same everywhere."""
@@ -51,9 +44,6 @@ class OuterStepReport:
         noise_to_signal: Noise of the whole sync interval, as :func:`pier_megatron.outer.noise.noise_to_signal`; fragments
             report it with the last one's outer step. None where fewer than two groups have met, and where groups have
             anchors of their own, and in elastic islands, which know their own pseudo-gradient only.
-        lag_correlation: Correlation of the mean pseudo-gradient with those before it, as far as the momentum remembers them: 1
-            where groups keep moving the same way, 0 where each outer step is noise. Where ``mu`` is 0, with the last one alone.
-            None before the second outer step, and where groups have anchors of their own or an optimizer of the caller's.
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
@@ -69,7 +59,6 @@ class OuterStepReport:
             parameters: of the weights that they met with, or of their slow weights if those crossed ahead. None for one group,
             where slow weights did not cross ahead in this process (in the first outer step after a resume), and where it is
             measured by the own group alone and that does not count: it is left out, or an island that has just joined.
-        spread_grows: Whether that has become much more, where the rule is to keep it bounded.
         restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
     """
 
@@ -87,9 +76,7 @@ class OuterStepReport:
     loss_max: float | None = None
     grad_norm: float | None = None
     noise_to_signal: float | None = None
-    lag_correlation: float | None = None
     spread: float | None = None
-    spread_grows: bool = False
     not_finite: tuple[int, ...] = ()
     outliers: tuple[int, ...] = ()
     restarted: tuple[int, ...] = ()
@@ -112,9 +99,7 @@ class OuterStepReport:
             + (f"momentum norm: {self.momentum_norm:.4E} | " if self.momentum_norm is not None else "")
             + f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
             + (f"noise to signal: {self.noise_to_signal:.2f} | " if self.noise_to_signal is not None else "")
-            + (f"lag correlation: {self.lag_correlation:.2f} | " if self.lag_correlation is not None else "")
             + (f"spread of weights: {self.spread:.3E} | " if self.spread is not None else "")
-            + ("WEIGHTS DRIFT APART, see docs/troubles.md | " if self.spread_grows else "")
             + f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |"
             + left_out
         )
@@ -124,8 +109,7 @@ class OuterStepReport:
         return {
             SCALAR_PREFIX + field.name.replace("_", "-"): float(getattr(self, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("iteration", "spread_grows", "not_finite", "outliers", "restarted")
-            and getattr(self, field.name) is not None
+            if field.name not in ("iteration", "not_finite", "outliers", "restarted") and getattr(self, field.name) is not None
         } | {SCALAR_PREFIX + "groups-left-out": float(len(self.not_finite) + len(self.outliers))}
 
     def write(self, print_line: Callable[[str], None], tensorboard: "SummaryWriter | None", wandb: Any, now: int) -> None:
@@ -155,27 +139,6 @@ def _left_out(why: str, groups: Sequence[int], restarted: Sequence[int]) -> str:
     return f" {why}, LEFT OUT: {len(groups):,} groups ({ranges_of(groups)}){how} |"
 
 
-class SpreadWatch:
-    """Tells growth without bounds from what follows the inner learning rate.
-
-    Two things grow at first: groups that begin alike, for a few outer steps, and a learning rate that warms up. Beyond them
-    the spread of NoLoCo's groups falls with the learning rate (arXiv 2506.10911, section 4). A single outer step says little:
-    its spread is that of the few groups that were drawn for it.
-    """
-
-    def __init__(self) -> None:
-        """Begins without a history."""
-        self._seen = 0
-        self._latest: collections.deque[float] = collections.deque(maxlen=2 * _STRETCH)
-
-    def grows(self, spread: float) -> bool:
-        """Takes the spread of one more outer step; whether the latest are far above those before, by their medians."""
-        self._seen += 1
-        self._latest.append(spread)
-        before, after = itertools.batched(self._latest, _STRETCH) if self._seen >= 3 * _STRETCH else ((math.inf,), (0.0,))
-        return statistics.median(after) > _FACTOR * statistics.median(before)
-
-
 class OuterStepReports:
     """Reports outer steps once their numbers have arrived, so that no group waits for another for the sake of a log line.
 
@@ -188,14 +151,8 @@ class OuterStepReports:
         """Begins with none under way; training is noted on the ``device``."""
         self._config, self.write = config, write
         self.training = TrainingSums(device)
-        self._watch = SpreadWatch()
         self._noise = IntervalNoise(config.fragments)
-        self._momentum_since = 0
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
-
-    def restart(self, iteration: int) -> None:
-        """Takes note that the momentum is zero after ``iteration``."""
-        self._momentum_since = iteration
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
         """Takes note of an outer step.
@@ -241,14 +198,12 @@ class OuterStepReports:
             noise_to_signal=self._noise.add(
                 self._config.fragments_due(round_.begun), _squares(round_, sums[contributes], counted)
             ),
-            lag_correlation=self._lag_correlation(round_.begun, sums) if is_common and is_built_in else None,
             **TrainingSums.means(sums[contributes]),
             mu=self._config.momentum_at(round_.begun) if is_built_in else None,
             eta=self._config.learning_rate_at(round_.begun) if is_built_in else None,
             bytes_sent=round_.bytes_sent,
             seconds=round_.stopwatch.seconds(),
             spread=found,
-            spread_grows=not round_.rule.has_common_anchor and found is not None and self._watch.grows(found),
             not_finite=self._named((groups[index] for index in left_out if verdicts[index] == NOT_FINITE), in_sites),
             outliers=tuple(groups[index] for index in left_out if verdicts[index] == OUTLIER),
             restarted=self._named((groups[index] for index in restarted), in_sites),
@@ -259,12 +214,6 @@ class OuterStepReports:
         size = 1 if self._config.sites is None else self._config.groups_in_site
         of_sites = (member for group in groups for member in range(group - group % size, group - group % size + size))
         return tuple(sorted({*of_sites, *in_sites}))
-
-    def _lag_correlation(self, iteration: int, sums: Tensor) -> float | None:
-        """Of pseudo-gradients of one length: their products with a momentum are its weights times what they have in common."""
-        mean, product = sums[0, PRODUCTS - 3].item(), sums[0, PRODUCTS - 2].item()
-        weight = self._config.momentum_weight(iteration, self._momentum_since)
-        return product / (weight * mean) if weight * mean > 0 else None
 
 
 def _squares(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> tuple[float, float, int] | None:
@@ -304,7 +253,7 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
         Norm of the mean pseudo-gradient, norm of the momentum, smallest and mean cosine of the contributing groups. A
         cosine with a zero vector is 0.
     """
-    own, product, mean, _, momentum = sums[contributes, :PRODUCTS].unbind(1)
+    own, product, mean, momentum = sums[contributes, :PRODUCTS].unbind(1)
     denominator = (own * mean).sqrt()
     cosine = torch.where(denominator > 0, product / denominator, torch.zeros_like(product))
     return mean[0].sqrt().item(), momentum[0].sqrt().item(), cosine.min().item(), cosine.mean().item()

@@ -136,6 +136,12 @@ class OptimizerRule(_OfMean):
         anchors = {chunk: nn.Parameter(chunk.of(state.anchor)) for state in self._states for chunk in state.chunks}
         self._optimizers = {chunk: self._factory([anchor]) for chunk, anchor in anchors.items()}
 
+    @property
+    def name(self) -> str | None:
+        """Name of the optimizer's class; None on a rank without parameters."""
+        kinds = (type(optimizer) for optimizer in self._optimizers.values())
+        return next((f"{kind.__module__}.{kind.__qualname__}" for kind in kinds), None)
+
     def update(self, staged: Part, is_alone: bool) -> None:
         """Takes the step of the chunk's optimizer."""
         optimizer = self._optimizers[staged.chunk]

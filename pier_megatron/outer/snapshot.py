@@ -93,6 +93,7 @@ class Snapshot:
         pulled: Fragments whose momentum is ready for their next outer step.
         restarted: Iteration of the last restart of a group, by group; only groups that had one.
         outliers: Statistics of the norms of pseudo-gradients, by fragment: norms seen, mean, variance.
+        rule: Name of the rule of the outer steps; None if it is not known.
         optimizers: State dicts of the outer optimizer, each with the start of its chunk; None with the built-in rules.
     """
 
@@ -104,6 +105,7 @@ class Snapshot:
     outliers: Mapping[int, tuple[int, float, float]] = dataclasses.field(default_factory=dict)
     # A default of the class: files of older versions do not have it.
     optimizers: "Sequence[tuple[int, StateDict]] | None" = None
+    rule: str | None = None
 
 
 torch.serialization.add_safe_globals([Progress, StateBuffers, RoundBuffers, Snapshot])

@@ -59,6 +59,7 @@ class OuterSteps:
             check_outer_optimizer(config, is_elastic=islands is not None or config.lighthouse is not None)
         self.participants: Participants
         if islands is not None:
+            config.check_elastic()
             self.participants = ElasticParticipants(config, share, exchange, islands, weights)
         elif isinstance(exchange, SitedExchange):
             self.participants = SiteParticipants(config, share, exchange, weights)
@@ -166,12 +167,22 @@ class OuterSteps:
         self.participants.pulls.begin(round_.begun, iteration)
 
     def reset(self) -> None:
-        """Forgets the outer momentum, or what the outer optimizer keeps."""
+        """Forgets the outer momentum, or what the outer optimizer keeps; what is under way, and what codecs have dropped."""
+        self._drop_rounds()
+        self._share.synchronize()
         for state in self._share.states:
-            state.momentum.zero_()
+            own = state.buffers()
+            for forgotten in (own.momentum, *own.residuals.values()):
+                forgotten.zero_()
         if self.participants.optimizer is not None:
             self.participants.optimizer.restart()
         self.participants.pulls.restart()
+        self.participants.restarts.last = NEVER
+
+    def _drop_rounds(self) -> None:
+        for round_ in self.rounds:
+            round_.drop()
+        self.rounds = []
 
     def snapshot(self, progress: Progress) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.snapshot`."""
@@ -190,7 +201,30 @@ class OuterSteps:
             {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
             judge.outliers.state_dict() if judge.outliers else {},
             optimizer.state_dicts() if optimizer is not None else None,
+            self._rule,
         )
+
+    @property
+    def _rule(self) -> str | None:
+        optimizer = self.participants.optimizer
+        return self._config.outer_rule if optimizer is None else optimizer.name
+
+    def _of_this_rule(self, snapshot: Snapshot) -> Snapshot:
+        """What this loop's rule can continue from."""
+        if None in (snapshot.rule, self._rule) or snapshot.rule == self._rule:
+            return snapshot
+        if not self._config.override_checkpoint:
+            raise PierConfigError(
+                f"outer_optimizer: the snapshot is of a run whose outer steps are {snapshot.rule}'s, and this loop's are "
+                f"{self._rule}'s. Continue with {snapshot.rule}, or begin without outer momentum: override_checkpoint=True "
+                "(--pier-override-checkpoint)."
+            )
+        optimizer = self.participants.optimizer
+        if optimizer is not None:
+            optimizer.restart()
+        states = [dataclasses.replace(state, momentum=torch.zeros_like(state.momentum)) for state in snapshot.states]
+        own = optimizer.state_dicts() if optimizer is not None else None
+        return dataclasses.replace(snapshot, states=states, rounds=(), pulled=(), optimizers=own)
 
     def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.empty_snapshot`."""
@@ -202,6 +236,7 @@ class OuterSteps:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Takes over everything from a snapshot but the progress."""
+        snapshot = self._of_this_rule(snapshot)
         optimizer, saved = self.participants.optimizer, snapshot.optimizers or ()
         needed = optimizer.state_dicts() if optimizer is not None else ()
         if [start for start, _ in saved] != [start for start, _ in needed]:
@@ -212,6 +247,7 @@ class OuterSteps:
             )
         if optimizer is not None:
             optimizer.load_state_dicts(saved)
+        self._drop_rounds()
         self._share.synchronize()
         for state, buffers in zip(self._share.states, snapshot.states, strict=True):
             state.restore(buffers)

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -53,6 +54,17 @@ def planted(names: list[str], directory: Path) -> Iterator[None]:
         for name in names:
             stack.enter_context(_ALL[name](directory))
         yield
+
+
+def _losses_are_averaged(directory: Path) -> Patch:
+    """As pretrain_bert.py does, which imports the function by name."""
+    average = importlib.import_module("megatron.training.utils").average_losses_across_data_parallel_group
+
+    def loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = (losses.view(-1).float() * mask.view(-1)).sum() / mask.sum()
+        return mean, {"lm loss": average([mean])[0]}
+
+    return mock.patch.object(pretrain_bytes, "_loss", loss)
 
 
 def _no_commit(directory: Path) -> Patch:
@@ -543,6 +555,7 @@ _ALL = {
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
     "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),
     "jump in group 1 at 14": lambda directory: _fault(1, (14,), after=_jump),
+    "losses are averaged in every micro-batch": _losses_are_averaged,
     "a newer plugin": _newer_plugin,
     "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),
     "a file is missing": _damaged(_remove_a_file, 6),

@@ -91,7 +91,10 @@ _DAMAGED = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("islands")
+    # The name of a folder says nothing of what it holds.
+    folder = tmp_path_factory.mktemp("launch") / "islands"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture(scope="module")

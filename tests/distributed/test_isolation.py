@@ -30,9 +30,13 @@ _LAYOUTS = {
     "timers of level 1": "--pipeline-model-parallel-size 2 --global-batch-size 8 --timing-log-level 1",
     "timers of level 2": "--tensor-model-parallel-size 2 --global-batch-size 8 --timing-log-level 2 --timing-log-option all "
     "--log-timers-to-tensorboard --tensorboard-dir {directory}/tensorboard --log-throughput --log-memory-interval 1",
+    "losses averaged by the script": "--global-batch-size 16",
     "one group asleep": "--tensor-model-parallel-size 2 --global-batch-size 8",
 }
-_SABOTAGE = {"one group asleep": ["group 1 waits for group 0"]}
+_SABOTAGE = {
+    "losses averaged by the script": ["losses are averaged in every micro-batch"],
+    "one group asleep": ["group 1 waits for group 0"],
+}
 
 
 @pytest.fixture(scope="module")

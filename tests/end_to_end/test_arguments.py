@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 _BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --lr 1e-3 --mock-data --transformer-impl local --no-gradient-accumulation-fusion"
+    "--micro-batch-size 1 --lr 1e-3 --eval-interval 100 --mock-data --transformer-impl local --no-gradient-accumulation-fusion"
 )
 _ITERATIONS = "--train-iters 1000"
 _PIER = "--optimizer pier --pier-groups 2"
@@ -39,14 +39,15 @@ _REFUSED = {
         "--num-distributed-optimizer-instances 4 contradicts --pier-groups 2",
         "Drop the former",
     ],
+    f"{_PIER} --tensor-parallel-num-weight-shards 2": ["--tensor-parallel-num-weight-shards 2 cannot be used", "Drop it"],
     f"{_PIER} --pier-islands --num-distributed-optimizer-instances 2": ["an island is one instance", "Drop the former"],
     "--optimizer pier --pier-islands --pier-groups 3": ["--pier-groups 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-islands --full-validation": ["--full-validation", "differ by one", "Use --eval-iters"],
     f"{_PIER} --pier-islands --save /nowhere --save-interval 50 --pier-save-inner-state first": ["--pier-islands", "Save all"],
     f"{_PIER} --pier-lighthouse http://h:1": ["--pier-groups 2 and --pier-island None", "from 0"],
     f"{_JOB} --pier-island 2": ["--pier-groups 2 and --pier-island 2", "from 0"],
-    f"{_JOB} --pier-overlap 5": ["--pier-overlap 5 cannot be used with --pier-lighthouse", "retried"],
-    f"{_JOB} --pier-fragments 2": ["--pier-fragments 2 cannot be used with --pier-lighthouse", "joins"],
+    f"{_JOB} --pier-overlap 5": ["--pier-overlap 5 cannot be used with elastic islands", "retried"],
+    f"{_JOB} --pier-fragments 2": ["--pier-fragments 2 cannot be used with elastic islands", "joins"],
     f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "nothing in common"],
     f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],
     f"{_JOB} --pier-sync-seconds 0": ["--pier-sync-seconds: 0: must be a number in (0, 31622400]"],

@@ -21,7 +21,8 @@ _JOB = (
     "torchrun --nnodes 4 --nproc-per-node 4 --master-addr first -m pier_megatron "
     "pier_megatron/commands/demo/pretrain_bytes.py --num-layers 12 --hidden-size 768 --num-attention-heads 12 "
     "--seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 "
-    "--global-batch-size 512 --train-iters 100000 --lr 6e-4 --bf16 --tensor-model-parallel-size 2 --vocab-size 50257 "
+    "--global-batch-size 512 --train-iters 100000 --eval-interval 1000 --lr 6e-4 --bf16 "
+    "--tensor-model-parallel-size 2 --vocab-size 50257 "
     "--mock-data --optimizer pier "
 )
 
@@ -72,6 +73,7 @@ _REFUSED = {
     _JOB.replace("--nproc-per-node 4", "--nproc-per-node 1") + "--pier-groups 2": "a tensor-parallel group crosses nodes",
     _JOB + "--gpu-sniff-test-interval 75": "75 = 1 x 50 + 25",
     _JOB.replace("--train-iters 100000", ""): "--train-iters: not given",
+    _JOB.replace("--eval-interval 1000", ""): "--eval-interval: not given. Megatron divides --train-iters by it",
     _JOB + "--num-attention-heads 11": "Megatron refuses the arguments: ",
     _SAMPLES + "--gpu-sniff-test-interval 75": "75 = 1 x 50 + 25",
 }

@@ -29,7 +29,8 @@ print("SAID", json.dumps(said))
 
 _MODEL = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
-    "--micro-batch-size 4 --global-batch-size 512 --train-iters 100000 --lr 6e-4 --bf16 --vocab-size 50257 --optimizer pier"
+    "--micro-batch-size 4 --global-batch-size 512 --train-iters 100000 --eval-interval 1000 --lr 6e-4 --bf16 "
+    "--vocab-size 50257 --optimizer pier"
 )
 _TORCHRUN = "torchrun --nnodes 4 --nproc-per-node 4 --master-addr first"
 # FOLDER is where the files of the test are.

@@ -15,7 +15,10 @@ from pier_megatron.pipeline.routes import Routes
 pytestmark = pytest.mark.processes
 
 _PLAN = [sys.executable, "-m", "pier_megatron.commands.cli", "plan"]
-_SHAPE = "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 50257 --global-batch-size 512 --lr 1.5e-4 --bf16"
+_SHAPE = (
+    "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 50257 --global-batch-size 512 --lr 1.5e-4 --bf16 "
+    "--eval-interval 1000"
+)
 _XL = (
     "torchrun --nnodes 16 --nproc-per-node 4 -m pier_megatron pretrain_gpt.py --num-layers 48 --hidden-size 1600 "
     f"--num-attention-heads 25 {_SHAPE} --micro-batch-size 8 --train-iters 100000 --optimizer pier"
@@ -37,7 +40,7 @@ _UNEQUAL = (
 # A model that trains on this machine in seconds; its job is the same on more ranks.
 _TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 "
+    "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 257 --lr 2e-3 --bf16 --eval-interval 1000 "
 )
 
 

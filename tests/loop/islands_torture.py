@@ -302,7 +302,7 @@ def _fails(events: Sequence[Event]) -> bool:
 def main() -> None:
     """Tortures as the command line says and prints the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=67, help="number of events for each seed (%(default)s)")
+    parser.add_argument("--events", type=int, default=70, help="number of events for each seed (%(default)s)")
     parser.add_argument("--seed", type=int, nargs="+", help="seeds of the events, a run for each; by default three new ones")
     parser.add_argument("--replay", metavar="EVENTS", help="these events, as a failure prints them")
     parser.add_argument("--shrink", type=int, default=20, metavar="N", help="attempts to make a failure shorter (%(default)s)")

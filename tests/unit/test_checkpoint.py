@@ -44,6 +44,7 @@ def test_same_run_goes_on_exactly() -> None:
     [
         ({"groups": 4}, "--pier-groups 2 is now 4"),
         ({"sync_interval": 25}, "--pier-sync-interval 50 is now 25"),
+        ({"preset": "noloco"}, "outer rule nesterov is now noloco"),
         ({"preset": "diloco"}, "--pier-preset pier-rising is now diloco"),
         ({"outer_lr": 0.5}, "--pier-outer-lr None is now 0.5"),
         ({"lazy_start_iters": 200}, "--pier-lazy-start-iters 100 is now 200"),
@@ -53,6 +54,11 @@ def test_another_run_is_named(changes: dict[str, object], said: str) -> None:
     with pytest.raises(PierConfigError, match=f"{said}.*--pier-override-checkpoint"):
         described().check(described(**changes), accepts_changes=False)  # type: ignore[arg-type]
     assert said in described().check(described(**changes), accepts_changes=True)  # type: ignore[arg-type]
+
+
+def test_rule_of_an_older_checkpoint_is_not_known() -> None:
+    older = dataclasses.replace(described(), rule=None)
+    assert older.is_exact_for(described())
 
 
 def test_checkpoint_of_the_first_group_is_not_all() -> None:

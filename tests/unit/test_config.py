@@ -62,6 +62,7 @@ _SITES = {"groups": 4, "sites": 2, "site_interval": 5}
         ({"secret_file": "key"}, ["--pier-secret-file key without --pier-lighthouse"]),
         ({"lighthouse": "http://h:1", "island_timeout": 0}, ["--pier-island-timeout 0", "[1, 31622400]"]),
         ({"lighthouse": "http://h:1", "island_wait": -3}, ["--pier-island-wait -3", "[1, 527040]"]),
+        ({"lighthouse": "http://h:1", "overlap": 5}, ["--pier-overlap 5 cannot be used with elastic islands", "retried"]),
         ({"groups": 0}, ["--pier-groups 0", "of at least 1"]),
         ({"sync_interval": 0}, ["--pier-sync-interval 0", "of at least 1"]),
         ({"outer_lr": 0.0}, ["--pier-outer-lr 0.0", "(0, 100]", "no outer step moves anything"]),

@@ -5,6 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,84 @@ def test_anchor_of_an_island_that_was_lost_is_not_taken_for_the_own_one() -> Non
     with pytest.raises(LeftBehindError, match="Island 0 lost those whose anchor it was to take over"):
         joins.join()
     assert len(membership.quorums) == 2
+
+
+class _LostInFlight(_Lost):
+    """Both islands are there, and the exchange is lost once a chunk is on the wire."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = 0
+
+    def gather(self, vector: torch.Tensor) -> Gathered:
+        other = vector.clone()
+        if len(vector) == 7:
+            other[0] = 1
+        return Gathered(torch.stack([vector, other]))
+
+    def sum(self, vectors: Sequence[torch.Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
+        self.sums += 1
+        if self.sums > 1:
+            raise RuntimeError("the other island died")
+        return Sum()
+
+
+class _FailsThreeTimes(_Membership):
+    def meet(self, within: datetime.timedelta) -> GroupExchange:
+        self.quorums.append(_LostInFlight() if len(self.quorums) < 3 else GroupExchange(codec=CODECS["fp32"]))
+        return self.quorums[-1]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
+    config = PierConfig(
+        train_iters=20,
+        groups=2,
+        sync_interval=4,
+        lazy_start_iters=0,
+        preset="diloco",
+        lighthouse="http://other",
+        offload=offload,
+        chunk_mib=1,
+    )
+    membership, parameter = _FailsThreeTimes(), torch.randn(5 * 2**18 - 3)
+    islands = ElasticMembership(membership, own=0, wait_seconds=60)
+    loop = OuterLoop([[Shards([parameter])]], config, GroupExchange(), islands=islands)
+    [staging] = loop._share.stagings
+    made, new = [], staging._new
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        made.append(new(*args, **kwargs))
+        return made[-1]
+
+    staging._new = count  # type: ignore[method-assign]
+    for iteration in range(1, 5):
+        loop.begin_iteration(iteration)
+        parameter += 1
+        loop.end_iteration()
+    assert len(membership.quorums) == 4
+    # Of two chunks an attempt that are on the wire when it is lost: what is still under way may write to theirs.
+    lost = len(made) - len({*map(id, (*staging._work, *staging._kept))})
+    assert lost == 3 * 2 * (1 + offload)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"overlap": 3}, "--pier-overlap 3 cannot be used with elastic islands .*retried"),
+        ({"fragments": 2}, "--pier-fragments 2 cannot .*all parameters at once"),
+        ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*nothing in common"),
+        ({"exchange_dtype": "int8"}, "--pier-exchange-dtype int8 cannot .*Add --pier-no-error-feedback"),
+        ({"outlier_zscore": 3.0}, "--pier-outlier-zscore 3.0 cannot .*count twice"),
+    ],
+)
+def test_what_islands_cannot_do_is_refused_by_loop_and_settings(settings: dict[str, Any], words: str) -> None:
+    given = {"train_iters": 20, "groups": 2, "sync_interval": 4, "lazy_start_iters": 0} | settings
+    islands = ElasticMembership(_Membership(), own=0, wait_seconds=60)
+    with pytest.raises(PierConfigError, match=words):
+        OuterLoop([[Shards([torch.randn(10)])]], PierConfig(**given), GroupExchange(), islands=islands)
+    with pytest.raises(PierConfigError, match=words):
+        PierConfig(**given, lighthouse="http://other")
 
 
 def test_loop_without_islands_has_nobody_to_join() -> None:

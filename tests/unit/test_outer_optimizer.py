@@ -139,7 +139,7 @@ def test_resume_is_exact(factory: Callable[..., Any], settings: dict[str, Any], 
 def test_snapshot_of_an_older_version_is_read() -> None:
     run = _Run(_config()).train(6)
     old = run.loop.snapshot()
-    del old.__dict__["optimizers"]
+    del old.__dict__["optimizers"], old.__dict__["rule"]
     found = _through_a_file(old)
     assert found.optimizers is None
     run.loop.restore(found)
@@ -149,12 +149,32 @@ def test_snapshot_of_an_older_version_is_read() -> None:
 
 def test_snapshot_of_another_outer_optimizer_is_refused() -> None:
     snapshot = _Run(_config(), ADAM).train(6).loop.snapshot()
-    with pytest.raises(PierConfigError, match=r"state for 6 chunks.*has 0 \(0: the built-in rules\)"):
-        _Run(_config()).loop.restore(snapshot)
+    for other, named in ((None, "nesterov"), (NESTEROV, "torch.optim.sgd.SGD")):
+        with pytest.raises(PierConfigError, match=rf"are torch.optim.adam.Adam's, .* {named}'s.*override_checkpoint"):
+            _Run(_config(), other).loop.restore(snapshot)
+    pairs = _Run(_config(preset="noloco", groups=2))
+    with pytest.raises(PierConfigError, match="outer steps are nesterov's, and this loop's are noloco's"):
+        pairs.loop.restore(_Run(_config()).train(6).loop.snapshot())
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=5):
         other = _Run(_config(), ADAM)
     with pytest.raises(PierConfigError, match=r"state for 6 chunks.*has 5.*--pier-chunk-mib"):
         other.loop.restore(snapshot)
+
+
+@pytest.mark.parametrize("factory", [None, NESTEROV])
+def test_another_outer_optimizer_begins_without_momentum_where_that_is_accepted(factory: Callable[..., Any] | None) -> None:
+    stopped = _Run(_config(overlap=2), ADAM).train(9)
+    [state] = stopped.loop.snapshot().states
+    run = _Run(_config(overlap=2, override_checkpoint=True), factory)
+    for parameter, kept in zip(run.parameters, stopped.parameters, strict=True):
+        parameter.copy_(kept)
+    run.loop.restore(stopped.loop.snapshot())
+    assert torch.equal(run.loop.states[0].anchor, state.anchor)
+    assert not run.loop.states[0].momentum.any()
+    assert not any(kept["state"] for _, kept in run.loop.snapshot().optimizers or ())
+    assert run.loop.snapshot().rounds == []
+    run.train(18)
+    assert run.weights().isfinite().all()
 
 
 def test_reset_forgets_the_state() -> None:

@@ -37,20 +37,39 @@ def literal(path: str, name: str) -> int:
     raise AssertionError(f"{path} has no {name}")
 
 
+def default(path: str, flag: str) -> int:
+    """Default of a flag of a script, which is not imported."""
+    [found] = re.findall(rf'"{flag}", type=int, default=(\d+)', (_REPOSITORY / path).read_text())
+    return int(found)
+
+
 _FIGURES: dict[str, Callable[[], int]] = {
     r"(\d+) refused command lines": lambda: literal("tests/end_to_end/test_arguments.py", "_REFUSED"),
     r"FP32 scale for every (\d+) elements": lambda: codecs.BLOCK,
     r"of at least (\d+) bytes": lambda: authentication._LEAST_SECRET,
     r"(\d+) refused checkpoints and set-ups": lambda: literal("tests/distributed/test_refusals.py", "_REFUSED"),
+    r"(\d+) (?:random )?faults from each of three": lambda: default("tests/loop/islands_torture.py", "--events"),
 }
 
 
 @pytest.mark.parametrize("words", _FIGURES)
 def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
-    pages = {page.name: " ".join(page.read_text().split()) for page in _DOCS.glob("*.md")}
+    files = (_REPOSITORY / "CONTRIBUTING.md", *_DOCS.glob("*.md"))
+    pages = {page.name: " ".join(page.read_text().split()) for page in files}
     found = [(name, int(number)) for name, text in pages.items() for number in re.findall(words, text)]
     assert found
     assert [(name, number) for name, number in found if number != _FIGURES[words]()] == []
+
+
+def test_summary_of_scale_is_the_last_row_of_its_table() -> None:
+    page = " ".join((_DOCS / "scale.md").read_text().split())
+    [(ranks, groups, seconds, megabytes)] = re.findall(
+        r"At ([\d,]+) ranks and ([\d,]+) groups Pier adds ([\d.]+) s and (\d+) MB", page
+    )
+    [(stock, pier, held, holds)] = re.findall(
+        rf"\| {ranks} \| {groups} \| ([\d.]+) / ([\d.]+) / [\d.]+ \| (\d+) / (\d+) /", page
+    )
+    assert (float(seconds), int(megabytes)) == (round(float(pier) - float(stock), 1), int(holds) - int(held))
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:

@@ -1,12 +1,17 @@
 """What elastic islands compare before they exchange anything."""
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from pier_megatron import PierConfig
 from pier_megatron.integration import run_identity
+from pier_megatron.version import __version__
 
 _DOCS = Path(__file__).parents[2] / "docs" / "islands.md"
 
@@ -93,3 +98,27 @@ def test_where_an_island_goes_on_is_not_compared() -> None:
     assert run_identity.arguments_in_common(args(iteration=500)) == run_identity.arguments_in_common(args())
     skipped = run_identity.arguments_in_common(args(iterations_to_skip=[3]))
     assert skipped["--iterations-to-skip"] == [3]
+
+
+def test_other_code_of_the_same_version_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "pier_megatron"
+    shutil.copytree(run_identity._PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        def code() -> str:
+            given = args(optimizer="adam")
+            world, config = dist.group.WORLD, PierConfig(train_iters=1000, groups=2)
+            assert world is not None
+            found: str = run_identity.in_common(given, config, [], world, torch.device("cpu"))["pier_megatron"]
+            return found
+
+        here = code()
+        monkeypatch.setattr(run_identity, "_PACKAGE", copy)
+        assert code() == here
+        with (copy / "outer" / "rules.py").open("a") as rules:
+            rules.write("# Other code.\n")
+        assert code() != here
+        assert code().startswith(f"{__version__}, sources ")
+    finally:
+        dist.destroy_process_group()

@@ -166,6 +166,20 @@ def test_a_release_that_was_not_tested_is_refused(given: dict[str, Any]) -> None
         arguments.check_release(args)
 
 
+@pytest.mark.parametrize("newest", ["0.19.2", "0.20.0", "0.20rc0", "1.0.0rc1"])
+def test_a_newer_release_has_the_rows_of_the_newest_that_is_known(newest: str) -> None:
+    with mock.patch.object(versions, "megatron_version", return_value="0.17.1"):
+        of_first = [row for row in (*seams.TABLE, *seams.NEEDED) if getattr(row, "exists", None) or getattr(row, "exist", None)]
+    with mock.patch.object(versions, "megatron_version", return_value=newest):
+        assert all(row.exist for row in seams.NEEDED)
+        [only_older] = [row for row in seams.TABLE if not row.exists]
+        assert versions.is_between("0.9", None)
+        assert not versions.is_between(None, "0.9")
+    assert only_older.until == "0.17"
+    assert only_older in of_first
+    assert len(of_first) == len(seams.TABLE) + len(seams.NEEDED) - 2
+
+
 _EACH_IN_TURN = """
 import functools, importlib, os
 from pier_megatron.cpu import emulation
@@ -176,7 +190,7 @@ os.environ[examination.VARIABLE] = os.environ[scoring.VARIABLE] = "x"
 rows = seams.table()
 symbols = {(row.module, row.called_by or row.name) for row in rows if row.exists}
 for needed in seams.NEEDED:
-    if not needed.releases or versions.release() in needed.releases:
+    if needed.exist:
         symbols |= {(needed.module, name) for name in needed.names.split()}
 before = {symbol: versions.require(*symbol) for symbol in symbols}
 for module, name in sorted(symbols):

@@ -132,6 +132,7 @@ class Loading:
         place, loop, sources = self._place, self._loop, self._sources
         assert sources is not None
         if saved.island and not sources.stored.islands:
+            # Known by what the checkpoint says: a job's folder may have any name.
             raise island_folder_error(versions.megatron_args().load)
         config, present = place.config, place.describe(saved.iteration)
         lacking = sources.lacking(saved)
