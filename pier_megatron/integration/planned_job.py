@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import linecache
 import math
@@ -17,17 +16,16 @@ from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
-from pier_megatron.flags import WITH_ANY_OPTIMIZER
-from pier_megatron.integration.arguments import config_from_args, settle_iterations, unknown_words, uses_group_settings
+from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.args import flag, ranks_of_activations, uses_pier
+from pier_megatron.megatron_api.args import flag, ranks_of_activations
 from pier_megatron.megatron_api.batches import counted
 from pier_megatron.megatron_api.tracker import stored_checkpoint
 from pier_megatron.outer.description import ENTRY, Description
-from pier_megatron.settings import flag_of, settings_of
+from pier_megatron.settings import settings_of
 
 _ARGUMENTS = "megatron.training.arguments"
 _MEMORY = "megatron.training.theoretical_memory_usage"
@@ -36,23 +34,8 @@ _MEMORY = "megatron.training.theoretical_memory_usage"
 _NEEDED = ("micro_batch_size", "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "lr")
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedJob:
-    """What a launch command says.
-
-    Attributes:
-        args: Megatron's arguments, validated.
-        config: Pier's; None with a stock optimizer.
-        unknown: Words that Megatron does not know: the script's own flags, or misspelt ones.
-    """
-
-    args: argparse.Namespace
-    config: PierConfig | None
-    unknown: list[str]
-
-
-def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> PlannedJob:
-    """Parses and validates a job's arguments as rank 0 of it would; needs no GPU, but what stands in for one.
+def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a job's arguments as rank 0 of it would; needs no GPU, but what stands in for one.
 
     Args:
         ranks: Processes in all.
@@ -60,28 +43,12 @@ def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> Planned
         argv: The training script and its arguments.
 
     Raises:
-        PierConfigError: If Megatron or the plugin refuses them, or the job uses nothing of Pier's.
+        PierConfigError: If Megatron's parser or the plugin refuses them.
     """
-    args, unknown = validated_arguments(ranks, ranks_per_node, argv)
-    if not uses_pier(args) and not uses_group_settings(args):
-        flags = ", ".join(flag_of(setting.name) for setting in WITH_ANY_OPTIMIZER)
-        raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
-    return PlannedJob(args, config_from_args(args) if uses_pier(args) else None, unknown)
-
-
-def validated_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """As :func:`planned_job`, of a job with any optimizer: Megatron's arguments, and words that it does not know."""
-    args, unknown = parsed_arguments(ranks, ranks_per_node, argv)
-    validate(args, ranks_per_node)
-    return args, unknown
-
-
-def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """As :func:`validated_arguments`, before Megatron fills in and checks what depends on several flags."""
     register()
     with _as_rank_0(ranks, ranks_per_node), versions.replaced(sys, {"argv": list(argv)}):
-        args = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
-    return args, unknown_words()
+        args: argparse.Namespace = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
+    return args
 
 
 def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
@@ -127,9 +94,14 @@ def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
         except PierConfigError:
             raise
         except SystemExit:
-            raise PierConfigError(output.getvalue().strip().splitlines()[-1]) from None
+            raise PierConfigError(*_said_of_parser(output.getvalue())) from None
         except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, OSError) as error:
             raise PierConfigError(f"Megatron refuses the arguments: {str(error).strip() or _failed_check(error)}") from error
+
+
+def _said_of_parser(output: str) -> list[str]:
+    """The messages below the usage that a parser has printed."""
+    return output.strip().rpartition(": error: ")[2].splitlines()
 
 
 def _failed_check(error: Exception) -> str:

@@ -75,6 +75,8 @@ _REFUSED = {
     _JOB + "--num-attention-heads 11": "Megatron refuses the arguments: ",
     _SAMPLES + "--gpu-sniff-test-interval 75": "75 = 1 x 50 + 25",
 }
+_WRONG = f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --use-megatron-fsdp --gpu-sniff-test-interval 75 --json --own 1"
+_UNPLUGGED = _JOB.replace("-m pier_megatron pier_megatron/commands/demo/pretrain_bytes.py", "none.py")
 _LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
 
 
@@ -91,7 +93,7 @@ def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     looks = [("doctor", job) for job in (*accepted, *_REFUSED)]
     looks += [("doctor", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
-    looks += [("plan --plot x.png", _STOCK_COMPRESSED)]
+    looks += [("plan --plot x.png", _STOCK_COMPRESSED), ("plan", _WRONG), ("plan", _UNPLUGGED), ("plan", _JOB + "--own 1")]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED, _COMPRESSED)] + [
         ("plan", job) for job in (_JOB, _LARGE, _INTERLEAVED)
     ]
@@ -238,6 +240,24 @@ def test_job_that_would_fail(said: dict[tuple[str, str], tuple[int, str, str]], 
     assert error.startswith("ERROR: ")
     assert _REFUSED[job] in error
     assert verdict == "will not start"
+
+
+def test_plan_reports_everything_that_is_wrong_with_a_job(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, out, error = said["plan", _WRONG]
+    assert (status, out) == (2, "")
+    for message in (
+        "--pier-groop: no such flag. Did you mean --pier-groups?",
+        "--tensor-model-paralel-size: Megatron does not know it, and no script adds it. Did you mean --tensor-model-parallel-",
+        "--json: Megatron does not know it. Put it before the launch command of the job.",
+        "--use-megatron-fsdp cannot be used with --optimizer pier",
+    ):
+        assert message in error
+    status, out, error = said["plan", _UNPLUGGED]
+    assert (status, out) == (2, "")
+    assert "--optimizer pier: none.py is started without -m pier_megatron, and cannot be read" in error
+    status, out, _ = said["plan", _JOB + "--own 1"]
+    assert status == 0
+    assert "WARNING: --own: Megatron does not know it, and it is not in the text of" in out
 
 
 # 51,200,000 / 512; 2,560,000 / 256 + 48,640,000 / 512.

@@ -5,7 +5,7 @@ import gc
 import os
 import subprocess
 
-from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError

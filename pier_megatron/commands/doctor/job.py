@@ -11,13 +11,14 @@ from typing import Any
 import psutil
 
 from pier_megatron import features
+from pier_megatron.commands import job_arguments
 from pier_megatron.commands.doctor import job_files, launch
-from pier_megatron.commands.doctor.findings import Findings
-from pier_megatron.commands.doctor.script_sources import ScriptSources
+from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
 from pier_megatron.integration.datasets import compiled_for_another_python
-from pier_megatron.megatron_api.args import flag, uses_pier
+from pier_megatron.megatron_api.args import uses_pier
 
 # What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {
@@ -46,45 +47,12 @@ def examine(command: LaunchCommand, findings: Findings) -> None:
     sources, given = ScriptSources.of(command), job_files.paths(command.arguments)
     launch.look(command, sources, findings)
     job_files.look(given, findings)
-    with findings.collecting():
-        args = _parse(command, sources, findings)
-        if _validate(args, command, findings):
+    args = job_arguments.read(command, sources, findings, before=("--start", "--recipe", "--nodes", "--ranks-per-node"))
+    if args is not None:
+        with findings.collecting():
             _describe(args, command, findings)
     if command.nodes > 1:
         _look_at_network(findings)
-
-
-def _parse(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> argparse.Namespace:
-    """Megatron's arguments, as typed."""
-    args, unknown = command.parsed_arguments()
-
-    launch.look_at_unknown(unknown, [flag(name) for name in vars(args)], sources, findings)
-    return args
-
-
-def _validate(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
-    """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
-    from pier_megatron.integration import planned_job
-
-    missing = planned_job.missing_flags(args)
-    if missing:
-        # Megatron would name one of them at each start.
-        findings.errors.append(
-            f"{', '.join(missing)}: not given, and there is no default. Give {'them' if missing[1:] else 'it'}."
-        )
-        return False
-    checks = Findings()
-    with checks.collecting():
-        planned_job.validate(args, command.ranks_per_node)
-    if args.use_checkpoint_args:
-        findings.warnings += [
-            f"{error} If the checkpoint in --load gives what is missing, the job starts: doctor does not read "
-            "--use-checkpoint-args"
-            for error in checks.errors
-        ]
-    else:
-        findings.errors += checks.errors
-    return not checks.errors
 
 
 def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.doctor.job import describe_groups, look_at_checkpoint
+from pier_megatron.commands.findings import Findings
 from pier_megatron.cpu import bridge, emulation
 from pier_megatron.errors import PierConfigError
 

@@ -1,17 +1,16 @@
 """A plan as text: the verdict first, then the loss, the ways to train, and what they are made of."""
 
-from pier_megatron.commands.plan import compression_gain, faults, loss, routes, stock, suggestion, waiting, ways
+from pier_megatron.commands.plan import compression_gain, loss, routes, stock, waiting, ways
 from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.plan.skipping_gain import describe_skipping
 
 
-def lines(plan: Plan, suggests: bool = False) -> list[str]:
-    """The lines of a plan, with its suggestions if asked for."""
+def lines(plan: Plan) -> list[str]:
+    """The lines of a plan."""
     has_groups = "groups" in plan
     return [
         plan["verdict"],
         *([loss.text(plan["loss"], plan["groups"])] if has_groups else ()),
-        *(suggestion.lines(plan["suggestions"], plan["groups"]) if suggests else ()),
         "",
         *_table(plan),
         *(
@@ -19,11 +18,11 @@ def lines(plan: Plan, suggests: bool = False) -> list[str]:
             if not plan["calibrated"]
             else ()
         ),
-        *(faults.lines(plan["faults"], plan["groups"]) if "faults" in plan else ()),
         "",
         *(_of_groups(plan) if has_groups else stock.describe(plan)),
         *(routes.describe(plan["routes"]) if "routes" in plan else ()),
         *_memory(plan),
+        *(f"WARNING: {warning}" for warning in plan["warnings"]),
     ]
 
 
