@@ -121,7 +121,11 @@ def test_healthy_job(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     assert status == 0
     assert "4 nodes of 4 ranks" in findings
     assert "group 3: ranks 12-15 on node 3" in findings
-    assert re.search(r"8 bytes x [\d,]+ parameters / 2 ranks = 0\.\d+ GB per rank of device memory", findings)
+    [parameters] = re.findall(r"up to the padding of buffers, per rank: ([\d,]+) FP32 parameters; sends", findings)
+    # Half a layer's matrices, biases and norms; the padded vocabulary; positions; all of it halved by the two ranks of a group.
+    layer = (12 * 768 * 768 + 7 * 768) // 2 + 6 * 768
+    assert int(parameters.replace(",", "")) == -(-(12 * layer + 50432 // 2 * 768 + 1024 * 768 + 2 * 768) // 2)
+    assert f"outer state per rank: {8 * int(parameters.replace(',', '')) / 1e6:,.2f} MB of device memory" in findings
     assert "NCCL_SOCKET_IFNAME unset" in findings
     assert "WARNING: NCCL_IB_DISABLE=1" in findings
     assert "NCCL_NSOCKS_PERTHREAD unset" in findings
@@ -286,8 +290,8 @@ def test_plan(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) 
     assert plan["bytes between groups per outer step and rank"] == pytest.approx(8 * 3 / 4 * plan["parameters per rank"] / 2)
     owned = plan["parameters per rank"] / 2
     assert plan["memory"]["outer state, --pier-offload to move it"] == pytest.approx(8 * owned)
-    # Of 64 MiB each, and there are only two; the pseudo-gradient and its mean.
-    assert plan["memory"]["chunks of an outer step on their way"] == pytest.approx(2 * 2 * 64 * 2**20)
+    # Of 64 MiB each: two of what tensor-parallel ranks split, one of what they copy; the pseudo-gradient and its mean.
+    assert plan["memory"]["chunks of an outer step on their way"] == pytest.approx(2 * 3 * 64 * 2**20)
     scaling = plan["sweeps"]["gpus"]
     sizes = list(map(int, scaling))
     assert sizes == [plan["gpus"] // 4 * 2**power for power in range(len(sizes))]
@@ -350,6 +354,16 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert "Pier: 2 groups of 2 ranks" in log
+    # Doctor, start-up and plan say the same.
+    said = re.findall(r"^ *((?:outer state )?per rank: .*)$", log, re.MULTILINE)
+    assert len(said) == 4
+    assert said[:2] == said[2:]
+    planned = subprocess.run(
+        [*_DOCTOR[:-1], "plan", "--cluster", "perlmutter", *job], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert re.findall(r"^((?:outer state )?per rank: .*)$", planned.stdout, re.MULTILINE) == said[:2], planned.stderr
+    # Gigabytes are too coarse for this model.
+    assert "memory per rank: outer state, --pier-offload to move it: 0.00 GB" in planned.stdout
     assert "  group 1: ranks 2-3 on domain 1 (node 0)" in log
     assert "without the lazy start; nothing was loaded, saved or evaluated" in log
     # What the log of every iteration costs, and nothing else.

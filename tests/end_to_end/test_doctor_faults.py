@@ -227,7 +227,7 @@ _CASES = {
     # Checkpoints.
     "saves": Case(
         f"{_JOB} --save FOLDER/new/folder --load FOLDER/new/folder --save-interval 1000",
-        note="123,570,432 parameters x 58 bytes = 7.17 GB: 2 (weights) + 12 (optimizer) + 8 (outer state) + 36 (inner state",
+        note="124,475,904 parameters x 58 bytes = 7.22 GB: 2 (weights) + 12 (optimizer) + 8 (outer state) + 36 (inner state",
     ),
     "save, a file": Case(
         f"{_JOB} --save FOLDER/list/a --save-interval 9", ("ERROR: --save FOLDER/list/a: FOLDER/list is a file",), _BAD

@@ -145,8 +145,8 @@ def test_bytes_are_those_that_rounds_copy(copied: _Copied, dtype: str, span: int
 def waits(monkeypatch: pytest.MonkeyPatch, there: float = 40e9, cluster: Cluster = _A100, **settings: Any) -> Plan:
     """What the planner says of a job whose state takes 14 GB beside 24."""
 
-    def memory_of(args: argparse.Namespace, config: PierConfig, owned: float) -> dict[str, float]:
-        return {"state": 24e9 + (0 if config.offload else 8 * owned)}
+    def memory_of(args: argparse.Namespace, config: PierConfig) -> dict[str, float]:
+        return {"state": 24e9 + (0 if config.offload else 8 * _JOB.owned)}
 
     def changed(args: argparse.Namespace, config: PierConfig, **changes: Any) -> PierConfig | None:
         return None if config.lighthouse is not None and changes["overlap"] else dataclasses.replace(config, **changes)
@@ -155,7 +155,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, there: float = 40e9, cluster: Cluster
     monkeypatch.setattr(fit, "changed_settings", changed)
     config = PierConfig(**({"train_iters": 100_000, "groups": 16} | settings))
     args = argparse.Namespace(recompute_granularity=None)
-    return waiting.waits(args, config, predict(_JOB, cluster), _JOB.owned, there)
+    return waiting.waits(args, config, predict(_JOB, cluster), there)
 
 
 def test_fastest_of_four_modes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

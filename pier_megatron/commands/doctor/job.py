@@ -177,29 +177,15 @@ def _count(number: int, noun: str) -> str:
 
 
 def _look_at_outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    """What the outer state takes, and whether this machine's host memory would hold it."""
-    from pier_megatron.integration.inner.requirements import are_shared_out
-    from pier_megatron.integration.planned_job import parameters_of_largest_shard
-    from pier_megatron.outer.memory import bytes_per_parameter, host_bytes
+    """What the outer loop takes, as start-up will say it, and whether this machine's host memory would hold it."""
+    from pier_megatron.integration import planned_job
 
-    size, parameters = bytes_per_parameter(config), parameters_of_largest_shard(args)
-    if parameters is None:
-        findings.notes.append(
-            f"outer state: {size} bytes per owned parameter; how many depends on the tokenizer (--vocab-size shows it here)"
-        )
+    findings.notes += planned_job.lines_of_outer_loop(args, config)
+    takes = planned_job.taken_by_outer_loop(args, config)
+    if takes is None or not config.offload:
         return
-    owners = args.data_parallel_size * args.context_parallel_size // config.groups if are_shared_out(args) else 1
-    per_rank = size * parameters / owners
-    sizes = f"{size} bytes x {parameters:,} parameters / {owners} ranks = {per_rank / 1e9:,.2f} GB per rank"
-    if not config.offload:
-        findings.notes.append(f"outer state: about {sizes} of device memory")
-        return
-    needed = command.ranks_per_node * host_bytes(config, parameters // owners, is_pinned=True)
-    free = psutil.virtual_memory().available
-    findings.notes.append(
-        f"outer state: about {sizes}, {needed / 1e9:,.2f} GB of host memory per node, as PyTorch pins it; {free / 1e9:,.2f} GB "
-        "are free here"
-    )
+    needed, free = command.ranks_per_node * takes.state, psutil.virtual_memory().available
+    findings.notes.append(f"--pier-offload: {needed / 1e9:,.2f} GB of host memory per node; {free / 1e9:,.2f} GB are free here")
     if needed >= free:
         findings.warnings.append(
             f"--pier-offload needs {needed / 1e9:,.2f} GB of host memory per node, and {free / 1e9:,.2f} GB are free here: not "

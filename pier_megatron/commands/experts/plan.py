@@ -151,7 +151,7 @@ def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, fl
 
     job = sizes_of(args)
     config = config_from_args(args) if uses_pier(args) else None
-    memory = planned_job.memory(args) | (outer_memory(config, job.owned) if config else {})
+    memory = planned_job.memory(args) | (outer_memory(args, config) if config else {})
     if cluster is None:
         return sum(memory.values()), None
     prediction = predict(job, CLUSTERS[cluster])

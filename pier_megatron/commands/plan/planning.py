@@ -94,9 +94,9 @@ def make_plan(
     if log is not None and run is not None and run.iterations and not is_measured:
         cluster = dataclasses.replace(cluster, flops=measured.operations_per_second(run, log, args, job, cluster))
         speed = Speed(f"measured in {log}", is_measured=True)
-    memory = fit.memory_of(args, config, job.owned)
+    memory = fit.memory_of(args, config)
     needed = fit.needed(memory, args)
-    remedy = fit.remedy(args, config, job.owned, cluster.memory) if needed > cluster.memory else None
+    remedy = fit.remedy(args, config, cluster.memory) if needed > cluster.memory else None
     plan = {
         "gpus": job.gpus,
         "parameters per rank": job.shard,
@@ -120,7 +120,7 @@ def make_plan(
         is_measured=speed.is_measured,
         memory=needed,
         remedy=remedy,
-        can_overlap=fit.can_overlap(args, config, job.owned, cluster.memory),
+        can_overlap=fit.can_overlap(args, config, cluster.memory),
     )
     try:
         expected = loss.expected_shares(board if has_noise else None, config, args.global_batch_size)
@@ -158,6 +158,8 @@ def _routes(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: routes
 
 def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> Plan:
     """What an outer loop makes of the job."""
+    from pier_megatron.integration import planned_job
+
     prediction = predict(job, cluster)
     modes, own = ways.modes(prediction, config)
     break_even = prediction.break_even_interval()
@@ -172,7 +174,7 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         # JSON has no infinity.
         "break-even interval": None if job.groups == 1 or math.isinf(break_even) else break_even,
         "compression": [dataclasses.asdict(saving) for saving in compression_gain.savings(job, cluster, prediction.compute)],
-        "waits": waiting.waits(args, config, prediction, job.owned, cluster.memory),
+        "waits": waiting.waits(args, config, prediction, cluster.memory),
         "modes": modes,
         "mode of the job": own,
         "sites": cluster.sites(job.gpus),
@@ -183,4 +185,5 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         },
         "link": cluster.site_bandwidth if cluster.sites(job.gpus) > 1 else cluster.node_bandwidth,
         "skipping": predict_skipping(args, job, cluster),
+        "taken by the outer loop": planned_job.lines_of_outer_loop(args, config),
     }

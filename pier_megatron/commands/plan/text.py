@@ -44,6 +44,7 @@ def _memory(plan: Plan) -> list[str]:
     needed, there = plan["memory needed"], plan["memory of a GPU"]
     uncounted = "" if needed == sum(plan["memory"].values()) else ", without activations, which the job recomputes"
     return [
+        *plan.get("taken by the outer loop", ()),
         *(f"memory per rank: {name}: {size / 1e9:.2f} GB" for name, size in plan["memory"].items()),
         f"memory per rank: {needed / 1e9:.2f} GB together{uncounted}, of {there / 1e9:.0f} GB"
         + ("" if needed <= there else ": does not fit"),
