@@ -140,7 +140,7 @@ def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, comman
 def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings: Findings) -> None:
     """Compares a checkpoint with the room for it."""
     from pier_megatron.integration.checkpoint.size import bytes_per_parameter
-    from pier_megatron.integration.planned_job import parameters_of_model
+    from pier_megatron.integration.planned_sizes import parameters_of_model
 
     parameters = parameters_of_model(args)
     if args.save is None or job_files.is_in_object_store(args.save) or parameters is None:
@@ -178,10 +178,10 @@ def _count(number: int, noun: str) -> str:
 
 def _look_at_outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
     """What the outer loop takes, as start-up will say it, and whether this machine's host memory would hold it."""
-    from pier_megatron.integration import planned_job
+    from pier_megatron.integration import planned_sizes
 
-    findings.notes += planned_job.lines_of_outer_loop(args, config)
-    takes = planned_job.taken_by_outer_loop(args, config)
+    findings.notes += planned_sizes.lines_of_outer_loop(args, config)
+    takes = planned_sizes.taken_by_outer_loop(args, config)
     if takes is None or not config.offload:
         return
     needed, free = command.ranks_per_node * takes.state, psutil.virtual_memory().available

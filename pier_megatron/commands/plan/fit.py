@@ -16,9 +16,9 @@ _ACTIVATIONS = "activations, without recomputation"
 
 def memory_of(args: argparse.Namespace, config: PierConfig | None) -> dict[str, float]:
     """Bytes of a GPU's memory that the job takes, by purpose."""
-    from pier_megatron.integration import planned_job
+    from pier_megatron.integration import planned_sizes
 
-    return planned_job.memory(args) | ({} if config is None else outer_memory(args, config))
+    return planned_sizes.memory(args) | ({} if config is None else outer_memory(args, config))
 
 
 def needed(memory: dict[str, float], args: argparse.Namespace) -> float:

@@ -158,7 +158,7 @@ def _routes(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: routes
 
 def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> Plan:
     """What an outer loop makes of the job."""
-    from pier_megatron.integration import planned_job
+    from pier_megatron.integration import planned_sizes
 
     prediction = predict(job, cluster)
     modes, own = ways.modes(prediction, config)
@@ -185,5 +185,5 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         },
         "link": cluster.site_bandwidth if cluster.sites(job.gpus) > 1 else cluster.node_bandwidth,
         "skipping": predict_skipping(args, job, cluster),
-        "taken by the outer loop": planned_job.lines_of_outer_loop(args, config),
+        "taken by the outer loop": planned_sizes.lines_of_outer_loop(args, config),
     }
