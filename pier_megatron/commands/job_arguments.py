@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
@@ -35,7 +37,38 @@ def read(
     from pier_megatron.integration.arguments import unknown_words
 
     look_at_unknown(*unknown_words(), sources, findings, before)
-    return args if args is not None and _is_valid(args, command, findings) else None
+    if args is None or not _is_valid(args, command, findings):
+        return None
+    if args.vocab_size is None and (tokens := _tokens(args)):
+        args.vocab_size = tokens
+        findings.notes.append(f"--tokenizer-model {args.tokenizer_model}: {tokens:,} tokens")
+    return args
+
+
+def _tokens(args: argparse.Namespace) -> int | None:
+    """Number of tokens of a Hugging Face tokenizer in a local folder, as its own library counts them; None if unknown."""
+    if args.tokenizer_type != "HuggingFaceTokenizer" or args.tokenizer_model is None:
+        return None
+    folder, found = Path(args.tokenizer_model), dict[str, int]()
+    try:
+        if (file := folder / "tokenizer.json").is_file():
+            read = json.loads(file.read_text())
+            vocabulary = read["model"]["vocab"]
+            # A list has the tokens in order, each with its score.
+            found |= (
+                vocabulary if isinstance(vocabulary, dict) else {token: place for place, (token, _) in enumerate(vocabulary)}
+            )
+            found |= {added["content"]: added["id"] for added in read.get("added_tokens", ())}
+        elif (file := folder / "vocab.json").is_file():
+            found |= json.loads(file.read_text())
+        if (file := folder / "added_tokens.json").is_file():
+            found |= json.loads(file.read_text())
+        if (file := folder / "tokenizer_config.json").is_file():
+            added = json.loads(file.read_text()).get("added_tokens_decoder", {})
+            found |= {token["content"]: int(place) for place, token in added.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return len(found) or None
 
 
 def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:

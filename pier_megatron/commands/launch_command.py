@@ -164,7 +164,10 @@ def _stand_in_for_a_gpu() -> None:
 def add_command_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the words of a launch command, as :meth:`LaunchCommand.parse` reads them."""
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="the launch command of the job (torchrun ... SCRIPT ...), or its batch script",
     )
 
 

@@ -77,6 +77,7 @@ _REFUSED = {
 }
 _WRONG = f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --use-megatron-fsdp --gpu-sniff-test-interval 75 --json --own 1"
 _UNPLUGGED = _JOB.replace("-m pier_megatron pier_megatron/commands/demo/pretrain_bytes.py", "none.py")
+_HUGGING_FACE = _JOB.replace("--vocab-size 50257", "") + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 _LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
 
 
@@ -94,6 +95,15 @@ def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     looks += [("doctor", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan --plot x.png", _STOCK_COMPRESSED), ("plan", _WRONG), ("plan", _UNPLUGGED), ("plan", _JOB + "--own 1")]
+    tokenizer = picture.parents[1] / "tokenizer"
+    tokenizer.mkdir()
+    words = {
+        "model": {"vocab": {f"w{place}": place for place in range(1000)}},
+        "added_tokens": [{"id": 1000, "content": "<s>"}],
+    }
+    (tokenizer / "tokenizer.json").write_text(json.dumps(words))
+    looks += [("doctor", f"{_HUGGING_FACE} {tokenizer}")]
+    looks += [("plan --json", f"{_HUGGING_FACE} {place}") for place in (tokenizer, "org/name")]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED, _COMPRESSED)] + [
         ("plan", job) for job in (_JOB, _LARGE, _INTERLEAVED)
     ]
@@ -262,6 +272,20 @@ def test_plan_reports_everything_that_is_wrong_with_a_job(said: dict[tuple[str, 
     status, out, _ = said["plan", _JOB + "--own 1"]
     assert status == 0
     assert "WARNING: --own: Megatron does not know it, and it is not in the text of" in out
+
+
+def test_vocabulary_of_a_tokenizer(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) -> None:
+    folder = picture.parents[1] / "tokenizer"
+    status, findings, _ = said["doctor", f"{_HUGGING_FACE} {folder}"]
+    assert (status, f"--tokenizer-model {folder}: 1,001 tokens" in findings) == (0, True)
+    assert re.search(r"per rank: [\d,]+ FP32 parameters", findings)
+    known, assumed = (json.loads(said["plan --json", f"{_HUGGING_FACE} {place}"][1]) for place in (folder, "org/name"))
+    assert known["warnings"] == []
+    assert assumed["warnings"] == [
+        "the tokenizer cannot be read here: a vocabulary of 128,000 tokens is assumed. Give --vocab-size"
+    ]
+    # Padded to a multiple of 256, and split over two tensor-parallel ranks.
+    assert assumed["parameters per rank"] - known["parameters per rank"] == (128_000 - 1024) * 768 / 2
 
 
 # 51,200,000 / 512; 2,560,000 / 256 + 48,640,000 / 512.

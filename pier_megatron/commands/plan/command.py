@@ -5,6 +5,7 @@ import gc
 import json
 from pathlib import Path
 
+from pier_megatron.commands import batch_script
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
 from pier_megatron.commands.plan import routes
@@ -75,8 +76,10 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     from pier_megatron.commands.plan import picture, text
     from pier_megatron.commands.plan.planning import make_plan
 
-    command, wanted = LaunchCommand.parse(options.command), routes.wanted_of(options)
-    plan = make_plan(command, cluster, options.tflops is not None, options.log, wanted, options.flags)
+    wanted = routes.wanted_of(options)
+    with batch_script.opened(options.command) as (launch, _):
+        command = LaunchCommand.parse(launch)
+        plan = make_plan(command, cluster, options.tflops is not None, options.log, wanted, options.flags)
     if options.plot and "sweeps" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
     if options.plot:

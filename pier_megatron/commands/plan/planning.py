@@ -49,6 +49,10 @@ _ASSUMED = Speed("assumed: measure them with --tflops, or --log of a short run",
 _GIVEN = Speed("from --tflops", is_measured=True)
 
 
+# Of a vocabulary that cannot be seen, as large as those of today's models.
+_TOKENS = 128_000
+
+
 def make_plan(
     command: LaunchCommand,
     cluster: Cluster,
@@ -100,7 +104,7 @@ def make_plan(
     plan = {
         "gpus": job.gpus,
         "parameters per rank": job.shard,
-        "calibrated": cluster.is_calibrated,
+        "links from data sheets": cluster.is_of_data_sheets,
         "memory": memory,
         "memory needed": needed,
         "memory of a GPU": cluster.memory,
@@ -144,6 +148,11 @@ def _arguments(command: LaunchCommand, before: Sequence[str]) -> tuple[argparse.
     if not uses_pier(args) and not uses_group_settings(args):
         flags = ", ".join(flag_of(setting.name) for setting in WITH_ANY_OPTIMIZER)
         raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
+    if args.vocab_size is None and getattr(args, "padded_vocab_size", None) is None:
+        args.vocab_size = _TOKENS
+        findings.warnings.append(
+            f"the tokenizer cannot be read here: a vocabulary of {_TOKENS:,} tokens is assumed. Give --vocab-size"
+        )
     return args, findings.warnings
 
 

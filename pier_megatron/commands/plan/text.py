@@ -15,7 +15,7 @@ def lines(plan: Plan) -> list[str]:
         *_table(plan),
         *(
             ["Not calibrated: the links' figures follow from data sheets. Give --node-bandwidth as measured."]
-            if not plan["calibrated"]
+            if plan["links from data sheets"]
             else ()
         ),
         "",
