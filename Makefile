@@ -14,16 +14,23 @@ RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml setup.py constraints.txt tools/find_python.sh Makefile
+# What a demo needs: the package, and the optimizers for Muon. make setup adds the tools of tests, pages and evaluation.
+$(VENV)/.ready-demo: pyproject.toml setup.py constraints.txt tools/find_python.sh Makefile
 	@test -x $(BIN)/python || { python=$$(tools/find_python.sh) && echo "Using $$python" && "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[data,dev,docs,downstream]'
+	@echo "Installing PyTorch, megatron-core and this package into $(VENV) ..."
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[muon]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.ready-demo
+	@echo "Adding the tools of tests, pages and evaluation ..."
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[data,dev,docs,downstream]'
 	@touch $@
 
 $(VENV)/megatron-%: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ megatron-core==$*
 	@touch $@
 
-demo: setup
+demo: $(VENV)/.ready-demo
 	@$(BIN)/pier-megatron demo
 
 # The wheel of nvidia-resiliency-ext is for a newer C library than some machines have; what is imported of it is Python.

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--sync-interval", type=int, default=10)
-    parser.add_argument("--preset", default="pier-rising")
+    parser.add_argument("--preset", default="auto")
     options = parser.parse_args()
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")

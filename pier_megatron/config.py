@@ -6,7 +6,7 @@ Every check names the flag, its value, the arithmetic and a remedy, because it i
 import dataclasses
 import math
 
-from pier_megatron.errors import PierConfigError, division, no_multiple
+from pier_megatron.errors import PierConfigError, Problems, division, no_multiple
 from pier_megatron.run_schedule import RunSchedule
 from pier_megatron.schedules import AUTO
 from pier_megatron.settings import Settings, flag_of
@@ -73,39 +73,45 @@ class PierConfig(RunSchedule):
         """Refuses what is incompatible with outer steps that are retried, and with islands that join.
 
         Raises:
-            PierConfigError: With the setting, the reason and a remedy.
+            PierConfigError: With a message for each such setting, its reason and a remedy.
         """
-        with_islands = "cannot be used with elastic islands (--pier-lighthouse)"
-        if self.sites is not None:
-            raise PierConfigError(
-                f"--pier-sites {self.sites} {with_islands}: they join and leave one by one, and each carries a part of what "
-                "its site sends. Drop one."
-            )
-        if self.overlap:
-            raise PierConfigError(
-                f"--pier-overlap {self.overlap} {with_islands}: an exchange that fails has to be retried before anything has "
-                "been learned on top of it. Drop it."
-            )
-        if self.fragments > 1:
-            raise PierConfigError(
-                f"--pier-fragments {self.fragments} {with_islands}: an island that joins takes over all parameters at once. "
-                "Drop it."
-            )
-        if not self.has_common_anchor:
-            raise PierConfigError(
-                f"--pier-preset {self.preset} in subgroups of {self.subgroup} {with_islands}: islands that never agree have "
-                "nothing in common that one which joins could take over. Use another preset, without --pier-subgroup-size."
-            )
-        if self.has_error_feedback:
-            raise PierConfigError(
-                f"--pier-exchange-dtype {self.exchange_dtype} {with_islands}: what the codec drops cannot be made up for after "
-                "an outer step that is retried. Add --pier-no-error-feedback, which takes int4 at least."
-            )
-        if self.outlier_zscore is not None:
-            raise PierConfigError(
-                f"--pier-outlier-zscore {self.outlier_zscore} {with_islands}: an outer step that is retried would count twice "
-                "in the history of norms. Drop it."
-            )
+        retried = "an outer step that is retried"
+        table = (
+            (
+                self.sites is not None,
+                f"--pier-sites {self.sites}",
+                "they join and leave one by one, and each carries a part of what its site sends. Drop one",
+            ),
+            (
+                self.overlap,
+                f"--pier-overlap {self.overlap}",
+                "an exchange that fails has to be retried before anything has been learned on top of it. Drop it",
+            ),
+            (
+                self.fragments > 1,
+                f"--pier-fragments {self.fragments}",
+                "an island that joins takes over all parameters at once. Drop it",
+            ),
+            (
+                not self.has_common_anchor,
+                f"--pier-preset {self.preset} in subgroups of {self.subgroup}",
+                "islands that never agree have nothing in common that one which joins could take over. Use another preset, "
+                "without --pier-subgroup-size",
+            ),
+            (
+                self.has_error_feedback,
+                f"--pier-exchange-dtype {self.exchange_dtype}",
+                f"what the codec drops cannot be made up for after {retried}. Add --pier-no-error-feedback, which takes int4 "
+                "at least",
+            ),
+            (
+                self.outlier_zscore is not None,
+                f"--pier-outlier-zscore {self.outlier_zscore}",
+                f"{retried} would count twice in the history of norms. Drop it",
+            ),
+        )
+        beside = "cannot be used with elastic islands (--pier-lighthouse)"
+        Problems([f"{given} {beside}: {why}." for holds, given, why in table if holds]).report()
 
     def _check_flags_of_islands(self) -> None:
         names = ("island", "island_address", "secret_file", "island_timeout", "island_wait") if self.lighthouse is None else ()

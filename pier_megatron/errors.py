@@ -1,13 +1,42 @@
 """Refusals: errors of configuration, and the parts that their messages have in common."""
 
-from collections.abc import Iterable
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
 
 
 class PierConfigError(ValueError):
-    """A setting with which Pier cannot work as the user would expect.
+    """Settings with which Pier cannot work as the user would expect, a message each.
 
-    Its message names the flag, its value, the arithmetic and a remedy, because it is read at 3 a.m. next to a failed job.
+    A message names the flag, its value, the arithmetic and a remedy, because it is read at 3 a.m. next to a failed job.
     """
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
+
+
+@dataclasses.dataclass
+class Problems:
+    """Messages of several checks, so that the user reads all of them after one start.
+
+    Attributes:
+        found: The messages.
+    """
+
+    found: list[str] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keeps the messages of a refusal, so that the next check still runs."""
+        try:
+            yield
+        except PierConfigError as error:
+            self.found += [str(message) for message in error.args if message not in self.found]
+
+    def report(self) -> None:
+        """Raises one error with all messages, if there are any."""
+        if self.found:
+            raise PierConfigError(*self.found)
 
 
 def division(value: int, by: int) -> str:

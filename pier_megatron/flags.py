@@ -6,7 +6,7 @@ import typing
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pier_megatron.errors import PierConfigError, suggestion
+from pier_megatron.errors import PierConfigError, Problems, suggestion
 from pier_megatron.features import FEATURES
 from pier_megatron.settings import PluginSettings, Settings, flag_of
 from pier_megatron.values import Choice
@@ -47,28 +47,47 @@ def _add_argument(where: argparse._ActionsContainer, setting: dataclasses.Field[
 
 
 def check_words(words: Sequence[str]) -> argparse.Namespace:
-    """Checks the ``--pier-*`` flags among the words of a job, each alone; Megatron's parser reads all words together later.
+    """Checks the ``--pier-*`` flags among the words of a job; Megatron's parser reads all words together later.
 
     Returns:
         Values of the flags, None for those that are not given.
 
     Raises:
-        PierConfigError: If there is no such flag, or its value cannot be.
+        PierConfigError: With a message for each flag that does not exist or whose value cannot be.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    add_pier_arguments(parser)
-    # What stands behind it are no flags.
-    flags = list(words[: words.index("--")] if "--" in words else words)
-    given, others = parser.parse_known_args(flags)
-    for word in others:
-        name = word.partition("=")[0]
+    sound, problems = sound_words(words)
+    problems.report()
+    return _Parser().parse_known_args(sound[: _end(sound)])[0]
+
+
+def sound_words(words: Sequence[str]) -> tuple[list[str], Problems]:
+    """The words of a job without the ``--pier-*`` flags that cannot be, and what is wrong with those."""
+    end, parser, problems = _end(words), _Parser(), Problems()
+    flags, sound = list(words[:end]), list[str]()
+    while flags:
+        length = next((place for place, word in enumerate(flags) if place and word.startswith("--")), len(flags))
+        piece, flags = flags[:length], flags[length:]
+        before, name = len(problems.found), piece[0].partition("=")[0]
         if name.startswith("--pier-") and " " not in name:
-            raise PierConfigError(f"{word}: no such flag{suggestion(name, parser.flags)}")
-    return given
+            with problems.collecting():
+                if name not in parser.flags:
+                    raise PierConfigError(f"{piece[0]}: no such flag{suggestion(name, parser.flags)}")
+                parser.parse_known_args(piece)
+        sound += piece if len(problems.found) == before else []
+    return [*sound, *words[end:]], problems
+
+
+def _end(words: Sequence[str]) -> int:
+    """Where flags end."""
+    return list(words).index("--") if "--" in words else len(words)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises what is wrong."""
+    """A parser of the ``--pier-*`` flags that raises what is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        add_pier_arguments(self)
 
     @property
     def flags(self) -> list[str]:

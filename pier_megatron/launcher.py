@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pier_megatron.cpu.preparations import DEVICES
+from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
-from pier_megatron.processes import end_with_one_message
+from pier_megatron.processes import REFUSED, end_with_one_message, rank, refusal
 
 # Carry what helper processes cannot see: importing this module as their main one overwrites their sys.argv[0].
 _DEVICE_VARIABLE = "PIER_MEGATRON_DEVICE"
@@ -46,7 +47,11 @@ def main(argv: Sequence[str]) -> None:
     script = Path(options.script)
     if not script.is_file():
         parser.error(f"SCRIPT {options.script}: {'a folder, not a file' if script.is_dir() else 'no such file'}")
-    check_words(options.arguments)
+    try:
+        check_words(options.arguments)
+    except PierConfigError as error:
+        # All ranks find the same here.
+        parser.exit(REFUSED, refusal(error) if rank() == 0 else None)
 
     import torch
 

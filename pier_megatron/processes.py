@@ -63,6 +63,17 @@ def running(
             process.wait()
 
 
+def rank() -> int:
+    """Number of this process in its job, from what torchrun or Slurm tell it."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def refusal(error: PierConfigError) -> str:
+    """What a job prints that is refused."""
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"pier_megatron{f' (rank {rank()})' if rank() else ''}: error: {error}{notes}\n"
+
+
 @functools.cache
 def end_with_one_message() -> None:
     """Ends this process with a message of rank 0 and an exit status where it is refused or interrupted.
@@ -75,18 +86,15 @@ def end_with_one_message() -> None:
         if not isinstance(error, PierConfigError | KeyboardInterrupt):
             before(kind, error, traceback)
             return
-        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-        # Not sys.stderr: where the load of a checkpoint fails, that is a buffer which nobody reads.
         sys.stdout.flush()
-        if isinstance(error, KeyboardInterrupt):
-            if rank == 0:
-                print("Pier: interrupted; what was not saved is lost.", file=sys.__stderr__, flush=True)
-            os._exit(INTERRUPTED)
-        if rank:
-            time.sleep(_SECONDS_BEHIND_RANK_0)
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        print(f"pier_megatron{f' (rank {rank})' if rank else ''}: error: {error}{notes}", file=sys.__stderr__, flush=True)
+        if isinstance(error, PierConfigError):
+            status, said = REFUSED, refusal(error)
+            time.sleep(_SECONDS_BEHIND_RANK_0 if rank() else 0)
+        else:
+            status, said = INTERRUPTED, "" if rank() else "Pier: interrupted; what was not saved is lost.\n"
+        # Not sys.stderr: where the load of a checkpoint fails, that is a buffer which nobody reads.
+        print(said, end="", file=sys.__stderr__, flush=True)
         # Not by way of the interpreter's end, which would wait for communicators that others hold.
-        os._exit(REFUSED)
+        os._exit(status)
 
     sys.excepthook = hook

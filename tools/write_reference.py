@@ -118,6 +118,8 @@ def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
             for node in ast.walk(function):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "refuse":
                     yield from _refused_beside(node, function, module)
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "_met":
+                    yield from _met(node, function, module)
                 call = node.exc if isinstance(node, ast.Raise) else None
                 if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                     continue
@@ -138,6 +140,25 @@ def _refused_beside(call: ast.Call, function: ast.FunctionDef, module: ModuleTyp
     yield f"{names} cannot be used with {flags}: …. Drop one of them."
     for why in of_graphs:
         yield f"--cuda-graph-impl … cannot be used with {flags}: {_texts(why, known)[0]}. Drop one of them."
+
+
+def _met(call: ast.Call, function: ast.FunctionDef, module: ModuleType | None) -> Iterator[str]:
+    """Texts of the rows of a table of refusals."""
+    beside, *rows = call.args
+    known = _known(function, call, module)
+    for row in rows:
+        names: list[str] = []
+        if isinstance(row, ast.Starred) and isinstance(row.value, ast.GeneratorExp):
+            names, row = _names(row.value, function, module), row.value.elt
+        tables = (
+            [node.elts for node in ast.walk(function) if isinstance(node, ast.List)]
+            if isinstance(row, ast.Starred)
+            else [[row]]
+        )
+        for each in (each for table in tables for each in table if isinstance(each, ast.Tuple)):
+            for text in _texts(each.elts[1], known | {"name": [", ".join(map(megatron_args.flag, names))]}):
+                what, _, why = text.partition(": ")
+                yield f"{what} cannot be used with {_texts(beside, known)[0]}: {why}."
 
 
 def _known(function: ast.FunctionDef, where: ast.AST, module: ModuleType | None) -> dict[str, list[str]]:
@@ -168,6 +189,8 @@ def _names(iterable: ast.expr, function: ast.FunctionDef, module: ModuleType | N
         iterable = found[0] if found else iterable
     if isinstance(iterable, ast.IfExp):
         iterable = iterable.body
+    if isinstance(iterable, ast.ListComp):
+        iterable = iterable.generators[0].iter
     if isinstance(iterable, ast.Tuple):
         literal = ast.literal_eval(iterable)
         return [each if isinstance(each, str) else each[0] for each in literal]
@@ -291,7 +314,7 @@ def options_table(command: str) -> str:
     """Options of a command."""
     rows = []
     for action in _parser_of(command.split())._actions:
-        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
             continue
         name = (action.option_strings or [""])[-1]
         metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()

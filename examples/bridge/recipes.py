@@ -59,7 +59,7 @@ def llama_tiny() -> ConfigContainer:
         dist=DistributedInitConfig(),
         rng=RNGConfig(seed=1234),
     )
-    return with_pier(config, groups=2, sync_interval=5, lazy_start_iters=5, preset="pier-rising")
+    return with_pier(config, groups=2, sync_interval=5, lazy_start_iters=5)
 
 
 def llama_8b_on_8_nodes() -> ConfigContainer:

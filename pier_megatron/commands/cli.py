@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     for name, purpose in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
         modules[name].add_arguments(command)
-        command.set_defaults(run=modules[name].run)
+        command.set_defaults(run=modules[name].run, flags=tuple(command._option_string_actions))
     return parser
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         understood.error(f"{words[0]}: no such command{suggestion(words[0], COMMANDS)}")
     options, unknown = understood.parse_known_args(words)
     if unknown:
-        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        known = () if options.name is None else options.flags
         understood.error(f"{unknown[0]}: {options.name or understood.prog} does not know it{suggestion(unknown[0], known)}")
     if options.name is None:
         understood.print_help()

@@ -7,16 +7,13 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pier_megatron.commands.srun import Surroundings, expanded, surroundings
 from pier_megatron.cpu.preparations import DEVICES, missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
 from pier_megatron.values import whole
-
-if TYPE_CHECKING:
-    from pier_megatron.integration.planned_job import PlannedJob
 
 # Where torchrun meets if it is told nothing.
 _NO_ADDRESS = "127.0.0.1"
@@ -67,12 +64,11 @@ class LaunchCommand:
             words: Words of the command, as a shell splits them.
 
         Raises:
-            PierConfigError: If it is no such command, or one of its ``--pier-*`` flags cannot be.
+            PierConfigError: If it is no such command.
         """
         flat = expanded(words)
         own = next((place + 1 for place, word in enumerate(flat) if _is_launcher(word)), None)
         if own is not None:
-            check_words(flat[own:])
             return cls._by_torchrun(flat[own:], surroundings(words, flat[: own - 1]))
         own = next((place + 1 for place, word in enumerate(flat) if _PYTHON.fullmatch(Path(word).name)), None)
         if own is None:
@@ -81,7 +77,6 @@ class LaunchCommand:
                 "the job, such as torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... "
                 "--optimizer pier."
             )
-        check_words(flat[own:])
         return cls._by_python(flat[own:], surroundings(words, flat[: own - 1]))
 
     @classmethod
@@ -134,26 +129,21 @@ class LaunchCommand:
         is_module = as_module and not has_plugin
         return cls(nodes, ranks, script, tuple(arguments), 0, "static", "python", has_plugin, is_module, surroundings=around)
 
-    def planned_job(self) -> "PlannedJob":
-        """The job as Megatron will see it; needs no GPU.
+    def validated_arguments(self) -> argparse.Namespace:
+        """Megatron's arguments of a job with any optimizer; needs no GPU.
 
         Raises:
-            PierConfigError: If Megatron or the plugin refuses it, or it does not use Pier.
+            PierConfigError: If Megatron or the plugin refuses them.
         """
-        _stand_in_for_a_gpu()
+        check_words(self.arguments)
+        args = self.parsed_arguments()
         from pier_megatron.integration import planned_job
 
-        return planned_job.planned_job(self.ranks, self.ranks_per_node, [self.script, *self.arguments])
+        planned_job.validate(args, self.ranks_per_node)
+        return args
 
-    def validated_arguments(self) -> argparse.Namespace:
-        """As :meth:`planned_job`, of a job with any optimizer: Megatron's arguments."""
-        _stand_in_for_a_gpu()
-        from pier_megatron.integration import planned_job
-
-        return planned_job.validated_arguments(self.ranks, self.ranks_per_node, [self.script, *self.arguments])[0]
-
-    def parsed_arguments(self) -> tuple[argparse.Namespace, list[str]]:
-        """Megatron's arguments before their validation, and words that it does not know."""
+    def parsed_arguments(self) -> argparse.Namespace:
+        """Megatron's arguments before their validation."""
         _stand_in_for_a_gpu()
         from pier_megatron.integration import planned_job
 
@@ -174,7 +164,10 @@ def _stand_in_for_a_gpu() -> None:
 def add_command_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the words of a launch command, as :meth:`LaunchCommand.parse` reads them."""
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch command of the job: torchrun ... SCRIPT ..."
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="the launch command of the job (torchrun ... SCRIPT ...), or its batch script",
     )
 
 

@@ -16,7 +16,9 @@ from pier_megatron.errors import PierConfigError, division
 _SWITCHES = frozenset(
     "-E -H -I -K -O -Q -X -Z -k -l -s -u -v --contiguous --disable-status --exact --exclusive --help --hold --kill-on-bad-exit "
     "--label --multi-prog --no-allocate --no-kill --overcommit --overlap --oversubscribe --preserve-env --propagate --pty "
-    "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole".split()
+    "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole "
+    # Of sbatch.
+    "--requeue --no-requeue --parsable".split()
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SHELLS = ("bash", "sh", "zsh", "dash")
@@ -93,7 +95,7 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
         PierConfigError: If srun would start different numbers of processes on its nodes.
     """
     start = next((place + 1 for place, word in enumerate(before) if Path(word).name == "srun"), None)
-    options, rest = ({}, list(before)) if start is None else _options(before[start:])
+    options, rest = ({}, list(before)) if start is None else options_of(before[start:])
     # What sbatch and srun hand on, which is everything unless --export says otherwise.
     exported = options.get("--export", "ALL").split(",")
     variables = {name.partition("=")[0] for name in exported} | (set(os.environ) if "ALL" in exported else set())
@@ -112,8 +114,8 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
     return Surroundings(_step(options, os.environ), frozenset(variables), wrapper, unread)
 
 
-def _options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Options of srun with their values, and the words of the command that it starts."""
+def options_of(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Options of srun or sbatch with their values, and the words of the command that it starts."""
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):

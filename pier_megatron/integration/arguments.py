@@ -13,7 +13,7 @@ from typing import Concatenate
 
 from pier_megatron import features
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError, division
+from pier_megatron.errors import PierConfigError, Problems, division
 from pier_megatron.flags import WITH_ANY_OPTIMIZER, add_pier_arguments
 from pier_megatron.integration import nccl_options, refusals
 from pier_megatron.integration.inner import requirements
@@ -39,11 +39,13 @@ def config_from_args(args: argparse.Namespace) -> PierConfig:
 @dataclasses.dataclass
 class _Unknown:
     words: list[str] = dataclasses.field(default_factory=list)
+    flags: list[str] = dataclasses.field(default_factory=list)
 
 
-def unknown_words() -> list[str]:
-    """Words of the command line that Megatron's parser has found and does not know."""
-    return run.part(_Unknown).words
+def unknown_words() -> tuple[list[str], list[str]]:
+    """Words of the command line that Megatron's parser has found and does not know, and the flags that it knows."""
+    found = run.part(_Unknown)
+    return found.words, found.flags
 
 
 def add_flags(
@@ -66,10 +68,11 @@ def add_flags(
     def parse_known_args(
         args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        parsed, unknown = parse(args, namespace)
-        run.part(_Unknown).words = unknown
+        found = run.part(_Unknown)
+        found.words, found.flags = [], list(parser._option_string_actions)
+        parsed, found.words = parse(args, namespace)
         _translate(parsed)
-        return parsed, unknown
+        return parsed, found.words
 
     # parse_args calls parse_known_args, so this is the one place behind both.
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
@@ -100,18 +103,37 @@ def check_release(args: argparse.Namespace) -> None:
 def _translate(args: argparse.Namespace) -> None:
     """Turns ``--optimizer pier`` into what Megatron knows, in place."""
     args.pier = args.optimizer == "pier"
-    check_release(args)
+    problems = Problems()
+    with problems.collecting():
+        check_release(args)
     if not args.pier:
         if without_effect := ", ".join(map(flag_of, given(Settings, args))):
-            raise PierConfigError(f"{without_effect} has no effect with --optimizer {args.optimizer}: add --optimizer pier.")
+            problems.found.append(f"{without_effect} has no effect with --optimizer {args.optimizer}: add --optimizer pier.")
+        problems.report()
         return
-    if args.yaml_cfg is not None:
-        raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
+    with problems.collecting():
+        if args.yaml_cfg is not None:
+            raise PierConfigError("--optimizer pier does not read --yaml-cfg; pass the same settings as flags.")
     if args.pier_lighthouse is not None:
-        _check_job(args)
+        with problems.collecting():
+            _check_job(args)
         args.pier_islands = True
-    requirements.check(args)
-    args.pier_groups = number_of_groups(args.pier_groups, args.pier_ranks_per_domain)
+    with problems.collecting():
+        requirements.check(args)
+    with problems.collecting():
+        args.pier_groups = number_of_groups(args.pier_groups, args.pier_ranks_per_domain)
+        _check_instances(args)
+    if problems.found:
+        with problems.collecting():
+            refusals.refuse_what_cannot_work(args)
+        problems.report()
+    args.optimizer = args.pier_inner_optimizer or "adam"
+    if args.optimizer == "adam":
+        args.use_distributed_optimizer = True
+    args.num_distributed_optimizer_instances = args.pier_groups // settings_of(args).worlds
+
+
+def _check_instances(args: argparse.Namespace) -> None:
     instances = args.num_distributed_optimizer_instances
     if args.pier_islands:
         _check_islands(instances, settings_of(args))
@@ -120,10 +142,6 @@ def _translate(args: argparse.Namespace) -> None:
             f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
             "is a distributed-optimizer instance, and --optimizer pier sets their number. Drop the former."
         )
-    args.optimizer = args.pier_inner_optimizer or "adam"
-    if args.optimizer == "adam":
-        args.use_distributed_optimizer = True
-    args.num_distributed_optimizer_instances = args.pier_groups // settings_of(args).worlds
 
 
 def number_of_groups(given: int | None, ranks_per_domain: int | None) -> int:
@@ -214,8 +232,15 @@ def validate[**P, R](
         feature.prepare(args)
     if uses_pier(args):
         # Before Megatron's own checks, which refuse some of these for reasons that would not help a user of Pier.
-        refusals.refuse_what_cannot_work(args)
-        refusals.refuse_division_by_none(args)
+        problems = Problems()
+        with problems.collecting():
+            refusals.refuse_what_cannot_work(args)
+        with problems.collecting():
+            refusals.refuse_division_by_none(args)
+        if problems.found and args.train_iters is not None:
+            with problems.collecting():
+                Problems(refusals.refused(args, config_from_args(args))).report()
+        problems.report()
     saves_behind = args.async_save
     # The arguments of an island that is a job speak of the whole run, as if all islands were there.
     with versions.replaced(args, {"world_size": args.world_size * settings_of(args).launches}):
@@ -251,6 +276,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     # Megatron derives the iterations of sample-based training later, and the optimizer is built after that.
     if args.train_iters is not None:
-        config = config_from_args(args)
-        refusals.check_sizes_and_intervals(args, config)
-        nccl_options.check(args, config)
+        config, problems = config_from_args(args), Problems()
+        for check in (refusals.check_sizes_and_intervals, nccl_options.check):
+            with problems.collecting():
+                check(args, config)
+        problems.report()

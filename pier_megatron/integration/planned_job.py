@@ -2,10 +2,8 @@
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import linecache
-import math
 import os
 import re
 import sys
@@ -17,42 +15,25 @@ from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
-from pier_megatron.flags import WITH_ANY_OPTIMIZER
-from pier_megatron.integration.arguments import config_from_args, settle_iterations, unknown_words, uses_group_settings
+from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.files import damage
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.args import flag, ranks_of_activations, uses_pier
+from pier_megatron.megatron_api.args import flag
 from pier_megatron.megatron_api.batches import counted
 from pier_megatron.megatron_api.tracker import stored_checkpoint
 from pier_megatron.outer.description import ENTRY, Description
-from pier_megatron.settings import flag_of, settings_of
+from pier_megatron.settings import settings_of
 
 _ARGUMENTS = "megatron.training.arguments"
-_MEMORY = "megatron.training.theoretical_memory_usage"
 
 # What Megatron has no default for, and refuses with one error after the other.
 _NEEDED = ("micro_batch_size", "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "lr")
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedJob:
-    """What a launch command says.
-
-    Attributes:
-        args: Megatron's arguments, validated.
-        config: Pier's; None with a stock optimizer.
-        unknown: Words that Megatron does not know: the script's own flags, or misspelt ones.
-    """
-
-    args: argparse.Namespace
-    config: PierConfig | None
-    unknown: list[str]
-
-
-def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> PlannedJob:
-    """Parses and validates a job's arguments as rank 0 of it would; needs no GPU, but what stands in for one.
+def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a job's arguments as rank 0 of it would; needs no GPU, but what stands in for one.
 
     Args:
         ranks: Processes in all.
@@ -60,28 +41,12 @@ def planned_job(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> Planned
         argv: The training script and its arguments.
 
     Raises:
-        PierConfigError: If Megatron or the plugin refuses them, or the job uses nothing of Pier's.
+        PierConfigError: If Megatron's parser or the plugin refuses them.
     """
-    args, unknown = validated_arguments(ranks, ranks_per_node, argv)
-    if not uses_pier(args) and not uses_group_settings(args):
-        flags = ", ".join(flag_of(setting.name) for setting in WITH_ANY_OPTIMIZER)
-        raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
-    return PlannedJob(args, config_from_args(args) if uses_pier(args) else None, unknown)
-
-
-def validated_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """As :func:`planned_job`, of a job with any optimizer: Megatron's arguments, and words that it does not know."""
-    args, unknown = parsed_arguments(ranks, ranks_per_node, argv)
-    validate(args, ranks_per_node)
-    return args, unknown
-
-
-def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """As :func:`validated_arguments`, before Megatron fills in and checks what depends on several flags."""
     register()
     with _as_rank_0(ranks, ranks_per_node), versions.replaced(sys, {"argv": list(argv)}):
-        args = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
-    return args, unknown_words()
+        args: argparse.Namespace = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
+    return args
 
 
 def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
@@ -127,9 +92,14 @@ def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
         except PierConfigError:
             raise
         except SystemExit:
-            raise PierConfigError(output.getvalue().strip().splitlines()[-1]) from None
+            raise PierConfigError(*_said_of_parser(output.getvalue())) from None
         except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, OSError) as error:
             raise PierConfigError(f"Megatron refuses the arguments: {str(error).strip() or _failed_check(error)}") from error
+
+
+def _said_of_parser(output: str) -> list[str]:
+    """The messages below the usage that a parser has printed."""
+    return output.strip().rpartition(": error: ")[2].splitlines()
 
 
 def _failed_check(error: Exception) -> str:
@@ -158,29 +128,6 @@ def _settle_iterations(args: argparse.Namespace) -> None:
         settle_iterations(args)
 
 
-def parameters_of_largest_shard(args: argparse.Namespace) -> int | None:
-    """Parameters of the fullest tensor- and pipeline-parallel shard of a validated job's model, by Megatron's own estimate.
-
-    None if their number depends on the tokenizer, which has not been loaded.
-    """
-    sized = _with_vocabulary(args)
-    if sized is None:
-        return None
-    estimate = versions.require(_MEMORY, "compute_weight_and_optimizer_memory")
-    # Without the distributed optimizer the estimate is 18 bytes for each parameter, whatever else is set.
-    parameters: int = round(estimate(_with(sized, use_distributed_optimizer=False)) / 18)
-    return parameters
-
-
-def parameters_of_model(args: argparse.Namespace) -> int | None:
-    """Parameters of a validated job's whole model, as above."""
-    return parameters_of_largest_shard(_with(args, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
-
-
-def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
-    return argparse.Namespace(**vars(args) | changes)
-
-
 def missing_flags(args: argparse.Namespace) -> list[str]:
     """Flags that parsed arguments lack and that have no default, unless a file of the job may give them."""
     if args.use_checkpoint_args or args.yaml_cfg is not None or args.heterogeneous_layers_config_path is not None:
@@ -188,59 +135,6 @@ def missing_flags(args: argparse.Namespace) -> list[str]:
     needed = [*_NEEDED, *(["seq_length"] if args.encoder_seq_length is None else [])]
     needed += [] if args.train_samples is not None else ["train_iters"]
     return [flag(name) for name in needed if getattr(args, name) is None]
-
-
-def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:
-    """The arguments as they are once the tokenizer is built, as far as its size is given."""
-    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    return None if vocabulary is None else _with(args, padded_vocab_size=vocabulary)
-
-
-def operations(args: argparse.Namespace) -> float | None:
-    """Floating-point operations of the mean iteration, all ranks together, by Megatron's own count; None as above."""
-    batch = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
-    return _operations(args, batch)
-
-
-def operations_done(args: argparse.Namespace) -> float | None:
-    """The same of all iterations behind a checkpoint, by the arguments stored in it."""
-    return _operations(args, args.consumed_train_samples)
-
-
-def _operations(args: argparse.Namespace, samples: float) -> float | None:
-    sized = _with_vocabulary(args)
-    if sized is None:
-        return None
-    return float(versions.require("megatron.training.training", "num_floating_point_operations")(sized, samples))
-
-
-def elements_between_stages(args: argparse.Namespace) -> float:
-    """Elements that a rank in the middle of a pipeline sends in an iteration: activations onwards, their gradients back."""
-    if args.pipeline_model_parallel_size == 1:
-        return 0.0
-    microbatches = args.global_batch_size / (args.micro_batch_size * args.data_parallel_size)
-    return float(2 * microbatches * (args.virtual_pipeline_model_parallel_size or 1)) * elements_of_message(args)
-
-
-def elements_of_message(args: argparse.Namespace) -> float:
-    """Elements that a rank sends to the next stage for one micro-batch."""
-    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks_of_activations(args))
-
-
-def memory(args: argparse.Namespace) -> dict[str, float]:
-    """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes."""
-    sized = _with_vocabulary(args) or args
-    # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
-    sizes = _with(sized, data_parallel_size=args.data_parallel_size // (args.pier_groups or 1))
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    compute_activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
-    costs = [feature.cost(args) for feature in features.used(args)]
-    activations = compute_activations(sized, microbatches) * math.prod(cost.activations for cost in costs)
-    parameters = parameters_of_largest_shard(args) or 0
-    return {
-        "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
-        "activations, without recomputation": activations,
-    } | {what: size * parameters for cost in costs for what, size in cost.per_parameter.items()}
 
 
 def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_group: int) -> str | None:

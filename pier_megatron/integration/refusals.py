@@ -3,15 +3,15 @@
 import argparse
 
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError
+from pier_megatron.errors import PierConfigError, Problems
 from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.topology import NAMED
 from pier_megatron.integration.checkpoint.size import INNER_STATE, bytes_per_parameter
 from pier_megatron.integration.inner.requirements import are_shared_out
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, strings
 
-# What cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is not set;
-# every other value that is neither None, False nor 0 is refused.
+# Flags that cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is
+# not set; every other value that is neither None, False nor 0 is refused.
 _FSDP = "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards"
 _QUANTISED = "parameters are quantised from the main parameters by a step that outer steps do not repeat"
 _REFUSED = {
@@ -32,44 +32,62 @@ _REFUSED = {
     "data_parallel_random_init": "groups must start from identical weights",
     "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
 }
+# Flags that shard weights, by the sizes that Megatron derives from them.
+_WEIGHT_SHARDS = {
+    "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
+    "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
+}
+_OVER_ALL_GROUPS = ("global_aux_loss", "quantile_balancing")
+
+
+def _met(beside: str, *table: tuple[object, str]) -> list[str]:
+    """Messages of a table's rows whose condition holds.
+
+    Args:
+        beside: What the rows cannot be used with.
+        table: Condition; flag as it is typed, a colon, and the reason with a remedy.
+    """
+    return [f"{why.replace(':', f' cannot be used with {beside}:', 1)}." for holds, why in table if holds]
 
 
 def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     """Refuses what no value of another flag could mend.
 
     Raises:
-        PierConfigError: With the flag and the reason.
+        PierConfigError: With a message for each such flag: the flag and the reason.
     """
-    for name, reason in _REFUSED.items():
-        if getattr(args, name, None):
-            raise PierConfigError(f"{flag(name)} cannot be used with --optimizer pier: {reason}.")
-    if getattr(args, "override_ckpt_iteration", None) is not None:
-        raise PierConfigError(
-            f"--override-ckpt-iteration {args.override_ckpt_iteration} cannot be used with --optimizer pier: Pier's state is "
-            "of the iteration that was saved. Start from its weights with --finetune."
-        )
-    if getattr(args, "non_persistent_ckpt_type", None) == "local":
-        raise PierConfigError(
-            "--non-persistent-ckpt-type local cannot be used with --optimizer pier: local checkpoints do not say what run they "
-            "are of. Use global, or save persistently (--save-interval) with --pier-islands."
-        )
-    if getattr(args, "ckpt_convert_format", None) not in (None, "torch_dist"):
-        raise PierConfigError(
-            f"--ckpt-convert-format {args.ckpt_convert_format} cannot be used with --optimizer pier: it stores the model of "
-            "one group with the optimizer state of another. Convert with --optimizer adam --use-distributed-optimizer, which "
-            "reads the weights that all groups agree on and the inner state of group 0."
-        )
-    if args.fp8 and args.fp8_recipe == "delayed":
-        raise PierConfigError(
-            "--fp8-recipe delayed cannot be used with --optimizer pier: it derives the scales of FP8 from a history of maxima "
-            "that each group has for itself, and a checkpoint holds the first group's only. Use --fp8-recipe tensorwise, "
-            "blockwise or mxfp8, which keep no history."
-        )
-    if captures_full_iterations(args):
-        raise PierConfigError(
-            "CUDA graphs of the full iteration cannot be used with --optimizer pier: they capture the gradient "
-            "collectives, which change when the lazy start ends. Capture layers instead."
-        )
+    names = ("override_ckpt_iteration", "non_persistent_ckpt_type", "ckpt_convert_format")
+    iteration, kind, form = (getattr(args, name, None) for name in names)
+    table: list[tuple[object, str]] = [(getattr(args, name, None), f"{flag(name)}: {why}") for name, why in _REFUSED.items()]
+    table += [
+        (
+            iteration is not None,
+            f"--override-ckpt-iteration {iteration}: Pier's state is of the iteration that was saved. Start from its weights "
+            "with --finetune",
+        ),
+        (
+            kind == "local",
+            "--non-persistent-ckpt-type local: local checkpoints do not say what run they are of. Use global, or save "
+            "persistently (--save-interval) with --pier-islands",
+        ),
+        (
+            form not in (None, "torch_dist"),
+            f"--ckpt-convert-format {form}: it stores the model of one group with the optimizer state of another. Convert with "
+            "--optimizer adam --use-distributed-optimizer, which reads the weights that all groups agree on and the inner "
+            "state of group 0",
+        ),
+        (
+            args.fp8 and args.fp8_recipe == "delayed",
+            "--fp8-recipe delayed: it derives the scales of FP8 from a history of maxima that each group has for itself, and a "
+            "checkpoint holds the first group's only. Use --fp8-recipe tensorwise, blockwise or mxfp8, which keep no history",
+        ),
+        (
+            captures_full_iterations(args),
+            "--cuda-graph-impl of the full iteration: it captures the gradient collectives, which change when the lazy start "
+            "ends. Capture layers instead",
+        ),
+    ]
+    Problems(_met("--optimizer pier", *table)).report()
 
 
 def refuse_division_by_none(args: argparse.Namespace) -> None:
@@ -85,98 +103,108 @@ def refuse_division_by_none(args: argparse.Namespace) -> None:
         )
 
 
-def _refuse_reductions_over_all_groups(args: argparse.Namespace) -> None:
-    """Refuses values of flags that make the model itself talk to all groups in every iteration."""
-    for balancing in strings(args.moe_router_load_balancing_type):
-        if balancing in ("global_aux_loss", "quantile_balancing"):
-            raise PierConfigError(
-                f"--moe-router-load-balancing-type {balancing} counts tokens over all groups in every iteration. Use aux_loss "
-                "or seq_aux_loss."
-            )
-
-
 def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> None:
     """Checks that need what Megatron's validation has filled in.
 
     Raises:
-        PierConfigError: With the flag, the values, the arithmetic and a remedy.
+        PierConfigError: With a message for each problem: the flag, the values, the arithmetic and a remedy.
     """
-    _refuse_reductions_over_all_groups(args)
-    if config.lighthouse is not None:
-        _refuse_in_jobs(args, config)
-    if config.islands and args.full_validation:
-        raise PierConfigError(
-            "--full-validation cannot be used with --pier-islands: islands whose shares of the samples differ by one would "
-            "wait for each other. Use --eval-iters."
-        )
-    if config.islands and getattr(args, "non_persistent_ckpt_type", None) is not None:
-        raise PierConfigError(
-            f"--non-persistent-ckpt-type {args.non_persistent_ckpt_type} cannot be used with --pier-islands: islands find the "
-            "checkpoint that all of them have among persistent ones. Use --save-interval."
-        )
-    for attribute, name in (("gtp_weight_remat_size", ""), ("expert_gtp_weight_remat_size", "expert_")):
-        if config.groups > 1 and not config.islands and getattr(args, attribute, 1) > 1:
-            weight_shards = f"{name}tensor_parallel_num_weight_shards"
-            raise PierConfigError(
-                f"{flag(weight_shards)} {getattr(args, weight_shards)} cannot be used with --pier-groups {config.groups}: "
-                "Megatron shards weights so in one instance of the distributed optimizer only, and each group is one. Drop it."
-            )
-    config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
+    problems, first = Problems(refused(args, config)), config.save_inner_state == "first" and args.save is not None
+    with problems.collecting():
+        config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
     if args.num_experts is not None:
-        _check_expert_data_parallel_size(args, config.groups)
-    if args.save is not None:
-        if args.ckpt_format != "torch_dist":
-            raise PierConfigError(
-                f"--ckpt-format {args.ckpt_format} cannot be used with --optimizer pier: it stores the model of one group "
-                "with the optimizer state of another. Use --ckpt-format torch_dist."
-            )
-        if config.save_inner_state == "first" and config.islands:
-            raise PierConfigError(
-                "--pier-save-inner-state first cannot be used with --pier-islands: each island saves a checkpoint of its own. "
-                "Save all."
-            )
-        if config.save_inner_state == "first":
-            remedy = ", or use --pier-save-inner-state all"
-            for name in ("rampup_batch_size", "step_batch_size_schedule"):
-                # Of these Megatron says at which sample, not in which iteration.
-                if getattr(args, name, None):
-                    raise PierConfigError(
-                        f"{flag(name)} cannot be used with --pier-save-inner-state first: Megatron may save where the batch "
-                        "grows, also between outer steps, and what all groups but the first have learned since would be lost. "
-                        "Save all."
-                    )
-            for iteration in getattr(args, "phase_transition_iterations", None) or ():
-                config.check_interval("--phase-transition-iterations", iteration, "saving the first group only", remedy)
-            for name in ("save_interval", "non_persistent_save_interval", "exit_interval"):
-                if getattr(args, name, None):
-                    config.check_interval(flag(name), getattr(args, name), "saving the first group only", remedy)
-    if config.groups > 1 and not config.islands and getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
-        raise PierConfigError(
-            "--check-weight-hash-across-dp-replicas-interval cannot be used with groups that are instances: it compares all "
-            "groups, also before the first iteration of a run that resumes, and their weights differ between outer steps. Drop "
-            "it, since Pier compares copies inside a group itself, some of them at each outer step; or add --pier-islands: it "
-            "then compares each group by itself."
-        )
-    if getattr(args, "gpu_sniff_test_interval", None):
-        # All ranks take part, hence only where the groups meet.
-        config.check_interval(
-            "--gpu-sniff-test-interval", args.gpu_sniff_test_interval, "the test of GPUs, a meeting of all ranks,"
-        )
+        with problems.collecting():
+            _check_expert_data_parallel_size(args, config.groups)
+    remedy, meetings = ", or use --pier-save-inner-state all", []
+    if first:
+        meetings = [
+            ("--phase-transition-iterations", each) for each in getattr(args, "phase_transition_iterations", None) or ()
+        ]
+        names = ("save_interval", "non_persistent_save_interval", "exit_interval")
+        meetings += [(flag(name), interval) for name in names if (interval := getattr(args, name, None))]
+    for given, iteration in meetings:
+        with problems.collecting():
+            config.check_interval(given, iteration, "saving the first group only", remedy)
+    if interval := getattr(args, "gpu_sniff_test_interval", None):
+        with problems.collecting():
+            # All ranks take part, hence only where the groups meet.
+            config.check_interval("--gpu-sniff-test-interval", interval, "the test of GPUs, a meeting of all ranks,")
+    problems.report()
 
 
-def _refuse_in_jobs(args: argparse.Namespace, config: PierConfig) -> None:
-    """Refuses flags of Megatron that are incompatible with islands that join; Pier's own: :meth:`PierConfig.check_elastic`."""
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if getattr(args, name, None):
-            raise PierConfigError(
-                f"{flag(name)} cannot be used with --pier-lighthouse: an island that joins counts the samples of the "
-                "iterations that it was not there for by one batch size. Use a constant --global-batch-size."
-            )
-    if config.island and args.data_cache_path is None and args.save is None and not args.mock_data:
-        raise PierConfigError(
-            f"--pier-island {config.island} without --save and --data-cache-path: islands that share data would write the same "
-            "index of it at the same time. Give one of the two."
+def refused(args: argparse.Namespace, config: PierConfig) -> list[str]:
+    """Messages of what does not go together, table by table; of arguments as typed or validated."""
+    saves, kind = args.save is not None, getattr(args, "non_persistent_ckpt_type", None)
+    first = saves and config.save_inner_state == "first"
+    balancing = next((name for name in strings(args.moe_router_load_balancing_type) if name in _OVER_ALL_GROUPS), None)
+    growing = [flag(name) for name in ("rampup_batch_size", "step_batch_size_schedule") if getattr(args, name, None)]
+    found = _met(
+        "--optimizer pier",
+        (
+            balancing,
+            f"--moe-router-load-balancing-type {balancing}: it counts tokens over all groups in every iteration. Use aux_loss "
+            "or seq_aux_loss",
+        ),
+        (
+            saves and args.ckpt_format != "torch_dist",
+            f"--ckpt-format {args.ckpt_format}: it stores the model of one group with the optimizer state of another. Use "
+            "--ckpt-format torch_dist",
+        ),
+    )
+    if config.groups > 1 and not config.islands:
+        found += _met(
+            "groups that are instances",
+            (
+                getattr(args, "check_weight_hash_across_dp_replicas_interval", None),
+                "--check-weight-hash-across-dp-replicas-interval: it compares all groups, also before the first iteration of a "
+                "run that resumes, and their weights differ between outer steps. Drop it, since Pier compares copies inside a "
+                "group itself, some of them at each outer step; or add --pier-islands: it then compares each group by itself",
+            ),
+            *(
+                (
+                    getattr(args, size, 1) > 1,
+                    f"{flag(shards)} {getattr(args, shards, None)}: Megatron shards weights so in one instance of the "
+                    "distributed optimizer only, and each group is one. Drop it",
+                )
+                for size, shards in _WEIGHT_SHARDS.items()
+            ),
         )
+    if config.islands:
+        found += _met(
+            "--pier-islands",
+            (
+                args.full_validation,
+                "--full-validation: islands whose shares of the samples differ by one would wait for each other. Use "
+                "--eval-iters",
+            ),
+            (
+                kind is not None,
+                f"--non-persistent-ckpt-type {kind}: islands find the checkpoint that all of them have among persistent ones. "
+                "Use --save-interval",
+            ),
+            (first, "--pier-save-inner-state first: each island saves a checkpoint of its own. Save all"),
+        )
+    if first:
+        # Of these Megatron says at which sample, not in which iteration.
+        lost = (
+            "Megatron may save where the batch grows, also between outer steps, and what all groups but the first have learned"
+        )
+        found += _met(
+            "--pier-save-inner-state first",
+            *((True, f"{name}: {lost} since would be lost. Save all") for name in growing),
+        )
+    if config.lighthouse is not None:
+        counts = "an island that joins counts the samples of the iterations that it was not there for by one batch size"
+        found += _met(
+            "--pier-lighthouse",
+            *((True, f"{name}: {counts}. Use a constant --global-batch-size") for name in growing),
+            (
+                config.island and args.data_cache_path is None and not saves and not args.mock_data,
+                f"--pier-island {config.island} without --save and --data-cache-path: islands that share data would write the "
+                "same index of it at the same time. Give one of the two",
+            ),
+        )
+    return found
 
 
 def check_lazy_start(config: PierConfig, iteration: int) -> None:

@@ -140,6 +140,7 @@ NEEDED = (
     ),
     Needed("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
     Needed("megatron.core.tensor_parallel", "checkpoint get_cuda_rng_tracker"),
+    Needed("megatron.core.tokenizers.utils.build_tokenizer", "vocab_size_with_padding"),
     Needed("megatron.core.transformer.enums", "AttnBackend"),
     Needed("megatron.core.transformer.module", "param_is_not_shared"),
     Needed("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),

@@ -1,5 +1,6 @@
 """What a run says and checks before its first iteration."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.exchange.topology import Topology, some_of
-from pier_megatron.outer import OuterLoop, expectation
+from pier_megatron.outer import OuterLoop, Shards, expectation
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.state import ANCHOR, OuterState
 
@@ -93,17 +94,74 @@ def sites(config: PierConfig) -> list[str]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Takes:
+    """What the outer loop takes of a rank.
+
+    Attributes:
+        parameters: FP32 parameters whose outer state the rank holds.
+        state: Bytes of that state, on the host with ``--pier-offload``.
+        work: Bytes of device memory for chunks on their way.
+        sent: Bytes that the rank sends to other groups in a sync interval.
+        between_sites: Bytes of these that cross between sites; None without sites.
+    """
+
+    parameters: int
+    state: int
+    work: int
+    sent: int
+    between_sites: int | None
+
+    @classmethod
+    def of(cls, config: PierConfig, states: Sequence[OuterState], device_type: str) -> "Takes":
+        """Counts the states of a rank whose parameters are on a ``cpu`` or a ``cuda`` device."""
+        chunks = [(chunk.numel, chunk.shards.travel_exactly(config.codec)) for state in states for chunk in state.chunks]
+        wire, is_pinned = wire_of(config), device_type == "cuda"
+        return cls(
+            parameters=sum(state.numel for state in states),
+            state=sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states),
+            work=working_bytes(config, states),
+            sent=sum(bytes_of_outer_step(config, *chunk) for chunk in chunks),
+            between_sites=sum(wire.bytes_between_sites(*chunk) for chunk in chunks) if isinstance(wire, SiteWire) else None,
+        )
+
+    @classmethod
+    def planned(cls, config: PierConfig, owned: Sequence[int], copies: bool, device_type: str) -> "Takes":
+        """Counts what a rank will hold, without taking it.
+
+        Args:
+            config: Settings of the run.
+            owned: Numbers of parameters, as of :func:`pier_megatron.integration.planned_job.owned_parameters`.
+            copies: Whether other ranks hold copies of the second of them.
+            device_type: Device of the run, ``cpu`` or ``cuda``.
+        """
+        split, copied, tied = ([torch.empty(numel, device="meta")] if numel else [] for numel in owned)
+        state = OuterState(
+            [Shards(split), Shards(copied, is_copied=copies), Shards(tied, is_tied=True)],
+            chunk_numel=config.chunk_numel_on(device_type),
+            fragments=config.fragments,
+            segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
+            device=torch.device("meta"),
+        )
+        return cls.of(config, [state], device_type)
+
+    def lines(self, config: PierConfig, device_type: str) -> list[str]:
+        """What start-up, doctor and plan print."""
+        synchronous = round(8 * self.parameters * (config.groups - 1) / config.groups)
+        sites = "" if self.between_sites is None else f", {self.between_sites / 1e6:,.2f} MB of them to other sites"
+        communicator = ", beside the buffers of one more NCCL communicator" if device_type == "cuda" else ""
+        return [
+            f"per rank: {self.parameters:,} FP32 parameters; sends {self.sent / 1e6:,.2f} MB to other groups in "
+            f"{config.sync_interval} iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 "
+            f"gradients){sites}",
+            f"outer state per rank: {self.state / 1e6:,.2f} MB of {'host' if config.offload else 'device'} memory, and up to "
+            f"{self.work / 1e6:,.2f} MB of device memory for chunks on their way{communicator}",
+        ]
+
+
 def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: Sequence[str]) -> str:
     """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
-    config, states, exchange = loop.config, loop.states, loop.exchange
-    parameters = sum(state.numel for state in states)
-    chunks = [(chunk.numel, chunk.shards.travel_exactly(config.codec)) for state in states for chunk in state.chunks]
-    sent = sum(bytes_of_outer_step(config, *chunk) for chunk in chunks)
-    wire = wire_of(config)
-    between_sites = sum(wire.bytes_between_sites(*chunk) for chunk in chunks) if isinstance(wire, SiteWire) else None
-    synchronous = round(8 * parameters * (config.groups - 1) / config.groups)
-    is_pinned = loop.device.type == "cuda"
-    size = sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states)
+    config, exchange = loop.config, loop.exchange
     chunk_mib = config.chunk_mib_on(loop.device.type)
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
@@ -121,12 +179,7 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: 
         f"  exchange: {', '.join(option for option in options if option)}, in chunks of {chunk_mib} MiB",
         *(f"  {line}" for line in sites(config)),
         *schedule(config),
-        f"  per rank: {parameters:,} FP32 parameters; sends {sent / 1e6:,.2f} MB to other groups in {config.sync_interval} "
-        f"iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 gradients)"
-        + (f", {between_sites / 1e6:,.2f} MB of them to other sites" if between_sites is not None else ""),
-        f"  outer state per rank: {size / 1e6:,.2f} MB of {'host' if config.offload else 'device'} memory, and up to "
-        f"{working_bytes(config, states) / 1e6:,.2f} MB of device memory for chunks on their way"
-        + (", beside the buffers of one more NCCL communicator" if is_pinned else ""),
+        *(f"  {line}" for line in Takes.of(config, loop.states, loop.device.type).lines(config, loop.device.type)),
         *(
             ["  overlapped steps wait for copies of offloaded state: pier-megatron plan says whether blocking ones are faster"]
             if config.overlap and config.offload

@@ -278,16 +278,38 @@ def test_refusals_name_the_setting(runs: dict[str, Recorded], name: str) -> None
 _DOCTOR = """
 import json, sys
 from pier_megatron.commands.cli import main
+sys.path.insert(0, sys.argv[2])
 for words in json.loads(sys.argv[1]):
     print(f"status {main(['doctor', *words])}")
 """
 
 
+_OF_TRANSFORMER_ENGINE = """
+from examples.bridge.recipes import llama_tiny
+
+def imports():
+    import transformer_engine
+
+def graphs():
+    config = llama_tiny()
+    config.model.overlap_dispatch_backward_with_experts_wgrad = True
+    return config
+"""
+
+
 def test_doctor_checks_a_recipe(tmp_path: Path) -> None:
     recipe = ["--recipe", "examples.bridge.recipes:llama_tiny"]
-    looks = [[*recipe, "--nodes", "2", "--ranks-per-node", "2"], [*recipe, "--ranks-per-node", "1"]]
-    said = execute([sys.executable, "-W", "ignore", "-c", _DOCTOR, json.dumps(looks)], tmp_path / "doctor.txt", BRIDGE)
-    accepted, refused = said.split("status 0\n")
+    (tmp_path / "engine.py").write_text(_OF_TRANSFORMER_ENGINE)
+    looks = [[*recipe, "--nodes", "2", "--ranks-per-node", "2"], ["--recipe", "engine:imports"], ["--recipe", "engine:graphs"]]
+    looks.append([*recipe, "--ranks-per-node", "1"])
+    words = [sys.executable, "-W", "ignore", "-c", _DOCTOR, json.dumps(looks), str(tmp_path)]
+    said = execute(words, tmp_path / "doctor.txt", BRIDGE)
+    accepted, *unknown, refused = said.split("status 0\n")
+    # Good recipes that this machine cannot build.
+    assert len(unknown) == 2
+    for each in unknown:
+        assert "Megatron-Bridge refuses the recipe without Transformer Engine: " in each
+        assert each.endswith("OK\n")
     groups = r"2 groups of 2 ranks, preset pier-rising \(.+\)\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n"
     assert re.search(groups, accepted)
     assert accepted.endswith("100.0%  0.643  0.800\nOK\n")

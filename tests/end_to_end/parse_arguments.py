@@ -27,7 +27,7 @@ def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
             args = arguments.parse_args()
             arguments.validate_args(args)
     except SystemExit:
-        return {"error": output.getvalue().splitlines()[-1]}
+        return {"error": output.getvalue().rpartition(": error: ")[2]}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     names = (

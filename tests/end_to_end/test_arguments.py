@@ -116,6 +116,26 @@ _REFUSED = {
     f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel", "across groups"],
     f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],
     f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval", "one optimizer instance"],
+    # All that is wrong is said at once.
+    f"{_PIER} --use-megatron-fsdp --override-ckpt-iteration 0 --timing-log-level 1 --pier-overlap 60": [
+        "--use-megatron-fsdp",
+        "--override-ckpt-iteration 0",
+        "--pier-overlap 60",
+    ],
+    f"{_PIER} --timing-log-level 1 --gpu-sniff-test-interval 20 --num-experts 8 --expert-model-parallel-size 8": [
+        "--timing-log-level 1",
+        "--gpu-sniff-test-interval 20",
+        "expert-data-parallel size 1",
+    ],
+    f"{_PIER} --num-distributed-optimizer-instances 4 --yaml-cfg config.yaml --use-torch-fsdp2": [
+        "contradicts --pier-groups 2",
+        "does not read --yaml-cfg",
+        "--use-torch-fsdp2",
+    ],
+    f"{_JOB} --pier-overlap 5 --pier-fragments 2": [
+        "--pier-overlap 5 cannot be used with --pier-lighthouse",
+        "--pier-fragments 2 cannot be used with --pier-lighthouse",
+    ],
     f"{_PIER} --yaml-cfg config.yaml": ["--yaml-cfg", "pass the same settings as flags"],
     f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": [
         "expert-data-parallel size 1",

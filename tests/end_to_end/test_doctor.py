@@ -77,6 +77,9 @@ _REFUSED = {
     _JOB + "--num-attention-heads 11": "Megatron refuses the arguments: ",
     _SAMPLES + "--gpu-sniff-test-interval 75": "75 = 1 x 50 + 25",
 }
+_WRONG = f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --use-megatron-fsdp --gpu-sniff-test-interval 75 --json --own 1"
+_UNPLUGGED = _JOB.replace("-m pier_megatron pier_megatron/commands/demo/pretrain_bytes.py", "none.py")
+_HUGGING_FACE = _JOB.replace("--vocab-size 50257", "") + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 _LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
 
 
@@ -93,7 +96,16 @@ def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     looks = [("doctor", job) for job in (*accepted, *_REFUSED)]
     looks += [("doctor", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
-    looks += [("plan --plot x.png", _STOCK_COMPRESSED)]
+    looks += [("plan --plot x.png", _STOCK_COMPRESSED), ("plan", _WRONG), ("plan", _UNPLUGGED), ("plan", _JOB + "--own 1")]
+    tokenizer = picture.parents[1] / "tokenizer"
+    tokenizer.mkdir()
+    words = {
+        "model": {"vocab": {f"w{place}": place for place in range(1000)}},
+        "added_tokens": [{"id": 1000, "content": "<s>"}],
+    }
+    (tokenizer / "tokenizer.json").write_text(json.dumps(words))
+    looks += [("doctor", f"{_HUGGING_FACE} {tokenizer}")]
+    looks += [("plan --json", f"{_HUGGING_FACE} {place}") for place in (tokenizer, "org/name")]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED, _COMPRESSED)] + [
         ("plan", job) for job in (_JOB, _LARGE, _INTERLEAVED)
     ]
@@ -121,7 +133,11 @@ def test_healthy_job(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
     assert status == 0
     assert "4 nodes of 4 ranks" in findings
     assert "group 3: ranks 12-15 on node 3" in findings
-    assert re.search(r"8 bytes x [\d,]+ parameters / 2 ranks = 0\.\d+ GB per rank of device memory", findings)
+    [parameters] = re.findall(r"up to the padding of buffers, per rank: ([\d,]+) FP32 parameters; sends", findings)
+    # Half a layer's matrices, biases and norms; the padded vocabulary; positions; all of it halved by the two ranks of a group.
+    layer = (12 * 768 * 768 + 7 * 768) // 2 + 6 * 768
+    assert int(parameters.replace(",", "")) == -(-(12 * layer + 50432 // 2 * 768 + 1024 * 768 + 2 * 768) // 2)
+    assert f"outer state per rank: {8 * int(parameters.replace(',', '')) / 1e6:,.2f} MB of device memory" in findings
     assert "NCCL_SOCKET_IFNAME unset" in findings
     assert "WARNING: NCCL_IB_DISABLE=1" in findings
     assert "NCCL_NSOCKS_PERTHREAD unset" in findings
@@ -242,6 +258,38 @@ def test_job_that_would_fail(said: dict[tuple[str, str], tuple[int, str, str]], 
     assert verdict == "will not start"
 
 
+def test_plan_reports_everything_that_is_wrong_with_a_job(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    status, out, error = said["plan", _WRONG]
+    assert (status, out) == (2, "")
+    for message in (
+        "--pier-groop: no such flag. Did you mean --pier-groups?",
+        "--tensor-model-paralel-size: Megatron does not know it, and no script adds it. Did you mean --tensor-model-parallel-",
+        "--json: Megatron does not know it. Put it before the launch command of the job.",
+        "--use-megatron-fsdp cannot be used with --optimizer pier",
+    ):
+        assert message in error
+    status, out, error = said["plan", _UNPLUGGED]
+    assert (status, out) == (2, "")
+    assert "--optimizer pier: none.py is started without -m pier_megatron, and cannot be read" in error
+    status, out, _ = said["plan", _JOB + "--own 1"]
+    assert status == 0
+    assert "WARNING: --own: Megatron does not know it, and it is not in the text of" in out
+
+
+def test_vocabulary_of_a_tokenizer(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) -> None:
+    folder = picture.parents[1] / "tokenizer"
+    status, findings, _ = said["doctor", f"{_HUGGING_FACE} {folder}"]
+    assert (status, f"--tokenizer-model {folder}: 1,001 tokens" in findings) == (0, True)
+    assert re.search(r"per rank: [\d,]+ FP32 parameters", findings)
+    known, assumed = (json.loads(said["plan --json", f"{_HUGGING_FACE} {place}"][1]) for place in (folder, "org/name"))
+    assert known["warnings"] == []
+    assert assumed["warnings"] == [
+        "the tokenizer cannot be read here: a vocabulary of 128,000 tokens is assumed. Give --vocab-size"
+    ]
+    # Padded to a multiple of 256, and split over two tensor-parallel ranks.
+    assert assumed["parameters per rank"] - known["parameters per rank"] == (128_000 - 1024) * 768 / 2
+
+
 # 51,200,000 / 512; 2,560,000 / 256 + 48,640,000 / 512.
 @pytest.mark.parametrize(("job", "iterations"), [(_JOB, 100_000), (_SAMPLES, 100_000), (_GROWING, 105_000)])
 def test_length_of_the_run_in_iterations_or_samples(
@@ -268,8 +316,8 @@ def test_plan(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) 
     assert plan["bytes between groups per outer step and rank"] == pytest.approx(8 * 3 / 4 * plan["parameters per rank"] / 2)
     owned = plan["parameters per rank"] / 2
     assert plan["memory"]["outer state, --pier-offload to move it"] == pytest.approx(8 * owned)
-    # Of 64 MiB each, and there are only two; the pseudo-gradient and its mean.
-    assert plan["memory"]["chunks of an outer step on their way"] == pytest.approx(2 * 2 * 64 * 2**20)
+    # Of 64 MiB each: two of what tensor-parallel ranks split, one of what they copy; the pseudo-gradient and its mean.
+    assert plan["memory"]["chunks of an outer step on their way"] == pytest.approx(2 * 3 * 64 * 2**20)
     scaling = plan["sweeps"]["gpus"]
     sizes = list(map(int, scaling))
     assert sizes == [plan["gpus"] // 4 * 2**power for power in range(len(sizes))]
@@ -332,6 +380,16 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert "Pier: 2 groups of 2 ranks" in log
+    # Doctor, start-up and plan say the same.
+    said = re.findall(r"^ *((?:outer state )?per rank: .*)$", log, re.MULTILINE)
+    assert len(said) == 4
+    assert said[:2] == said[2:]
+    planned = subprocess.run(
+        [*_DOCTOR[:-1], "plan", "--cluster", "perlmutter", *job], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert re.findall(r"^((?:outer state )?per rank: .*)$", planned.stdout, re.MULTILINE) == said[:2], planned.stderr
+    # Gigabytes are too coarse for this model.
+    assert "memory per rank: outer state, --pier-offload to move it: 0.00 GB" in planned.stdout
     assert "  group 1: ranks 2-3 on domain 1 (node 0)" in log
     assert "without the lazy start; nothing was loaded, saved or evaluated" in log
     # What the log of every iteration costs, and nothing else.

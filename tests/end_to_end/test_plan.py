@@ -90,8 +90,9 @@ def test_page_says_how_long_four_modes_wait() -> None:
         ("--latency -1", "argument --latency: -1: must be a number in [0, 1000000]"),
         ("--nodes-per-site 2", "--nodes-per-site without site-bandwidth: give both"),
         ("--log nowhere", "argument --log: nowhere: no such file"),
-        ("--spread 300", "argument --spread: 300: must be a number in [0, 100]"),
-        ("--restart 5", "--restart 5 is of failures, and none are simulated: add --mtbf HOURS, or drop it."),
+        ("--suggest", "--suggest was removed: compare the rows of plan with flags of your choice"),
+        ("--mtbf 500", "--mtbf was removed: plan simulates no failures; see docs/reliability.md"),
+        ("--spread=5", "--spread was removed: "),
     ],
 )
 def test_values_that_cannot_be(flags: str, said: str) -> None:
@@ -100,25 +101,6 @@ def test_values_that_cannot_be(flags: str, said: str) -> None:
     assert said in refusal.stderr
     assert "Traceback" not in refusal.stderr
     assert not refusal.stdout
-
-
-def test_failures_are_simulated_as_the_page_says(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "planner.md").read_text()
-    [command] = re.findall(r"`pier-megatron plan ([^`]* --mtbf [^`]*)`", page)
-    flags, job = " ".join(command.split()).replace("docs/", f"{tmp_path}/").split(" torchrun ")
-    said = plan(flags, f"torchrun {job}")
-    assert said.returncode == 0, said.stderr
-    assert (tmp_path / "faults.png").read_bytes().startswith(b"\x89PNG")
-    shown = " ".join(page.split())
-    of_faults = said.stdout[said.stdout.index("Simulated (") :].split("\n\n")[0]
-    assert " ".join(of_faults.split()) in shown
-
-
-@pytest.mark.parametrize("optimizer", ["pier --pier-groups 1", "adam --use-distributed-optimizer --pier-compress dp=int8"])
-def test_failures_of_a_job_without_groups_are_refused(optimizer: str) -> None:
-    refusal = plan("--cluster perlmutter --mtbf 500", _XL.replace("--optimizer pier", f"--optimizer {optimizer}"))
-    assert refusal.returncode == 2
-    assert "--mtbf and --spread simulate groups that wait for each other" in refusal.stderr
 
 
 def test_routes_are_written_for_the_job_and_nothing_else(tmp_path: Path) -> None:

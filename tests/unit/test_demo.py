@@ -148,14 +148,6 @@ def test_progress_is_shown_of_the_node_that_says_it(node: int, tmp_path: Path, c
     assert "iteration 50 of 300, loss 2.955" in capsys.readouterr().out
 
 
-def test_readme_shows_the_preset_that_the_demo_trains_with() -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    diff = readme.partition("```diff\n")[2].partition("```")[0]
-    assert f"--optimizer pier --pier-preset {parser.get_default('preset')} ..." in diff
-
-
 def test_lines_name_preset_seed_and_final_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.tensorboard import SummaryWriter
 

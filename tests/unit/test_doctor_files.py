@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pier_megatron.commands.doctor import job_files
-from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.commands.findings import Findings
 from pier_megatron.exchange.authentication import new_secret
 
 

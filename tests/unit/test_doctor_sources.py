@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands.doctor.findings import Findings
-from pier_megatron.commands.doctor.launch import look, look_at_unknown
-from pier_megatron.commands.doctor.script_sources import ScriptSources
+from pier_megatron.commands.doctor.launch import look
+from pier_megatron.commands.findings import Findings
+from pier_megatron.commands.job_arguments import look_at_unknown
 from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.script_sources import ScriptSources
 
 _REGISTERS = "import pier_megatron\npier_megatron.register()\n"
 

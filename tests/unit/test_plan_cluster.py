@@ -48,7 +48,10 @@ def test_example_file_has_every_figure_that_a_cluster_needs() -> None:
     assert (cluster.latency, cluster.site_latency) == (pytest.approx(3e-5), pytest.approx(0.03))
     assert (cluster.nodes_per_site, cluster.efficiency) == (8, TCP_EFFICIENCY)
     assert cluster.node_rate == pytest.approx(12.5e9 * TCP_EFFICIENCY)
-    assert not cluster.is_calibrated
+    # The planner asks for what data sheets say, not for what a file or a flag has given.
+    assert not cluster.is_of_data_sheets
+    assert parsed("--cluster", "dgx-h100").is_of_data_sheets
+    assert not parsed("--cluster", "dgx-h100", "--node-bandwidth", "40").is_of_data_sheets
     assert [cluster.sites(gpus) for gpus in (1, 64, 65, 128, 129)] == [1, 1, 2, 2, 3]
 
 

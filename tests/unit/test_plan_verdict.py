@@ -1,18 +1,13 @@
 """The planner's verdict, the ways it compares, and what it reads of a run's log."""
 
 import dataclasses
-import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
-import survey
-from rows import Row
-from simulation import Run
 
 from pier_megatron import PierConfig
-from pier_megatron.commands.plan import loss, measured, suggestion, ways
+from pier_megatron.commands.plan import loss, measured, ways
 from pier_megatron.commands.plan.cluster import CLUSTERS, Cluster
 from pier_megatron.commands.plan.fit import RECOMPUTE
 from pier_megatron.commands.plan.model import Job, Way, predict
@@ -126,69 +121,6 @@ def test_sites_are_rows() -> None:
     assert near < own
     # A group that fills a site synchronises its 32 replicas in each iteration, and sends as much over the link as 64 groups.
     assert apart > near
-
-
-def test_suggested_ways_start_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"inner": "adam", "groups": 8, "preset": "local-sgd", "seeds": 3}
-    often = suggestion.Point(interval=1, dtype="int1", overlap=1, gap=0.01, **settings)
-    rarely = suggestion.Point(interval=10, dtype="int4", overlap=0, gap=0.02, **settings)
-    monkeypatch.setattr(suggestion, "POINTS", (often, rarely))
-    prediction = predict(_XL, _A100)
-
-    def intervals(**kwargs: Any) -> set[int]:
-        return {way["interval"] for way in suggestion.suggest(prediction, config(**kwargs))}
-
-    assert intervals() == {1}
-    assert intervals(no_error_feedback=True) == {10}
-    assert intervals(fragments=4) == {10}
-    assert intervals(inner_optimizer="muon", islands=True) == set()
-    assert intervals(lighthouse="http://127.0.0.1:29510", island=0, lazy_start_iters=0) == set()
-
-
-def test_slower_links_are_given_longer_intervals_and_fewer_bits() -> None:
-    job = dataclasses.replace(_XL, gpus=8, replicas=8, groups=8)
-    settings = config(groups=8, islands=True, inner_optimizer="muon")
-    bits = []
-    for rate in (1e6, 1e8, 1e9, 1e12):
-        cluster = dataclasses.replace(_A100, gpus_per_node=1, node_bandwidth=rate)
-        first, *others = suggestion.suggest(predict(job, cluster), settings)
-        bits.append(first["bits"])
-        # Those that follow take longer, and lose less.
-        assert all(other["seconds"] > first["seconds"] and other["gap"] < first["gap"] for other in others)
-    assert bits == sorted(bits)
-    assert bits[0] < 0.25 < 1 < bits[-1]
-    said = suggestion.lines(suggestion.suggest(predict(job, _A100), settings), 4)
-    assert said[0].startswith("Suggested: --pier-sync-interval ")
-    # Flags that are pasted replace those of the job.
-    assert "--pier-overlap" in said[0]
-    assert "8 groups, not 4" in said[-1]
-
-
-def test_points_are_what_was_measured() -> None:
-    """The gaps of the planner's points, from curves of the plugin's runs or, where there are none, from simulated ones."""
-    curves = json.loads((_DOCS / "study.json").read_text())
-    simulated = dict(survey._parse(line) for name in ("survey", "frontier") for line in (_DOCS / f"{name}.jsonl").open())
-
-    def trained(point: suggestion.Point, seed: int) -> float | None:
-        of_point = {name: getattr(point, name) for name in ("groups", "interval", "dtype", "overlap", "inner")}
-        row = Row(point.preset, seed, learning_rate=8e-3, muon_rate=4e-2, **of_point)
-        return curves[row.name]["600"] - curves[row.baseline.name]["600"] if row.name in curves else None
-
-    def in_simulation(point: suggestion.Point, seed: int) -> float | None:
-        synchronous = Run(inner=point.inner, seed=seed)
-        coded = {} if point.dtype == "fp32" else {"dtype": point.dtype, "sum_dtype": point.dtype}
-        given: dict[str, Any] = {"method": point.preset, "interval": point.interval, "overlap": point.overlap, **coded}
-        if point.preset == "pier-frequent":
-            given |= {"method": "local-sgd", "outer_momentum": 0.3, "outer_lr": 0.8}
-        run = dataclasses.replace(synchronous, groups=point.groups, **given)
-        return simulated[run].final - simulated[synchronous].final if run in simulated else None
-
-    for point in suggestion.POINTS:
-        gaps = [trained(point, seed) for seed in (1, 2, 3)]
-        if None in gaps:
-            gaps = [in_simulation(point, seed) for seed in (1, 2, 3)]
-        known = [gap for gap in gaps if gap is not None]
-        assert (len(known), statistics.mean(known)) == (point.seeds, pytest.approx(point.gap, abs=6e-4)), point
 
 
 def test_sweeps_meet_the_job_where_it_stands() -> None:

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from pier_megatron import PierConfig
-from pier_megatron.commands.plan import faults, fit, model, suggestion, waiting, ways
+from pier_megatron.commands.plan import fit, model, waiting, ways
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Plan, Prediction, Way, predict
-from pier_megatron.commands.plan.troubles import Troubles
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
@@ -146,8 +145,8 @@ def test_bytes_are_those_that_rounds_copy(copied: _Copied, dtype: str, span: int
 def waits(monkeypatch: pytest.MonkeyPatch, there: float = 40e9, cluster: Cluster = _A100, **settings: Any) -> Plan:
     """What the planner says of a job whose state takes 14 GB beside 24."""
 
-    def memory_of(args: argparse.Namespace, config: PierConfig, owned: float) -> dict[str, float]:
-        return {"state": 24e9 + (0 if config.offload else 8 * owned)}
+    def memory_of(args: argparse.Namespace, config: PierConfig) -> dict[str, float]:
+        return {"state": 24e9 + (0 if config.offload else 8 * _JOB.owned)}
 
     def changed(args: argparse.Namespace, config: PierConfig, **changes: Any) -> PierConfig | None:
         return None if config.lighthouse is not None and changes["overlap"] else dataclasses.replace(config, **changes)
@@ -156,7 +155,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, there: float = 40e9, cluster: Cluster
     monkeypatch.setattr(fit, "changed_settings", changed)
     config = PierConfig(**({"train_iters": 100_000, "groups": 16} | settings))
     args = argparse.Namespace(recompute_granularity=None)
-    return waiting.waits(args, config, predict(_JOB, cluster), _JOB.owned, there)
+    return waiting.waits(args, config, predict(_JOB, cluster), there)
 
 
 def test_fastest_of_four_modes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +212,7 @@ def test_modes_that_would_not_start_are_not_shown(monkeypatch: pytest.MonkeyPatc
     assert set(found["modes"]) == {"blocking", "blocking with --pier-offload"}
 
 
-def test_tables_suggestions_and_faults_count_the_copies_of_the_job() -> None:
+def test_tables_count_the_copies_of_the_job() -> None:
     # On a host of half the speed, on which a blocking step waits for its copies.
     cluster, vector = dataclasses.replace(_A100, host_bandwidth=10e9), 2 * _VECTOR
     prediction = predict(_JOB, cluster)
@@ -225,15 +224,3 @@ def test_tables_suggestions_and_faults_count_the_copies_of_the_job() -> None:
     assert host[own] - device[own] == pytest.approx(0.9 * (2 * _COPIED + _ALONE - _OVERLAPPED_PASSES) / 50)
     name = "DiLoCo from the first iteration, H = 50"
     assert host[name] - device[name] == pytest.approx(copying / 50)
-    point = suggestion.POINTS[-1]
-    with mock.patch.object(suggestion, "POINTS", (point,)):
-        [plain], [copied] = (suggestion.suggest(prediction, config) for config in (on_device, on_host))
-    assert copied["seconds"] - plain["seconds"] == pytest.approx(0.9 * copying / point.interval)
-    simulation = faults.Simulation(_JOB, cluster, on_host, Troubles(float("inf"), 0.0, 600.0, 30.0), 100)
-    launched = simulation.groups(faults.Choice(faults.ONE_LAUNCH, 50))
-    assert (launched.exchange, launched.work) == (
-        pytest.approx((1 + 5 * _OTHERS) * vector),
-        pytest.approx(2 * _COPIED + _ALONE),
-    )
-    islands = simulation.groups(faults.Choice(faults.ELASTIC, 50))
-    assert islands.exchange + islands.work == pytest.approx(2 * vector)

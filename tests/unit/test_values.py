@@ -70,7 +70,7 @@ def flags() -> Iterator[Flag]:
                 yield Flag(command, action)
 
 
-_FLAGS = {str(flag): flag for flag in flags() if str(flag) not in _TEXT}
+_FLAGS = {str(flag): flag for flag in flags() if str(flag) not in _TEXT and flag.action.help != argparse.SUPPRESS}
 _SETTINGS = {
     flag_of(setting.name): setting
     for setting in (*dataclasses.fields(Settings), *WITH_ANY_OPTIMIZER)
@@ -241,6 +241,19 @@ def test_all_doors_check_the_words_of_a_job(
             assert said in printed.err
 
 
+def test_start_up_reports_all_flags_of_pier_that_cannot_be(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--pier-groop", "4", "--pier-groups", "0", "--pier-overlapp", "--lr", "3"]
+    with pytest.raises(SystemExit):
+        launcher.main([str(place / "file"), *words])
+    said = capsys.readouterr().err
+    for message in (
+        "--pier-groop: no such flag. Did you mean --pier-groups?",
+        "--pier-groups: 0: must be a whole number of at least 1",
+        "--pier-overlapp: no such flag. Did you mean --pier-overlap?",
+    ):
+        assert message in said
+
+
 def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
     from pier_megatron.flags import check_words
 
@@ -253,7 +266,7 @@ def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
     ("words", "said"),
     [
         ("demo --iterations -5", "--iterations: -5: must be a whole number"),
-        ("demo --preset pire", "Did you mean pier?"),
+        ("demo --iterations 40 -- --pier-preset pire", "Did you mean pier?"),
         ("demo --sync-interval 20 --iterations 15", "--train-iters 15"),
         ("lighthouse --islands -1", "--islands: -1: must be"),
         ("lighthouse --islands 2 --address 256.1.1.1", "--address: 256.1.1.1: must be an IP address"),
@@ -284,7 +297,7 @@ def show(parser):
 show(cli.parser())
 for run, words in (
     (cli.main, ["demo", "--iterations", "-5"]),
-    (cli.main, ["doctor", "torchrun", "-m", "pier_megatron", "x.py", "--pier-groups", "0"]),
+    (cli.main, ["plan", "--cluster", "perlmutter", "--suggest"]),
     (launcher.main, ["--help"]),
     (launcher.main, [sys.argv[1], "--pier-groups", "0"]),
 ):

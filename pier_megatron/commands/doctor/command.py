@@ -5,7 +5,8 @@ import gc
 import os
 import subprocess
 
-from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.commands import batch_script
+from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
@@ -47,6 +48,9 @@ def run(options: argparse.Namespace) -> int:
     findings = examine(options.command)
     print("\n".join(findings.lines()), flush=True)
     if options.start and not findings.errors:
+        with batch_script.opened(options.command) as (_, notes):
+            if notes:
+                raise PierConfigError("--start starts a launch command, not a batch script. Give the torchrun line itself.")
         _start(options.command, findings)
     print(findings.verdict, flush=True)
     return findings.status
@@ -70,13 +74,14 @@ def examine(words: list[str]) -> Findings:
     """Looks at a job without starting it; needs no GPU.
 
     Args:
-        words: Launch command of the job.
+        words: Launch command of the job, or a batch script with it.
     """
     findings = Findings()
     # Importing PyTorch and Megatron makes millions of objects and leaves no garbage; looking for it takes a fifth of the time.
     gc.disable()
-    with findings.collecting():
-        command = LaunchCommand.parse(words)
+    with findings.collecting(), batch_script.opened(words) as (launch, notes):
+        findings.notes += notes
+        command = LaunchCommand.parse(launch)
         from pier_megatron.commands.doctor import job
 
         job.examine(command, findings)

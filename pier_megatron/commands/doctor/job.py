@@ -11,13 +11,14 @@ from typing import Any
 import psutil
 
 from pier_megatron import features
+from pier_megatron.commands import job_arguments
 from pier_megatron.commands.doctor import job_files, launch
-from pier_megatron.commands.doctor.findings import Findings
-from pier_megatron.commands.doctor.script_sources import ScriptSources
+from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
 from pier_megatron.integration.datasets import compiled_for_another_python
-from pier_megatron.megatron_api.args import flag, uses_pier
+from pier_megatron.megatron_api.args import uses_pier
 
 # What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {
@@ -46,45 +47,12 @@ def examine(command: LaunchCommand, findings: Findings) -> None:
     sources, given = ScriptSources.of(command), job_files.paths(command.arguments)
     launch.look(command, sources, findings)
     job_files.look(given, findings)
-    with findings.collecting():
-        args = _parse(command, sources, findings)
-        if _validate(args, command, findings):
+    args = job_arguments.read(command, sources, findings, before=("--start", "--recipe", "--nodes", "--ranks-per-node"))
+    if args is not None:
+        with findings.collecting():
             _describe(args, command, findings)
     if command.nodes > 1:
         _look_at_network(findings)
-
-
-def _parse(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> argparse.Namespace:
-    """Megatron's arguments, as typed."""
-    args, unknown = command.parsed_arguments()
-
-    launch.look_at_unknown(unknown, [flag(name) for name in vars(args)], sources, findings)
-    return args
-
-
-def _validate(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
-    """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
-    from pier_megatron.integration import planned_job
-
-    missing = planned_job.missing_flags(args)
-    if missing:
-        # Megatron would name one of them at each start.
-        findings.errors.append(
-            f"{', '.join(missing)}: not given, and there is no default. Give {'them' if missing[1:] else 'it'}."
-        )
-        return False
-    checks = Findings()
-    with checks.collecting():
-        planned_job.validate(args, command.ranks_per_node)
-    if args.use_checkpoint_args:
-        findings.warnings += [
-            f"{error} If the checkpoint in --load gives what is missing, the job starts: doctor does not read "
-            "--use-checkpoint-args"
-            for error in checks.errors
-        ]
-    else:
-        findings.errors += checks.errors
-    return not checks.errors
 
 
 def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:
@@ -172,7 +140,7 @@ def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, comman
 def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings: Findings) -> None:
     """Compares a checkpoint with the room for it."""
     from pier_megatron.integration.checkpoint.size import bytes_per_parameter
-    from pier_megatron.integration.planned_job import parameters_of_model
+    from pier_megatron.integration.planned_sizes import parameters_of_model
 
     parameters = parameters_of_model(args)
     if args.save is None or job_files.is_in_object_store(args.save) or parameters is None:
@@ -209,29 +177,15 @@ def _count(number: int, noun: str) -> str:
 
 
 def _look_at_outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    """What the outer state takes, and whether this machine's host memory would hold it."""
-    from pier_megatron.integration.inner.requirements import are_shared_out
-    from pier_megatron.integration.planned_job import parameters_of_largest_shard
-    from pier_megatron.outer.memory import bytes_per_parameter, host_bytes
+    """What the outer loop takes, as start-up will say it, and whether this machine's host memory would hold it."""
+    from pier_megatron.integration import planned_sizes
 
-    size, parameters = bytes_per_parameter(config), parameters_of_largest_shard(args)
-    if parameters is None:
-        findings.notes.append(
-            f"outer state: {size} bytes per owned parameter; how many depends on the tokenizer (--vocab-size shows it here)"
-        )
+    findings.notes += planned_sizes.lines_of_outer_loop(args, config)
+    takes = planned_sizes.taken_by_outer_loop(args, config)
+    if takes is None or not config.offload:
         return
-    owners = args.data_parallel_size * args.context_parallel_size // config.groups if are_shared_out(args) else 1
-    per_rank = size * parameters / owners
-    sizes = f"{size} bytes x {parameters:,} parameters / {owners} ranks = {per_rank / 1e9:,.2f} GB per rank"
-    if not config.offload:
-        findings.notes.append(f"outer state: about {sizes} of device memory")
-        return
-    needed = command.ranks_per_node * host_bytes(config, parameters // owners, is_pinned=True)
-    free = psutil.virtual_memory().available
-    findings.notes.append(
-        f"outer state: about {sizes}, {needed / 1e9:,.2f} GB of host memory per node, as PyTorch pins it; {free / 1e9:,.2f} GB "
-        "are free here"
-    )
+    needed, free = command.ranks_per_node * takes.state, psutil.virtual_memory().available
+    findings.notes.append(f"--pier-offload: {needed / 1e9:,.2f} GB of host memory per node; {free / 1e9:,.2f} GB are free here")
     if needed >= free:
         findings.warnings.append(
             f"--pier-offload needs {needed / 1e9:,.2f} GB of host memory per node, and {free / 1e9:,.2f} GB are free here: not "

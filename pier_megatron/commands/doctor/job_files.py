@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pier_megatron.commands.doctor.findings import Findings
+from pier_megatron.commands.findings import Findings
 from pier_megatron.exchange.authentication import read_secret
 from pier_megatron.megatron_api.tracker import tracker_of
 

@@ -1,12 +1,11 @@
 """Looks at the launch line: the script, the plugin, and what scheduler and torchrun give the processes."""
 
 import os
-import re
 
-from pier_megatron.commands.doctor.findings import Findings
-from pier_megatron.commands.doctor.script_sources import ScriptSources
+from pier_megatron.commands.findings import Findings
+from pier_megatron.commands.job_arguments import look_at_plugin
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.errors import suggestion
+from pier_megatron.commands.script_sources import ScriptSources
 
 # What Megatron and torch.distributed read, and whether each process needs another value.
 _VARIABLES = {"RANK": True, "LOCAL_RANK": True, "WORLD_SIZE": False, "MASTER_ADDR": False, "MASTER_PORT": False}
@@ -18,39 +17,14 @@ _WRAPPER = (
 
 def look(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:
     """Looks at everything but the script's own arguments."""
-    _look_at_script(command, sources, findings)
+    if sources.script is None:
+        what = "no such module" if command.is_module else "no such file"
+        findings.errors.append(f"SCRIPT {command.script}: {what}, seen from {os.getcwd()}. Give its path.")
+    look_at_plugin(command, sources, findings)
     if command.launcher == "python":
         _look_at_variables(command, sources, findings)
     else:
         _look_at_torchrun(command, findings)
-
-
-def _look_at_script(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:
-    script, needing = command.script, None if command.has_plugin else _needing_plugin(command.arguments)
-    if sources.script is None:
-        what = "no such module" if command.is_module else "no such file"
-        findings.errors.append(f"SCRIPT {script}: {what}, seen from {os.getcwd()}. Give its path.")
-    if needing is None:
-        return
-    registering = sources.files_with("pier_megatron", "register(") or sources.files_with("from pier_megatron import register")
-    without = f"{needing}: {script} is started without -m pier_megatron"
-    if registering:
-        findings.notes.append(f"{needing} is made known by {registering[0]}")
-    elif sources.script is None:
-        findings.warnings.append(f"{without}, which is right only if it calls pier_megatron.register() by itself")
-    else:
-        findings.errors.append(
-            f"{without}, and neither it nor what it imports calls pier_megatron.register(), so that Megatron would refuse the "
-            f"flag. Put -m pier_megatron before {script}."
-        )
-
-
-def _needing_plugin(arguments: tuple[str, ...]) -> str | None:
-    """The first flag that only the plugin knows, with the optimizer's value."""
-    for place, word in enumerate(arguments):
-        if word == "--optimizer=pier" or arguments[place : place + 2] == ("--optimizer", "pier"):
-            return "--optimizer pier"
-    return next((word for word in arguments if word.startswith("--pier-")), None)
 
 
 def _look_at_variables(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:
@@ -108,31 +82,3 @@ def _look_at_torchrun(command: LaunchCommand, findings: Findings) -> None:
             f"srun gives torchrun the same --node-rank on all {command.nodes} nodes. Use --rdzv-backend c10d --rdzv-endpoint "
             "FIRST_NODE:29500 in the place of --master-addr, or srun ... bash -c 'torchrun --node-rank $SLURM_NODEID ...'."
         )
-
-
-def look_at_unknown(unknown: list[str], known: list[str], sources: ScriptSources, findings: Findings) -> None:
-    """Looks at words that Megatron's parser does not know: flags of the script's own, or misspelt ones.
-
-    Args:
-        unknown: The words.
-        known: Megatron's and the plugin's flags.
-        sources: What the script says.
-        findings: Findings to add to.
-    """
-    # Values of unknown flags follow them; one in front belongs to no flag.
-    flags = [word.partition("=")[0] for word in unknown if re.match(r"--?[A-Za-z]", word)]
-    stray = [] if flags and unknown[0].startswith("-") else unknown[:1]
-    for word in stray:
-        findings.errors.append(f"{word}: belongs to no flag, and Megatron would refuse it. Drop it, or name its flag.")
-    for flag in flags:
-        quoted = [files[0] for quote in "\"'" if (files := sources.files_with(f"{quote}{flag}{quote}"))]
-        meant = suggestion(flag, known)
-        if quoted:
-            findings.notes.append(f"{flag}: not Megatron's; {quoted[0]} adds it")
-        elif meant or flag.startswith("--pier-"):
-            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{meant or '. Drop it.'}")
-        else:
-            findings.warnings.append(
-                f"{flag}: Megatron does not know it, and it is not in the text of {sources.script or 'the script'} or of what "
-                "that imports: the job starts only if the script adds it in another way"
-            )

@@ -3,15 +3,21 @@
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from typing import Any
 
 import torch
 
-from pier_megatron.commands.doctor.findings import Findings
 from pier_megatron.commands.doctor.job import describe_groups, look_at_checkpoint
+from pier_megatron.commands.findings import Findings
 from pier_megatron.cpu import bridge, emulation
 from pier_megatron.errors import PierConfigError
+
+_UNKNOWN = (
+    "Megatron-Bridge refuses the recipe without Transformer Engine: {}. Whether it starts with it is not known here; check it "
+    "on a machine that has Transformer Engine"
+)
 
 
 def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> None:
@@ -27,7 +33,9 @@ def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> N
         PierConfigError: If there is no such recipe, or it will not start.
     """
     _prepare(nodes * ranks_per_node, ranks_per_node)
-    config = _recipe(name)
+    config = _recipe(name, findings)
+    if config is None:
+        return
     if _lacks_transformer_engine():
         bridge.use_cpu(config)
         findings.notes.append("Transformer Engine is absent here: the recipe is checked with local layers, on gloo")
@@ -42,8 +50,12 @@ def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> N
         versions.require("megatron.bridge.training.config", "runtime_config_update")(config)
     except PierConfigError:
         raise
-    except (AssertionError, ValueError) as error:
-        raise PierConfigError(f"--recipe {name}: {error or type(error).__name__}") from error
+    except (AssertionError, ValueError, ImportError) as error:
+        said = str(error) or type(error).__name__
+        if _is_of_transformer_engine(said):
+            findings.notes.append(_UNKNOWN.format(said))
+            return
+        raise PierConfigError(f"--recipe {name}: {said}") from error
     loop: Any = run.loop()
     arguments = loop.arguments()
     own = Findings()
@@ -67,7 +79,12 @@ def _lacks_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is None
 
 
-def _recipe(name: str) -> Any:
+def _is_of_transformer_engine(error: str) -> bool:
+    """Whether a recipe is refused because Transformer Engine is absent on this machine."""
+    return _lacks_transformer_engine() and re.search(r"(?i:transformer.?engine)|\bTE\b", error) is not None
+
+
+def _recipe(name: str, findings: Findings) -> Any:
     module, _, function = name.partition(":")
     if importlib.util.find_spec("megatron.bridge") is None:
         raise PierConfigError("--recipe needs megatron-bridge, which is not installed.")
@@ -76,4 +93,10 @@ def _recipe(name: str) -> Any:
         recipe = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise PierConfigError(f"--recipe {name}: {error}") from error
-    return recipe()
+    try:
+        return recipe()
+    except ImportError as error:
+        if not _is_of_transformer_engine(str(error)):
+            raise PierConfigError(f"--recipe {name}: {error}") from error
+        findings.notes.append(_UNKNOWN.format(error))
+        return None

@@ -145,13 +145,13 @@ def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple
 
 def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, float | None]:
     """Memory of a rank in bytes, and hours of the training, by the planner."""
-    from pier_megatron.integration import planned_job
+    from pier_megatron.integration import planned_sizes
     from pier_megatron.integration.arguments import config_from_args
     from pier_megatron.megatron_api.args import uses_pier
 
     job = sizes_of(args)
     config = config_from_args(args) if uses_pier(args) else None
-    memory = planned_job.memory(args) | (outer_memory(config, job.owned) if config else {})
+    memory = planned_sizes.memory(args) | (outer_memory(args, config) if config else {})
     if cluster is None:
         return sum(memory.values()), None
     prediction = predict(job, CLUSTERS[cluster])

@@ -18,7 +18,7 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
     Raises:
         PierConfigError: If a checkpoint on the way cannot be read, or repeats itself.
     """
-    from pier_megatron.integration import planned_job
+    from pier_megatron.integration import planned_sizes
     from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
     # The same vocabulary, counted as it is for experts: without Megatron's padding.
@@ -29,7 +29,7 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
             raise PierConfigError(f"{folder}: its model began from its own folder, so what was there before is not known.")
         seen.add(folder.resolve())
         arguments = argparse.Namespace(**vars(defaults) | vars(StoredModel.find(folder).arguments) | vocabulary)
-        done = planned_job.operations_done(arguments)
+        done = planned_sizes.operations_done(arguments)
         if done is None:
             raise PierConfigError(f"{folder}: the vocabulary's size is not stored.")
         total += done

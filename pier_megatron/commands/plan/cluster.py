@@ -37,7 +37,7 @@ class Cluster:
         overhead: Seconds of every iteration besides compute.
         overhead_per_parameter: Seconds of every iteration per parameter whose optimizer state a GPU holds.
         latency: Seconds of a message between nodes.
-        is_calibrated: Whether the figures fit published measurements; else they follow from data sheets.
+        is_of_data_sheets: Whether the links' figures follow from data sheets, rather than from measurements or their user.
         efficiency: Share of the node's and the site's bandwidth that an exchange achieves.
         nodes_per_site: Number of nodes of a site; 0 where all nodes share one network.
         site_bandwidth: Bytes per second that a site sends to others.
@@ -56,7 +56,7 @@ class Cluster:
     overhead: float = 0.015
     overhead_per_parameter: float = 0.0
     latency: float = 10e-6
-    is_calibrated: bool = False
+    is_of_data_sheets: bool = False
     efficiency: float = 1.0
     nodes_per_site: int = 0
     site_bandwidth: float = 0.0
@@ -101,10 +101,10 @@ class Cluster:
 # 80 % of what an adapter of 400 Gbit/s per GPU could. The A100 machine's TFLOP/s are the median of six published layouts.
 # Bandwidths of the host are not fitted: docs/planner.md has their sources.
 CLUSTERS = {
-    "perlmutter": Cluster(4, 40e9, 90e12, 5.0e9, 30e9, 1.5e12, 20e9, 0.015, 0.12e-9, is_calibrated=True),
-    "vista": Cluster(1, 96e9, 430e12, 41.4e9, 360e9, 3.6e12, 250e9, 0.015, 0.03e-9, is_calibrated=True),
-    "dgx-h100": Cluster(8, 80e9, 400e12, 320e9, 360e9, 3.3e12, 40e9, 0.015, 0.03e-9),
-    "dgx-h200": Cluster(8, 141e9, 400e12, 320e9, 360e9, 4.8e12, 40e9, 0.015, 0.03e-9),
+    "perlmutter": Cluster(4, 40e9, 90e12, 5.0e9, 30e9, 1.5e12, 20e9, 0.015, 0.12e-9),
+    "vista": Cluster(1, 96e9, 430e12, 41.4e9, 360e9, 3.6e12, 250e9, 0.015, 0.03e-9),
+    "dgx-h100": Cluster(8, 80e9, 400e12, 320e9, 360e9, 3.3e12, 40e9, 0.015, 0.03e-9, is_of_data_sheets=True),
+    "dgx-h200": Cluster(8, 141e9, 400e12, 320e9, 360e9, 4.8e12, 40e9, 0.015, 0.03e-9, is_of_data_sheets=True),
 }
 
 
@@ -200,6 +200,8 @@ def chosen(options: argparse.Namespace) -> Cluster:
     """
     given = {figure: getattr(options, figure.key.replace("-", "_")) for figure in FIGURES}
     changed = {figure.field: value * figure.unit for figure, value in given.items() if value is not None}
+    if "node_bandwidth" in changed:
+        changed["is_of_data_sheets"] = False
     return _checked(dataclasses.replace(options.cluster, **changed))
 
 

@@ -5,19 +5,34 @@ import gc
 import json
 from pathlib import Path
 
+from pier_megatron.commands import batch_script
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
-from pier_megatron.commands.plan import routes, troubles
+from pier_megatron.commands.plan import routes
 from pier_megatron.errors import PierConfigError
 from pier_megatron.values import existing_file, existing_folder, png_to_write
 
 # What imports torch is imported once the flags are right.
 
+_REMOVED = {
+    "--suggest": "compare the rows of plan with flags of your choice",
+    **dict.fromkeys(
+        ("--mtbf", "--spread", "--restart", "--save-seconds"), "plan simulates no failures; see docs/reliability.md"
+    ),
+}
+"""Flags of the release before, with what to do instead."""
+
+
+class _Removed(argparse.Action):
+    """Refuses a flag."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(f"{self.option_strings[0]} was removed: {self.const}")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     clusters.add_arguments(parser)
-    troubles.add_arguments(parser)
     routes.add_arguments(parser)
     parser.add_argument(
         "--log",
@@ -32,11 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PNG",
         help="draw the time to finish over H, link rate and GPUs (--optimizer pier)",
     )
-    parser.add_argument(
-        "--suggest",
-        action="store_true",
-        help="name the interval, codec, overlap and preset that lose least on this link, as flags to paste (--optimizer pier)",
-    )
+    for flag, instead in _REMOVED.items():
+        parser.add_argument(flag, action=_Removed, const=instead, nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_command_argument(parser)
 
@@ -64,19 +76,13 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     from pier_megatron.commands.plan import picture, text
     from pier_megatron.commands.plan.planning import make_plan
 
-    expected = troubles.troubles_of(options)
-    command = LaunchCommand.parse(options.command)
-    plan = make_plan(command, cluster, options.tflops is not None, options.log, expected, routes.wanted_of(options))
-    if expected is not None and "faults" not in plan:
-        raise PierConfigError(
-            "--mtbf and --spread simulate groups that wait for each other: they need a job with --optimizer pier and more than "
-            f"one group; this one has {plan.get('groups', 'none')}."
-        )
+    wanted = routes.wanted_of(options)
+    with batch_script.opened(options.command) as (launch, _):
+        command = LaunchCommand.parse(launch)
+        plan = make_plan(command, cluster, options.tflops is not None, options.log, wanted, options.flags)
     if options.plot and "sweeps" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
-    if options.suggest and "suggestions" not in plan:
-        raise PierConfigError("--suggest names flags for groups: it needs a job with --optimizer pier.")
     if options.plot:
         picture.draw(plan, options.plot)
-    print(json.dumps(plan, indent=2) if options.json else "\n".join(text.lines(plan, options.suggest)))
+    print(json.dumps(plan, indent=2) if options.json else "\n".join(text.lines(plan)))
     return 0

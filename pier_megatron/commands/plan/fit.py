@@ -14,11 +14,11 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 _ACTIVATIONS = "activations, without recomputation"
 
 
-def memory_of(args: argparse.Namespace, config: PierConfig | None, owned: float) -> dict[str, float]:
+def memory_of(args: argparse.Namespace, config: PierConfig | None) -> dict[str, float]:
     """Bytes of a GPU's memory that the job takes, by purpose."""
-    from pier_megatron.integration import planned_job
+    from pier_megatron.integration import planned_sizes
 
-    return planned_job.memory(args) | ({} if config is None else outer_memory(config, owned))
+    return planned_sizes.memory(args) | ({} if config is None else outer_memory(args, config))
 
 
 def needed(memory: dict[str, float], args: argparse.Namespace) -> float:
@@ -26,25 +26,25 @@ def needed(memory: dict[str, float], args: argparse.Namespace) -> float:
     return sum(size for name, size in memory.items() if name != _ACTIVATIONS or args.recompute_granularity != "full")
 
 
-def remedy(args: argparse.Namespace, config: PierConfig | None, owned: float, there: float) -> tuple[str, float] | None:
+def remedy(args: argparse.Namespace, config: PierConfig | None, there: float) -> tuple[str, float] | None:
     """The least change that makes a job fit, as flags, and the bytes that it then needs; None if there is none.
 
     The changes leave its iterations as fast as they were, except recomputation.
     """
     for flags, changed, changed_config in _changes(args, config):
-        size = needed(memory_of(changed, changed_config, owned), changed)
+        size = needed(memory_of(changed, changed_config), changed)
         if size <= there:
             return " ".join(flags), size
     return None
 
 
-def can_overlap(args: argparse.Namespace, config: PierConfig, owned: float, there: float) -> bool:
+def can_overlap(args: argparse.Namespace, config: PierConfig, there: float) -> bool:
     """Whether the job starts with exchanges hidden behind half an interval, and fits by no more than it needs without."""
     hidden = changed_settings(args, config, overlap=config.sync_interval // 2)
     if hidden is None:
         return False
     # Chunks on their way are kept until they are applied.
-    plain, overlapped = (remedy(args, settings, owned, there) for settings in (config, hidden))
+    plain, overlapped = (remedy(args, settings, there) for settings in (config, hidden))
     return plain is not None and overlapped is not None and plain[0] == overlapped[0]
 
 

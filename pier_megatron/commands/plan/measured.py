@@ -57,7 +57,7 @@ def operations_per_second(run: Run, path: Path, args: argparse.Namespace, job: J
     Raises:
         PierConfigError: If the run is of another model or layout, or its iterations contain communication between nodes.
     """
-    from pier_megatron.integration import planned_job
+    from pier_megatron.integration import planned_sizes
 
     there = run.arguments
     for name in _ALIKE:
@@ -83,7 +83,7 @@ def operations_per_second(run: Run, path: Path, args: argparse.Namespace, job: J
             "iteration, which hides what a GPU achieves. Log a run of one group, or with --optimizer pier."
         )
     seconds = statistics.median(_steady(run, _number(there.get("pier_lazy_start_iters"), 0)))
-    flops = planned_job.operations(argparse.Namespace(**vars(args) | {"global_batch_size": batch, "train_samples": None}))
+    flops = planned_sizes.operations(argparse.Namespace(**vars(args) | {"global_batch_size": batch, "train_samples": None}))
     assert flops is not None  # sizes_of has refused a job whose operations are unknown.
     found = achieved(dataclasses.replace(job, flops=flops, gpus=gpus), cluster, seconds)
     if found <= 0:

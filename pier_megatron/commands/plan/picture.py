@@ -1,11 +1,11 @@
 """A plan as a picture: the time to finish over the interval, the link rate and the GPUs, where Pier starts to pay."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pier_megatron.commands.plan import faults, ways
+from pier_megatron.commands.plan import ways
 from pier_megatron.commands.plan.model import Plan
 
 if TYPE_CHECKING:
@@ -19,15 +19,6 @@ _STYLES: dict[str, dict[str, Any]] = {
     ways.OVERLAPPED: {"color": "#3f9b6d"},
     ways.COMPUTE: {"color": "#777777", "linestyle": ":"},
 }
-_FAULTY: dict[str, dict[str, Any]] = {
-    faults.SYNCHRONOUS: {"color": "#b2473e"},
-    faults.ONE_LAUNCH: {"color": "#2f6f9f"},
-    faults.ELASTIC: {"color": "#3f9b6d"},
-    faults.RESTING: {"color": "#3f9b6d", "linestyle": "--"},
-}
-
-# Runs that cost more than so many times what a group alone does are of no interest.
-_WORST = 5.0
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -42,9 +33,7 @@ def draw(plan: Plan, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    simulated = plan.get("faults")
-    rows = 1 if simulated is None else 2
-    figure, ((*panels,), *below) = pyplot.subplots(rows, 3, figsize=(16, 6.2 * rows), layout="constrained", squeeze=False)
+    figure, panels = pyplot.subplots(1, 3, figsize=(16, 6.2), layout="constrained")
     days, gpus = plan["iterations"] / 86400, plan["gpus"]
     interval, rate = plan["interval"], plan["link"] / 1e9
     what = "site" if plan["sites"] > 1 else "node"
@@ -61,8 +50,6 @@ def draw(plan: Plan, path: Path) -> None:
     for panel in panels:
         panel.set_ylabel("days to finish, lazy start included")
     panels[2].legend(fontsize=9, loc="lower left")
-    if simulated is not None:
-        _draw_faults(below[0], simulated, plan)
     # Blanks that hold a number and its unit together are not broken at.
     title = plan["verdict"].replace(" x ", "\u00a0x ")
     figure.suptitle("\n".join(textwrap.wrap(title, 150, break_on_hyphens=False)), fontsize=11)
@@ -91,25 +78,6 @@ def _annotate(axes: "Axes", own: float | None, note: str) -> None:
         axis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     axes.grid(alpha=0.3, which="both")
-
-
-def _draw_faults(panels: "Sequence[Axes]", simulated: Plan, plan: Plan) -> None:
-    """Draws the cost of each way to run the job where nodes fail and speeds differ."""
-    hours = simulated["assumed"]["hours between failures of a node"]
-    described = (
-        ("hours", "mean hours between failures of a node", hours, f"this job: {hours or 0:g} h"),
-        ("groups", f"groups of {plan['gpus'] // plan['groups']} GPUs", plan["groups"], f"this job: {plan['groups']} groups"),
-        ("interval", "sync interval H, iterations", plan["interval"], f"this job: H = {plan['interval']}"),
-    )
-    for axes, (name, label, own, note) in zip(panels, described, strict=True):
-        sweep = simulated["sweeps"][name]
-        for way, style in _FAULTY.items():
-            found = [(place, costs[way]) for place, costs in sweep.items() if costs.get(way) is not None]
-            axes.plot(*zip(*found, strict=True) if found else ([], []), label=way, linewidth=2, **style)
-        axes.set(xscale="log", yscale="log", ylim=(0.98, _WORST), xlabel=label)
-        axes.set_ylabel("GPU time of a sample that counts, x a group alone")
-        _annotate(axes, own, note)
-    panels[2].legend(fontsize=9, loc="center right")
 
 
 def _scaled(factor: float) -> tuple[Callable[[float], float], Callable[[float], float]]:

@@ -3,29 +3,33 @@
 import argparse
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+from pier_megatron.commands import job_arguments
+from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan import (
     compression_gain,
-    faults,
     fit,
     loss,
     measured,
     routes,
     sizes,
     stock,
-    suggestion,
     waiting,
     ways,
 )
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Plan, predict
 from pier_megatron.commands.plan.skipping_gain import predict_skipping
-from pier_megatron.commands.plan.troubles import Troubles
 from pier_megatron.commands.plan.verdict import gain_of, verdict
+from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.flags import WITH_ANY_OPTIMIZER
+from pier_megatron.megatron_api.args import uses_pier
+from pier_megatron.settings import flag_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +49,17 @@ _ASSUMED = Speed("assumed: measure them with --tflops, or --log of a short run",
 _GIVEN = Speed("from --tflops", is_measured=True)
 
 
+# Of a vocabulary that cannot be seen, as large as those of today's models.
+_TOKENS = 128_000
+
+
 def make_plan(
     command: LaunchCommand,
     cluster: Cluster,
     is_measured: bool = False,
     log: Path | None = None,
-    troubles: Troubles | None = None,
     wanted_routes: routes.Wanted | None = None,
+    before: Sequence[str] = (),
 ) -> Plan:
     """Plans a job with ``--optimizer pier``, or with a flag inside a group; needs no GPU.
 
@@ -60,8 +68,8 @@ def make_plan(
         cluster: Cluster on which it runs.
         is_measured: Whether the cluster's TFLOP/s are of this job.
         log: Output or TensorBoard folder of a run of the job that has begun, on fewer GPUs or iterations if need be.
-        troubles: Failures and uneven speeds to simulate; None for none.
         wanted_routes: Routes to search, see :mod:`routes`; None for none.
+        before: Flags of the planner's own, which belong before the job.
 
     Returns:
         Plain values: the job, memory in bytes, times in seconds, a verdict.
@@ -69,8 +77,10 @@ def make_plan(
     Raises:
         PierConfigError: If the job would not start, its size cannot be seen, it has sites, or the log says nothing of it.
     """
-    found = command.planned_job()
-    args, config, job = found.args, found.config, sizes.sizes_of(found.args)
+    args, warnings = _arguments(command, before)
+    from pier_megatron.integration.arguments import config_from_args
+
+    config, job = config_from_args(args) if uses_pier(args) else None, sizes.sizes_of(args)
     if config is not None and config.sites is not None:
         raise PierConfigError(
             f"--pier-sites {config.sites}: pier-megatron plan does not count averages inside sites. Plan with --pier-groups "
@@ -88,28 +98,24 @@ def make_plan(
     if log is not None and run is not None and run.iterations and not is_measured:
         cluster = dataclasses.replace(cluster, flops=measured.operations_per_second(run, log, args, job, cluster))
         speed = Speed(f"measured in {log}", is_measured=True)
-    memory = fit.memory_of(args, config, job.owned)
+    memory = fit.memory_of(args, config)
     needed = fit.needed(memory, args)
-    remedy = fit.remedy(args, config, job.owned, cluster.memory) if needed > cluster.memory else None
+    remedy = fit.remedy(args, config, cluster.memory) if needed > cluster.memory else None
     plan = {
         "gpus": job.gpus,
         "parameters per rank": job.shard,
-        "calibrated": cluster.is_calibrated,
+        "links from data sheets": cluster.is_of_data_sheets,
         "memory": memory,
         "memory needed": needed,
         "memory of a GPU": cluster.memory,
         "fits": needed <= cluster.memory,
         "tflops": {"per GPU": cluster.flops / 1e12, "source": speed.source, "measured": speed.is_measured},
         "iterations": args.train_iters,
+        "warnings": warnings,
     } | _routes(args, job, cluster, wanted_routes)
     if config is None:
         line = stock.verdict(needed, cluster, remedy, speed.source)
         return {"verdict": line} | plan | stock.make_plan(args, job, cluster)
-    simulated: Plan = {}
-    if troubles is not None and job.groups > 1:
-        simulation = faults.Simulation(job, cluster, config, troubles, args.log_interval)
-        rows = faults.make_plan(simulation, args.train_iters)
-        simulated = {"faults": rows | {"sweeps": faults.sweeps(simulation)}}
     line = verdict(
         job,
         cluster,
@@ -118,7 +124,7 @@ def make_plan(
         is_measured=speed.is_measured,
         memory=needed,
         remedy=remedy,
-        can_overlap=fit.can_overlap(args, config, job.owned, cluster.memory),
+        can_overlap=fit.can_overlap(args, config, cluster.memory),
     )
     try:
         expected = loss.expected_shares(board if has_noise else None, config, args.global_batch_size)
@@ -127,7 +133,27 @@ def make_plan(
             raise
         # The log has said how fast the job is, and that is what it was given for.
         expected = {"why": str(error)}
-    return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed) | simulated
+    return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed)
+
+
+def _arguments(command: LaunchCommand, before: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Megatron's arguments of a job that uses Pier, and warnings of its command line."""
+    from pier_megatron.integration.arguments import uses_group_settings
+
+    findings, sources = Findings(), ScriptSources.of(command)
+    job_arguments.look_at_plugin(command, sources, findings)
+    args = job_arguments.read(command, sources, findings, before)
+    if args is None or findings.errors:
+        raise PierConfigError(*findings.errors or findings.warnings)
+    if not uses_pier(args) and not uses_group_settings(args):
+        flags = ", ".join(flag_of(setting.name) for setting in WITH_ANY_OPTIMIZER)
+        raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
+    if args.vocab_size is None and getattr(args, "padded_vocab_size", None) is None:
+        args.vocab_size = _TOKENS
+        findings.warnings.append(
+            f"the tokenizer cannot be read here: a vocabulary of {_TOKENS:,} tokens is assumed. Give --vocab-size"
+        )
+    return args, findings.warnings
 
 
 def _routes(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: routes.Wanted | None) -> Plan:
@@ -141,6 +167,8 @@ def _routes(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: routes
 
 def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, speed: Speed) -> Plan:
     """What an outer loop makes of the job."""
+    from pier_megatron.integration import planned_sizes
+
     prediction = predict(job, cluster)
     modes, own = ways.modes(prediction, config)
     break_even = prediction.break_even_interval()
@@ -155,8 +183,7 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         # JSON has no infinity.
         "break-even interval": None if job.groups == 1 or math.isinf(break_even) else break_even,
         "compression": [dataclasses.asdict(saving) for saving in compression_gain.savings(job, cluster, prediction.compute)],
-        "suggestions": suggestion.suggest(prediction, config),
-        "waits": waiting.waits(args, config, prediction, job.owned, cluster.memory),
+        "waits": waiting.waits(args, config, prediction, cluster.memory),
         "modes": modes,
         "mode of the job": own,
         "sites": cluster.sites(job.gpus),
@@ -167,4 +194,5 @@ def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: 
         },
         "link": cluster.site_bandwidth if cluster.sites(job.gpus) > 1 else cluster.node_bandwidth,
         "skipping": predict_skipping(args, job, cluster),
+        "taken by the outer loop": planned_sizes.lines_of_outer_loop(args, config),
     }

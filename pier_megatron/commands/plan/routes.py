@@ -176,7 +176,7 @@ class _Layout:
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
         from pier_megatron.features.skipping import routing
-        from pier_megatron.integration.planned_job import elements_of_message
+        from pier_megatron.integration.planned_sizes import elements_of_message
 
         self._args, self._cluster = args, cluster
         self.stages, self.replicas = args.pipeline_model_parallel_size, routing.replicas_of_group(args)

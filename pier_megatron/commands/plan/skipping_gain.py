@@ -47,7 +47,7 @@ def predict_skipping(args: argparse.Namespace, job: Job, cluster: Cluster) -> di
 
 def _message(args: argparse.Namespace, cluster: Cluster) -> float:
     """Seconds of a message between stages; on other nodes unless all ranks are on one."""
-    from pier_megatron.integration.planned_job import elements_of_message
+    from pier_megatron.integration.planned_sizes import elements_of_message
 
     nbytes = ACTIVATION * elements_of_message(args)
     latency = 0.0 if args.world_size <= cluster.gpus_per_node else cluster.latency

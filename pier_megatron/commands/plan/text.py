@@ -1,29 +1,28 @@
 """A plan as text: the verdict first, then the loss, the ways to train, and what they are made of."""
 
-from pier_megatron.commands.plan import compression_gain, faults, loss, routes, stock, suggestion, waiting, ways
+from pier_megatron.commands.plan import compression_gain, loss, routes, stock, waiting, ways
 from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.plan.skipping_gain import describe_skipping
 
 
-def lines(plan: Plan, suggests: bool = False) -> list[str]:
-    """The lines of a plan, with its suggestions if asked for."""
+def lines(plan: Plan) -> list[str]:
+    """The lines of a plan."""
     has_groups = "groups" in plan
     return [
         plan["verdict"],
         *([loss.text(plan["loss"], plan["groups"])] if has_groups else ()),
-        *(suggestion.lines(plan["suggestions"], plan["groups"]) if suggests else ()),
         "",
         *_table(plan),
         *(
             ["Not calibrated: the links' figures follow from data sheets. Give --node-bandwidth as measured."]
-            if not plan["calibrated"]
+            if plan["links from data sheets"]
             else ()
         ),
-        *(faults.lines(plan["faults"], plan["groups"]) if "faults" in plan else ()),
         "",
         *(_of_groups(plan) if has_groups else stock.describe(plan)),
         *(routes.describe(plan["routes"]) if "routes" in plan else ()),
         *_memory(plan),
+        *(f"WARNING: {warning}" for warning in plan["warnings"]),
     ]
 
 
@@ -45,6 +44,7 @@ def _memory(plan: Plan) -> list[str]:
     needed, there = plan["memory needed"], plan["memory of a GPU"]
     uncounted = "" if needed == sum(plan["memory"].values()) else ", without activations, which the job recomputes"
     return [
+        *plan.get("taken by the outer loop", ()),
         *(f"memory per rank: {name}: {size / 1e9:.2f} GB" for name, size in plan["memory"].items()),
         f"memory per rank: {needed / 1e9:.2f} GB together{uncounted}, of {there / 1e9:.0f} GB"
         + ("" if needed <= there else ": does not fit"),

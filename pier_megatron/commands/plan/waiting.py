@@ -11,14 +11,13 @@ from pier_megatron.config import PierConfig
 _SHOWN = 1e-3
 
 
-def waits(args: argparse.Namespace, config: PierConfig, prediction: Prediction, owned: float, there: float) -> Plan:
+def waits(args: argparse.Namespace, config: PierConfig, prediction: Prediction, there: float) -> Plan:
     """Seconds of an interval for which the job waits in each mode.
 
     Args:
         args: Megatron's, validated.
         config: Settings of the job.
         prediction: Its times.
-        owned: Parameters whose outer state a rank holds.
         there: Bytes of a GPU's memory.
 
     Returns:
@@ -35,7 +34,7 @@ def waits(args: argparse.Namespace, config: PierConfig, prediction: Prediction, 
             modes[_name(overlap, offload)] = {
                 "flags": f"--pier-overlap {overlap}" + _flag(config.offload, offload),
                 "seconds": prediction.exposed(way),
-                "fits": fit.needed(fit.memory_of(args, settings, owned), args) <= there,
+                "fits": fit.needed(fit.memory_of(args, settings), args) <= there,
             }
     fitting = [name for name, mode in modes.items() if mode["fits"]]
     own, fastest = _name(config.overlap, config.offload), min(fitting, key=lambda name: modes[name]["seconds"], default=None)

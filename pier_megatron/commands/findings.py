@@ -1,4 +1,4 @@
-"""What the doctor finds, and the verdict that follows from it."""
+"""What is found of a job, and the verdict that follows from it."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ class Findings:
         try:
             yield
         except PierConfigError as error:
-            self.errors.append(str(error))
+            self.errors += error.args
 
     def lines(self) -> list[str]:
         """All of it, what matters most last."""

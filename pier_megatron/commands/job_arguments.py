@@ -1,0 +1,157 @@
+"""The arguments of a job as Megatron and the plugin read them, with everything that is wrong with them."""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from pier_megatron.commands.findings import Findings
+from pier_megatron.commands.launch_command import LaunchCommand
+from pier_megatron.commands.script_sources import ScriptSources
+from pier_megatron.errors import suggestion
+from pier_megatron.flags import sound_words
+
+
+def read(
+    command: LaunchCommand, sources: ScriptSources, findings: Findings, before: Sequence[str] = ()
+) -> argparse.Namespace | None:
+    """Parses and validates a job's arguments; needs no GPU.
+
+    Args:
+        command: Launch command of the job.
+        sources: What its script says.
+        findings: Findings to add to.
+        before: Flags of the command that asks, which belong before the job.
+
+    Returns:
+        Megatron's arguments; None if they are refused or, with ``--use-checkpoint-args``, are incomplete.
+    """
+    sound, problems = sound_words(command.arguments)
+    findings.errors += problems.found
+    args = None
+    with findings.collecting():
+        args = dataclasses.replace(command, arguments=tuple(sound)).parsed_arguments()
+    from pier_megatron.integration.arguments import unknown_words
+
+    look_at_unknown(*unknown_words(), sources, findings, before)
+    if args is None or not _is_valid(args, command, findings):
+        return None
+    if args.vocab_size is None and (tokens := _tokens(args)):
+        args.vocab_size = tokens
+        findings.notes.append(f"--tokenizer-model {args.tokenizer_model}: {tokens:,} tokens")
+    return args
+
+
+def _tokens(args: argparse.Namespace) -> int | None:
+    """Number of tokens of a Hugging Face tokenizer in a local folder, as its own library counts them; None if unknown."""
+    if args.tokenizer_type != "HuggingFaceTokenizer" or args.tokenizer_model is None:
+        return None
+    folder, found = Path(args.tokenizer_model), dict[str, int]()
+    try:
+        if (file := folder / "tokenizer.json").is_file():
+            read = json.loads(file.read_text())
+            vocabulary = read["model"]["vocab"]
+            # A list has the tokens in order, each with its score.
+            found |= (
+                vocabulary if isinstance(vocabulary, dict) else {token: place for place, (token, _) in enumerate(vocabulary)}
+            )
+            found |= {added["content"]: added["id"] for added in read.get("added_tokens", ())}
+        elif (file := folder / "vocab.json").is_file():
+            found |= json.loads(file.read_text())
+        if (file := folder / "added_tokens.json").is_file():
+            found |= json.loads(file.read_text())
+        if (file := folder / "tokenizer_config.json").is_file():
+            added = json.loads(file.read_text()).get("added_tokens_decoder", {})
+            found |= {token["content"]: int(place) for place, token in added.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return len(found) or None
+
+
+def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
+    """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
+    from pier_megatron.integration import planned_job
+
+    missing = planned_job.missing_flags(args)
+    if missing:
+        # Megatron would name one of them at each start.
+        findings.errors.append(
+            f"{', '.join(missing)}: not given, and there is no default. Give {'them' if missing[1:] else 'it'}."
+        )
+        return False
+    checks = Findings()
+    with checks.collecting():
+        planned_job.validate(args, command.ranks_per_node)
+    if args.use_checkpoint_args:
+        findings.warnings += [
+            f"{error} If the checkpoint in --load gives what is missing, the job starts: --use-checkpoint-args is not read here"
+            for error in checks.errors
+        ]
+    else:
+        findings.errors += checks.errors
+    return not checks.errors
+
+
+def look_at_plugin(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:
+    """Looks for what makes the plugin known to Megatron."""
+    script, needing = command.script, None if command.has_plugin else _needing_plugin(command.arguments)
+    if needing is None:
+        return
+    registering = sources.files_with("pier_megatron", "register(") or sources.files_with("from pier_megatron import register")
+    without = f"{needing}: {script} is started without -m pier_megatron"
+    if registering:
+        findings.notes.append(f"{needing} is made known by {registering[0]}")
+    elif sources.script is None:
+        findings.errors.append(
+            f"{without}, and cannot be read from {os.getcwd()}. Put -m pier_megatron before it, or give its path if it calls "
+            "pier_megatron.register() by itself."
+        )
+    else:
+        findings.errors.append(
+            f"{without}, and neither it nor what it imports calls pier_megatron.register(), so that Megatron would refuse the "
+            f"flag. Put -m pier_megatron before {script}."
+        )
+
+
+def _needing_plugin(arguments: tuple[str, ...]) -> str | None:
+    """The first flag that only the plugin knows, with the optimizer's value."""
+    for place, word in enumerate(arguments):
+        if word == "--optimizer=pier" or arguments[place : place + 2] == ("--optimizer", "pier"):
+            return "--optimizer pier"
+    return next((word for word in arguments if word.startswith("--pier-")), None)
+
+
+def look_at_unknown(
+    unknown: list[str], known: list[str], sources: ScriptSources, findings: Findings, before: Sequence[str] = ()
+) -> None:
+    """Looks at words that Megatron's parser does not know: flags of the script's own, or misspelt ones.
+
+    Args:
+        unknown: The words.
+        known: Megatron's and the plugin's flags.
+        sources: What the script says.
+        findings: Findings to add to.
+        before: Flags of the command that asks, which belong before the job.
+    """
+    # Values of unknown flags follow them; one in front belongs to no flag.
+    flags = [word.partition("=")[0] for word in unknown if re.match(r"--?[A-Za-z]", word)]
+    stray = [] if flags and unknown[0].startswith("-") else unknown[:1]
+    for word in stray:
+        findings.errors.append(f"{word}: belongs to no flag, and Megatron would refuse it. Drop it, or name its flag.")
+    for flag in flags:
+        quoted = [files[0] for quote in "\"'" if (files := sources.files_with(f"{quote}{flag}{quote}"))]
+        meant = suggestion(flag, known)
+        if flag in before:
+            findings.errors.append(f"{flag}: Megatron does not know it. Put it before the launch command of the job.")
+        elif quoted:
+            findings.notes.append(f"{flag}: not Megatron's; {quoted[0]} adds it")
+        elif meant or flag.startswith("--pier-"):
+            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{meant or '. Drop it.'}")
+        else:
+            findings.warnings.append(
+                f"{flag}: Megatron does not know it, and it is not in the text of {sources.script or 'the script'} or of what "
+                "that imports: the job starts only if the script adds it in another way"
+            )

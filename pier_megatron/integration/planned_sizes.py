@@ -1,0 +1,172 @@
+"""How large a job is that has not been started: parameters, memory, operations and messages, from its arguments."""
+
+import argparse
+import math
+
+from pier_megatron import features
+from pier_megatron.config import PierConfig
+from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.integration.startup import Takes
+from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.args import ranks_of_activations
+from pier_megatron.outer.memory import bytes_per_parameter
+
+_MEMORY = "megatron.training.theoretical_memory_usage"
+
+
+def parameters_of_first_shard(args: argparse.Namespace) -> tuple[int, int, int] | None:
+    """Parameters of a validated job's model on rank 0, which holds a part of the first pipeline stage.
+
+    What Megatron's own estimate leaves out is added: biases, norms of queries and keys, position embeddings.
+
+    Returns:
+        Numbers of those that are split over tensor-parallel ranks, that each of these ranks copies, and that the first and the
+        last pipeline stage share; None if they depend on the tokenizer, which has not been loaded.
+    """
+    sized = _with_vocabulary(args)
+    if sized is None:
+        return None
+    tensor, stages = sized.tensor_model_parallel_size, sized.pipeline_model_parallel_size
+    hidden, norm = sized.hidden_size, 1 if sized.normalization == "RMSNorm" else 2
+    embedding = sized.padded_vocab_size * hidden // tensor
+    # What is split halves with twice the ranks.
+    split = 2 * tensor * (_estimated(sized, tensor) - _estimated(sized, 2 * tensor))
+    copied = _estimated(sized, tensor) - split / tensor
+    if stages > 1:
+        # It follows the last layer, and the estimate divides it among the stages.
+        copied -= norm * hidden / stages
+    of_layer, copied_of_layer = 0.0, 0.0
+    if not sized.multi_latent_attention:
+        if sized.add_bias_linear or sized.add_qkv_bias:
+            queries = sized.num_attention_heads
+            keys = sized.num_query_groups if sized.group_query_attention else queries
+            of_layer += sized.kv_channels * (queries + 2 * keys)
+        if sized.qk_layernorm:
+            copied_of_layer += 2 * norm * sized.kv_channels
+    if sized.add_bias_linear and sized.num_experts is None:
+        of_layer += sized.ffn_hidden_size * (2 if sized.swiglu else 1)
+        copied_of_layer += 2 * hidden
+    split = split / tensor + of_layer * sized.num_layers / stages / tensor
+    copied += copied_of_layer * sized.num_layers / stages
+    if sized.position_embedding_type == "learned_absolute":
+        copied += sized.max_position_embeddings * hidden
+    tied = embedding if stages > 1 and not sized.untie_embeddings_and_output_weights else 0
+    return round(split) - tied, round(copied), tied
+
+
+def _estimated(args: argparse.Namespace, tensor_parallel: int) -> float:
+    estimate = versions.require(_MEMORY, "compute_weight_and_optimizer_memory")
+    # Without the distributed optimizer the estimate is 18 bytes for each parameter, whatever else is set.
+    changed = _with(args, use_distributed_optimizer=False, tensor_model_parallel_size=tensor_parallel)
+    return float(estimate(changed)) / 18
+
+
+def owners(args: argparse.Namespace) -> int:
+    """Ranks of a group that shard the parameters of a validated job."""
+    replicas: int = args.data_parallel_size * args.context_parallel_size // (getattr(args, "pier_groups", None) or 1)
+    return replicas if are_shared_out(args) else 1
+
+
+def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes | None:
+    """What start-up will say that the outer loop takes of rank 0 of a validated job, or None as above.
+
+    Where ranks of a group shard the parameters, Megatron pads the buffers that it divides, and a rank may hold fewer.
+    """
+    held = parameters_of_first_shard(args)
+    if held is None:
+        return None
+    has_copies = args.tensor_model_parallel_size > 1 or not are_shared_out(args)
+    owned = [-(-numel // owners(args)) for numel in held]
+    return Takes.planned(config, owned, has_copies, device_type(args))
+
+
+def lines_of_outer_loop(args: argparse.Namespace, config: PierConfig) -> list[str]:
+    """The lines of start-up's block on it; of a job whose vocabulary is unknown, what is known."""
+    takes = taken_by_outer_loop(args, config)
+    if takes is None:
+        size = bytes_per_parameter(config)
+        return [
+            f"outer state: {size} bytes per owned parameter; how many depends on the tokenizer (--vocab-size shows it here)"
+        ]
+    about = "up to the padding of buffers, " if owners(args) > 1 else ""
+    return [f"{about}{line}" for line in takes.lines(config, device_type(args))]
+
+
+def device_type(args: argparse.Namespace) -> str:
+    """Type of the device on which a job trains."""
+    return "cuda" if args.distributed_backend == "nccl" else "cpu"
+
+
+def parameters_of_model(args: argparse.Namespace) -> int | None:
+    """Parameters of a validated job's whole model; None as above."""
+    sized = _with_vocabulary(args)
+    held = (
+        None
+        if sized is None
+        else parameters_of_first_shard(
+            _with(
+                sized, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, world_size=1, expert_model_parallel_size=1
+            )
+        )
+    )
+    return None if held is None else sum(held)
+
+
+def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | changes)
+
+
+def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:
+    """The arguments as they are once the tokenizer is built, as far as its size is given."""
+    padded = getattr(args, "padded_vocab_size", None)
+    if padded is None and args.vocab_size is not None:
+        pad = versions.require("megatron.core.tokenizers.utils.build_tokenizer", "vocab_size_with_padding")
+        padded = pad(args.vocab_size, args, logging_enabled=False)
+    return None if padded is None else _with(args, padded_vocab_size=padded)
+
+
+def operations(args: argparse.Namespace) -> float | None:
+    """Floating-point operations of the mean iteration, all ranks together, by Megatron's own count; None as above."""
+    batch = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
+    return _operations(args, batch)
+
+
+def operations_done(args: argparse.Namespace) -> float | None:
+    """The same of all iterations behind a checkpoint, by the arguments stored in it."""
+    return _operations(args, args.consumed_train_samples)
+
+
+def _operations(args: argparse.Namespace, samples: float) -> float | None:
+    sized = _with_vocabulary(args)
+    if sized is None:
+        return None
+    return float(versions.require("megatron.training.training", "num_floating_point_operations")(sized, samples))
+
+
+def elements_between_stages(args: argparse.Namespace) -> float:
+    """Elements that a rank in the middle of a pipeline sends in an iteration: activations onwards, their gradients back."""
+    if args.pipeline_model_parallel_size == 1:
+        return 0.0
+    microbatches = args.global_batch_size / (args.micro_batch_size * args.data_parallel_size)
+    return float(2 * microbatches * (args.virtual_pipeline_model_parallel_size or 1)) * elements_of_message(args)
+
+
+def elements_of_message(args: argparse.Namespace) -> float:
+    """Elements that a rank sends to the next stage for one micro-batch."""
+    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks_of_activations(args))
+
+
+def memory(args: argparse.Namespace) -> dict[str, float]:
+    """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes."""
+    sized = _with_vocabulary(args) or args
+    # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
+    sizes = _with(sized, data_parallel_size=args.data_parallel_size // (args.pier_groups or 1))
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    compute_activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
+    costs = [feature.cost(args) for feature in features.used(args)]
+    activations = compute_activations(sized, microbatches) * math.prod(cost.activations for cost in costs)
+    parameters = sum(parameters_of_first_shard(args) or ())
+    return {
+        "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
+        "activations, without recomputation": activations,
+    } | {what: size * parameters for cost in costs for what, size in cost.per_parameter.items()}
