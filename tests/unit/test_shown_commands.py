@@ -88,6 +88,14 @@ def test_command_is_understood(page: str, command: str) -> None:
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_no_job_names_a_preset(page: Path) -> None:
+    """``auto``, the default, takes the one that suits a run: what a page passes would be worse, or the same."""
+    jobs = [words for words in shown(page.read_text()) if words[0] in ("pier-megatron", "torchrun", "srun") and words[1:]]
+    assert [words for words in jobs if any(word.startswith("--pier-preset") for word in words)] == []
+    assert "preset=" not in page.read_text().partition("```python")[2] or page.name == "api.md"
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
 def test_flags_of_the_plugin_exist(page: Path) -> None:
     parser = argparse.ArgumentParser()
     add_pier_arguments(parser)
