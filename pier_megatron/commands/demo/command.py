@@ -21,7 +21,7 @@ _MODEL = (
 ).split()
 _TRAINING = (
     "--micro-batch-size 4 --global-batch-size 8 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
-    "--lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --eval-iters 24 "
+    "--lr-warmup-fraction 0.02 --adam-beta2 0.99 --weight-decay 0.1 --clip-grad 1.0 --eval-iters 16 "
     "--log-interval 10 --tensorboard-log-interval 10"
 ).split()
 
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=folder_to_write, default=Path("runs/demo"), help="folder for its results (%(default)s)"
     )
-    parser.add_argument("--iterations", type=whole(2), default=340, help="length of each training (%(default)s)")
-    parser.add_argument("--sync-interval", type=whole(1), default=10, help="iterations between outer steps (%(default)s)")
+    parser.add_argument("--iterations", type=whole(2), default=264, help="length of each training (%(default)s)")
+    parser.add_argument("--sync-interval", type=whole(1), default=8, help="iterations between outer steps (%(default)s)")
     parser.add_argument("--seed", type=whole(1), default=1234, help="seed of weights and data order (%(default)s)")
     parser.add_argument(
         "--rate", type=positive(1e6), default=100, metavar="MBIT", help="rate of the emulated link, Mbit/s (%(default)s)"
