@@ -15,6 +15,8 @@ from pier_megatron.errors import PierConfigError
 REFUSED, INTERRUPTED = 2, 130
 """Exit statuses: as of argparse, and as of a shell."""
 
+_INTERRUPTED = "Pier: interrupted; what was not saved is lost. Start the same command again to resume from the last save.\n"
+
 # torchrun ends the other ranks of a node when the first one has failed. What only they refuse is still printed.
 _SECONDS_BEHIND_RANK_0 = 5.0
 
@@ -90,8 +92,11 @@ def end_with_one_message() -> None:
         if isinstance(error, PierConfigError):
             status, said = REFUSED, refusal(error)
             time.sleep(_SECONDS_BEHIND_RANK_0 if rank() else 0)
+            if rank() and os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
+                # What one rank of a node alone refuses, the host's memory for one, the others refuse too.
+                said = ""
         else:
-            status, said = INTERRUPTED, "" if rank() else "Pier: interrupted; what was not saved is lost.\n"
+            status, said = INTERRUPTED, "" if rank() else _INTERRUPTED
         # Not sys.stderr: where the load of a checkpoint fails, that is a buffer which nobody reads.
         print(said, end="", file=sys.__stderr__, flush=True)
         # Not by way of the interpreter's end, which would wait for communicators that others hold.

@@ -37,16 +37,24 @@ def own_data_parallel_ranks() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def confined_to_group(model_chunk: "DistributedDataParallel") -> Iterator[None]:
+def confined_to_group(model_chunk: "DistributedDataParallel", of_experts: bool = False) -> Iterator[None]:
     """Inside, the data-parallel group of the iteration is the part of it in this rank's Pier group.
 
     Args:
         model_chunk: Any chunk of the model; from 0.19 on it carries its own collection of process groups.
+        of_experts: Whether statistics of experts are averaged, over a data-parallel group without context parallelism.
     """
     parallel_state = versions.require("megatron.core", "parallel_state")
     dense = own_data_parallel_ranks()
     expert = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
-    with _averaging_over(model_chunk, dense, expert):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_averaging_over(model_chunk, dense, expert))
+        if of_experts:
+            # Context-parallel ranks hold the same sums by then.
+            stack.enter_context(versions.replaced(parallel_state, {"_DATA_PARALLEL_GROUP": dense}))
+            collection = _process_group_collection(model_chunk)
+            if collection is not None and hasattr(collection, "dp"):
+                stack.enter_context(versions.replaced(collection, {"dp": dense}))
         yield
 
 

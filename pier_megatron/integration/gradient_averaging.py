@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from pier_megatron.integration.communication import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class GradientAveraging:
         self._over_all, self._over_own = (built / groups, float(built)) if prescaled else (1.0, 1.0)
         dense = [group for chunk in model_chunks for group in chunk.bucket_groups]
         expert = [group for chunk in model_chunks for group in chunk.expert_parallel_bucket_groups]
+        # Routers of experts keep the ranks over which they average what they log.
+        modules = (module for chunk in model_chunks for module in chunk.modules())
+        self._routers = [(module, module.tp_dp_cp_group) for module in modules if hasattr(module, "tp_dp_cp_group")]
         self._scaling = [(bucket, bucket.gradient_scaling_factor) for group in dense + expert for bucket in group.buckets]
         self._configs: list[DistributedDataParallelConfig] = []
         self._all_reduced: list[tuple[_ParamAndGradBucketGroup, dist.ProcessGroup, dist.ProcessGroup | None]] = []
@@ -78,5 +82,7 @@ class GradientAveraging:
             versions.assign(config, "num_distributed_optimizer_instances", instances)
         for group, own, everyone in self._all_reduced:
             versions.assign(group, "data_parallel_group", everyone if instances > 1 else own)
+        for router, everyone in self._routers:
+            versions.assign(router, "tp_dp_cp_group", everyone if instances > 1 else own_data_parallel_ranks())
         for bucket, factor in self._scaling:
             versions.assign(bucket, "gradient_scaling_factor", factor * scale)

@@ -33,7 +33,8 @@ def log_own_group[R](training_log: Callable[..., R], optimizer: "PierOptimizer",
     # Megatron's first loss is that of the language model; stages before the last one have none.
     losses = [] if given["skipped_iter"] else list(given["loss_dict"].values())
     loop.note_training(losses[0] if losses else None, given["grad_norm"])
-    with confined_to_group(optimizer.model_chunks[0]), _marked(training_log, optimizer):
+    has_experts = bool(getattr(versions.megatron_args(), "num_experts", None))
+    with confined_to_group(optimizer.model_chunks[0], has_experts), _marked(training_log, optimizer):
         return training_log(*args, **kwargs)
 
 

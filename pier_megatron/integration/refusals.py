@@ -37,6 +37,13 @@ _WEIGHT_SHARDS = {
     "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
+# Flags with which Megatron asks all ranks of the launch something, the interval, and what.
+_OF_ALL_RANKS = (
+    ("gpu_sniff_test_interval", "gpu_sniff_test_interval", "the test of GPUs"),
+    ("log_energy", "log_interval", "--log-energy, its sum"),
+    ("log_straggler", "log_interval", "--log-straggler, its report"),
+    ("adlr_autoresume", "adlr_autoresume_interval", "--adlr-autoresume, its question"),
+)
 _OVER_ALL_GROUPS = ("global_aux_loss", "quantile_balancing")
 
 
@@ -125,10 +132,11 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     for given, iteration in meetings:
         with problems.collecting():
             config.check_interval(given, iteration, "saving the first group only", remedy)
-    if interval := getattr(args, "gpu_sniff_test_interval", None):
-        with problems.collecting():
-            # All ranks take part, hence only where the groups meet.
-            config.check_interval("--gpu-sniff-test-interval", interval, "the test of GPUs, a meeting of all ranks,")
+    # All ranks take part, hence only where the groups meet.
+    for switch, name, what in _OF_ALL_RANKS:
+        if (interval := getattr(args, name, None)) and getattr(args, switch, None) and config.groups > 1:
+            with problems.collecting():
+                config.check_interval(flag(name), interval, f"{what}, a meeting of all ranks,")
     problems.report()
 
 

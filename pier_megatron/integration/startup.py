@@ -170,8 +170,9 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: 
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
         f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
     ]
+    ranks = len(topology.members(0))
     lines = [
-        f"Pier: {config.groups} {'islands' if config.islands else 'groups'} of {len(topology.members(0))} ranks, "
+        f"Pier: {config.groups} {'islands' if config.islands else 'groups'} of {ranks} rank{'' if ranks == 1 else 's'}, "
         f"{preset(config)}",
         *(f"  {line}" for line in who),
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
@@ -185,7 +186,6 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: 
             if config.overlap and config.offload
             else ()
         ),
-        "  in the local phase Megatron logs the losses and norms of one group, and each outer step their means over all groups",
         f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
         *((f"  {expected}",) if (expected := expectation.at_start(config)) is not None else ()),
         *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queues(loop))),

@@ -5,6 +5,7 @@ import copy
 import datetime
 import faulthandler
 import functools
+import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -134,16 +135,27 @@ def with_outer_loop(
             # race that PyTorch mended long before the releases that are supported.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if world.rank_in_launch() == 0:
-        who, warnings = [*world.describe(topology, config), _at_a_signal(args)], refusals.warnings(args, config)
-        print(words(startup.describe(who, topology, loop, warnings)), flush=True)
+        who = [*world.describe(topology, config), _at_a_signal(args), *_logged(config)]
+        print(words(startup.describe(who, topology, loop, refusals.warnings(args, config))), flush=True)
     loop.rehearse()
     current.set_optimizer(pier)
     return pier
 
 
+def _logged(config: PierConfig) -> list[str]:
+    if config.groups == 1:
+        return []
+    means = "the means over all groups" if config.sites is None else "the means over one group of each site"
+    alone = config.lighthouse is not None or not config.has_common_anchor
+    said = "those of this group too" if alone else means
+    return [f"in the local phase Megatron logs losses and norms of one group, and the line of an outer step {said}"]
+
+
 def _at_a_signal(args: argparse.Namespace) -> str:
     if args.exit_signal_handler:
-        return "--exit-signal-handler: at its signal the job saves and ends with the next outer step"
+        name = signal.Signals(getattr(args, "exit_signal", signal.SIGTERM)).name
+        others = "" if name == "SIGINT" else "; Ctrl-C loses what was not saved (--exit-signal SIGINT saves at it)"
+        return f"--exit-signal-handler: at {name} the job saves and ends with the next outer step{others}"
     return (
         "Ctrl-C and SIGTERM lose what was not saved. With --exit-signal-handler the job saves and ends with the next outer "
         "step at SIGTERM, or at the signal of --exit-signal (SIGINT: Ctrl-C)"

@@ -47,8 +47,8 @@ class OuterStepReport:
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
-        loss: Mean over the contributing groups of their training loss since the last outer step, without the iteration of
-            this one; None if nobody has called :meth:`pier_megatron.outer.loop.OuterLoop.note_training`.
+        loss: Mean over the contributing groups of their training loss since the last outer step began, without this one's
+            iteration; None if nobody has called :meth:`pier_megatron.outer.loop.OuterLoop.note_training`.
         loss_min: Smallest of these losses.
         loss_max: Largest of these losses.
         grad_norm: Mean over the groups of their gradient norm since then; None if there is none.

@@ -95,6 +95,8 @@ class OuterRound(Crossing):
         sums: Over the chunks that this rank counts, in the order of :data:`PRODUCTS` and what follows it; float64.
         bytes_sent: Bytes sent by this rank to other groups.
         stopwatch: Time spent on it so far.
+        training: Training losses and gradient norms of this rank since the outer step before began, see
+            :meth:`pier_megatron.outer.training_sums.TrainingSums.take`.
         restarted_before: Whether each group of the run was restarted since the outer step before, where groups meet in between.
     """
 
@@ -135,6 +137,7 @@ class OuterRound(Crossing):
         self.begun, self.verdicts, self.stopwatch = begun, verdicts, stopwatch
         self.weight = 1.0
         self.restarted_before: Gathered | None = None
+        self.training = torch.zeros(4, dtype=torch.float64, device=device)
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
         self.bytes_sent = sum(
             exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self._chunks

@@ -124,7 +124,7 @@ class OuterSteps:
         round_ = self.participants.form(progress, fragments)
         if round_ is None:
             return
-        iteration = progress.iteration
+        round_.training, iteration = self._reports.training.take(), progress.iteration
         with round_.stopwatch.running():
             if self._config.overlap and iteration < self._config.train_iters:
                 with self.participants.phase("begin", iteration):
@@ -161,7 +161,7 @@ class OuterSteps:
                     other.forget_progress()
             self._weights.commit()
         progress.last_common_step, progress.trained = round_.begun, iteration - round_.begun
-        own = self._share.over_group(torch.cat([round_.sums, self._reports.training.take()]))
+        own = self._share.over_group(torch.cat([round_.sums, round_.training]))
         sums = self.participants.audience.gather(own)
         self._reports.add(round_, sums, restarted)
         self.participants.pulls.begin(round_.begun, iteration)
@@ -180,6 +180,7 @@ class OuterSteps:
         self.participants.restarts.last = NEVER
 
     def _drop_rounds(self) -> None:
+        self._reports.training.take()
         for round_ in self.rounds:
             round_.drop()
         self.rounds = []

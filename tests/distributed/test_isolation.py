@@ -19,7 +19,8 @@ _SILENT, _SYNC = (4, 5, 7, 8, 10, 11), (6, 9)
 _LAYOUTS = {
     "TP 2": "--tensor-model-parallel-size 2 --global-batch-size 8 --bf16",
     "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 8",
-    "EP 2": "--expert-model-parallel-size 2 --num-experts 4 --global-batch-size 16",
+    "EP 2": "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
+    "--global-batch-size 16",
     "overlap": "--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather --bf16",
     "loss per token": "--global-batch-size 16 --calculate-per-token-loss",
     "fp16": "--global-batch-size 16 --fp16 --initial-loss-scale 1024",

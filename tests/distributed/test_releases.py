@@ -10,6 +10,7 @@ import grids
 import oracle
 import pytest
 from launch import Recorded, Run, launch
+from test_isolation import crossing
 from test_resume import goes_on_exactly
 
 from pier_megatron import PierConfig
@@ -51,6 +52,12 @@ _RUNS = [
         "ep2",
         _PIER + "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none --global-batch-size 16",
         ["weights", "samples"],
+    ),
+    Run(
+        "experts that log",
+        _PIER + "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
+        "--global-batch-size 16",
+        ["census"],
     ),
 ]
 
@@ -118,6 +125,11 @@ def test_lazy_start_is_stock_megatron(runs: dict[str, Recorded]) -> None:
     for iteration in (1, 2, 3):
         assert runs["tp2"].losses[iteration] == runs["stock"].losses[iteration]
         assert runs["tp2"].grad_norms[iteration] == runs["stock"].grad_norms[iteration]
+
+
+def test_what_experts_log_stays_in_the_group(runs: dict[str, Recorded]) -> None:
+    assert [t for t in (4, 5, 7, 8) if crossing(runs["experts that log"], t)] == []
+    assert crossing(runs["experts that log"], 6)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2"])

@@ -30,7 +30,7 @@ def interrupted(job: Job, flags: str = "") -> str:
 
 def test_interrupted_refused_and_interrupted_again(job: Job) -> None:
     saves = interrupted(job, "--exit-signal-handler --exit-signal SIGINT")
-    assert "at its signal the job saves and ends with the next outer step" in saves
+    assert "--exit-signal-handler: at SIGINT the job saves and ends with the next outer step" in saves
     saved = job.last_saved()
     assert saved > 0
     assert saved % INTERVAL == 0
@@ -43,6 +43,6 @@ def test_interrupted_refused_and_interrupted_again(job: Job) -> None:
 
     loses = interrupted(job)
     assert "With --exit-signal-handler the job saves" in loses
-    assert loses.count("Pier: interrupted; what was not saved is lost.") == 1
+    assert loses.count("Pier: interrupted; what was not saved is lost. Start the same command again") == 1
     assert loses.count("Traceback") == _OF_TORCHRUN
     assert job.last_saved() == saved

@@ -81,7 +81,7 @@ class Saving:
             weights = "the anchor, from the last outer step"
         else:
             weights = "the mean of the groups' slow weights"
-        whose = f"{own} groups apart" if own else "group 0, for all"
+        whose = f"{own} group{'' if own == 1 else 's'} apart" if own else "group 0, for all"
         if place.config.islands:
             whose = "each island in a folder of its own" + (", apart" if own else "")
         return (
