@@ -28,8 +28,8 @@ def main() -> int:
         floor = parts[0] if (parts := path.relative_to(sys.argv[1]).parent.parts) else ""
         floors[floor] = floors.get(floor, 0) + len(text)
     for floor, number in floors.items():
-        if number > _FLOORS.get(floor, 0):
-            found.append(f"floor {floor or '(modules that stand alone)'}: {number:,} lines, must be at most {_FLOORS.get(floor, 0):,}")
+        if number > (most := _FLOORS.get(floor, 0)):
+            found.append(f"floor {floor or 'of single modules'}: {number:,} lines, must be at most {most:,}")
     print("\n".join(found), end="\n" if found else "")
     return int(bool(found))
 

@@ -14,7 +14,6 @@ COMMANDS = {
     "demo": "watch a small GPT train with Pier, on GPUs or on the CPU",
     "doctor": "check the launch command of a job before it is queued",
     "plan": "predict memory, iteration times and GPU-hours of a job on a cluster",
-    "plot": "overlay runs from their TensorBoard logs",
     "export": "turn a checkpoint into a Hugging Face GPT-2",
     "evaluate": "run the paper's thirteen downstream tasks on a model",
     "experts": "plan, train, score and mix experts that train without communication",
@@ -22,15 +21,19 @@ COMMANDS = {
 }
 
 
+# Commands that earlier versions had, and what to do instead.
+_REMOVED = {"plot": "TensorBoard shows runs side by side: tensorboard --logdir_spec NAME:FOLDER,NAME:FOLDER"}
+
+
 def parser() -> argparse.ArgumentParser:
     """Builds the parser, which shtab, for one, makes shell completion of."""
-    from pier_megatron.commands import evaluate, export, lighthouse, plot
+    from pier_megatron.commands import evaluate, export, lighthouse
     from pier_megatron.commands.demo import command as demo
     from pier_megatron.commands.doctor import command as doctor
     from pier_megatron.commands.experts import command as experts
     from pier_megatron.commands.plan import command as plan
 
-    modules = {"demo": demo, "doctor": doctor, "plan": plan, "plot": plot, "export": export, "evaluate": evaluate}
+    modules = {"demo": demo, "doctor": doctor, "plan": plan, "export": export, "evaluate": evaluate}
     modules |= {"experts": experts, "lighthouse": lighthouse}
     parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"pier-megatron {__version__}")
@@ -49,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     understood = parser()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        if words[0] in _REMOVED:
+            understood.error(f"{words[0]} was removed. {_REMOVED[words[0]]}")
         understood.error(f"{words[0]}: no such command{suggestion(words[0], COMMANDS)}")
     options, unknown = understood.parse_known_args(words)
     if unknown:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands import cli, plot
+from pier_megatron.commands import cli, lighthouse
 from pier_megatron.version import __version__
 
 
@@ -28,7 +28,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["doctr"], "doctr: no such command. Did you mean doctor?"),
         (["weigh"], "weigh: no such command\n"),
-        (["plot", ".", "--ouput", "x.png"], "--ouput: plot does not know it. Did you mean --output?"),
+        (["demo", "--ouput", "x"], "--ouput: demo does not know it. Did you mean --output?"),
+        (["plot", "."], "plot was removed. TensorBoard shows runs side by side"),
         (["export", "--checkpoint", ".", "--output", "b", "--tokeniser=gpt2"], "Did you mean --tokenizer?"),
     ],
 )
@@ -49,6 +50,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPat
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
-    monkeypatch.setattr(plot, "run", lambda options: print("a line") or 0)
-    assert cli.main(["plot", str(tmp_path)]) == 128 + signal.SIGPIPE
+    monkeypatch.setattr(lighthouse, "run", lambda options: print("a line") or 0)
+    assert cli.main(["lighthouse", "--islands", "2"]) == 128 + signal.SIGPIPE
     sys.stdout.close()

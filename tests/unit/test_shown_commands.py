@@ -16,7 +16,6 @@ import pytest
 from pier_megatron.commands import cli
 from pier_megatron.commands.export import name_or_folder
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plot import named_run
 from pier_megatron.flags import add_pier_arguments
 from pier_megatron.values import existing_file, existing_folder
 
@@ -121,7 +120,7 @@ def understand_own(words: list[str]) -> None:
 def need_no_paths(parser: argparse.ArgumentParser) -> None:
     """Lets a parser accept what is not there: the pages speak of the reader's files."""
     for action in parser._actions:
-        if action.type in (existing_file, existing_folder, name_or_folder, named_run):
+        if action.type in (existing_file, existing_folder, name_or_folder):
             action.type = str
         for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
             need_no_paths(inner)
