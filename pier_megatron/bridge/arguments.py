@@ -65,6 +65,12 @@ class BridgeArguments:
         section, _, attribute = path.rpartition(".")
         return (getattr(self._config, section) if section else self._config), attribute
 
+    def assign(self, name: str, value: object) -> None:
+        """Sets an argument where the configuration holds it."""
+        place = self.place_of(name)
+        assert place is not None
+        setattr(*place, value)
+
     def path_of(self, name: str) -> str | None:
         """The same as a user writes it, such as ``checkpoint.save_interval``."""
         if name.startswith(_PIER):

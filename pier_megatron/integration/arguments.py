@@ -241,6 +241,7 @@ def validate[**P, R](
             with problems.collecting():
                 Problems(refusals.refused(args, config_from_args(args))).report()
         problems.report()
+        refusals.turn_off_what_has_no_use(args)
     saves_behind = args.async_save
     # The arguments of an island that is a job speak of the whole run, as if all islands were there.
     with versions.replaced(args, {"world_size": args.world_size * settings_of(args).launches}):

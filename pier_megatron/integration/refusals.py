@@ -1,6 +1,9 @@
 """Settings of Megatron with which Pier cannot work, or not as the user would expect: each with its reason and a remedy."""
 
 import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
@@ -8,6 +11,7 @@ from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.topology import NAMED
 from pier_megatron.integration.checkpoint.size import INNER_STATE, bytes_per_parameter
 from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.megatron_api import run
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, strings
 
 # Flags that cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is
@@ -27,7 +31,6 @@ _REFUSED = {
     "moe_router_enable_expert_bias": "it counts tokens over all groups in every iteration",
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "dsa_indexer_loss_coeff": "its loss is averaged over all groups in every iteration",
-    "ckpt_assume_constant_structure": "what a checkpoint holds depends on the phase and on whether the groups have just met",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
     "data_parallel_random_init": "groups must start from identical weights",
     "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",
@@ -44,6 +47,13 @@ _OF_ALL_RANKS = (
     ("log_straggler", "log_interval", "--log-straggler, its report"),
     ("adlr_autoresume", "adlr_autoresume_interval", "--adlr-autoresume, its question"),
 )
+# Flags that are turned off with a warning, and why: what they do for a stock run has no place in this one.
+_TURNED_OFF = {
+    "ckpt_assume_constant_structure": "what a checkpoint holds depends on the phase and on whether the groups have just met, "
+    "so that each save is planned by itself",
+    "check_weight_hash_across_dp_replicas_interval": "it compares all groups, whose weights differ between outer steps. Pier "
+    "compares copies inside a group itself, some of them at each outer step",
+}
 _OVER_ALL_GROUPS = ("global_aux_loss", "quantile_balancing")
 
 
@@ -65,7 +75,11 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     """
     names = ("override_ckpt_iteration", "non_persistent_ckpt_type", "ckpt_convert_format")
     iteration, kind, form = (getattr(args, name, None) for name in names)
-    table: list[tuple[object, str]] = [(getattr(args, name, None), f"{flag(name)}: {why}") for name, why in _REFUSED.items()]
+    # Recipes set it for dense models, too, where nothing is routed.
+    unused = () if getattr(args, "num_experts", None) else ("moe_router_enable_expert_bias",)
+    table: list[tuple[object, str]] = [
+        (getattr(args, name, None), f"{flag(name)}: {why}") for name, why in _REFUSED.items() if name not in unused
+    ]
     table += [
         (
             iteration is not None,
@@ -108,6 +122,26 @@ def refuse_division_by_none(args: argparse.Namespace) -> None:
             f"--eval-interval: {'not given' if args.eval_interval is None else 0}. Megatron divides --train-iters by it when "
             "it builds the data sets, also with --eval-iters 0. Add --eval-interval with a multiple of --pier-sync-interval."
         )
+
+
+@dataclasses.dataclass
+class _TurnedOff:
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+
+def turn_off_what_has_no_use(args: Any, assign: Callable[[Any, str, object], None] = setattr) -> None:
+    """Turns flags off that would do harm in runs with groups, and nothing else; :func:`warnings` says so.
+
+    Args:
+        args: Megatron's arguments, changed in place.
+        assign: Sets one of them.
+    """
+    for name, why in _TURNED_OFF.items():
+        compares_islands = name.startswith("check_weight_hash") and (args.pier_islands or args.pier_groups == 1)
+        if (value := getattr(args, name, None)) and not compares_islands:
+            assign(args, name, False if value is True else None)
+            given = flag(name) if value is True else f"{flag(name)} {value}"
+            run.part(_TurnedOff).warnings.append(f"{given} is turned off: {why}.")
 
 
 def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> None:
@@ -162,12 +196,6 @@ def refused(args: argparse.Namespace, config: PierConfig) -> list[str]:
     if config.groups > 1 and not config.islands:
         found += _met(
             "groups that are instances",
-            (
-                getattr(args, "check_weight_hash_across_dp_replicas_interval", None),
-                "--check-weight-hash-across-dp-replicas-interval: it compares all groups, also before the first iteration of a "
-                "run that resumes, and their weights differ between outer steps. Drop it, since Pier compares copies inside a "
-                "group itself, some of them at each outer step; or add --pier-islands: it then compares each group by itself",
-            ),
             *(
                 (
                     getattr(args, size, 1) > 1,
@@ -235,7 +263,7 @@ def check_lazy_start(config: PierConfig, iteration: int) -> None:
 
 def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
     """What works, but not as the user may expect, one sentence each; of arguments that have been validated."""
-    found = []
+    found = [*run.part(_TurnedOff).warnings]
     if getattr(args, "pier_waits_for_saves", False):
         found.append(
             "--async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing: training waits for every "

@@ -78,10 +78,6 @@ _REFUSED = {
         "config.optimizer.groups 2 is now 4.*config.optimizer.override_checkpoint",
     ),
     "sharded": (with_config("ddp.use_megatron_fsdp=True"), "config.d[a-z]*.use_megatron_fsdp cannot be used"),
-    "weights": (
-        with_config("train.check_weight_hash_across_dp_replicas_interval=4"),
-        "config.train.check_weight_hash.* cannot be used with groups that are instances",
-    ),
     "precision": (
         with_config("optimizer.use_precision_aware_optimizer=True"),
         "config.optimizer.use_precision_aware_opt.* cannot",
@@ -107,7 +103,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
         for how, line in (("flags", with_flags(flags, **pier)), ("config", with_config(settings, **pier)))
     ]
     trainings += [
-        Run("silent", with_config("logger.log_interval=1"), ["census"]),
+        Run("silent", with_config("logger.log_interval=1 train.check_weight_hash_across_dp_replicas_interval=1"), ["census"]),
         Run("asking", with_config(_ASKING), ["census"]),
         Run("stock", "stock ddp.num_distributed_optimizer_instances=2 logger.log_interval=1000", ["census"]),
         Run("saving", with_config(f"{_SAVING} logger.tensorboard_dir={{directory}}/tensorboard"), probes),

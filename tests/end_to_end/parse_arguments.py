@@ -14,6 +14,8 @@ emulation.install()
 from megatron.training import arguments  # noqa: E402
 
 from pier_megatron import features, register  # noqa: E402
+from pier_megatron.integration import refusals  # noqa: E402
+from pier_megatron.integration.arguments import config_from_args  # noqa: E402
 
 
 def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
@@ -39,8 +41,15 @@ def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
         "microbatch_group_size_per_vp_stage",
         "align_param_gather",
         "align_grad_reduce",
+        "ckpt_assume_constant_structure",
+        "check_weight_hash_across_dp_replicas_interval",
     )
-    said = {"said": output.getvalue(), "features": [feature.__name__.split(".")[-2] for feature in features.used(args)]}
+    warned = refusals.warnings(args, config_from_args(args)) if args.pier and args.train_iters else []
+    said = {
+        "said": output.getvalue(),
+        "warned": warned,
+        "features": [feature.__name__.split(".")[-2] for feature in features.used(args)],
+    }
     of_pier = {name: value for name, value in vars(args).items() if name.startswith("pier")}
     return said | of_pier | {name: getattr(args, name) for name in names}
 

@@ -75,7 +75,6 @@ _REFUSED = {
     f"{_PIER} --pier-save-inner-state first --pier-overlap 10": ["--pier-overlap 10", "Save all"],
     f"{_PIER} --pier-outlier-zscore 0": ["--pier-outlier-zscore: 0: must be a number in (0,", "3 is customary"],
     f"{_PIER} --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type local", "Use global"],
-    f"{_PIER} --ckpt-assume-constant-structure": ["--ckpt-assume-constant-structure", "depends on the phase"],
     f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": [
         "--ckpt-format torch",
         "Use --ckpt-format torch_dist",
@@ -89,7 +88,6 @@ _REFUSED = {
     f"{_PIER} --pier-fragments 51": ["--pier-fragments 51 exceeds --pier-sync-interval 50"],
     f"{_PIER} --pier-exchange-dtype int3": ["--pier-exchange-dtype", "int4"],
     f"{_PIER} --pier-exchange-dtype int1 --pier-no-error-feedback": ["int1 with --pier-no-error-feedback", "or use int4"],
-    f"{_PIER} --check-weight-hash-across-dp-replicas-interval 50": ["weight-hash", "are instances", "add --pier-islands"],
     f"{_PIER} --gpu-sniff-test-interval 20": ["--gpu-sniff-test-interval 20", "20 = 0 x 50 + 20", "Use 50"],
     f"{_PIER} --pier-islands --non-persistent-ckpt-type global --non-persistent-save-interval 50": [
         "--non-persistent-ckpt-type global cannot be used with --pier-islands",
@@ -122,8 +120,8 @@ _REFUSED = {
         "--override-ckpt-iteration 0",
         "--pier-overlap 60",
     ],
-    f"{_PIER} --timing-log-level 1 --gpu-sniff-test-interval 20 --num-experts 8 --expert-model-parallel-size 8": [
-        "--timing-log-level 1",
+    f"{_PIER} --log-energy --log-interval 20 --gpu-sniff-test-interval 20 --num-experts 8 --expert-model-parallel-size 8": [
+        "--log-interval 20 is no multiple of --pier-sync-interval 50",
         "--gpu-sniff-test-interval 20",
         "expert-data-parallel size 1",
     ],
@@ -133,8 +131,8 @@ _REFUSED = {
         "--use-torch-fsdp2",
     ],
     f"{_JOB} --pier-overlap 5 --pier-fragments 2": [
-        "--pier-overlap 5 cannot be used with --pier-lighthouse",
-        "--pier-fragments 2 cannot be used with --pier-lighthouse",
+        "--pier-overlap 5 cannot be used with elastic islands",
+        "--pier-fragments 2 cannot be used with elastic islands",
     ],
     f"{_PIER} --yaml-cfg config.yaml": ["--yaml-cfg", "pass the same settings as flags"],
     f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": [
@@ -287,6 +285,11 @@ _REFUSED = {
     f"{_PIER} --optimizer pier --pier-unknown 1": ["unrecognized arguments: --pier-unknown"],
 }
 _ACCEPTED = {
+    "turned off": (
+        f"{_PIER} --ckpt-assume-constant-structure --check-weight-hash-across-dp-replicas-interval 50 "
+        "--moe-router-enable-expert-bias",
+        _WORLD,
+    ),
     "stock": ("--optimizer adam --use-distributed-optimizer", _WORLD),
     "pier": (_PIER, _WORLD),
     "one group per node": ("--optimizer pier", _WORLD),
@@ -380,6 +383,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, ob
 def test_refused_with_its_reason(outcomes: dict[str, dict[str, object]], argv: str) -> None:
     for words in _REFUSED[argv]:
         assert words in str(outcomes[argv].get("error"))
+
+
+def test_what_has_no_use_with_groups_is_turned_off(outcomes: dict[str, dict[str, object]]) -> None:
+    found = outcomes["turned off"]
+    assert found["ckpt_assume_constant_structure"] is False
+    assert found["check_weight_hash_across_dp_replicas_interval"] is None
+    warned = "\n".join(map(str, found["warned"]))
+    assert "--ckpt-assume-constant-structure is turned off" in warned
+    assert "--check-weight-hash-across-dp-replicas-interval 50 is turned off" in warned
 
 
 def test_every_feature_is_crossed() -> None:
