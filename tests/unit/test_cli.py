@@ -28,6 +28,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["doctr"], "doctr: no such command. Did you mean doctor?"),
         (["weigh"], "weigh: no such command\n"),
+        (["do"], "do: no such command. Did you mean doctor?"),
         (["plot", ".", "--ouput", "x.png"], "--ouput: plot does not know it. Did you mean --output?"),
         (["export", "--checkpoint", ".", "--output", "b", "--tokeniser=gpt2"], "Did you mean --tokenizer?"),
     ],
