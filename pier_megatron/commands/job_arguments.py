@@ -15,9 +15,12 @@ from pier_megatron.errors import hint, nearest
 from pier_megatron.flags import sound_words
 from pier_megatron.megatron_api.args import uses_pier
 
+# As large as the vocabularies of today's models.
+_ASSUMED_TOKENS = 128_000
+
 
 def read(
-    command: LaunchCommand, sources: ScriptSources, findings: Findings, before: Sequence[str] = ()
+    command: LaunchCommand, sources: ScriptSources, findings: Findings, before: Collection[str] = ()
 ) -> argparse.Namespace | None:
     """Parses and validates a job's arguments; needs no GPU.
 
@@ -55,6 +58,14 @@ def read(
         args.vocab_size = tokens
         findings.notes.append(f"--tokenizer-model {args.tokenizer_model}: {tokens:,} tokens")
     return args
+
+
+def assume_vocabulary(args: argparse.Namespace) -> list[str]:
+    """Gives a job whose tokenizer cannot be read a vocabulary in place; returns what there is to be said of it."""
+    if args.vocab_size is not None or getattr(args, "padded_vocab_size", None) is not None:
+        return []
+    args.vocab_size = _ASSUMED_TOKENS
+    return [f"the tokenizer cannot be read here: a vocabulary of {_ASSUMED_TOKENS:,} tokens is assumed. Give --vocab-size"]
 
 
 def _tokens(args: argparse.Namespace) -> int | None:
@@ -166,7 +177,7 @@ def _needing_plugin(arguments: tuple[str, ...]) -> str | None:
 
 
 def look_at_unknown(
-    unknown: list[str], known: list[str], sources: ScriptSources, findings: Findings, before: Sequence[str] = ()
+    unknown: list[str], known: list[str], sources: ScriptSources, findings: Findings, before: Collection[str] = ()
 ) -> list[str]:
     """Looks at words that Megatron's parser does not know: flags of the script's own, or misspelt ones.
 

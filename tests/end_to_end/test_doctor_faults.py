@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launch import REPOSITORY, execute, torchrun
+
+from pier_megatron.megatron_api import versions
+from pier_megatron.version import __version__
 
 pytestmark = pytest.mark.processes
 
@@ -40,6 +44,7 @@ _UNDER_SRUN = f"-m pier_megatron FOLDER/pretrain.py {_MODEL} --mock-data"
 _EXPORTS = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=4"
 _STOCK = f"{_TORCHRUN} FOLDER/pretrain.py {_MODEL} --mock-data".replace("--optimizer pier", "--optimizer adam")
 
+_MEGATRON = versions.megatron_version().partition("+")[0]
 _BAD = "will not start"
 
 
@@ -61,7 +66,11 @@ class Case:
 
 
 _CASES = {
-    "healthy": Case(_JOB),
+    "healthy": Case(
+        _JOB,
+        note=f"torch {torch.__version__}, megatron-core {_MEGATRON}, transformer-engine absent, apex absent, "
+        f"pier-megatron {__version__}",
+    ),
     # The launch line.
     "no plugin": Case(
         _JOB.replace(" -m pier_megatron", ""), ("ERROR: --optimizer pier: FOLDER/pretrain.py is started wi",), _BAD
@@ -156,8 +165,8 @@ _CASES = {
         f"{_JOB} --use-megatron-fsdp --override-ckpt-iteration 0 --data-parallel-random-init",
         (
             "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
-            "ERROR: --override-ckpt-iteration 0 cannot be used with --optimizer pier",
             "ERROR: --data-parallel-random-init cannot be used with --optimizer pier",
+            "ERROR: --override-ckpt-iteration 0 cannot be used with --optimizer pier",
         ),
         _BAD,
     ),

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from pier_megatron.commands.plan.cluster import Cluster
-from pier_megatron.commands.plan.model import CODING, HIDING, Job, bandwidth_between_stages, seconds_between_replicas
+from pier_megatron.commands.plan.model import CODING, HIDING, Job, Plan, bandwidth_between_stages, seconds_between_replicas
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 # Bytes per element on the wire that are not compressed: FP32 gradients, bf16 parameters and activations.
@@ -80,8 +80,9 @@ def _bytes(codec: str) -> float:
     return CODECS[codec].nbytes(BLOCK) / BLOCK
 
 
-def table(found: list[CodecGain]) -> list[str]:
-    """Lists them for people."""
+def table(plan: Plan) -> list[str]:
+    """Lists them for people whose job has ``--pier-compress``."""
+    found = [CodecGain(**saving) for saving in plan["compression"]] if plan["compresses"] else []
     return [
         f"--pier-compress {saving.policy}, {saving.what}: {saving.compressed * 1e3:,.1f} ms on the wire and "
         f"{saving.coding * 1e3:,.1f} ms of coding in place of {saving.wire * 1e3:,.1f} ms: {_worth(saving)}"
