@@ -80,6 +80,8 @@ _REFUSED = {
 _WRONG = f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --use-megatron-fsdp --gpu-sniff-test-interval 75 --json --own 1"
 _UNPLUGGED = _JOB.replace("-m pier_megatron pier_megatron/commands/demo/pretrain_bytes.py", "none.py")
 _HUGGING_FACE = _JOB.replace("--vocab-size 50257", "") + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+_PAGE = (REPOSITORY / "docs" / "quickstart.md").read_text()
+_SHOWN = re.findall(r"^pier-megatron doctor (torchrun.*?)```", _PAGE, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ").strip()
 _LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
 
 
@@ -97,6 +99,7 @@ def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     looks += [("doctor", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan --plot x.png", _STOCK_COMPRESSED), ("plan", _WRONG), ("plan", _UNPLUGGED), ("plan", _JOB + "--own 1")]
+    looks += [("doctor", _SHOWN), ("plan", _SHOWN)]
     tokenizer = picture.parents[1] / "tokenizer"
     tokenizer.mkdir()
     words = {
@@ -278,6 +281,16 @@ def test_plan_reports_everything_that_is_wrong_with_a_job(said: dict[tuple[str, 
     assert status == 0
     # Above the verdict.
     assert out.startswith("WARNING: --own: Megatron does not know it, and it is not in the text of")
+
+
+def test_quickstart_shows_what_is_printed(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    blocks = [" ".join(block.split()) for block in re.findall(r"^```\n(.*?)^```", _PAGE, re.MULTILINE | re.DOTALL)]
+    [doctor] = [block for block in blocks if "preset pier-annealed" in block]
+    findings = " ".join(said["doctor", _SHOWN][1].split())
+    *shown, verdict = doctor.split(" ...")
+    assert all(part.strip() in findings for part in shown)
+    assert verdict.strip() == "OK"
+    assert said["plan", _SHOWN][1].splitlines()[0] in blocks
 
 
 def test_vocabulary_of_a_tokenizer(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) -> None:
