@@ -80,9 +80,13 @@ def _bytes(codec: str) -> float:
     return CODECS[codec].nbytes(BLOCK) / BLOCK
 
 
-def table(plan: Plan) -> list[str]:
-    """Lists them for people whose job has ``--pier-compress``."""
-    found = [CodecGain(**saving) for saving in plan["compression"]] if plan["compresses"] else []
+def lines(plan: Plan) -> list[str]:
+    """The lines of a plan, if its job has ``--pier-compress``."""
+    return table([CodecGain(**saving) for saving in plan["compression"]]) if plan["compresses"] else []
+
+
+def table(found: list[CodecGain]) -> list[str]:
+    """Lists them for people."""
     return [
         f"--pier-compress {saving.policy}, {saving.what}: {saving.compressed * 1e3:,.1f} ms on the wire and "
         f"{saving.coding * 1e3:,.1f} ms of coding in place of {saving.wire * 1e3:,.1f} ms: {_worth(saving)}"

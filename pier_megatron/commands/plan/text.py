@@ -72,7 +72,7 @@ def _of_groups(plan: Plan) -> list[str]:
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
         *waiting.lines(plan["waits"], plan["interval"], prediction["local"]),
-        *compression_gain.table(plan),
+        *compression_gain.lines(plan),
         *describe_skipping(plan["skipping"], " of the local phase"),
         f"blocking Pier is faster than synchronous training with overlap flags {faster}",
     ]
