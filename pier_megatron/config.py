@@ -5,6 +5,7 @@ Every check names the flag, its value, the arithmetic and a remedy, because it i
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from pier_megatron.errors import PierConfigError, Problems, division, no_multiple
 from pier_megatron.run_schedule import RunSchedule
@@ -15,6 +16,9 @@ from pier_megatron.values import Choice, Number
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
 _LONG_HORIZON = 0.03
 
+# With fewer outer steps a run is hardly one with Pier.
+_FEW_OUTER_STEPS = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class PierConfig(RunSchedule):
@@ -23,51 +27,63 @@ class PierConfig(RunSchedule):
     ``T`` is ``train_iters``, ``G`` groups, ``H`` the sync interval, ``W`` the lazy start in iterations, ``P`` fragments.
 
     Raises:
-        PierConfigError: If a value is out of range or the run is too short for its lazy start.
+        PierConfigError: With a message for each value that is out of range, or that others rule out.
     """
 
     def __post_init__(self) -> None:
-        for setting in dataclasses.fields(self):
-            accepts, value = setting.metadata.get("accepts"), getattr(self, setting.name)
-            if isinstance(accepts, Number | Choice) and value is not None and (problem := accepts.problem(value)):
-                raise PierConfigError(f"{flag_of(setting.name)} {value}: {problem}.")
+        # Out of their range, values would make nonsense of the other checks.
+        Problems(list(self._out_of_range())).report()
         if self.preset == AUTO:
             # What follows, and what a checkpoint stores, is of a schedule, however it was chosen.
             object.__setattr__(self, "preset", self.suited_preset[0])
-        self._check_flags_of_islands()
+        checks = (
+            self._wrong_of_islands,
+            self._wrong_together,
+            self._wrong_of_subgroups,
+            self._wrong_of_sites,
+            self._wrong_of_lazy_start,
+        )
+        problems = Problems([message for check in checks for message in check()])
+        if self.lighthouse is not None:
+            with problems.collecting():
+                self.check_elastic()
+        problems.report()
+
+    def _out_of_range(self) -> Iterator[str]:
+        for setting in dataclasses.fields(self):
+            accepts, value = setting.metadata.get("accepts"), getattr(self, setting.name)
+            if isinstance(accepts, Number | Choice) and value is not None and (problem := accepts.problem(value)):
+                yield f"{flag_of(setting.name)} {value}: {problem}."
+
+    def _wrong_together(self) -> Iterator[str]:
         if self.fragments > self.sync_interval:
-            raise PierConfigError(
+            yield (
                 f"--pier-fragments {self.fragments} exceeds --pier-sync-interval {self.sync_interval}: fragments take their "
                 "outer steps in different iterations of an interval, one in each at most."
             )
         if self.overlap > self.sync_interval:
-            raise PierConfigError(
+            yield (
                 f"--pier-overlap {self.overlap}: must be from 0 to --pier-sync-interval {self.sync_interval}, because an "
                 "exchange has to be applied before the next one of its fragment begins."
             )
         if self.no_error_feedback and self.codec.needs_error_feedback:
-            raise PierConfigError(
+            yield (
                 f"--pier-exchange-dtype {self.exchange_dtype} with --pier-no-error-feedback: of {self.codec.bits} bits a "
                 "number most is dropped, and without error feedback it is lost. Drop --pier-no-error-feedback, or use int4."
             )
         if self.save_inner_state == "first" and (self.overlap or self.fragments > 1):
-            raise PierConfigError(
+            yield (
                 f"--pier-save-inner-state first cannot be used with --pier-overlap {self.overlap} and --pier-fragments "
                 f"{self.fragments}: groups then never hold the same parameters, and what all but the first have learned since "
                 "their last outer step would be lost. Save all."
             )
         if self.sync_seconds is not None and self.lighthouse is None:
-            raise PierConfigError(
+            yield (
                 f"--pier-sync-seconds {self.sync_seconds} is for elastic islands (--pier-lighthouse). "
                 "Groups of one launch take outer steps by --pier-sync-interval alone."
             )
         if self.inner_optimizer != "adam" and not self.islands:
-            raise PierConfigError(f"--pier-inner-optimizer {self.inner_optimizer} needs --pier-islands.")
-        self._check_subgroups()
-        self._check_sites()
-        self._check_lazy_start()
-        if self.lighthouse is not None:
-            self.check_elastic()
+            yield f"--pier-inner-optimizer {self.inner_optimizer} needs --pier-islands."
 
     def check_elastic(self) -> None:
         """Refuses what is incompatible with outer steps that are retried, and with islands that join.
@@ -113,52 +129,52 @@ class PierConfig(RunSchedule):
         beside = "cannot be used with elastic islands (--pier-lighthouse)"
         Problems([f"{given} {beside}: {why}." for holds, given, why in table if holds]).report()
 
-    def _check_flags_of_islands(self) -> None:
+    def _wrong_of_islands(self) -> Iterator[str]:
         names = ("island", "island_address", "secret_file", "island_timeout", "island_wait") if self.lighthouse is None else ()
         for name in (name for name in names if getattr(self, name) != getattr(Settings, name)):
-            raise PierConfigError(
+            yield (
                 f"{flag_of(name)} {getattr(self, name)} without --pier-lighthouse: it is for elastic islands. Without a "
                 "lighthouse this job would train alone, as would the others, and all would save to one --save folder. Add "
                 "--pier-lighthouse URL, or drop it."
             )
 
-    def _check_subgroups(self) -> None:
+    def _wrong_of_subgroups(self) -> Iterator[str]:
         if self.subgroup_size is not None and self.subgroup_size > self.groups:
-            raise PierConfigError(
+            yield (
                 f"--pier-subgroup-size {self.subgroup_size}: must be from 2 to --pier-groups {self.groups}, or left out for "
                 "outer steps of all groups together."
             )
         if self.subgroup is None:
             for name, default in (("subgroup_gamma", None), ("subgroup_seed", 0), ("evaluate_mean", False)):
                 if getattr(self, name) != default:
-                    raise PierConfigError(
+                    yield (
                         f"{flag_of(name)} is for runs in which groups never agree, but all groups of this one meet at every "
                         "outer step: drop it, or add --pier-preset noloco or --pier-subgroup-size."
                     )
             return
         if self.save_inner_state == "first":
-            raise PierConfigError(
+            yield (
                 "--pier-save-inner-state first cannot be used where groups never agree (--pier-preset noloco or "
                 "--pier-subgroup-size): each has weights and outer momentum of its own, which would be lost. Save all."
             )
 
-    def _check_sites(self) -> None:
+    def _wrong_of_sites(self) -> Iterator[str]:
         sites, interval = self.sites, self.site_interval
         if sites is None or interval is None:
             for name, needed in (("sites", "site_interval"), ("site_interval", "sites")):
                 if getattr(self, name) is not None:
-                    raise PierConfigError(
+                    yield (
                         f"{flag_of(name)} {getattr(self, name)} without {flag_of(needed)}: the groups of a site average their "
                         f"parameters every --pier-site-interval iterations. Add {flag_of(needed)}, or drop it."
                     )
             return
         if self.groups % sites or self.groups == sites:
-            raise PierConfigError(
+            yield (
                 f"--pier-sites {sites}: must divide --pier-groups {self.groups} into sites of two groups or more "
                 f"({division(self.groups, sites)}). With one group in each site, drop it: outer steps are all that crosses."
             )
         if self.sync_interval % interval:
-            raise PierConfigError(
+            yield (
                 f"--pier-site-interval {interval} does not divide --pier-sync-interval {self.sync_interval} "
                 f"({division(self.sync_interval, interval)}): an outer step begins with an average inside each site."
             )
@@ -169,33 +185,29 @@ class PierConfig(RunSchedule):
         )
         for name, default, reason in untried:
             if getattr(self, name) != default:
-                raise PierConfigError(
-                    f"{flag_of(name)} {getattr(self, name)} cannot be used with --pier-sites {sites}: {reason}. Drop one."
-                )
+                yield (f"{flag_of(name)} {getattr(self, name)} cannot be used with --pier-sites {sites}: {reason}. Drop one.")
         if self.subgroup is not None:
-            raise PierConfigError(
+            yield (
                 f"--pier-sites {sites} with outer steps of {self.subgroup} groups (--pier-preset {self.preset}, "
                 "--pier-subgroup-size): the groups of a site have one anchor, and pairs have two. Drop one."
             )
 
-    def _check_lazy_start(self) -> None:
-        steps, interval = self.train_iters, self.sync_interval
-        if self.lazy_start_iters is not None:
-            given = f"--pier-lazy-start-iters {self.lazy_start_iters}"
-            if self.lazy_start_iters % interval:
-                raise no_multiple(given, self.lazy_start_iters, interval, "the momentum warmup ends on a sync iteration")
-        else:
-            target = self.lazy_start_fraction * steps
-            given = f"--pier-lazy-start-fraction {self.lazy_start_fraction} of --train-iters {steps}"
-            if target > 0 and self.lazy_start == 0:
-                raise PierConfigError(
-                    f"{given} is {target:g} iterations, which rounds to 0 x --pier-sync-interval {interval}: the run is "
-                    f"too short for its lazy start. Use --pier-sync-interval {max(int(target), 1)} or less, "
-                    f"--pier-lazy-start-iters {interval}, or --pier-lazy-start-iters 0 to start without one."
-                )
-        if self.lazy_start >= steps:
-            raise PierConfigError(
-                f"{given} gives a lazy start of {self.lazy_start} iterations, but the run has {steps}: no iteration is "
+    def _wrong_of_lazy_start(self) -> Iterator[str]:
+        iterations, steps, interval = self.lazy_start_iters, self.train_iters, self.sync_interval
+        # One that is a share of the run is as long as the run allows.
+        if iterations is None:
+            return
+        given = f"--pier-lazy-start-iters {iterations}"
+        if iterations % interval:
+            lower = min(iterations, steps - 1) // interval * interval
+            fitting = [str(each) for each in (lower, lower + interval) if 0 < each < steps] or ["0"]
+            yield (
+                f"{given} is no multiple of --pier-sync-interval {interval} ({division(iterations, interval)}): the momentum "
+                f"warmup ends on a sync iteration. Use {' or '.join(fitting)}."
+            )
+        elif iterations >= steps:
+            yield (
+                f"{given} gives a lazy start of {iterations} iterations, but the run has {steps}: no iteration is "
                 "left for the local phase, so this would be a synchronous run. Shorten the lazy start or "
                 "--pier-sync-interval, or train with --optimizer adam."
             )
@@ -264,17 +276,34 @@ class PierConfig(RunSchedule):
 
     def warnings(self) -> list[str]:
         """What is allowed but likely to disappoint, one sentence each."""
-        found = []
-        horizon = self.momentum_horizon()
+        found, steps = self._warnings_of_short_run(), self.train_iters
+        horizon, suited = self.momentum_horizon(), self.suited_preset[0]
         # A preset that keeps to a horizon of its own has not been seen to overshoot: docs/study.md.
-        is_limited = self.outer_momentum is None and self._preset.longest_horizon is not None
+        is_limited = self.outer_momentum is None and (self._preset.longest_horizon is not None or self.preset == suited)
         if horizon > _LONG_HORIZON and not is_limited:
+            remedy = f"Drop --pier-preset, for {suited}" if self.outer_momentum is None else "Lower --pier-outer-momentum"
             found.append(
-                f"the outer momentum remembers H / (1 - mu) = {horizon * self.train_iters:.0f} iterations, "
-                f"{horizon:.0%} of this run (the paper's runs: about 0.5 %). Expect it to overshoot; --pier-preset pier-rising "
-                "is made for few outer steps; a shorter --pier-sync-interval or a lower --pier-outer-momentum helps too."
+                f"the outer momentum remembers H / (1 - mu) = {horizon * steps:.0f} iterations, {horizon:.0%} of this run (the "
+                f"paper's runs: about 0.5 %). Expect it to overshoot. {remedy}, or shorten --pier-sync-interval."
             )
         return found + self._warnings_of_subgroups()
+
+    def _warnings_of_short_run(self) -> list[str]:
+        found, interval = [], self.sync_interval
+        target, outer_steps = self.lazy_start_fraction * self.train_iters, math.ceil(self.local_intervals)
+        if self.lazy_start_iters is None and target > 0 and self.lazy_start == 0:
+            remedy = f"; --pier-sync-interval {int(target)} or less would have one" if target >= 1 else ""
+            found.append(
+                f"the run has no lazy start: --pier-lazy-start-fraction {self.lazy_start_fraction} of --train-iters "
+                f"{self.train_iters} is {target:g} iterations, which rounds to 0 x --pier-sync-interval {interval}{remedy}."
+            )
+        if outer_steps < _FEW_OUTER_STEPS:
+            found.append(
+                f"the run has {outer_steps} outer step{'s' * (outer_steps > 1)}: {self.train_iters - self.lazy_start} "
+                f"iterations behind the lazy start / --pier-sync-interval {interval}. Shorten --pier-sync-interval, or train "
+                "for longer."
+            )
+        return found
 
     def _warnings_of_subgroups(self) -> list[str]:
         """What arXiv 2506.10911 says of its constants: within them the spread of the groups stays bounded."""

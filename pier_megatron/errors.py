@@ -53,13 +53,29 @@ def no_multiple(given: str, value: int, interval: int, why: str, remedy: str = "
     )
 
 
+# So many flags with the same beginning are still a help.
+_MOST_MEANT = 3
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The known words that an unknown one may stand for: those that begin with it, or else the one most like it."""
+    # Here, because a command that is well typed does not need it.
+    import difflib
+
+    name, known = word.partition("=")[0], list(known)
+    longer = [each for each in known if each.startswith(name)]
+    return longer if 0 < len(longer) <= _MOST_MEANT else difflib.get_close_matches(name, known, n=1)
+
+
+def hint(meant: Iterable[str]) -> str:
+    """The question whether one of some words was meant, or nothing if there are none."""
+    said = " or ".join(meant)
+    return f". Did you mean {said}?" if said else ""
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The question whether a known word was meant, or nothing if none is like the unknown one.
 
     argparse asks by itself from Python 3.14 on.
     """
-    # Here, because a command that is well typed does not need it.
-    import difflib
-
-    found = difflib.get_close_matches(word.partition("=")[0], list(known), n=1)
-    return f". Did you mean {found[0]}?" if found else ""
+    return hint(nearest(word, known))

@@ -72,8 +72,10 @@ def rank() -> int:
 
 def refusal(error: PierConfigError) -> str:
     """What a job prints that is refused."""
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    return f"pier_megatron{f' (rank {rank()})' if rank() else ''}: error: {error}{notes}\n"
+    source = f"pier_megatron{f' (rank {rank()})' if rank() else ''}: error: "
+    return "".join(
+        f"{line}\n" for line in (*(f"{source}{message}" for message in error.args), *getattr(error, "__notes__", ()))
+    )
 
 
 @functools.cache

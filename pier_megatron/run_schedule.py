@@ -130,8 +130,9 @@ class RunSchedule(Settings):
         """``W``: number of fully synchronous iterations at the start."""
         if self.lazy_start_iters is not None:
             return self.lazy_start_iters
-        # Half rounds up: the longer lazy start is the safer one.
-        return int(self.lazy_start_fraction * self.train_iters / self.sync_interval + 0.5) * self.sync_interval
+        # Half rounds up: the longer lazy start is the safer one. An iteration of the local phase has to remain.
+        intervals = int(self.lazy_start_fraction * self.train_iters / self.sync_interval + 0.5)
+        return min(intervals, (self.train_iters - 1) // self.sync_interval) * self.sync_interval
 
     @property
     def local_intervals(self) -> float:

@@ -120,6 +120,8 @@ def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
                     yield from _refused_beside(node, function, module)
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "_met":
                     yield from _met(node, function, module)
+                if isinstance(node, ast.Yield) and node.value and function.name.startswith("_wrong"):
+                    yield from _texts(node.value, _known(function, node, module))
                 call = node.exc if isinstance(node, ast.Raise) else None
                 if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                     continue

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except PierConfigError as error:
-        print(f"pier-megatron {options.name}: {error}", file=sys.stderr)
+        print(*(f"ERROR: {message}" for message in error.args), sep="\n", file=sys.stderr)
         return 2
     return status
 

@@ -5,18 +5,22 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
-from pier_megatron.errors import suggestion
+from pier_megatron.errors import hint, nearest
 from pier_megatron.flags import sound_words
+from pier_megatron.megatron_api.args import uses_pier
+
+# As large as the vocabularies of today's models.
+_ASSUMED_TOKENS = 128_000
 
 
 def read(
-    command: LaunchCommand, sources: ScriptSources, findings: Findings, before: Sequence[str] = ()
+    command: LaunchCommand, sources: ScriptSources, findings: Findings, before: Collection[str] = ()
 ) -> argparse.Namespace | None:
     """Parses and validates a job's arguments; needs no GPU.
 
@@ -31,18 +35,37 @@ def read(
     """
     sound, problems = sound_words(command.arguments)
     findings.errors += problems.found
-    args = None
-    with findings.collecting():
+    args, parsing = None, Findings()
+    with parsing.collecting():
         args = dataclasses.replace(command, arguments=tuple(sound)).parsed_arguments()
     from pier_megatron.integration.arguments import unknown_words
 
-    look_at_unknown(*unknown_words(), sources, findings, before)
-    if args is None or not _is_valid(args, command, findings):
+    unknown, known = unknown_words()
+    meant = look_at_unknown(unknown, known, sources, findings, before)
+    dropped = [name for word in command.arguments if (name := word.partition("=")[0]).startswith("--pier-")]
+    dropped = [name for name in dropped if name not in [word.partition("=")[0] for word in sound]]
+    doubtful = {*dropped, *(flag for name in dropped for flag in nearest(name, known))}
+    findings.errors += [error for error in parsing.errors if not doubtful.intersection(re.findall(r"--[\w-]+", error))]
+    if args is None or _lacks_flags(args, findings, meant):
+        return None
+    if doubtful:
+        # With defaults in the place of what is wrong, other checks would refuse what nobody gave.
+        _check_apart_from(args, doubtful, findings)
+        return None
+    if not _is_valid(args, command, findings):
         return None
     if args.vocab_size is None and (tokens := _tokens(args)):
         args.vocab_size = tokens
         findings.notes.append(f"--tokenizer-model {args.tokenizer_model}: {tokens:,} tokens")
     return args
+
+
+def assume_vocabulary(args: argparse.Namespace) -> list[str]:
+    """Gives a job whose tokenizer cannot be read a vocabulary in place; returns what there is to be said of it."""
+    if args.vocab_size is not None or getattr(args, "padded_vocab_size", None) is not None:
+        return []
+    args.vocab_size = _ASSUMED_TOKENS
+    return [f"the tokenizer cannot be read here: a vocabulary of {_ASSUMED_TOKENS:,} tokens is assumed. Give --vocab-size"]
 
 
 def _tokens(args: argparse.Namespace) -> int | None:
@@ -71,17 +94,46 @@ def _tokens(args: argparse.Namespace) -> int | None:
     return len(found) or None
 
 
-def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
-    """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
+def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[str]) -> bool:
+    """Looks for flags that are missing; returns whether Megatron cannot check the others without them.
+
+    Args:
+        args: Parsed arguments.
+        findings: Findings to add to.
+        meant: Flags that misspelt ones seem to be, which the user knows of.
+    """
     from pier_megatron.integration import planned_job
 
-    missing = planned_job.missing_flags(args)
+    lacking = planned_job.missing_flags(args)
+    missing = [name for name in lacking if name not in meant]
     if missing:
         # Megatron would name one of them at each start.
         findings.errors.append(
             f"{', '.join(missing)}: not given, and there is no default. Give {'them' if missing[1:] else 'it'}."
         )
-        return False
+    needed = planned_job.missing_flag_of_tokenizer(args)
+    if needed is not None and needed not in meant:
+        findings.errors.append(f"{needed}: not given; {args.tokenizer_type} needs it. Give it.")
+    return bool(lacking)
+
+
+def _check_apart_from(args: argparse.Namespace, doubtful: Collection[str], findings: Findings) -> None:
+    """Runs the checks that do not depend on some flags of the plugin."""
+    from pier_megatron.integration import planned_job, refusals
+
+    if not uses_pier(args):
+        return
+    with findings.collecting():
+        refusals.refuse_what_cannot_work(args)
+    if not {"--pier-groups", "--pier-ranks-per-domain"}.intersection(doubtful):
+        with findings.collecting():
+            planned_job.check_groups(args)
+
+
+def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
+    """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
+    from pier_megatron.integration import planned_job
+
     checks = Findings()
     with checks.collecting():
         planned_job.validate(args, command.ranks_per_node)
@@ -125,8 +177,8 @@ def _needing_plugin(arguments: tuple[str, ...]) -> str | None:
 
 
 def look_at_unknown(
-    unknown: list[str], known: list[str], sources: ScriptSources, findings: Findings, before: Sequence[str] = ()
-) -> None:
+    unknown: list[str], known: list[str], sources: ScriptSources, findings: Findings, before: Collection[str] = ()
+) -> list[str]:
     """Looks at words that Megatron's parser does not know: flags of the script's own, or misspelt ones.
 
     Args:
@@ -135,7 +187,11 @@ def look_at_unknown(
         sources: What the script says.
         findings: Findings to add to.
         before: Flags of the command that asks, which belong before the job.
+
+    Returns:
+        Flags that misspelt ones seem to be.
     """
+    misspelt = list[str]()
     # Values of unknown flags follow them; one in front belongs to no flag.
     flags = [word.partition("=")[0] for word in unknown if re.match(r"--?[A-Za-z]", word)]
     stray = [] if flags and unknown[0].startswith("-") else unknown[:1]
@@ -143,15 +199,17 @@ def look_at_unknown(
         findings.errors.append(f"{word}: belongs to no flag, and Megatron would refuse it. Drop it, or name its flag.")
     for flag in flags:
         quoted = [files[0] for quote in "\"'" if (files := sources.files_with(f"{quote}{flag}{quote}"))]
-        meant = suggestion(flag, known)
+        meant = nearest(flag, known)
         if flag in before:
             findings.errors.append(f"{flag}: Megatron does not know it. Put it before the launch command of the job.")
         elif quoted:
             findings.notes.append(f"{flag}: not Megatron's; {quoted[0]} adds it")
         elif meant or flag.startswith("--pier-"):
-            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{meant or '. Drop it.'}")
+            misspelt += meant
+            findings.errors.append(f"{flag}: Megatron does not know it, and no script adds it{hint(meant) or '. Drop it.'}")
         else:
             findings.warnings.append(
                 f"{flag}: Megatron does not know it, and it is not in the text of {sources.script or 'the script'} or of what "
                 "that imports: the job starts only if the script adds it in another way"
             )
+    return misspelt

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -128,6 +129,12 @@ class LaunchCommand:
         nodes, ranks = (1, 1) if step is None else (step.nodes or 1, step.tasks_per_node or 1)
         is_module = as_module and not has_plugin
         return cls(nodes, ranks, script, tuple(arguments), 0, "static", "python", has_plugin, is_module, surroundings=around)
+
+    def find_megatron(self) -> None:
+        """Makes this process import the Megatron that the job would: a checkout around the script comes first."""
+        folder = Path(self.script).resolve().parent
+        if (folder / "megatron" / "core" / "package_info.py").is_file() and str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
 
     def validated_arguments(self) -> argparse.Namespace:
         """Megatron's arguments of a job with any optimizer; needs no GPU.

@@ -237,9 +237,10 @@ def validate[**P, R](
             refusals.refuse_what_cannot_work(args)
         with problems.collecting():
             refusals.refuse_division_by_none(args)
-        if problems.found and args.train_iters is not None:
+        if args.train_iters is not None:
             with problems.collecting():
-                Problems(refusals.refused(args, config_from_args(args))).report()
+                config_from_args(args)
+        problems.found += refusals.refused(args, settings_of(args))
         problems.report()
         refusals.turn_off_what_has_no_use(args)
     saves_behind = args.async_save

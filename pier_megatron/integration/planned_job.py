@@ -28,6 +28,19 @@ from pier_megatron.settings import settings_of
 
 _ARGUMENTS = "megatron.training.arguments"
 
+# What tokenizers cannot be built without.
+_NEEDED_BY_TOKENIZER = {
+    "vocab_size": ("NullTokenizer", "NullMultimodalTokenizer"),
+    "tokenizer_model": (
+        "HuggingFaceTokenizer",
+        "TikTokenizer",
+        "SFTTokenizer",
+        "SentencePieceTokenizer",
+        "GPTSentencePieceTokenizer",
+        "Llama2Tokenizer",
+    ),
+}
+
 # What Megatron has no default for, and refuses with one error after the other.
 _NEEDED = ("micro_batch_size", "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "lr")
 
@@ -135,6 +148,26 @@ def missing_flags(args: argparse.Namespace) -> list[str]:
     needed = [*_NEEDED, *(["seq_length"] if args.encoder_seq_length is None else [])]
     needed += [] if args.train_samples is not None else ["train_iters"]
     return [flag(name) for name in needed if getattr(args, name) is None]
+
+
+def missing_flag_of_tokenizer(args: argparse.Namespace) -> str | None:
+    """The flag without which a job's tokenizer cannot be built, None if it is given or a file of the job may give it."""
+    if args.use_checkpoint_args or args.yaml_cfg is not None or getattr(args, "metadata_path", None):
+        return None
+    needed = (name for name, kinds in _NEEDED_BY_TOKENIZER.items() if args.tokenizer_type in kinds)
+    return next((flag(name) for name in needed if getattr(args, name) is None), None)
+
+
+def check_groups(args: argparse.Namespace) -> None:
+    """Refuses groups of parsed arguments that would not be whole model replicas, whatever the other flags of the plugin.
+
+    Raises:
+        PierConfigError: If the replicas do not divide among the groups.
+    """
+    context = args.context_parallel_size
+    replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size * context)
+    if replicas:
+        PierConfig(train_iters=100, groups=args.pier_groups, lazy_start_iters=0).check_data_parallel_size(replicas, context)
 
 
 def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_group: int) -> str | None:

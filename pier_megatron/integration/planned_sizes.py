@@ -9,7 +9,6 @@ from pier_megatron.integration.inner.requirements import are_shared_out
 from pier_megatron.integration.startup import Takes
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import ranks_of_activations
-from pier_megatron.outer.memory import bytes_per_parameter
 
 _MEMORY = "megatron.training.theoretical_memory_usage"
 
@@ -81,13 +80,10 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes |
 
 
 def lines_of_outer_loop(args: argparse.Namespace, config: PierConfig) -> list[str]:
-    """The lines of start-up's block on it; of a job whose vocabulary is unknown, what is known."""
+    """The lines of start-up's block on it; none of a job whose vocabulary is unknown."""
     takes = taken_by_outer_loop(args, config)
     if takes is None:
-        size = bytes_per_parameter(config)
-        return [
-            f"outer state: {size} bytes per owned parameter; how many depends on the tokenizer (--vocab-size shows it here)"
-        ]
+        return []
     about = "up to the padding of buffers, " if owners(args) > 1 else ""
     return [f"{about}{line}" for line in takes.lines(config, device_type(args))]
 

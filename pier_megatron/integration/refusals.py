@@ -13,6 +13,7 @@ from pier_megatron.integration.checkpoint.size import INNER_STATE, bytes_per_par
 from pier_megatron.integration.inner.requirements import are_shared_out
 from pier_megatron.megatron_api import run
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, strings
+from pier_megatron.settings import Settings
 
 # Flags that cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is
 # not set; every other value that is neither None, False nor 0 is refused.
@@ -174,7 +175,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     problems.report()
 
 
-def refused(args: argparse.Namespace, config: PierConfig) -> list[str]:
+def refused(args: argparse.Namespace, config: Settings) -> list[str]:
     """Messages of what does not go together, table by table; of arguments as typed or validated."""
     saves, kind = args.save is not None, getattr(args, "non_persistent_ckpt_type", None)
     first = saves and config.save_inner_state == "first"

@@ -61,7 +61,6 @@ _REFUSED = {
     f"{_PIER} --pier-lazy-start-iters 120": ["120 = 2 x 50 + 20", "Use 100 or 150"],
     f"{_PIER} --pier-lazy-start-iters 50 --pier-lazy-start-fraction 0.2": ["not allowed with"],
     f"{_PIER} --pier-lazy-start-iters 1000": ["the run has 1000", "--optimizer adam"],
-    f"{_PIER} --train-iters 200": ["too short for its lazy start", "--pier-sync-interval 20 or less"],
     f"{_PIER} --save /nowhere --save-interval 130 --pier-save-inner-state first": [
         "--save-interval 130",
         "130 = 2 x 50 + 30",

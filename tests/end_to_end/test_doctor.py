@@ -80,6 +80,8 @@ _REFUSED = {
 _WRONG = f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --use-megatron-fsdp --gpu-sniff-test-interval 75 --json --own 1"
 _UNPLUGGED = _JOB.replace("-m pier_megatron pier_megatron/commands/demo/pretrain_bytes.py", "none.py")
 _HUGGING_FACE = _JOB.replace("--vocab-size 50257", "") + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+_PAGE = (REPOSITORY / "docs" / "quickstart.md").read_text()
+_SHOWN = re.findall(r"^pier-megatron doctor (torchrun.*?)```", _PAGE, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ").strip()
 _LARGE = _JOB + "--hidden-size 6144 --num-layers 96"
 
 
@@ -97,6 +99,7 @@ def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
     looks += [("doctor", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan", job) for job in (_STOCK_COMPRESSED, _STOCK_SKIPPING, _STOCK + "--pier-layered")]
     looks += [("plan --plot x.png", _STOCK_COMPRESSED), ("plan", _WRONG), ("plan", _UNPLUGGED), ("plan", _JOB + "--own 1")]
+    looks += [("doctor", _SHOWN), ("plan", _SHOWN)]
     tokenizer = picture.parents[1] / "tokenizer"
     tokenizer.mkdir()
     words = {
@@ -104,7 +107,7 @@ def said(picture: Path) -> dict[tuple[str, str], tuple[int, str, str]]:
         "added_tokens": [{"id": 1000, "content": "<s>"}],
     }
     (tokenizer / "tokenizer.json").write_text(json.dumps(words))
-    looks += [("doctor", f"{_HUGGING_FACE} {tokenizer}")]
+    looks += [("doctor", f"{_HUGGING_FACE} {place}") for place in (tokenizer, "org/name")]
     looks += [("plan --json", f"{_HUGGING_FACE} {place}") for place in (tokenizer, "org/name")]
     looks += [("plan --json", job) for job in (_JOB, _SAMPLES, _GROWING, _INTERLEAVED, _LAYERED, _COMPRESSED)] + [
         ("plan", job) for job in (_JOB, _LARGE, _INTERLEAVED)
@@ -214,6 +217,8 @@ def test_skipping_of_stages(said: dict[tuple[str, str], tuple[int, str, str]]) -
     assert "--pier-skip-fraction (simulated; costs quality): 0: " in said["plan", _INTERLEAVED][1]
     assert json.loads(said["plan --json", _JOB][1])["skipping"] == {}
     assert "--pier-skip-fraction" not in said["plan", _JOB][1]
+    assert "--pier-compress" not in said["plan", _INTERLEAVED][1]
+    assert "--pier-compress dp=int8, gradients" in said["plan", _STOCK_COMPRESSED][1]
 
 
 def test_stock_optimizers_with_flags_inside_a_group(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
@@ -267,13 +272,25 @@ def test_plan_reports_everything_that_is_wrong_with_a_job(said: dict[tuple[str, 
         "--json: Megatron does not know it. Put it before the launch command of the job.",
         "--use-megatron-fsdp cannot be used with --optimizer pier",
     ):
-        assert message in error
+        assert f"ERROR: {message}" in error
+    assert all(line.startswith("ERROR: ") for line in error.splitlines())
     status, out, error = said["plan", _UNPLUGGED]
     assert (status, out) == (2, "")
     assert "--optimizer pier: none.py is started without -m pier_megatron, and cannot be read" in error
     status, out, _ = said["plan", _JOB + "--own 1"]
     assert status == 0
-    assert "WARNING: --own: Megatron does not know it, and it is not in the text of" in out
+    # Above the verdict.
+    assert out.startswith("WARNING: --own: Megatron does not know it, and it is not in the text of")
+
+
+def test_quickstart_shows_what_is_printed(said: dict[tuple[str, str], tuple[int, str, str]]) -> None:
+    blocks = [" ".join(block.split()) for block in re.findall(r"^```\n(.*?)^```", _PAGE, re.MULTILINE | re.DOTALL)]
+    [doctor] = [block for block in blocks if "preset pier-annealed" in block]
+    findings = " ".join(said["doctor", _SHOWN][1].split())
+    *shown, verdict = doctor.split(" ...")
+    assert all(part.strip() in findings for part in shown)
+    assert verdict.strip() == "OK"
+    assert said["plan", _SHOWN][1].splitlines()[0] in blocks
 
 
 def test_vocabulary_of_a_tokenizer(said: dict[tuple[str, str], tuple[int, str, str]], picture: Path) -> None:
@@ -286,6 +303,11 @@ def test_vocabulary_of_a_tokenizer(said: dict[tuple[str, str], tuple[int, str, s
     assert assumed["warnings"] == [
         "the tokenizer cannot be read here: a vocabulary of 128,000 tokens is assumed. Give --vocab-size"
     ]
+    # Doctor assumes the same.
+    status, findings, _ = said["doctor", f"{_HUGGING_FACE} org/name"]
+    assert status == 0
+    assert assumed["warnings"][0] in findings.splitlines()
+    assert re.search(r"^up to the padding of buffers, outer state per rank: ", findings, re.MULTILINE)
     # Padded to a multiple of 256, and split over two tensor-parallel ranks.
     assert assumed["parameters per rank"] - known["parameters per rank"] == (128_000 - 1024) * 768 / 2
 
@@ -388,8 +410,9 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
         [*_DOCTOR[:-1], "plan", "--cluster", "perlmutter", *job], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert re.findall(r"^((?:outer state )?per rank: .*)$", planned.stdout, re.MULTILINE) == said[:2], planned.stderr
-    # Gigabytes are too coarse for this model.
-    assert "memory per rank: outer state, --pier-offload to move it: 0.00 GB" in planned.stdout
+    assert re.search(r"^memory per rank: outer state, --pier-offload to move it: 0\.[1-9]\d MB$", planned.stdout, re.MULTILINE)
+    # No interval of which the run has not two.
+    assert set(re.findall(r"H = (\d+),", planned.stdout)) == {"2", "10", "50"}
     assert "  group 1: ranks 2-3 on domain 1 (node 0)" in log
     assert "without the lazy start; nothing was loaded, saved or evaluated" in log
     # What the log of every iteration costs, and nothing else.

@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launch import REPOSITORY, execute, torchrun
+
+from pier_megatron.megatron_api import versions
+from pier_megatron.version import __version__
 
 pytestmark = pytest.mark.processes
 
@@ -40,6 +44,7 @@ _UNDER_SRUN = f"-m pier_megatron FOLDER/pretrain.py {_MODEL} --mock-data"
 _EXPORTS = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=4"
 _STOCK = f"{_TORCHRUN} FOLDER/pretrain.py {_MODEL} --mock-data".replace("--optimizer pier", "--optimizer adam")
 
+_MEGATRON = versions.megatron_version().partition("+")[0]
 _BAD = "will not start"
 
 
@@ -61,7 +66,11 @@ class Case:
 
 
 _CASES = {
-    "healthy": Case(_JOB),
+    "healthy": Case(
+        _JOB,
+        note=f"torch {torch.__version__}, megatron-core {_MEGATRON}, transformer-engine absent, apex absent, "
+        f"pier-megatron {__version__}",
+    ),
     # The launch line.
     "no plugin": Case(
         _JOB.replace(" -m pier_megatron", ""), ("ERROR: --optimizer pier: FOLDER/pretrain.py is started wi",), _BAD
@@ -153,16 +162,49 @@ _CASES = {
         _BAD,
     ),
     "three refused": Case(
-        f"{_JOB} --use-megatron-fsdp --override-ckpt-iteration 0 --timing-log-level 1",
+        f"{_JOB} --use-megatron-fsdp --override-ckpt-iteration 0 --data-parallel-random-init",
         (
             "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
+            "ERROR: --data-parallel-random-init cannot be used with --optimizer pier",
             "ERROR: --override-ckpt-iteration 0 cannot be used with --optimizer pier",
-            "ERROR: --timing-log-level 1 cannot be used with --optimizer pier",
         ),
         _BAD,
     ),
     "script's own": Case(f"{_JOB} --house-flag 2", note="--house-flag: not Megatron's; FOLDER/pretrain.py adds it"),
     "nobody's": Case(f"{_JOB} --elsewhere 2", ("WARNING: --elsewhere: Megatron does",), "1 warning"),
+    "misspelt and missing": Case(
+        _JOB.replace("--hidden-size", "--hiden-size"),
+        ("ERROR: --hiden-size: Megatron does not know it, and no script adds it. Did you mean --hidden-size?",),
+        _BAD,
+    ),
+    "beginning of a flag": Case(
+        f"{_JOB} --pier-sync 10",
+        ("ERROR: --pier-sync: no such flag. Did you mean --pier-sync-interval or --pier-sync-seconds?",),
+        _BAD,
+    ),
+    "nothing follows from what cannot be": Case(
+        f"{_JOB} --pier-sync-interval ten --gpu-sniff-test-interval 75 --use-megatron-fsdp --pier-groups 3",
+        (
+            "ERROR: --pier-sync-interval: ten: must be a whole number",
+            "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
+            "ERROR: --pier-groups 3 does not divide the data-parallel size 16",
+        ),
+        _BAD,
+    ),
+    "two tables": Case(
+        f"{_JOB} --pier-overlap 60 --pier-fragments 60 --moe-router-load-balancing-type global_aux_loss",
+        (
+            "ERROR: --pier-fragments 60 exceeds",
+            "ERROR: --pier-overlap 60: must be from 0",
+            "ERROR: --moe-router-load-balancing-type global_aux_loss cannot be used",
+        ),
+        _BAD,
+    ),
+    "short": Case(
+        _JOB.replace("--train-iters 100000", "--train-iters 24"),
+        ("WARNING: the run has no lazy start: ", "WARNING: the run has 1 outer step: "),
+        "2 warnings",
+    ),
     "stray": Case(f"{_JOB} --lr 6e-4 7e-4", ("ERROR: 7e-4: belongs to no flag",), _BAD),
     "bare": Case(
         "torchrun --nnodes 2 FOLDER/pretrain.py --optimizer pier",
@@ -222,6 +264,16 @@ _CASES = {
     "tokenizer": Case(
         f"{_JOB} --tokenizer-model FOLDER/a.model --vocab-file v.json --merge-file m.txt",
         ("ERROR: --tokenizer-model FOLDER/a", "ERROR: --vocab-file v.json: no such file", "ERROR: --merge-file m.txt"),
+        _BAD,
+    ),
+    "tokenizer of nothing": Case(
+        f"{_JOB} --tokenizer-type NullTokenizer".replace("--vocab-size 50257 ", ""),
+        ("ERROR: --vocab-size: not given; NullTokenizer needs it. Give it.",),
+        _BAD,
+    ),
+    "tokenizer without its model": Case(
+        f"{_JOB} --tokenizer-type HuggingFaceTokenizer",
+        ("ERROR: --tokenizer-model: not given; HuggingFaceTokenizer needs it. Give it.",),
         _BAD,
     ),
     "tokenizer of a hub": Case(f"{_JOB} --tokenizer-model openai-community/gpt2"),

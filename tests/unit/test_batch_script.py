@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands import batch_script
+from pier_megatron.commands import batch_script, cli
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import PierConfigError
 
@@ -82,6 +82,88 @@ def test_the_word_that_cannot_be_seen_is_named(script: Path) -> None:
     script.write_text("echo nothing\n./train.sh small\n")
     with pytest.raises(PierConfigError, match=r"job.sh: no torchrun in this script, and no python"):
         read([str(script)])
+
+
+def test_a_script_that_does_not_say_on_how_many_nodes_it_runs(script: Path) -> None:
+    said = "on how many nodes it runs. Give it as to sbatch: pier-megatron doctor sbatch --nodes 8"
+    for nodes in ("$SLURM_NNODES", "${SLURM_JOB_NUM_NODES}"):
+        script.write_text(_SCRIPT.replace("#SBATCH --nodes=4", "").replace("$SLURM_NNODES", nodes))
+        with pytest.raises(PierConfigError, match=said):
+            read([str(script)])
+        assert read(["sbatch", "--nodes", "2", str(script)])[0].nodes == 2
+    script.write_text("srun -N 2 bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node 1 train.py'")
+    with pytest.raises(PierConfigError, match=said):
+        read([str(script)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat > note <<EOF\nDon't panic, here's \"one\nEOF\n",
+        "cat <<-'END' | tee note\nDon't panic\n\tEND\n",
+        "echo don't\n",
+        "[[ $A =~ ^\\' ]]\nB=( 1 2\n",
+        "grep x <<< word\n",
+    ],
+)
+def test_what_nothing_ends_does_not_swallow_the_script(text: str, script: Path) -> None:
+    script.write_text(_SCRIPT.replace("set -euo pipefail\n", text))
+    job, _ = read([str(script)])
+    assert (job.nodes, job.script, job.arguments[:2]) == (4, "pretrain_gpt.py", ("--num-layers", "12"))
+
+
+@pytest.mark.parametrize(
+    ("gres", "ranks"), [("gpu:8,nvme:1", 8), ("nvme:1,gpu:h100:2", 2), ("gpu:a100:4(S:0-1),nvme:1", 4), ("gpu:4", 4)]
+)
+def test_gpus_among_other_resources(gres: str, ranks: int, script: Path) -> None:
+    script.write_text(_SCRIPT.replace("gpu:a100:4", gres))
+    assert read([str(script)])[0].ranks_per_node == ranks
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("cd FOLDER/below\n", ""),
+        ("cd FOLDER\ncd below && ", ""),
+        ("#SBATCH --chdir=FOLDER/below\n", ""),
+        ("#SBATCH -D FOLDER\ncd below\n", "cd /\n"),
+    ],
+)
+def test_folder_of_the_launch_command(before: str, after: str, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (script.parent / "below").mkdir()
+    line = "torchrun --nproc-per-node 1 train.py\n"
+    script.write_text(before.replace("FOLDER", str(script.parent)) + line + after)
+    here = Path.cwd()
+    with batch_script.opened([str(script)]) as (words, _):
+        assert Path.cwd() == script.parent / "below"
+        assert words[-1] == "train.py"
+    assert Path.cwd() == here
+    # One that cannot be seen changes nothing.
+    script.write_text("cd $NOWHERE\ncd /no/such/folder\n" + line)
+    with batch_script.opened([str(script)]):
+        assert Path.cwd() == here
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("doctor FILE --start", "--start"),
+        ("plan --cluster perlmutter FILE --json", "--json"),
+        ("plan --cluster perlmutter sbatch -N 2 FILE --tflops=120", "--tflops"),
+    ],
+)
+def test_flags_behind_a_script_go_to_the_script(
+    command: str, flag: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command.replace("FILE", str(script)).split()) > 0
+    told = capsys.readouterr()
+    assert f"ERROR: {flag} behind job.sh goes to the script. Put it before job.sh." in told.out + told.err
+
+
+@pytest.mark.parametrize("flag", ["--nodes", "--ranks-per-node"])
+def test_flags_of_recipes_need_one(flag: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", flag, "8", str(script)]) == 2
+    assert f"{flag} 8 is for --recipe. " in capsys.readouterr().err
 
 
 def test_scripts_of_the_page(script: Path) -> None:

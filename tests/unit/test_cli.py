@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from pier_megatron.commands import cli, lighthouse
+from pier_megatron.errors import PierConfigError
+from pier_megatron.processes import refusal
 from pier_megatron.version import __version__
 
 
@@ -30,6 +32,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["weigh"], "weigh: no such command\n"),
         (["demo", "--ouput", "x"], "--ouput: demo does not know it. Did you mean --output?"),
         (["plot", "."], "plot was removed. TensorBoard shows runs side by side"),
+        (["do"], "do: no such command. Did you mean doctor?"),
         (["export", "--checkpoint", ".", "--output", "b", "--tokeniser=gpt2"], "Did you mean --tokenizer?"),
     ],
 )
@@ -44,6 +47,13 @@ def test_commands_that_read_checkpoints_warn_of_them(command: str, capsys: pytes
     with pytest.raises(SystemExit):
         cli.main([*command.split(), "--help"])
     assert "use trusted checkpoints only" in " ".join(capsys.readouterr().out.split())
+
+
+def test_each_problem_of_a_job_has_its_source() -> None:
+    error = PierConfigError("--a: wrong", "--b: wrong")
+    error.add_note("Read the page.")
+    said = "pier_megatron: error: --a: wrong\npier_megatron: error: --b: wrong\nRead the page.\n"
+    assert refusal(error) == said
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

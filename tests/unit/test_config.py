@@ -80,7 +80,20 @@ _SITES = {"groups": 4, "sites": 2, "site_interval": 5}
         ({**_SITES, "fragments": 2}, ["--pier-fragments 2 cannot be used with --pier-sites 2", "differ. Drop one"]),
         ({**_SITES, "outlier_zscore": 3.0}, ["--pier-outlier-zscore 3.0 cannot be used with --pier-sites 2"]),
         ({**_SITES, "preset": "noloco"}, ["--pier-sites 2 with outer steps of 2 groups", "--pier-preset noloco", "pairs"]),
-        ({"train_iters": 200}, ["0.1 of --train-iters 200 is 20", "0 x --pier-sync-interval 50", "20 or less"]),
+        ({"train_iters": 24, "lazy_start_iters": 20}, ["20 = 0 x 50 + 20", "Use 0."]),
+        # All of them at once.
+        ({"groups": 0, "sync_interval": 0, "outer_lr": 0.0}, ["--pier-groups 0", "--pier-sync-interval 0", "--pier-outer-lr"]),
+        (
+            {"fragments": 60, "overlap": 60, "lazy_start_iters": 120, "sites": 2, "evaluate_mean": True, "island": 1},
+            [
+                "--pier-fragments 60",
+                "--pier-overlap 60",
+                "--pier-lazy-start-iters 120",
+                "--pier-sites 2",
+                "--pier-evaluate-mean",
+                "--pier-island 1",
+            ],
+        ),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], words: list[str]) -> None:
@@ -121,6 +134,27 @@ def test_warnings() -> None:
     assert PierConfig(train_iters=2000, groups=2, preset="pier-rising").warnings() == []
     [horizon] = PierConfig(train_iters=2000, groups=2, preset="pier-rising", outer_momentum=0.9).warnings()
     assert "500 iterations, 25%" in horizon
+
+
+@pytest.mark.parametrize("preset", ["auto", "pier-frequent"])
+def test_no_horizon_warning_for_the_preset_that_suits(preset: str) -> None:
+    assert not [told for told in PierConfig(40, groups=2, sync_interval=4, preset=preset).warnings() if "remembers" in told]
+    [horizon] = [told for told in PierConfig(40, groups=2, sync_interval=4, preset="pier").warnings() if "remembers" in told]
+    assert "Drop --pier-preset, for pier-frequent, or shorten" in horizon
+
+
+def test_a_short_run_is_warned_of_and_not_refused() -> None:
+    short = PierConfig(train_iters=24, groups=2)
+    none, few = short.warnings()
+    assert short.lazy_start == 0
+    assert "0.1 of --train-iters 24 is 2.4 iterations, which rounds to 0 x --pier-sync-interval 50" in none
+    assert "; --pier-sync-interval 2 or less would have one" in none
+    assert PierConfig(train_iters=24, groups=2, sync_interval=2).lazy_start == 2
+    assert "the run has 1 outer step: 24 iterations behind the lazy start / --pier-sync-interval 50" in few
+    # An iteration of the local phase remains.
+    assert PierConfig(train_iters=50, groups=2, lazy_start_fraction=0.6).lazy_start == 0
+    assert PierConfig(train_iters=100, groups=2, lazy_start_fraction=0.9).lazy_start == 50
+    assert PierConfig(train_iters=200, groups=2, lazy_start_iters=50).warnings() == []
 
 
 _MUON = {"inner_optimizer": "muon", "islands": True}

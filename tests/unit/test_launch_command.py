@@ -2,6 +2,8 @@
 
 import os
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +115,15 @@ def test_path_with_an_equals_sign_is_one_word(device: str) -> None:
 def test_what_cannot_be_read_is_refused(command: str, said: str) -> None:
     with pytest.raises(PierConfigError, match=said):
         LaunchCommand.parse(shlex.split(command))
+
+
+def test_megatron_of_a_checkout_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
+    job = LaunchCommand(1, 2, str(tmp_path / "pretrain_gpt.py"), ())
+    job.find_megatron()
+    assert sys.path == before
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "package_info.py").touch()
+    job.find_megatron()
+    assert sys.path == [str(tmp_path), *before]

@@ -267,7 +267,7 @@ def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
     [
         ("demo --iterations -5", "--iterations: -5: must be a whole number"),
         ("demo --iterations 40 -- --pier-preset pire", "Did you mean pier?"),
-        ("demo --sync-interval 20 --iterations 15", "--train-iters 15"),
+        ("demo --iterations 40 -- --pier-overlap 41", "--pier-overlap 41: must be from 0 to"),
         ("lighthouse --islands -1", "--islands: -1: must be"),
         ("lighthouse --islands 2 --address 256.1.1.1", "--address: 256.1.1.1: must be an IP address"),
         ("evaluate --model /nonexistent", "--model: /nonexistent: no such folder"),

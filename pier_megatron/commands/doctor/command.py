@@ -4,6 +4,7 @@ import argparse
 import gc
 import os
 import subprocess
+from collections.abc import Collection
 
 from pier_megatron.commands import batch_script
 from pier_megatron.commands.findings import Findings
@@ -32,10 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="check the configuration that a function without arguments returns, such as recipes:llama_tiny in this folder",
     )
-    recipe.add_argument("--nodes", type=whole(1), default=1, metavar="N", help="number of nodes (default: 1)")
-    recipe.add_argument(
-        "--ranks-per-node", type=whole(1), default=8, metavar="N", help="number of processes on each node (default: 8)"
-    )
+    recipe.add_argument("--nodes", type=whole(1), metavar="N", help="number of nodes (default: 1)")
+    recipe.add_argument("--ranks-per-node", type=whole(1), metavar="N", help="number of processes on each node (default: 8)")
     add_command_argument(parser)
 
 
@@ -45,10 +44,16 @@ def run(options: argparse.Namespace) -> int:
         return _examine_recipe(options)
     if not options.command:
         raise PierConfigError("no launch command is given. Give it behind doctor, such as torchrun ... SCRIPT ...")
-    findings = examine(options.command)
+    for flag, given in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
+        if given is not None:
+            raise PierConfigError(
+                f"{flag} {given} is for --recipe. A launch command has --nnodes and --nproc-per-node; give the size of a batch "
+                "script as to sbatch: pier-megatron doctor sbatch --nodes 8 SCRIPT"
+            )
+    findings = examine(options.command, options.flags)
     print("\n".join(findings.lines()), flush=True)
     if options.start and not findings.errors:
-        with batch_script.opened(options.command) as (_, notes):
+        with batch_script.opened(options.command, "doctor") as (_, notes):
             if notes:
                 raise PierConfigError("--start starts a launch command, not a batch script. Give the torchrun line itself.")
         _start(options.command, findings)
@@ -65,26 +70,27 @@ def _examine_recipe(options: argparse.Namespace) -> int:
 
     findings = Findings()
     with findings.collecting():
-        recipe.examine(options.recipe, options.nodes, options.ranks_per_node, findings)
+        recipe.examine(options.recipe, options.nodes or 1, options.ranks_per_node or 8, findings)
     print("\n".join([*findings.lines(), findings.verdict]), flush=True)
     return findings.status
 
 
-def examine(words: list[str]) -> Findings:
+def examine(words: list[str], flags: Collection[str] = ()) -> Findings:
     """Looks at a job without starting it; needs no GPU.
 
     Args:
         words: Launch command of the job, or a batch script with it.
+        flags: Doctor's own flags, which belong before the job.
     """
     findings = Findings()
     # Importing PyTorch and Megatron makes millions of objects and leaves no garbage; looking for it takes a fifth of the time.
     gc.disable()
-    with findings.collecting(), batch_script.opened(words) as (launch, notes):
+    with findings.collecting(), batch_script.opened(words, "doctor", flags) as (launch, notes):
         findings.notes += notes
         command = LaunchCommand.parse(launch)
         from pier_megatron.commands.doctor import job
 
-        job.examine(command, findings)
+        job.examine(command, findings, flags)
     gc.freeze()
     gc.enable()
     return findings

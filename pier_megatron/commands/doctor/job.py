@@ -5,10 +5,12 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from pier_megatron import features
 from pier_megatron.commands import job_arguments
@@ -18,7 +20,9 @@ from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
 from pier_megatron.integration.datasets import compiled_for_another_python
+from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
+from pier_megatron.version import __version__
 
 # What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {
@@ -32,23 +36,25 @@ _SOCKETS = {
     "NCCL_NSOCKS_PERTHREAD": "unset: one socket per thread; 4 or more where one TCP stream does not fill the link, as over a "
     "long distance. Threads x sockets may be 64",
 }
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "pier-megatron")
 
 
-def examine(command: LaunchCommand, findings: Findings) -> None:
+def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] = ()) -> None:
     """Looks at a job without starting it.
 
     Args:
         command: Its launch command.
         findings: Findings to add to.
+        flags: Doctor's own flags, which belong before the job.
     """
+    command.find_megatron()
     where = f"{_count(command.nodes, 'node')} of {_count(command.ranks_per_node, 'rank')}"
     findings.notes.append(f"{where}, Python {platform.python_version()}, {_versions()}")
     sources, given = ScriptSources.of(command), job_files.paths(command.arguments)
     launch.look(command, sources, findings)
     job_files.look(given, findings)
-    args = job_arguments.read(command, sources, findings, before=("--start", "--recipe", "--nodes", "--ranks-per-node"))
+    args = job_arguments.read(command, sources, findings, before=flags)
     if args is not None:
+        findings.notes += job_arguments.assume_vocabulary(args)
         with findings.collecting():
             _describe(args, command, findings)
     if command.nodes > 1:
@@ -194,10 +200,11 @@ def _look_at_outer_state(args: argparse.Namespace, config: PierConfig, command: 
 
 
 def _versions() -> str:
-    found = []
-    for package in _PACKAGES:
+    # Behind a plus, an installed Megatron has the commit of whatever repository it lies in.
+    found = [f"torch {torch.__version__}", f"megatron-core {versions.megatron_version().partition('+')[0]}"]
+    for package in ("transformer-engine", "apex"):
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{package} absent")
-    return ", ".join(found)
+    return ", ".join([*found, f"pier-megatron {__version__}"])

@@ -76,10 +76,12 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     from pier_megatron.commands.plan import picture, text
     from pier_megatron.commands.plan.planning import make_plan
 
-    wanted = routes.wanted_of(options)
-    with batch_script.opened(options.command) as (launch, _):
+    # A batch script may run in another folder.
+    options.routes = options.routes and options.routes.absolute()
+    wanted, log = routes.wanted_of(options), options.log and options.log.absolute()
+    with batch_script.opened(options.command, "plan", options.flags) as (launch, _):
         command = LaunchCommand.parse(launch)
-        plan = make_plan(command, cluster, options.tflops is not None, options.log, wanted, options.flags)
+        plan = make_plan(command, cluster, options.tflops is not None, log, wanted, options.flags)
     if options.plot and "sweeps" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
     if options.plot:

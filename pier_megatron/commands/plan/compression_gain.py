@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from pier_megatron.commands.plan.cluster import Cluster
-from pier_megatron.commands.plan.model import CODING, HIDING, Job, bandwidth_between_stages, seconds_between_replicas
+from pier_megatron.commands.plan.model import CODING, HIDING, Job, Plan, bandwidth_between_stages, seconds_between_replicas
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 # Bytes per element on the wire that are not compressed: FP32 gradients, bf16 parameters and activations.
@@ -78,6 +78,11 @@ def savings_of_gradients(job: Job, cluster: Cluster, compute: float, codec: str)
 
 def _bytes(codec: str) -> float:
     return CODECS[codec].nbytes(BLOCK) / BLOCK
+
+
+def lines(plan: Plan) -> list[str]:
+    """The lines of a plan, if its job has ``--pier-compress``."""
+    return table([CodecGain(**saving) for saving in plan["compression"]]) if plan["compresses"] else []
 
 
 def table(found: list[CodecGain]) -> list[str]:

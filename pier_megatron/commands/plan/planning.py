@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from pier_megatron.commands import job_arguments
@@ -49,17 +49,13 @@ _ASSUMED = Speed("assumed: measure them with --tflops, or --log of a short run",
 _GIVEN = Speed("from --tflops", is_measured=True)
 
 
-# Of a vocabulary that cannot be seen, as large as those of today's models.
-_TOKENS = 128_000
-
-
 def make_plan(
     command: LaunchCommand,
     cluster: Cluster,
     is_measured: bool = False,
     log: Path | None = None,
     wanted_routes: routes.Wanted | None = None,
-    before: Sequence[str] = (),
+    before: Collection[str] = (),
 ) -> Plan:
     """Plans a job with ``--optimizer pier``, or with a flag inside a group; needs no GPU.
 
@@ -112,6 +108,7 @@ def make_plan(
         "tflops": {"per GPU": cluster.flops / 1e12, "source": speed.source, "measured": speed.is_measured},
         "iterations": args.train_iters,
         "warnings": warnings,
+        "compresses": args.pier_compress is not None,
     } | _routes(args, job, cluster, wanted_routes)
     if config is None:
         line = stock.verdict(needed, cluster, remedy, speed.source)
@@ -136,10 +133,11 @@ def make_plan(
     return {"verdict": line, "loss": expected} | plan | _of_groups(args, config, job, cluster, speed)
 
 
-def _arguments(command: LaunchCommand, before: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _arguments(command: LaunchCommand, before: Collection[str]) -> tuple[argparse.Namespace, list[str]]:
     """Megatron's arguments of a job that uses Pier, and warnings of its command line."""
     from pier_megatron.integration.arguments import uses_group_settings
 
+    command.find_megatron()
     findings, sources = Findings(), ScriptSources.of(command)
     job_arguments.look_at_plugin(command, sources, findings)
     args = job_arguments.read(command, sources, findings, before)
@@ -148,12 +146,7 @@ def _arguments(command: LaunchCommand, before: Sequence[str]) -> tuple[argparse.
     if not uses_pier(args) and not uses_group_settings(args):
         flags = ", ".join(flag_of(setting.name) for setting in WITH_ANY_OPTIMIZER)
         raise PierConfigError(f"the job does not use Pier: it has no --optimizer pier, and none of {flags}.")
-    if args.vocab_size is None and getattr(args, "padded_vocab_size", None) is None:
-        args.vocab_size = _TOKENS
-        findings.warnings.append(
-            f"the tokenizer cannot be read here: a vocabulary of {_TOKENS:,} tokens is assumed. Give --vocab-size"
-        )
-    return args, findings.warnings
+    return args, findings.warnings + job_arguments.assume_vocabulary(args)
 
 
 def _routes(args: argparse.Namespace, job: Job, cluster: Cluster, wanted: routes.Wanted | None) -> Plan:

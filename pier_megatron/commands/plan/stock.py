@@ -80,6 +80,6 @@ def describe(plan: Plan) -> list[str]:
         f"{plan['gpus']} GPUs, {plan['parameters per rank'] / 1e9:.2f} G parameters per rank",
         f"an iteration: {plan['compute'] * 1e3:,.0f} ms of compute, {plan['wire'] * 1e3:,.0f} ms of gradients and parameters "
         "between replicas",
-        *compression_gain.table([compression_gain.CodecGain(**saving) for saving in plan["compression"]]),
+        *compression_gain.lines(plan),
         *describe_skipping(plan["skipping"]),
     ]

@@ -4,11 +4,15 @@ from pier_megatron.commands.plan import compression_gain, loss, routes, stock, w
 from pier_megatron.commands.plan.model import Plan
 from pier_megatron.commands.plan.skipping_gain import describe_skipping
 
+# Less is said in MB.
+_LEAST_IN_GB = 0.1e9
+
 
 def lines(plan: Plan) -> list[str]:
     """The lines of a plan."""
     has_groups = "groups" in plan
     return [
+        *(f"WARNING: {warning}" for warning in plan["warnings"]),
         plan["verdict"],
         *([loss.text(plan["loss"], plan["groups"])] if has_groups else ()),
         "",
@@ -22,7 +26,6 @@ def lines(plan: Plan) -> list[str]:
         *(_of_groups(plan) if has_groups else stock.describe(plan)),
         *(routes.describe(plan["routes"]) if "routes" in plan else ()),
         *_memory(plan),
-        *(f"WARNING: {warning}" for warning in plan["warnings"]),
     ]
 
 
@@ -45,10 +48,14 @@ def _memory(plan: Plan) -> list[str]:
     uncounted = "" if needed == sum(plan["memory"].values()) else ", without activations, which the job recomputes"
     return [
         *plan.get("taken by the outer loop", ()),
-        *(f"memory per rank: {name}: {size / 1e9:.2f} GB" for name, size in plan["memory"].items()),
-        f"memory per rank: {needed / 1e9:.2f} GB together{uncounted}, of {there / 1e9:.0f} GB"
+        *(f"memory per rank: {name}: {_bytes(size)}" for name, size in plan["memory"].items()),
+        f"memory per rank: {_bytes(needed)} together{uncounted}, of {there / 1e9:.0f} GB"
         + ("" if needed <= there else ": does not fit"),
     ]
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= _LEAST_IN_GB else f"{size / 1e6:,.2f} MB"
 
 
 def _of_groups(plan: Plan) -> list[str]:
@@ -65,7 +72,7 @@ def _of_groups(plan: Plan) -> list[str]:
         f"{plan['bytes between groups per outer step and rank'] / 1e6:,.0f} MB per rank",
         *(_in_pairs(plan) if plan["groups"] > 1 else ()),
         *waiting.lines(plan["waits"], plan["interval"], prediction["local"]),
-        *compression_gain.table([compression_gain.CodecGain(**saving) for saving in plan["compression"]]),
+        *compression_gain.lines(plan),
         *describe_skipping(plan["skipping"], " of the local phase"),
         f"blocking Pier is faster than synchronous training with overlap flags {faster}",
     ]

@@ -39,7 +39,9 @@ def modes(prediction: Prediction, config: PierConfig) -> tuple[dict[str, float],
     own, lazy = of_job(config), lazy_share(config)
     found = {SYNCHRONOUS: prediction.synchronous, HIDDEN: prediction.synchronous_hidden}
     is_own: dict[Way, str] = {}
-    for interval in sorted({*_INTERVALS, own.interval}):
+    # With fewer than two outer steps there is nothing to compare.
+    intervals = {interval for interval in _INTERVALS if interval <= config.train_iters / 2}
+    for interval in sorted({*intervals, own.interval}):
         blocking = Way(interval, offload=own.offload)
         found[f"DiLoCo from the first iteration, H = {interval}"] = prediction.mean_of_run(blocking, 0.0)
         for name, way in _ways(blocking).items():
