@@ -116,13 +116,15 @@ _REFUSED = {
     f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],
     f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval", "one optimizer instance"],
     # All that is wrong is said at once.
-    f"{_PIER} --use-megatron-fsdp --override-ckpt-iteration 0 --timing-log-level 1 --pier-overlap 60": [
+    f"{_PIER} --use-megatron-fsdp --override-ckpt-iteration 0 --pier-overlap 60 --pier-fragments 60 --ckpt-format torch "
+    "--save a": [
         "--use-megatron-fsdp",
         "--override-ckpt-iteration 0",
         "--pier-overlap 60",
+        "--pier-fragments 60",
+        "--ckpt-format torch",
     ],
-    f"{_PIER} --timing-log-level 1 --gpu-sniff-test-interval 20 --num-experts 8 --expert-model-parallel-size 8": [
-        "--timing-log-level 1",
+    f"{_PIER} --gpu-sniff-test-interval 20 --num-experts 8 --expert-model-parallel-size 8": [
         "--gpu-sniff-test-interval 20",
         "expert-data-parallel size 1",
     ],
@@ -132,8 +134,8 @@ _REFUSED = {
         "--use-torch-fsdp2",
     ],
     f"{_JOB} --pier-overlap 5 --pier-fragments 2": [
-        "--pier-overlap 5 cannot be used with --pier-lighthouse",
-        "--pier-fragments 2 cannot be used with --pier-lighthouse",
+        "--pier-overlap 5 cannot be used with elastic islands (--pier-lighthouse)",
+        "--pier-fragments 2 cannot be used with elastic islands (--pier-lighthouse)",
     ],
     f"{_PIER} --yaml-cfg config.yaml": ["--yaml-cfg", "pass the same settings as flags"],
     f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": [
