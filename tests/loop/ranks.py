@@ -31,7 +31,6 @@ from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule
 from pier_megatron.outer.share import Share
-from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
 from pier_megatron.outer.weights import Weights
@@ -83,17 +82,17 @@ def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
         chunk.set_parameters(chunk.of(flat))
 
 
-_take_back, _settle = Staging.take_back, OuterRound.settle
+_take_back, _send = Staging.take_back, OuterRound._send
 
 
-def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
-    """What arrives for the sake of a snapshot leaves the residuals as they were."""
+def _send_without_residuals(round_: OuterRound) -> None:
+    """What is sent leaves the residuals as they were."""
 
     def take_back(staging: Staging, staged: Staged, writes: Collection[str]) -> None:
         _take_back(staging, staged, [name for name in writes if name != RESIDUAL])
 
     with mock.patch.object(Staging, "take_back", take_back):
-        return _settle(round_)
+        _send(round_)
 
 
 _update, _sum = Nesterov.update, SiteExchange.sum
@@ -121,7 +120,7 @@ def _sum_of_the_first_parts(
 
 # By name: what is replaced, and by what.
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
+    "residuals are not written back": (OuterRound, "_send", _send_without_residuals),
     "a group keeps its progress over a restart": (OuterRound, "forget_progress", lambda round_: None),
     "a bit of an anchor flips": (Nesterov, "update", _update_with_a_flipped_bit),
     "one fragment is restarted": (Weights, "return_to_anchor", _only_the_first_fragment),
@@ -251,19 +250,13 @@ class Rank:
             self._outer_state()
             | {
                 "parameters": on_cpu(self.parameters),
-                "is_pulling": self.loop.config.pulls,
                 "is_synchronised": self.loop.is_synchronised,
             }
         )
 
     def _outer_state(self) -> dict[str, Any]:
-        state, share = self.loop.states[0], self.loop._share
-        return {
-            "anchor": state.anchor.to("cpu", copy=True),
-            "momentum": state.momentum.to("cpu", copy=True),
-            # What is offloaded may not have been written yet.
-            "is_behind": any(staging.is_behind for staging in share.stagings),
-        }
+        [state] = self.loop.states
+        return {"anchor": state.anchor.to("cpu", copy=True), "momentum": state.momentum.to("cpu", copy=True)}
 
     def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int], jumps: Sequence[int]) -> None:
         def of(group: int) -> list[Tensor]:
@@ -345,9 +338,6 @@ class Rank:
         """What has happened so far."""
         # No run waits for a report; this does.
         self.loop.reports.write_arrived(waits=True)
-        if self.history:
-            self.loop._share.synchronize()
-            self.history[-1] |= self._outer_state()
         return {"history": self.history, "reports": self.reports, "group": self.group, "part": self._part}
 
 

@@ -1,6 +1,5 @@
 """The demo around its trainings: what it says of them, and the emulated nodes."""
 
-import argparse
 import re
 import signal
 import subprocess
