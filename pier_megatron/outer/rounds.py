@@ -227,10 +227,11 @@ class OuterRound:
             is_lost: Whether the communicator is lost. Buffers on the wire are not used again then: nobody can wait for their
                 sums, which may still write to them.
         """
-        if is_lost and self._under_way:
-            self._kept = []
-        elif self._under_way:
+        if self._under_way and not is_lost:
             self.arrive()
+        elif self._under_way:
+            # A lost communicator ends once nobody holds its sums.
+            self._kept, self._under_way = [], []
         self._release()
 
     def _release(self) -> None:
