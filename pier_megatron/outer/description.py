@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
-FORMAT = 6
+FORMAT = 7
 """Raised when an older plugin could not read what a newer one writes."""
 
 ENTRY = "pier"
@@ -128,14 +128,21 @@ class Description:
         """Reads what a checkpoint says.
 
         Raises:
-            PierConfigError: If a newer plugin wrote it.
+            PierConfigError: If a newer plugin wrote it, or an older one whose gossip pairs sent slow weights ahead.
         """
         if found["format"] > FORMAT:
             raise PierConfigError(
                 f"--load: the checkpoint was written by pier_megatron {found['version']} in format {found['format']}; this is "
                 f"{__version__}, which reads formats up to {FORMAT}. Upgrade pier_megatron."
             )
-        saved = cls(**found)
+        values = dict(found)
+        if values.pop("pulled", ()):
+            raise PierConfigError(
+                f"--load: the momentum in the checkpoint of iteration {found['iteration']} already holds the next pull to slow "
+                "weights, which gossip pairs now send within the outer step. Finish the run with the plugin that wrote it, or "
+                "begin from its weights with --finetune."
+            )
+        saved = cls(**values)
         if saved.is_local is not None:
             return saved
         config, t = saved._config, saved.iteration

@@ -84,6 +84,13 @@ def test_newer_format_is_refused() -> None:
         Description.from_metadata(future)
 
 
+def test_slow_weights_that_older_plugins_sent_ahead_are_refused() -> None:
+    older = described().to_metadata() | {"format": 6}
+    assert Description.from_metadata(older | {"pulled": ()}).iteration == described().iteration
+    with pytest.raises(PierConfigError, match="Finish the run with the plugin that wrote it"):
+        Description.from_metadata(older | {"pulled": (0,)})
+
+
 @pytest.mark.parametrize(
     ("saved", "own", "groups", "rule", "expected"),
     [
