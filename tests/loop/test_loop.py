@@ -275,6 +275,15 @@ def test_spread_of_pairs_is_logged_as_if_nobody_had_saved(ranks: Ranks) -> None:
     assert logged((7, QUIET), ("stop_and_resume", QUIET), (8, QUIET)) == undisturbed
 
 
+@pytest.mark.parametrize(("groups", "gamma"), [(2, 0.9), (3, 0.9), (3, 0.0)])
+def test_spread_of_pairs_is_that_of_their_slow_weights(ranks: Ranks, groups: int, gamma: float) -> None:
+    """Where all groups meet these stay equal; with gamma 0 they never cross, and pseudo-gradients do not say where they are."""
+    together = {**_PAIRS, "subgroup_size": groups, "subgroup_gamma": gamma, "train_iters": 12}
+    reports = program((12, QUIET), groups=groups, **together).run(ranks)[0]["reports"]
+    expected = pytest.approx(0, abs=1e-6) if gamma else None
+    assert all(report.spread == expected for report in reports)
+
+
 def test_spread_of_groups_that_agree_is_logged_in_every_outer_step(ranks: Ranks) -> None:
     results = program((12, QUIET), exchange_dtype="int8").run(ranks)
     assert [report.iteration for report in results[0]["reports"]] == [6, 9, 12]
