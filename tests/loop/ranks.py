@@ -31,6 +31,7 @@ from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule
 from pier_megatron.outer.share import Share
+from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
 from pier_megatron.outer.weights import Weights
@@ -82,17 +83,17 @@ def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
         chunk.set_parameters(chunk.of(flat))
 
 
-_take_back, _send = Staging.take_back, OuterRound._send
+_take_back, _settle = Staging.take_back, OuterRound.settle
 
 
-def _send_without_residuals(round_: OuterRound) -> None:
-    """What is sent leaves the residuals as they were."""
+def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
+    """What is sent for the sake of a snapshot leaves the residuals as they were."""
 
     def take_back(staging: Staging, staged: Staged, writes: Collection[str]) -> None:
         _take_back(staging, staged, [name for name in writes if name != RESIDUAL])
 
     with mock.patch.object(Staging, "take_back", take_back):
-        _send(round_)
+        return _settle(round_)
 
 
 _update, _sum = Nesterov.update, SiteExchange.sum
@@ -120,7 +121,7 @@ def _sum_of_the_first_parts(
 
 # By name: what is replaced, and by what.
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "residuals are not written back": (OuterRound, "_send", _send_without_residuals),
+    "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
     "a group keeps its progress over a restart": (OuterRound, "forget_progress", lambda round_: None),
     "a bit of an anchor flips": (Nesterov, "update", _update_with_a_flipped_bit),
     "one fragment is restarted": (Weights, "return_to_anchor", _only_the_first_fragment),

@@ -50,9 +50,9 @@ _SGD: dict[str, Any] = {"outer_optimizer": True, "outer_lr": 0.7, "outer_momentu
 
 # What happens, with which settings, and the bug under which the run must be seen to go wrong.
 _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
-    "stopped with an offloaded low-bit exchange in flight": (
-        [(7, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
-        {"offload": True, "overlap": 2, "exchange_dtype": "int8"},
+    "stopped before an offloaded low-bit exchange leaves": (
+        [(6, QUIET), ("stop_and_resume", QUIET), (6, QUIET)],
+        {"offload": True, "overlap": 3, "exchange_dtype": "int8"},
         "residuals are not written back",
     ),
     "a group diverges in one of several fragments": (
@@ -82,9 +82,9 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
         {**_PAIRS, "subgroup_gamma": 0.9, "overlap": 1},
         "slow weights do not cross",
     ),
-    "pairs in few bits, stopped in flight": (
-        [(7, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
-        {**_PAIRS, "exchange_dtype": "int8", "overlap": 2, "offload": True},
+    "pairs in few bits, stopped before they send": (
+        [(6, QUIET), ("stop_and_resume", QUIET), (6, QUIET)],
+        {**_PAIRS, "exchange_dtype": "int8", "overlap": 3, "offload": True},
         "residuals are not written back",
     ),
     "pairs, offloaded, in flight": (
