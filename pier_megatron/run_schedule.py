@@ -88,7 +88,7 @@ class RunSchedule(Settings):
 
     @property
     def sends_differences(self) -> bool:
-        """Whether participants send their pseudo-gradients, and separately, ahead, their slow weights.
+        """Whether participants send their pseudo-gradients, and separately their slow weights.
 
         With gamma = eta the sum of parameters says all. But those cross the groups exactly or not at all.
         """
@@ -96,7 +96,7 @@ class RunSchedule(Settings):
 
     @property
     def pulls(self) -> bool:
-        """Whether slow weights cross the groups, ahead of the outer step that needs them."""
+        """Whether slow weights cross the groups, beside pseudo-gradients."""
         return not self.has_common_anchor and self.sends_differences and self.subgroup_gamma != 0
 
     def pull_at(self, iteration: int) -> float:

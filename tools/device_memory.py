@@ -44,9 +44,9 @@ def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tu
     if not config.offload:
         return peak[0], in_state + said
     # Where the host is the device too, what is offloaded and what is kept beside it was counted.
-    lent = [flight.kept for round_ in loop._steps.rounds for flight in round_._flights]
-    kept = [buffer for buffers in (*loop._share.stagings[0]._kept, *lent) for buffer in buffers.tensors.values()]
-    on_host = in_state + sum(buffer.nbytes for buffer in kept) if here.type == "cpu" else 0
+    lent = [kept for round_ in loop._steps.rounds for kept in round_._kept]
+    waiting = [buffers.tensors["own"] for buffers in (*loop._share.stagings[0]._kept, *lent)]
+    on_host = in_state + sum(buffer.nbytes for buffer in waiting) if here.type == "cpu" else 0
     return peak[0] - on_host, said
 
 

@@ -53,10 +53,6 @@ class Wire:
         """Memory that encoding or decoding ``numel`` elements takes for a moment: a padded copy, and what is made of it."""
         return 0 if self._is_plain else 2 * 4 * self.groups * self.segment_numel(numel)
 
-    def launches_of_sum(self, exactly: bool = False) -> int:
-        """Collectives of a sum that are launched one after the other; see :class:`_EncodedSum` for the second."""
-        return 1 if self._is_plain and not exactly else 2
-
     @property
     def _is_plain(self) -> bool:
         return self.groups == 1 or self.codec.lossless

@@ -124,6 +124,9 @@ class _Guarded(dist.ProcessGroup):
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self.group, self.lost = group, lost
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.group._get_backend(device)
+
 
 def _guarded(name: str) -> Callable[..., _Wait]:
     def call(guarded: _Guarded, *args: Any) -> _Wait:
@@ -133,7 +136,15 @@ def _guarded(name: str) -> Callable[..., _Wait]:
 
 
 # Those that GroupExchange calls, by their names until PyTorch 2.12 and since.
-for _name in ("allreduce", "broadcast", "_allgather_base", "alltoall_base", "all_gather_single", "all_to_all_single"):
+for _name in (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "_allgather_base",
+    "alltoall_base",
+    "all_gather_single",
+    "all_to_all_single",
+):
     if hasattr(dist.ProcessGroup, _name):
         setattr(_Guarded, _name, _guarded(_name))
 

@@ -49,10 +49,6 @@ class DirectWire(Wire):
         """A padded copy of one vector, and what is made of it."""
         return 0 if self._is_plain else 2 * 4 * padded(numel)
 
-    def launches_of_sum(self, exactly: bool = False) -> int:
-        """Messages to all of the others at once, and nothing after them."""
-        return 1
-
     def _payload(self, numel: int) -> int:
         return self.codec.nbytes(padded(numel))
 

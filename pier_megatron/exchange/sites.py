@@ -59,10 +59,6 @@ class SiteWire(Wire):
         part = self.part_numel(numel)
         return max(self.groups_in_site * _FP32 * part, self.across.coding_bytes(part))
 
-    def launches_of_sum(self, exactly: bool = False) -> int:
-        """Those over the slow link; what is gathered inside the site afterwards is waited for."""
-        return self.across.launches_of_sum(exactly)
-
 
 class SiteExchange(Exchange):
     """Collectives between sites, each of which is represented by every one of its groups, for a part of the parameters."""

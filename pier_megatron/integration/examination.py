@@ -142,6 +142,5 @@ def _first(iterations: int) -> int:
 
 def _has_exchange(config: PierConfig, iteration: int) -> bool:
     """Whether an outer step begins at the end of an iteration, or one that began before is under way in it."""
-    # Slow weights that cross ahead do so from the first outer step on.
-    earliest = 1 if config.pulls else max(iteration - config.overlap, 1)
+    earliest = max(iteration - config.overlap, 1)
     return any(config.is_outer_step(begun) for begun in range(earliest, iteration + 1))

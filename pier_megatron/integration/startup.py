@@ -166,7 +166,7 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: 
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
         f"between {config.subgroup} groups drawn anew for each outer step" if not config.has_common_anchor else "",
-        "slow weights ahead in FP32" if config.pulls else "",
+        "slow weights in FP32" if config.pulls else "",
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
         f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
     ]

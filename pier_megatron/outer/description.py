@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
-FORMAT = 6
+FORMAT = 7
 """Raised when an older plugin could not read what a newer one writes."""
 
 ENTRY = "pier"
@@ -83,7 +83,6 @@ class Description:
         own_inner_state: Groups whose main parameters and inner optimizer state are stored apart; all others have what
             Megatron's own keys hold.
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
-        pulled: Fragments whose momentum is that of the outer step to come: decayed, and pulled to the slow weights of others.
         restarted: Iteration at which each group was last restarted, by group.
         island: Island in whose folder it is, where groups are islands. It holds that island's own state.
         holds_outer_state: Whether the outer state is there too, and not only with the first island.
@@ -103,7 +102,6 @@ class Description:
     chunk_mib: int
     own_inner_state: tuple[int, ...] = ()
     rounds: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    pulled: tuple[int, ...] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     island: int | None = None
     holds_outer_state: bool = True
@@ -130,14 +128,21 @@ class Description:
         """Reads what a checkpoint says.
 
         Raises:
-            PierConfigError: If a newer plugin wrote it.
+            PierConfigError: If a newer plugin wrote it, or an older one whose gossip pairs sent slow weights ahead.
         """
         if found["format"] > FORMAT:
             raise PierConfigError(
                 f"--load: the checkpoint was written by pier_megatron {found['version']} in format {found['format']}; this is "
                 f"{__version__}, which reads formats up to {FORMAT}. Upgrade pier_megatron."
             )
-        saved = cls(**found)
+        values = dict(found)
+        if values.pop("pulled", ()):
+            raise PierConfigError(
+                f"--load: the momentum in the checkpoint of iteration {found['iteration']} already holds the next pull to slow "
+                "weights, which gossip pairs now send within the outer step. Finish the run with the plugin that wrote it, or "
+                "begin from its weights with --finetune."
+            )
+        saved = cls(**values)
         if saved.is_local is not None:
             return saved
         config, t = saved._config, saved.iteration
@@ -224,33 +229,6 @@ class Description:
         pairs += [("outer rule", self.rule, present.rule)] if self.rule is not None else []
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
-
-    def pulled_for(self, present: "Description") -> tuple[int, ...]:
-        """Fragments whose momentum a run takes as it is in its next outer step; what :meth:`decay` undoes is not among them."""
-        config = present._config
-        takes = not config.has_common_anchor and config.sends_differences and self._has_fragments_of(present)
-        return self.pulled if takes else ()
-
-    def decay(self, present: "Description") -> list[float]:
-        """Factors of the momentum, for each of a run's fragments, that were meant for an outer step which it takes otherwise.
-
-        With other fragments, which are made of parts of the saved ones, the mean of theirs.
-        """
-        config = self._config
-        factors = [1.0] * config.fragments
-        for fragment in set(self.pulled) - set(self.pulled_for(present)):
-            under_way = [begun for begun in self.rounds if fragment in config.fragments_due(begun)]
-            due = under_way[0] if under_way else config.next_outer_step(fragment, self.iteration)
-            # What has been multiplied by nothing is gone.
-            factors[fragment] = config.momentum_at(due or self.iteration) or 1.0
-        if self._has_fragments_of(present):
-            return factors
-        return [sum(factors) / len(factors)] * present._config.fragments
-
-    def _has_fragments_of(self, present: "Description") -> bool:
-        fragments = self.settings["fragments"]
-        is_divided_alike = self.has_layout_of(present) and self._shares_like(present)
-        return bool(fragments == present.settings["fragments"] and (fragments == 1 or is_divided_alike))
 
     def sources(self, group: int, groups: int, rule: str) -> list[int]:
         """Saved groups of whose inner states a group takes the mean.

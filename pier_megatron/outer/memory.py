@@ -8,11 +8,13 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.pairs import DirectWire
 from pier_megatron.exchange.sites import SiteWire
-from pier_megatron.outer.flights import AHEAD, PIPELINE_DEPTH, chunks_at_once
-from pier_megatron.outer.staging import MOVE, WORK
+from pier_megatron.outer.staging import SLOW, WORK
 from pier_megatron.outer.state import state_names
 
 _FP32 = 4
+
+PIPELINE_DEPTH = 4
+"""Chunks on their way at once where everything is waited for: one is subtracted, two are on the wire, one is updated."""
 
 
 def wire_of(config: PierConfig) -> Wire:
@@ -56,7 +58,7 @@ def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
 
     chunk = min(numel, config.chunk_numel_on("cuda" if is_pinned else "cpu"))
     in_flight = math.ceil(numel / config.fragments / chunk) * _rounds_kept(config) if chunk else 0
-    return len(state_names(config.has_error_feedback)) * taken(numel) + len(work_names(config)) * in_flight * taken(chunk)
+    return len(state_names(config.has_error_feedback)) * taken(numel) + in_flight * taken(chunk)
 
 
 def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -70,20 +72,11 @@ def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -
         Numbers for each state: of those on the device, and of those beside them that wait between iterations where the state is
         offloaded.
     """
-    ahead = AHEAD if config.offload else 0
     found = []
-    for own, lent, pulled in zip(
-        in_fragments, _under_way(config, in_fragments, ahead), _pulled(config, in_fragments, ahead), strict=True
-    ):
-        # Beside those on their way in a blocking step: one in hand, one staged ahead.
-        at_once = min(sum(own), PIPELINE_DEPTH + 2)
-        # Evaluation of pairs' mean weights and averages inside sites pass by chunk by chunk: one in hand, one staged ahead.
-        passing = min(sum(own), 2) if config.subgroup or config.sites else 0
-        kept = sorted(own, reverse=True)[: _rounds_kept(config)]
-        # In place, chunks that wait keep their buffers. Offloaded, a save lets one of several rounds arrive, a few at a time.
-        in_rounds = lent + (len(kept) > 1) if config.offload else sum(kept)
-        most = max(max(at_once, passing + in_rounds) + _beside(config, pulled), passing + sum(pulled))
-        found.append((most, sum(kept) if config.offload else 0))
+    for own in in_fragments:
+        # In a blocking step: those on their way, one in hand, one staged ahead.
+        work, kept = min(sum(own), PIPELINE_DEPTH + 2), sum(sorted(own, reverse=True)[: _rounds_kept(config)])
+        found.append((work, kept) if config.offload else (max(work, kept + min(sum(own), 2)), 0))
     return found
 
 
@@ -96,32 +89,18 @@ def work_bytes(config: PierConfig, longest: Sequence[int], in_fragments: Sequenc
         in_fragments: Number of chunks in each fragment of each state.
     """
     wire, total = wire_of(config), 0
-    for own, numel, (on_device, _), sent, pulled in zip(
-        in_fragments,
-        longest,
-        buffers_at_once(config, in_fragments),
-        _under_way(config, in_fragments),
-        _pulled(config, in_fragments),
-        strict=True,
-    ):
-        encoded = max(min(sum(own), PIPELINE_DEPTH), sent)
-        of_chunk = numel * (_FP32 * len(work_names(config)) + (bytes_per_parameter(config) if config.offload else 0))
-        # Of a chunk that is looked ahead on, the sum in a copy.
-        copied = _FP32 * numel if MOVE in work_names(config) else 0
-        received = encoded * wire.payload_bytes(numel)
-        ahead = (wire.groups - 1) * _FP32 * numel
-        total += on_device * of_chunk + copied + max(received + _beside(config, pulled) * ahead, sum(pulled) * ahead)
+    for own, numel, (work, kept) in zip(in_fragments, longest, buffers_at_once(config, in_fragments), strict=True):
+        names = len(work_names(config))
+        of_work = _FP32 * names + (bytes_per_parameter(config) if config.offload else 0)
+        encoded = max(min(sum(own), PIPELINE_DEPTH), sum(sorted(own, reverse=True)[: _rounds_kept(config)]))
+        received = wire.payload_bytes(numel) + (names - len(WORK)) * (wire.groups - 1) * _FP32 * numel
+        total += numel * (work * of_work + kept * _FP32 * (names - 1)) + encoded * received
     return total
 
 
 def work_names(config: PierConfig) -> tuple[str, ...]:
-    """Names of what the buffers of a run hold beside the state.
-
-    With overlap and offload, what parameters will move by is computed as soon as a sum has arrived, and waits in 4 bytes a
-    parameter: a round that ends would otherwise wait for 16 from the host. Elastic islands compute nothing of an outer step
-    before all of them have everything.
-    """
-    return (*WORK, MOVE) if config.offload and config.overlap > 0 and config.lighthouse is None else WORK
+    """Names of what the buffers of a run hold beside the state."""
+    return (*WORK, SLOW) if config.pulls else WORK
 
 
 def rounds_at_once(config: PierConfig) -> int:
@@ -132,30 +111,5 @@ def rounds_at_once(config: PierConfig) -> int:
 
 
 def _rounds_kept(config: PierConfig) -> int:
-    """Rounds under way at a time that keep all of their chunks: elastic islands apply nothing before everything is there."""
+    """Rounds that keep their chunks at a time: elastic islands apply nothing before everything is there."""
     return 1 if config.lighthouse is not None else rounds_at_once(config)
-
-
-def _under_way(config: PierConfig, in_fragments: Sequence[Sequence[int]], ahead: int = 0) -> list[int]:
-    """Chunks of each state that are on the wire at a time in the rounds under way; ``ahead`` as of :func:`chunks_at_once`."""
-    launches = wire_of(config).launches_of_sum()
-    rounds = [chunks_at_once(numbers, config.overlap, launches, ahead) for numbers in zip(*in_fragments, strict=True)]
-    return [sum(sorted(of_state, reverse=True)[: _rounds_kept(config)]) for of_state in zip(*rounds, strict=True)]
-
-
-def _beside(config: PierConfig, pulled: Sequence[int]) -> int:
-    """Chunks of slow weights, of :func:`_pulled`, beside rounds: they cross for every fragment that is not in one."""
-    return sum(pulled[max(1, _rounds_kept(config)) :])
-
-
-def _pulled(config: PierConfig, in_fragments: Sequence[Sequence[int]], ahead: int = 0) -> list[list[int]]:
-    """Chunks of slow weights of each state that are on the wire at a time for each fragment, most first."""
-    if not config.pulls:
-        return [[] for _ in in_fragments]
-    span = config.sync_interval - config.overlap
-    launches = wire_of(config).launches_of_sum(exactly=True)
-    found = []
-    for numbers in zip(*in_fragments, strict=True):
-        at_once = chunks_at_once(numbers, span, launches, ahead)
-        found.append([min(number, max(most, PIPELINE_DEPTH)) for number, most in zip(numbers, at_once, strict=True)])
-    return [sorted(of_state, reverse=True) for of_state in zip(*found, strict=True)]

@@ -4,7 +4,6 @@ The choice is made once, when the loop is built. Elastic islands are in :mod:`pi
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,9 +14,8 @@ from pier_megatron.exchange.collectives import Exchange, GroupExchange
 from pier_megatron.exchange.pairs import Subgroup, draw_subgroups
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.outer.memory import bytes_of_site_average
-from pier_megatron.outer.pulls import Pulls
 from pier_megatron.outer.restarts import Restarts, hand_over
-from pier_megatron.outer.rounds import DISTANCE, OuterRound, Stopwatch
+from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OptimizerRule, OuterRule
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
@@ -33,7 +31,6 @@ class Participants:
         audience: Groups whose sums the report of an outer step is made of.
         judge: Judge of this group's pseudo-gradients.
         restarts: Restarts of groups that were excluded.
-        pulls: Slow weights that cross the groups ahead of an outer step.
         is_deserted: Whether too few groups have come for longer than this one waits.
     """
 
@@ -46,9 +43,6 @@ class Participants:
         self.audience = everyone
         self.judge = Judge(config, share)
         self.restarts = Restarts(config, everyone.size, share)
-        # A bound method would close a circle, in which communicators live until the interpreter ends, and gloo aborts it.
-        this = weakref.proxy(self)
-        self.pulls = Pulls(config, share, lambda iteration: this.at(iteration))
         self.is_deserted = False
 
     def at(self, iteration: int) -> Exchange:
@@ -72,14 +66,9 @@ class Participants:
         iteration, stopwatch = progress.iteration, Stopwatch(self._share.device)
         exchange = self.at(iteration)
         with stopwatch.running():
-            with self.phase("pull", iteration):
-                distance, bytes_sent = self.pulls.take(fragments)
             with self.phase("verdict", iteration):
                 verdicts = self.judge.verdicts(fragments, exchange)
-            round_ = self.round(iteration, exchange, verdicts, stopwatch)
-            round_.sums[DISTANCE] = distance
-            round_.bytes_sent += bytes_sent
-        return round_
+            return self.round(iteration, exchange, verdicts, stopwatch)
 
     def average(self, iteration: int) -> None:
         """Averages parameters between outer steps: here, those of no other group."""
@@ -191,5 +180,6 @@ class DrawnParticipants(Participants):
         """See :meth:`Participants.rule_at`."""
         alpha, beta = self._config.momentum_at(iteration), self._config.learning_rate_at(iteration)
         if self._config.sends_differences:
-            return NoLoCoOfDifferences(alpha, beta, frozenset(self.pulls.done))
+            pull = self._config.pull_at(iteration) if self._config.pulls else 0.0
+            return NoLoCoOfDifferences(alpha, beta, pull)
         return NoLoCo(alpha, beta)

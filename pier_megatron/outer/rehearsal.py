@@ -79,7 +79,7 @@ def _explained(first: int) -> Iterator[None]:
     except RuntimeError as error:
         error.add_note(
             f"Pier: this was a rehearsal, at start, of the outer step after iteration {first}. If memory is short, use a "
-            "smaller --pier-chunk-mib or --pier-overlap, or --pier-offload. If the error speaks of a connection or a timeout, "
-            "a rank of another group cannot be reached, or its own log says why it failed."
+            "smaller --pier-chunk-mib, --pier-offload or, with an overlap, more --pier-fragments. If the error speaks of a "
+            "connection or a timeout, a rank of another group cannot be reached, or its own log says why it failed."
         )
         raise

@@ -56,9 +56,9 @@ class OuterStepReport:
         not_finite: Groups that were excluded because their parameters were not finite.
         outliers: Groups that were excluded because their pseudo-gradients were too long.
         spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
-            parameters: of the weights that they met with, or of their slow weights if those crossed ahead. None for one group,
-            where slow weights did not cross ahead in this process (in the first outer step after a resume), and where it is
-            measured by the own group alone and that does not count: it is left out, or an island that has just joined.
+            parameters: of the weights that they met with, or of their slow weights if those cross beside. None for one group;
+            where pseudo-gradients alone cross between groups with anchors of their own; and where it is measured by the own
+            group alone and that does not count: it is excluded, or an island that has just joined.
         restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
     """
 
@@ -181,10 +181,12 @@ class OuterStepReports:
             _check_anchors(round_.begun, dict(zip(groups, sums[:, CHECKSUM].tolist(), strict=True)))
         contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
         pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
-        # Slow weights that crossed ahead are those of all that met; pseudo-gradients, of those that count.
-        is_ahead = bool(sums[:, DISTANCE].any())
-        is_known = is_common or is_ahead or counted[round_.exchange.rank]
-        found = spread(sums[contributes], len(groups) if is_ahead else sum(counted)) if is_known else None
+        # Slow weights are those of all that met; pseudo-gradients, of those that count.
+        of_slow_weights = round_.rule.sends_slow_weights
+        says_where = of_slow_weights or self._config.has_common_anchor or not self._config.sends_differences
+        is_known = is_common or of_slow_weights or counted[round_.exchange.rank]
+        met = len(groups) if of_slow_weights else sum(counted)
+        found = spread(sums[contributes], met, of_slow_weights) if is_known and says_where else None
         is_built_in = not isinstance(round_.rule, OptimizerRule)
         left_out = [index for index, counts in enumerate(counted) if not counts]
         before = round_.restarted_before.result().flatten().tolist() if round_.restarted_before is not None else ()
@@ -259,15 +261,17 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
     return mean[0].sqrt().item(), momentum[0].sqrt().item(), cosine.min().item(), cosine.mean().item()
 
 
-def spread(sums: Tensor, groups: int) -> float | None:
+def spread(sums: Tensor, groups: int, of_slow_weights: bool = False) -> float | None:
     """Standard deviation of a parameter over the groups, root mean square over the parameters, of sums as above.
 
-    From the distances of groups to the mean of all ``groups`` that met; a single one of them stands for its meeting. None where
-    the distance is not known (nan).
+    Args:
+        sums: Sums of the groups; a single row stands for its meeting.
+        groups: Number of groups to whose mean the distances are.
+        of_slow_weights: Whether it is that of the slow weights, in place of the weights that groups met with.
     """
-    if groups == 1 or not sums[:, ELEMENTS].any() or sums[:, DISTANCE].isnan().any():
+    if groups == 1 or not sums[:, ELEMENTS].any():
         return None
     own, product, mean, *_ = sums[:, :PRODUCTS].unbind(1)
     # All measured from the anchor: what is left of the difference is where the weights are.
-    distance = torch.where(sums[:, DISTANCE] > 0, sums[:, DISTANCE], own - 2 * product + mean).clamp(min=0)
+    distance = sums[:, DISTANCE] if of_slow_weights else (own - 2 * product + mean).clamp(min=0)
     return math.sqrt((distance / sums[:, ELEMENTS]).mean().item() * groups / (groups - 1))

@@ -12,11 +12,11 @@ from torch import Tensor
 from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
 from pier_megatron.outer import arithmetic
 from pier_megatron.outer.arithmetic import PRODUCTS
-from pier_megatron.outer.flights import LENT, PIPELINE_DEPTH, Crossing, Flight
+from pier_megatron.outer.memory import PIPELINE_DEPTH
 from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.snapshot import RoundBuffers
-from pier_megatron.outer.staging import MOVE, OWN, SHARED, WORK, Deferred, Part, Staged, Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, Chunk, state_names, sum_of_bits
+from pier_megatron.outer.staging import OWN, SHARED, SLOW, Buffers, Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum_of_bits
 from pier_megatron.outer.verdicts import Verdicts
 
 CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
@@ -30,6 +30,19 @@ _PARTS_TO_COMPARE = 16
 
 # Sums of so many of these numbers are exact in float64, as many as ranks can share a model.
 _CHECKSUMS_BELOW = 2**31
+
+
+def _launches(span: int) -> tuple[int, int]:
+    """Iterations after the beginning of a round in which its sum begins, and is sent on (all-gather of a codec's sum).
+
+    One launch an iteration, and the first one is that of the verdicts: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` a collective
+    that waits for another one holds up every kernel behind it.
+
+    Args:
+        span: Iterations after which the round ends, at least 1.
+    """
+    begin = int(span > 2)
+    return begin, max(begin + 1, (begin + span) // 2)
 
 
 def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
@@ -79,7 +92,7 @@ class Stopwatch:
         return self._seconds
 
 
-class OuterRound(Crossing):
+class OuterRound:
     """One outer step of some fragments: all at once, or spread over iterations, from :meth:`begin` to :meth:`finish`.
 
     A group sends what its rule makes of its parameters as they were when the round began, and the rule makes the new anchor of
@@ -125,12 +138,10 @@ class OuterRound(Crossing):
         """
         self.exchange, self.rule, self.fragments = exchange, rule, fragments
         self._chunks = list(chunks_of(stagings, fragments))
-        super().__init__((RESIDUAL, *rule.sent_of), exchange.wire.launches_of_sum())
-        self._forgets_progress, self._ends = False, False
-        # Chunks whose moves are known, with what is summed up of them; and those that are at the end of the round already.
-        self._ahead: set[Chunk] = set()
-        self._ended: set[Chunk] = set()
-        self._sums_ahead = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
+        self._kept: list[Buffers] = []
+        # One for all chunks; None before they leave.
+        self._under_way: list[Sum] | None = None
+        self._is_sent_on = self._forgets_progress = False
         parts = max(1, min(_PARTS_TO_COMPARE, len(self._chunks)))
         # The same on all ranks, and every part's turn comes whatever the intervals are.
         self._compared = [chunk for _, chunk in self._chunks[random.Random(begun).randrange(parts) :: parts]]
@@ -139,62 +150,64 @@ class OuterRound(Crossing):
         self.restarted_before: Gathered | None = None
         self.training = torch.zeros(4, dtype=torch.float64, device=device)
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
+        self._on_the_wire = (SHARED, SLOW) if rule.sends_slow_weights else (SHARED,)
         self.bytes_sent = sum(
-            exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self._chunks
+            exchange.wire.bytes_of_sum(chunk.numel, name == SLOW or chunk.shards.travel_exactly(exchange.codec))
+            for _, chunk in self._chunks
+            for name in self._on_the_wire
         )
 
-    def begin(self, span: int | None = None) -> None:
-        """Takes the pseudo-gradients.
-
-        Args:
-            span: Iterations over which what is sent is spread, if it is: what leaves first then stays in its buffers.
-        """
+    def begin(self) -> None:
+        """Takes the pseudo-gradients."""
         counts = self.verdicts.own_counts()
-        self._flights = [Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
-        first = self.batches(span)[:1] if span is not None else ()
-        staying = sum(len(batch.flights) for batch in first)
-        for staged in one_ahead(flight.lend(ANCHOR) for flight in self._flights[staying:]):
+        self._kept = [staging.keep() for staging, _ in self._chunks]
+        for staged in self._lent(ANCHOR):
             arithmetic.subtract(staged, counts)
             staged.give_back((OWN,))
-        reads = {ANCHOR, *self._reads} - {OWN}
-        for batch in first:
-            lent = one_ahead(flight.lend(*reads) for flight in batch.flights)
-            for flight, staged in zip(batch.flights, lent, strict=True):
-                arithmetic.subtract(staged, counts)
-                staged.write((OWN,))
-                flight.staged = staged
-            batch.stage = LENT
+
+    def proceed(self, age: int, span: int) -> None:
+        """Launches what is due ``age`` iterations after the beginning, of ``span``; called at the same ages on every rank."""
+        begin, onward = _launches(span)
+        if age >= begin:
+            self._send()
+        if age >= onward:
+            self._send_on()
+
+    def arrive(self) -> None:
+        """Waits for everything."""
+        self._send()
+        self._send_on()
+        for each in self._under_way or ():
+            each.finish()
+        self._under_way = []
 
     def settle(self) -> RoundBuffers:
         """Waits for everything to arrive, so that only :meth:`finish` is left; returns copies on the host, without verdicts."""
         self.arrive()
-        for staging in {flight.staging for flight in self._flights}:
+        for staging in {staging for staging, _ in self._chunks}:
             staging.synchronize()
         # On the device they would take eight more bytes a parameter, and a file is written from the host anyway.
-        numel = sum(chunk.numel for _, chunk in self._chunks)
-        own, total = (torch.empty(numel, dtype=torch.float32, device="cpu") for _ in (OWN, SHARED))
-        sizes = [chunk.numel for _, chunk in self._chunks]
-        for flight, *copies in zip(self._flights, own.split(sizes), total.split(sizes), strict=True):
-            for name, copy in zip(WORK, copies, strict=True):
-                copy.copy_(flight.kept_parts()[name])
+        names, sizes = (OWN, *self._on_the_wire), [chunk.numel for _, chunk in self._chunks]
+        copies = {name: torch.empty(sum(sizes), dtype=torch.float32, device="cpu") for name in names}
+        for name, copy in copies.items():
+            for part, of_chunk in zip(self._parts(), copy.split(sizes), strict=True):
+                of_chunk.copy_(part[name])
         if self._forgets_progress:
-            own.zero_()
-        return RoundBuffers(self.begun, own, total)
+            copies[OWN].zero_()
+        return RoundBuffers(self.begun, copies[OWN], copies[SHARED], slow=copies.get(SLOW))
 
     def resume(self, saved: RoundBuffers) -> None:
         """Continues where :meth:`settle` has left another round; in place of :meth:`begin`."""
+        self._kept, self._under_way, self._is_sent_on = [staging.keep() for staging, _ in self._chunks], [], True
         sizes = [chunk.numel for _, chunk in self._chunks]
-        self._flights = [Flight(staging, chunk, staging.keep()) for staging, chunk in self._chunks]
-        self._batches = ()
-        for flight, *parts in zip(self._flights, saved.own.split(sizes), saved.sum.split(sizes), strict=True):
-            for name, part in zip(WORK, parts, strict=True):
-                flight.kept_parts()[name].copy_(part)
+        for name, whole in ((OWN, saved.own), (SHARED, saved.sum), (SLOW, saved.slow)):
+            if whole is not None:
+                for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):
+                    part[name].copy_(of_chunk)
 
     def forget_progress(self) -> None:
         """Says that this group's parameters have been set to the anchor since :meth:`begin`: what it moved by is undone."""
         self._forgets_progress = True
-        self._ahead.clear()
-        self._sums_ahead.zero_()
 
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.
@@ -202,38 +215,59 @@ class OuterRound(Crossing):
         The parameters become the new common point plus the way they have gone meanwhile, as in the delayed outer step of
         "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
-        self._ends = True
         self.arrive()
-        ahead = [flight for flight in self._flights if flight.chunk in self._ahead]
-        for staged in one_ahead(flight.lend(MOVE) for flight in ahead):
-            staged.chunk.move_parameters(staged.tensors[MOVE])
-            staged.give_back()
-        self.sums += self._sums_ahead
-        # Of these only the parameters are needed now.
-        for staging in dict.fromkeys(flight.staging for flight in ahead):
-            works = [self._deferred(flight) for flight in ahead if flight.staging is staging]
-            staging.defer(works, max(1, len(self._batches or ()) - 1))
-        left = [flight for flight in self._flights if flight.chunk not in self._ahead]
-        for staged in one_ahead(flight.lend(OWN, SHARED, *COMMON) for flight in left if flight.chunk not in self._ended):
+        for staged in self._lent(OWN, *COMMON):
             if self._forgets_progress:
                 staged.own.zero_()
-            self._apply(staged, self.sums, keep_progress=True)
+            self._apply(staged, keep_progress=True)
             staged.give_back(COMMON)
-        for flight in left:
-            flight.release()
-        self._flights = []
+        self._release()
 
-    def _deferred(self, flight: Flight) -> Deferred:
-        """Writes the state of a chunk whose move is known. The pseudo-gradient has no part in that."""
-        rule, size = self.rule, self.exchange.size
-        own_counts, counted = self.verdicts.own_counts(), sum(self.verdicts.counted())
+    def drop(self, is_lost: bool = False) -> None:
+        """Gives all buffers back, and forgets what they hold; called on every rank alike.
 
-        # No reference to the round, which would hold what outlives it: communicators.
-        def descend(staged: Staged) -> None:
-            arithmetic.descend(staged.apart(staged.tensors[MOVE]), rule, size, own_counts, counted, keeps_progress=True)
+        Args:
+            is_lost: Whether the communicator is lost. Buffers on the wire are not used again then: nobody can wait for their
+                sums, which may still write to them.
+        """
+        if self._under_way and not is_lost:
+            self.arrive()
+        elif self._under_way:
+            # A lost communicator ends once nobody holds its sums.
+            self._kept, self._under_way = [], []
+        self._release()
 
-        assert flight.kept is not None
-        return Deferred(flight.chunk, flight.kept, (SHARED, *COMMON), COMMON, descend)
+    def _release(self) -> None:
+        for (staging, _), kept in zip(self._chunks, self._kept, strict=False):
+            staging.release(kept)
+        self._kept = []
+
+    def _lent(self, *reads: str) -> Iterator[Staged]:
+        pairs = zip(self._chunks, self._kept, strict=True)
+        return one_ahead(staging.lend(chunk, reads, kept) for (staging, chunk), kept in pairs)
+
+    def _parts(self) -> list[dict[str, Tensor]]:
+        return [kept.of(chunk) for (_, chunk), kept in zip(self._chunks, self._kept, strict=True)]
+
+    def _send(self) -> None:
+        if self._under_way is not None:
+            return
+        self._under_way, left = [], []
+        for staged in self._lent(RESIDUAL, *self.rule.sent_of):
+            arithmetic.send(staged, self.rule, self.weight)
+            if staged.lent is None:
+                left.append(staged)
+            else:  # Offloaded, a residual is on the device only now.
+                self._under_way.append(self._sum([staged]))
+                staged.give_back((RESIDUAL,))
+        if left:
+            self._under_way.append(self._sum(left))
+
+    def _send_on(self) -> None:
+        if not self._is_sent_on:
+            self._is_sent_on = True
+            for each in self._under_way or ():
+                each.advance()
 
     def run(self) -> None:
         """Does it all at once, pipelined over the chunks; all groups hold the same parameters afterwards."""
@@ -243,7 +277,7 @@ class OuterRound(Crossing):
         def land() -> None:
             staged, under_way = in_flight.popleft()
             under_way.finish()
-            self._apply(staged, self.sums, keep_progress=False)
+            self._apply(staged, keep_progress=False)
             staged.give_back(_STATE)
 
         for staged in one_ahead(staging.lend(chunk, _STATE) for staging, chunk in self._chunks):
@@ -259,16 +293,6 @@ class OuterRound(Crossing):
         while in_flight:
             land()
 
-    def _take_off(self, batch: Sequence[Staged]) -> Sum:
-        for staged in batch:
-            arithmetic.send(staged, self.rule, self.weight)
-        under_way = self._sum(batch)
-        for staged in batch:
-            if MOVE in staged.tensors:
-                # While it crosses: training waits for what is sent only.
-                staged.read({OWN, *COMMON}.difference(self.rule.sent_of))
-        return under_way
-
     def _sum(self, batch: Sequence[Staged]) -> Sum:
         sums = []
         for exactly in (False, True):
@@ -276,36 +300,17 @@ class OuterRound(Crossing):
             if alike:
                 vectors, residuals = zip(*((staged.shared, staged.residual) for staged in alike), strict=True)
                 sums.append(self.exchange.sum(vectors, residuals, exactly))
+        if self.rule.sends_slow_weights:
+            sums.append(self.exchange.sum([staged.slow for staged in batch], exactly=True))
         return Sum(sums)
 
-    def _land(self, staged: Staged) -> None:
-        staged.wait()
-        # What the codec dropped on the way is known now, and part of the state wherever that lives.
-        if MOVE not in staged.tensors or self._forgets_progress:
-            staged.give_back((SHARED, RESIDUAL))
-        elif self._ends:
-            self._apply(staged, self._sums_ahead, keep_progress=True)
-            self._ended.add(staged.chunk)
-            staged.give_back(_STATE)
-        else:
-            self._look_ahead(staged)
-            staged.give_back((SHARED, RESIDUAL, MOVE))
-
-    def _look_ahead(self, staged: Staged) -> None:
-        """Computes what the parameters will move by, with copies of the state, which stays as it is until the round ends."""
-        part = staged.apart(staged.tensors[MOVE].zero_())
-        part.tensors[SHARED] = staged.shared.clone()
-        self._apply(part, self._sums_ahead, keep_progress=True, chunk=staged.chunk)
-        self._ahead.add(staged.chunk)
-
-    def _apply(self, part: Part, sums: Tensor, keep_progress: bool, chunk: Chunk | None = None) -> None:
-        products, chunk = self._descend(part, keep_progress), chunk or part.chunk
-        if chunk.shards.is_counted:
-            sums[:PRODUCTS] += products
-            sums[ELEMENTS] += chunk.numel
-            if chunk in self._compared:
-                sums[CHECKSUM] += sum_of_bits(part.anchor) % _CHECKSUMS_BELOW
-
-    def _descend(self, part: Part, keep_progress: bool) -> Tensor:
-        counted = sum(self.verdicts.counted())
-        return arithmetic.descend(part, self.rule, self.exchange.size, self.verdicts.own_counts(), counted, keep_progress)
+    def _apply(self, staged: Staged, keep_progress: bool) -> None:
+        counts, counted = self.verdicts.own_counts(), sum(self.verdicts.counted())
+        products = arithmetic.descend(staged, self.rule, self.exchange.size, counts, counted, keep_progress)
+        if staged.chunk.shards.is_counted:
+            self.sums[:PRODUCTS] += products
+            self.sums[ELEMENTS] += staged.chunk.numel
+            if self.rule.sends_slow_weights:
+                self.sums[DISTANCE] += torch.dot(staged.slow, staged.slow)
+            if staged.chunk in self._compared:
+                self.sums[CHECKSUM] += sum_of_bits(staged.anchor) % _CHECKSUMS_BELOW

@@ -31,11 +31,15 @@ class OuterRule(Protocol):
         has_common_anchor: Whether all groups hold the same anchor afterwards.
         sent_of: Names of what :meth:`send` reads.
         is_elementwise: Whether a stretch of a chunk can be updated without the rest of it.
+        sends_slow_weights: Whether :meth:`send` also writes ``staged.slow``, whose exact sum :meth:`combine` finds there.
     """
 
     has_common_anchor: ClassVar[bool]
     is_elementwise: ClassVar[bool]
     sent_of: ClassVar[tuple[str, ...]]
+
+    @property
+    def sends_slow_weights(self) -> bool: ...  # noqa: D102
 
     def send(self, staged: Part) -> None:
         """Writes what this group sends to ``staged.shared``.
@@ -68,6 +72,7 @@ class _OfMean:
     has_common_anchor: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN,)
+    sends_slow_weights: ClassVar[bool] = False
 
     def send(self, staged: Part) -> None:
         """Sends the pseudo-gradient."""
@@ -204,6 +209,11 @@ class NoLoCo:
     is_elementwise: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN, ANCHOR)
 
+    @property
+    def sends_slow_weights(self) -> bool:
+        """See :attr:`OuterRule.sends_slow_weights`."""
+        return False
+
     def send(self, staged: Part) -> None:
         """Sends the parameters."""
         torch.sub(staged.anchor, staged.own, out=staged.shared)
@@ -220,28 +230,37 @@ class NoLoCo:
 
 @dataclasses.dataclass(frozen=True)
 class NoLoCoOfDifferences(NoLoCo):
-    """The same with any gamma, or in few bits, which only differences survive: pseudo-gradients cross, and slow weights ahead.
+    """The same with any gamma, or in few bits, which only differences survive: pseudo-gradients and slow weights cross.
 
-    ``momentum = alpha * momentum + gamma / beta * (anchor - mean(anchor)) + mean(anchor - parameters)``; what the slow weights
-    say has been taken into the momentum by :class:`pier_megatron.outer.pulls.Pull` before.
+    ``momentum = alpha * momentum + pull * (anchor - mean(anchor)) + mean(anchor - parameters)``.
 
     Attributes:
-        pulled: Fragments for which it has been, alpha included.
+        pull: Strength of the pull to the mean of the slow weights, gamma / beta; without one they do not cross.
     """
 
-    pulled: frozenset[int]
-    sent_of: ClassVar[tuple[str, ...]] = (OWN,)
+    pull: float
+
+    @property
+    def sends_slow_weights(self) -> bool:
+        """See :attr:`OuterRule.sends_slow_weights`."""
+        return self.pull > 0
 
     def send(self, staged: Part) -> None:
-        """Sends the pseudo-gradient."""
+        """Sends the pseudo-gradient, and the slow weights beside it."""
         staged.shared.copy_(staged.own)
+        if self.sends_slow_weights:
+            staged.slow.copy_(staged.anchor)
 
     def combine(self, staged: Part, size: int, counted: int) -> None:
-        """Takes the mean over the groups that met."""
+        """Takes the mean over the groups that met, and the distance to the mean of their slow weights."""
         staged.shared.div_(size)
+        if self.sends_slow_weights:
+            torch.sub(staged.anchor, staged.slow, alpha=1 / size, out=staged.slow)
 
     def update(self, staged: Part, is_alone: bool) -> None:
         """Takes the step."""
-        alpha = 1.0 if staged.chunk.fragment in self.pulled else self.alpha
-        torch.add(staged.shared, staged.momentum, alpha=alpha, out=staged.momentum)
+        if self.sends_slow_weights:
+            staged.momentum.mul_(self.alpha).add_(staged.slow, alpha=self.pull).add_(staged.shared)
+        else:
+            torch.add(staged.shared, staged.momentum, alpha=self.alpha, out=staged.momentum)
         staged.anchor.add_(staged.momentum, alpha=-self.beta)

@@ -72,12 +72,14 @@ class RoundBuffers:
         own: Pseudo-gradient of this group; float32, as long as the chunks of the round together.
         sum: Sum over its participants, likewise.
         verdicts: Verdict on the pseudo-gradient of every group, by group.
+        slow: Sum over its participants of their slow weights, likewise; None if the rule does not exchange them.
     """
 
     begun: int
     own: Tensor
     sum: Tensor
     verdicts: Sequence[int] = ()
+    slow: Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -90,7 +92,6 @@ class Snapshot:
         progress: Progress of the group.
         states: Buffers of each outer state, in order.
         rounds: Outer steps whose exchange is hidden behind the present iterations, oldest first.
-        pulled: Fragments whose momentum is ready for their next outer step.
         restarted: Iteration of the last restart of a group, by group; only groups that had one.
         outliers: Statistics of the norms of pseudo-gradients, by fragment: norms seen, mean, variance.
         rule: Name of the rule of the outer steps; None if it is not known.
@@ -100,7 +101,6 @@ class Snapshot:
     progress: Progress
     states: Sequence[StateBuffers]
     rounds: Sequence[RoundBuffers] = ()
-    pulled: Sequence[int] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     outliers: Mapping[int, tuple[int, float, float]] = dataclasses.field(default_factory=dict)
     # A default of the class: files of older versions do not have it.

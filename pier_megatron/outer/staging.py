@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from torch import Tensor
 from pier_megatron.exchange.collectives import Residual
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterState
 
-OWN, SHARED = "own", "shared"
+OWN, SHARED, SLOW = "own", "shared", "slow"
 WORK = (OWN, SHARED)
-"""Names of what a round works with beside the state: the own pseudo-gradient, and what is exchanged."""
+"""Names of what a round works with beside the state: the own pseudo-gradient, and what is exchanged.
 
-MOVE = "move"
-"""Name of what the parameters will move by, where that is computed before its time."""
+A rule that also exchanges slow weights has them in :data:`SLOW`.
+"""
 
 
 @dataclasses.dataclass
@@ -61,6 +61,11 @@ class Part:
         return self.tensors[SHARED]
 
     @property
+    def slow(self) -> Tensor:
+        """The slow weights that the group sends, then their sum."""
+        return self.tensors[SLOW]
+
+    @property
     def anchor(self) -> Tensor:
         """The part of the anchor."""
         return self.tensors[ANCHOR]
@@ -74,11 +79,6 @@ class Part:
         """Computes ``anchor - parameters`` into one of the work buffers."""
         self.chunk.copy_parameters_to(into)
         torch.sub(self.anchor, into, out=into)
-
-    def apart(self, parameters: Tensor) -> "Part":
-        """Returns it laid over other parameters, float32 of shape ``[numel]``, with the same tensors."""
-        chunk = self.chunk
-        return Part(Chunk(chunk.start, chunk.fragment, chunk.shards, [parameters]), dict(self.tensors))
 
     def blocks(self) -> "Iterator[Part]":
         """Cuts it into :attr:`Chunk.blocks`."""
@@ -105,10 +105,13 @@ class Staged(Part):
         self._staging = staging
         state = staging.state
         in_state = {name: chunk.of(flat) for name, flat in state.flats.items()}
-        in_place = kept if kept is not None and not state.offload else None
-        self.lent = None if in_place else staging.take_work()
-        super().__init__(chunk, in_state | (in_place or self.lent).of(chunk))  # type: ignore[union-attr]
-        self.homes = in_state | (kept.of(chunk) if kept is not None else {}) if state.offload else {}
+        own = {} if kept is None else kept.of(chunk)
+        self.lent = None if kept is not None and not state.offload else staging.take_work()
+        lent = {} if self.lent is None else self.lent.of(chunk)
+        # Offloaded, a sum stays on the device while it is on the wire, and the pseudo-gradient waits on the host.
+        on_the_wire = {name: tensor for name, tensor in own.items() if name != OWN}
+        super().__init__(chunk, in_state | own | lent | on_the_wire)
+        self.homes = in_state | ({OWN: own[OWN]} if own else {}) if state.offload else {}
         self.present: set[str] = set()
         self.copied_in: torch.cuda.Event | None = None
         reduced = state.reduced_residuals.get(chunk.start)
@@ -132,32 +135,11 @@ class Staged(Part):
         self._staging.take_back(self, writes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Deferred:
-    """Work on a chunk that is put off.
-
-    Attributes:
-        chunk: The chunk.
-        kept: What :meth:`Staging.keep` has set aside for it, released afterwards.
-        reads: Names of what it reads.
-        writes: Names of what it writes.
-        run: Does the work.
-    """
-
-    chunk: Chunk
-    kept: Buffers
-    reads: Collection[str]
-    writes: Collection[str]
-    run: Callable[[Staged], object]
-
-
 class Staging:
     """Lends work buffers to the chunks of one state, and takes them back.
 
     Buffers are made by :meth:`reserve`, or when they are first needed, and then kept. Offloaded state is copied to the
     device on a stream of its own while earlier chunks are worked on, and back on another, behind the work on its chunk.
-
-    Work can be put off: :meth:`defer`. Whoever lends a chunk, or waits for the state, finds it done.
     """
 
     def __init__(self, state: OuterState, names: Sequence[str] = WORK) -> None:
@@ -173,9 +155,6 @@ class Staging:
         # In place, a chunk is worked on where it is kept.
         self._kept: collections.deque[Buffers] = collections.deque() if state.offload else self._work
         self._written: dict[int, torch.cuda.Event] = {}
-        self._deferred: collections.deque[Deferred] = collections.deque()
-        self._coming: collections.deque[tuple[Staged, Deferred]] = collections.deque()
-        self._at_a_time = 1
         if state.copies_on_streams:
             self._inward, self._outward = (torch.cuda.Stream(state.device) for _ in range(2))
 
@@ -187,14 +166,6 @@ class Staging:
             reads: Names of what will be read.
             kept: What :meth:`keep` has set aside for it, if it does more than pass by.
         """
-        while any(chunk is work.chunk for work in self._deferred):
-            self.work_off(least=1)
-        if any(chunk is work.chunk for _, work in self._coming) or not self._work:
-            # For its sake, or before other buffers are made.
-            self._finish_coming()
-        return self._lend(chunk, reads, kept)
-
-    def _lend(self, chunk: Chunk, reads: Collection[str], kept: Buffers | None) -> Staged:
         staged = Staged(self, chunk, kept)
         if staged.lent is not None and staged.lent.ready is not None:
             # Nobody else may use the buffers any more.
@@ -240,12 +211,7 @@ class Staging:
 
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
-        while not self._kept and self.is_behind:
-            if self._coming:
-                self._finish_coming()
-            else:
-                self.work_off(least=1)
-        return self._kept.popleft() if self._kept else self._new(self._names, **self.state.factory_kwargs)
+        return self._kept.popleft() if self._kept else self._new_kept()
 
     def release(self, kept: Buffers) -> None:
         """Takes back what :meth:`keep` has set aside."""
@@ -259,68 +225,32 @@ class Staging:
             kept: Number of those beside them that wait between iterations, where the state is offloaded.
         """
         self._work.extend(self._new_work() for _ in range(work - len(self._work)))
-        self._kept.extend(self._new(self._names, **self.state.factory_kwargs) for _ in range(kept - len(self._kept)))
+        self._kept.extend(self._new_kept() for _ in range(kept - len(self._kept)))
 
     def take_work(self) -> Buffers:
         """Work buffers on the device."""
         # Those that were given back longest ago: their copies back are done soonest.
         return self._work.popleft() if self._work else self._new_work()
 
+    def _new_kept(self) -> Buffers:
+        on_the_wire = [name for name in self._names if name != OWN]
+        return Buffers(self._new((OWN,), **self.state.factory_kwargs) | self._new(on_the_wire, device=self.state.device))
+
     def _new_work(self) -> Buffers:
-        buffers = self._new((*self._names, *(self.state.flats if self.state.offload else ())), device=self.state.device)
+        offloaded = self.state.flats if self.state.offload else ()
+        buffers = Buffers(self._new((*self._names, *offloaded), device=self.state.device))
         if self.state.copies_on_streams:
             # The memory may be what kernels of the present stream, still to run, have been given before.
             buffers.ready = torch.cuda.current_stream().record_event()
         return buffers
 
-    def defer(self, works: Sequence[Deferred], calls: int) -> None:
-        """Puts work on chunks off.
-
-        Args:
-            works: Work, each on a chunk of its own.
-            calls: Calls of :meth:`work_off` in which it is begun, if buffers are free.
-        """
-        self._deferred.extend(works)
-        self._at_a_time = -(-len(works) // calls)
-
-    def work_off(self, least: int = 0) -> None:
-        """Does work that was put off and whose copies began in the call before, and begins those of what comes next.
-
-        Called once an iteration, it leaves copies that long. Kernels that wait for copies would hold up those of training,
-        where they share a queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
-
-        Args:
-            least: Chunks whose copies begin even if buffers have to be made for them.
-        """
-        self._finish_coming()
-        for _ in range(min(len(self._deferred), max(least, min(self._at_a_time, len(self._work))))):
-            work = self._deferred[0]
-            self._coming.append((self._lend(work.chunk, work.reads, work.kept), work))
-            self._deferred.popleft()
-
-    def _finish_coming(self) -> None:
-        while self._coming:
-            # Taken off before it is done: nothing is done twice after an error.
-            staged, work = self._coming.popleft()
-            staged.wait()
-            work.run(staged)
-            staged.give_back(work.writes)
-            self.release(work.kept)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether work is put off."""
-        return bool(self._coming or self._deferred)
-
     def synchronize(self) -> None:
         """Waits until the state, and all that is kept, is whole where it lives."""
-        while self.is_behind:
-            self.work_off(least=1)
         if self.state.copies_on_streams:
             self._outward.synchronize()
 
-    def _new(self, names: Iterable[str], **place: object) -> Buffers:
-        return Buffers({name: torch.empty(self._longest, dtype=torch.float32, **place) for name in names})  # type: ignore[call-overload]
+    def _new(self, names: Iterable[str], **place: object) -> dict[str, Tensor]:
+        return {name: torch.empty(self._longest, dtype=torch.float32, **place) for name in names}  # type: ignore[call-overload]
 
 
 def chunks_of(stagings: Sequence[Staging], fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:

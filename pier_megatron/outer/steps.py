@@ -81,7 +81,6 @@ class OuterSteps:
                 with self.participants.phase("momentum_warmup", iteration):
                     momentum_warmup(self._share.stagings, rule)
             return
-        self.participants.pulls.proceed(iteration)
         for round_ in list(self.rounds):
             self._move(progress, round_)
         fragments = config.fragments_due(iteration)
@@ -96,10 +95,6 @@ class OuterSteps:
             with self.participants.phase("agree", iteration):
                 self._weights.agree_on_mean()
             progress.is_synchronised = True
-        if any(staging.is_behind for staging in self._share.stagings):
-            with self.participants.phase("write_state", iteration):
-                for staging in self._share.stagings:
-                    staging.work_off()
 
     def join(self, progress: Progress) -> None:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
@@ -128,7 +123,7 @@ class OuterSteps:
         with round_.stopwatch.running():
             if self._config.overlap and iteration < self._config.train_iters:
                 with self.participants.phase("begin", iteration):
-                    round_.begin(self._config.overlap)
+                    round_.begin()
                     round_.proceed(0, self._config.overlap)
                 self.rounds.append(round_)
                 return
@@ -164,7 +159,6 @@ class OuterSteps:
         own = self._share.over_group(torch.cat([round_.sums, round_.training]))
         sums = self.participants.audience.gather(own)
         self._reports.add(round_, sums, restarted)
-        self.participants.pulls.begin(round_.begun, iteration)
 
     def reset(self) -> None:
         """Forgets the outer momentum, or what the outer optimizer keeps; what is under way, and what codecs have dropped."""
@@ -176,7 +170,6 @@ class OuterSteps:
                 forgotten.zero_()
         if self.participants.optimizer is not None:
             self.participants.optimizer.restart()
-        self.participants.pulls.restart()
         self.participants.restarts.last = NEVER
 
     def _drop_rounds(self) -> None:
@@ -187,9 +180,8 @@ class OuterSteps:
 
     def snapshot(self, progress: Progress) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.snapshot`."""
-        judge, pulls, restarts = self.participants.judge, self.participants.pulls, self.participants.restarts
+        judge, restarts = self.participants.judge, self.participants.restarts
         optimizer = self.participants.optimizer
-        pulls.finish(range(self._config.fragments))
         rounds = [round_.settle() for round_ in self.rounds]
         own = [restarts.last, *(round_.verdicts.own for round_ in self.rounds)]
         last, *verdicts = self._exchange.gather(torch.tensor(own, device=self._share.device)).result().T.tolist()
@@ -198,7 +190,6 @@ class OuterSteps:
             dataclasses.replace(progress),
             self._share.buffers(),
             [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
-            sorted(pulls.done),
             {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
             judge.outliers.state_dict() if judge.outliers else {},
             optimizer.state_dicts() if optimizer is not None else None,
@@ -225,14 +216,15 @@ class OuterSteps:
             optimizer.restart()
         states = [dataclasses.replace(state, momentum=torch.zeros_like(state.momentum)) for state in snapshot.states]
         own = optimizer.state_dicts() if optimizer is not None else None
-        return dataclasses.replace(snapshot, states=states, rounds=(), pulled=(), optimizers=own)
+        return dataclasses.replace(snapshot, states=states, rounds=(), optimizers=own)
 
     def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.empty_snapshot`."""
         buffers = []
         for begun, verdicts in rounds.items():
             numel = sum(chunk.numel for _, chunk in self._share.chunks(self._config.fragments_due(begun)))
-            buffers.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts))
+            slow = torch.empty(numel) if self._config.pulls else None
+            buffers.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts, slow))
         return Snapshot(progress, self._share.buffers(), buffers)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -252,8 +244,7 @@ class OuterSteps:
         self._share.synchronize()
         for state, buffers in zip(self._share.states, snapshot.states, strict=True):
             state.restore(buffers)
-        judge, pulls, restarts = self.participants.judge, self.participants.pulls, self.participants.restarts
-        pulls.restart(snapshot.pulled)
+        judge, restarts = self.participants.judge, self.participants.restarts
         self.rounds = [self.participants.resume(saved) for saved in snapshot.rounds]
         restarts.last = snapshot.restarted.get(self._exchange.rank, NEVER)
         if judge.outliers:

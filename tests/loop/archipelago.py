@@ -242,15 +242,16 @@ class _Diary:
 
 
 def _signal_in_the_exchange(loop: OuterLoop, steps: Sequence[int], number: int) -> Callable[..., Sum]:
-    """In place of a sum: at the second one of an outer step its island gets a signal."""
+    """In place of a sum: once that of an outer step is under way its island gets a signal."""
     asked: list[int] = []
     begin = GroupExchange.sum
 
     def sum_(exchange: GroupExchange, *args: Any, **kwargs: Any) -> Sum:
         asked.append(loop.iteration)
-        if len(set(asked)) - 1 in steps and asked.count(loop.iteration) == 2:
+        under_way = begin(exchange, *args, **kwargs)
+        if len(set(asked)) - 1 in steps and asked.count(loop.iteration) == 1:
             os.killpg(0, number)
-        return begin(exchange, *args, **kwargs)
+        return under_way
 
     return sum_
 

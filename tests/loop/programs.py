@@ -101,8 +101,7 @@ def check(program: Program, ranks: Ranks, results: list[dict[str, Any]], fragmen
                 torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance, equal_nan=True)
         for part in range(parts):
             first, *others = states[part::parts]
-            is_written = not any(state["is_behind"] for state in states)
-            for key in ("anchor", "momentum") if is_written and program.settings.pier().subgroup is None else ():
+            for key in ("anchor", "momentum") if program.settings.pier().subgroup is None else ():
                 assert all(torch.equal(first[key], other[key]) for other in others), (key, t + 1)
             if first["is_synchronised"]:
                 assert all(
@@ -119,21 +118,12 @@ def are_the_same(results: list[dict[str, Any]], others: list[dict[str, Any]]) ->
     def bits(tensor: Tensor) -> Tensor:
         return tensor.contiguous().view(torch.int32)
 
-    def tensors(state: dict[str, Any], same: dict[str, Any], is_last: bool) -> list[Tensor]:
-        if state["is_behind"] or same["is_behind"]:
-            # When offloaded state is written does not matter either.
-            return list(state["parameters"])
-        # When slow weights that cross ahead find their way into the momentum before an outer step does not matter.
-        momentum = [state["momentum"]] if is_last or not state["is_pulling"] else []
-        return [*state["parameters"], state["anchor"], *momentum]
+    def tensors(state: dict[str, Any]) -> list[Tensor]:
+        return [*state["parameters"], state["anchor"], state["momentum"]]
 
     return all(
         torch.equal(bits(mine), bits(theirs))
         for result, other in zip(results, others, strict=True)
         for state, same in zip(result["history"], other["history"], strict=True)
-        for mine, theirs in zip(
-            tensors(state, same, state is result["history"][-1]),
-            tensors(same, state, same is other["history"][-1]),
-            strict=True,
-        )
+        for mine, theirs in zip(tensors(state), tensors(same), strict=True)
     )

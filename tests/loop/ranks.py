@@ -87,7 +87,7 @@ _take_back, _settle = Staging.take_back, OuterRound.settle
 
 
 def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
-    """What arrives for the sake of a snapshot leaves the residuals as they were."""
+    """What is sent for the sake of a snapshot leaves the residuals as they were."""
 
     def take_back(staging: Staging, staged: Staged, writes: Collection[str]) -> None:
         _take_back(staging, staged, [name for name in writes if name != RESIDUAL])
@@ -251,19 +251,13 @@ class Rank:
             self._outer_state()
             | {
                 "parameters": on_cpu(self.parameters),
-                "is_pulling": self.loop.config.pulls,
                 "is_synchronised": self.loop.is_synchronised,
             }
         )
 
     def _outer_state(self) -> dict[str, Any]:
-        state, share = self.loop.states[0], self.loop._share
-        return {
-            "anchor": state.anchor.to("cpu", copy=True),
-            "momentum": state.momentum.to("cpu", copy=True),
-            # What is offloaded may not have been written yet.
-            "is_behind": any(staging.is_behind for staging in share.stagings),
-        }
+        [state] = self.loop.states
+        return {"anchor": state.anchor.to("cpu", copy=True), "momentum": state.momentum.to("cpu", copy=True)}
 
     def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int], jumps: Sequence[int]) -> None:
         def of(group: int) -> list[Tensor]:
@@ -345,9 +339,6 @@ class Rank:
         """What has happened so far."""
         # No run waits for a report; this does.
         self.loop.reports.write_arrived(waits=True)
-        if self.history:
-            self.loop._share.synchronize()
-            self.history[-1] |= self._outer_state()
         return {"history": self.history, "reports": self.reports, "group": self.group, "part": self._part}
 
 

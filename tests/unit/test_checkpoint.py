@@ -23,13 +23,11 @@ def test_metadata_is_plain_and_comes_back() -> None:
 
 def test_what_depends_on_how_ranks_share_the_parameters_needs_the_same() -> None:
     pairs = described(preset="noloco", fragments=2)
-    one, other, older = (dataclasses.replace(pairs, cut=cut, pulled=(0,)) for cut in (1, 2, None))
+    one, other, older = (dataclasses.replace(pairs, cut=cut) for cut in (1, 2, None))
     assert one.is_exact_for(one)
     assert older.is_exact_for(one)
     assert not one.is_exact_for(other)
-    # Fragments are cut out of what each rank has.
     assert one.has_layout_of(other)
-    assert len(set(one.decay(other))) == 1
 
 
 def test_same_run_goes_on_exactly() -> None:
@@ -80,30 +78,17 @@ def test_what_is_not_there_has_to_be_accepted() -> None:
     assert described().check(described(), accepts_changes=True, lacking=lacking) == lacking
 
 
-@pytest.mark.parametrize(
-    ("saved", "present", "expected"),
-    [
-        ({}, {}, (1.0,)),
-        ({}, {"train_iters": 2000, "lazy_start_iters": 100}, (1.0,)),
-        ({}, {"preset": "diloco", "subgroup_gamma": None}, (0.5,)),
-        ({}, {"subgroup_gamma": None}, (0.5,)),
-        ({"fragments": 2}, {"fragments": 2}, (1.0, 1.0)),
-        ({"fragments": 2}, {"fragments": 1}, (0.5,)),
-    ],
-)
-def test_decay_of_the_momentum_is_undone_where_it_would_be_repeated(
-    saved: dict[str, object], present: dict[str, object], expected: tuple[float, ...]
-) -> None:
-    pulled = {"preset": "noloco", "subgroup_gamma": 0.9}
-    description = described(**(pulled | saved))  # type: ignore[arg-type]
-    description = dataclasses.replace(description, pulled=tuple(range(description.settings["fragments"])))
-    assert tuple(description.decay(described(**(pulled | present)))) == expected  # type: ignore[arg-type]
-
-
 def test_newer_format_is_refused() -> None:
     future = described().to_metadata() | {"format": FORMAT + 1, "version": "9.0"}
     with pytest.raises(PierConfigError, match=r"pier_megatron 9\.0 in format \d+.*Upgrade"):
         Description.from_metadata(future)
+
+
+def test_slow_weights_that_older_plugins_sent_ahead_are_refused() -> None:
+    older = described().to_metadata() | {"format": 6}
+    assert Description.from_metadata(older | {"pulled": ()}).iteration == described().iteration
+    with pytest.raises(PierConfigError, match="Finish the run with the plugin that wrote it"):
+        Description.from_metadata(older | {"pulled": (0,)})
 
 
 @pytest.mark.parametrize(

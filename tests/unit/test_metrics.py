@@ -143,9 +143,8 @@ def test_spread_is_the_deviation_of_weights() -> None:
         row[ELEMENTS] = 50
     expected = weights.var(0).mean().sqrt().item()
     assert spread(sums, 3) == pytest.approx(expected)
-    # What slow weights have said before goes before what the products say.
     sums[:, DISTANCE] = 4 * (own - mean).square().sum(1)
-    assert spread(sums, 3) == pytest.approx(2 * expected)
+    assert spread(sums, 3, of_slow_weights=True) == pytest.approx(2 * expected)
     assert spread(sums[:1], 1) is None
 
 

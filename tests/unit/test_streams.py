@@ -1,11 +1,8 @@
 """The order of copies and kernels of offloaded state, on stand-in streams: no GPU needed."""
 
 import contextlib
-import copy
 import datetime
-import gc
-import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,13 +14,12 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, Wire
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.outer import Shards, arithmetic, loop, rounds, steps
+from pier_megatron.outer import Shards, arithmetic, loop, rounds
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.participants import DrawnParticipants, Participants
 from pier_megatron.outer.rounds import Stopwatch
-from pier_megatron.outer.snapshot import Progress
-from pier_megatron.outer.staging import MOVE, Buffers, Deferred, Staged, Staging
-from pier_megatron.outer.state import RESIDUAL, Chunk, OuterState
+from pier_megatron.outer.staging import OWN, Buffers, Staged, Staging
+from pier_megatron.outer.state import OuterState
 
 
 class _Exchange(GroupExchange):
@@ -66,7 +62,7 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
 
     def kept_on_host(staging: Staging) -> Buffers:
         buffers = keep(staging)
-        detector.on_host |= {tensor.untyped_storage().data_ptr() for tensor in buffers.tensors.values()}
+        detector.on_host.add(buffers.tensors[OWN].untyped_storage().data_ptr())
         return buffers
 
     common = {
@@ -105,7 +101,6 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
     return [*parameters, *(flat for state in trained.states for flat in state.flats.values())]
 
 
-# Some chunks have arrived long before the round ends.
 _LONG_OVERLAPS = [
     {"overlap": 4},
     {"overlap": 4, "preset": "noloco"},
@@ -117,7 +112,6 @@ _LONG_OVERLAPS = [
         "exchange_dtype": "int8",
         "outlier_zscore": 3.0,
     },
-    # Time is left until the next round begins: for some of the work that is put off, for all of it, beside other fragments.
     {"train_iters": 27, "overlap": 7, "sync_interval": 9, "lazy_start_iters": 9},
     {"train_iters": 36, "overlap": 5, "sync_interval": 12, "lazy_start_iters": 12},
     {"train_iters": 36, "overlap": 8, "sync_interval": 12, "lazy_start_iters": 12, "fragments": 3, "exchange_dtype": "int8"},
@@ -149,168 +143,7 @@ def test_offloaded_and_overlapped_numbers_are_those_on_the_device(settings: dict
     assert all(map(torch.equal, offloaded, on_device))
 
 
-# The end of the run cuts rounds of fragments short.
-@pytest.mark.parametrize("settings", [each for each in _LONG_OVERLAPS if "fragments" not in each])
-def test_the_end_of_a_round_waits_for_what_parameters_move_by_and_nothing_else(settings: dict[str, Any]) -> None:
-    """But for the chunks that arrive in that iteration, which are on the device."""
-    finish = rounds.OuterRound.finish
-
-    def watched(round_: rounds.OuterRound) -> None:
-        lend, training, waited_for = Staging.lend, torch.cuda.current_stream(), []
-
-        def lent(staging: Staging, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
-            if torch.cuda.current_stream() is training:
-                waited_for.append(reads)
-            return lend(staging, chunk, reads, kept)
-
-        with mock.patch.object(Staging, "lend", lent):
-            finish(round_)
-        assert set(waited_for) == {(MOVE,)}
-        assert len(waited_for) < len(round_._chunks)
-
-    with mock.patch.object(rounds.OuterRound, "finish", watched):
-        train(chunk_numel=10, **settings)
-
-
-@pytest.mark.parametrize("settings", _LONG_OVERLAPS)
-def test_training_waits_for_no_copy_that_begins_beside_it(settings: dict[str, Any]) -> None:
-    """What is sent has an iteration to come from the host; what is sent first is on the device already."""
-    proceed, wait = rounds.OuterRound.proceed, Staged.wait
-    lent: list[Staged] = []
-
-    def watched(round_: rounds.OuterRound, age: int, span: int) -> None:
-        lend = Staging.lend
-
-        def lending(staging: Staging, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
-            assert set(reads) == {RESIDUAL, *round_.rule.sent_of}
-            lent.append(lend(staging, chunk, reads, kept))
-            return lent[-1]
-
-        def waiting(staged: Staged) -> None:
-            assert not any(staged is each for each in lent)
-            wait(staged)
-
-        before = len(round_._chunks)
-        with mock.patch.object(Staging, "lend", lending), mock.patch.object(Staged, "wait", waiting):
-            proceed(round_, age, span)
-        assert len(lent) < before
-        lent.clear()
-
-    with mock.patch.object(rounds.OuterRound, "proceed", watched):
-        train(chunk_numel=10, **settings)
-
-
-@pytest.mark.parametrize("settings", _LONG_OVERLAPS)
-def test_state_that_is_put_off_has_an_iteration_to_come_from_the_host(settings: dict[str, Any]) -> None:
-    """Or it is asked for before, by the next round, by slow weights, or for a save."""
-    work_off, called, begun = Staging.work_off, [], []
-    proceed = steps.OuterSteps.proceed
-
-    def proceeding(of_loop: steps.OuterSteps, progress: Progress) -> None:
-        begun.clear()
-        proceed(of_loop, progress)
-
-    def watched(staging: Staging, least: int = 0) -> None:
-        lent: list[Staged] = []
-        wait, lend = Staged.wait, Staging._lend
-
-        def lending(staging: Staging, *args: Any) -> Staged:
-            lent.append(lend(staging, *args))
-            return lent[-1]
-
-        def waiting(staged: Staged) -> None:
-            assert not any(staged is each for each in lent)
-            wait(staged)
-
-        if not least:
-            # Those of this iteration, by whomever they were asked for.
-            assert not any(staged is each for staged, _ in staging._coming for each in begun)
-        with mock.patch.object(Staging, "_lend", lending), mock.patch.object(Staged, "wait", waiting):
-            work_off(staging, least)
-        called.append((least, len(lent)))
-        begun.extend(lent)
-
-    with (
-        mock.patch.object(Staging, "work_off", watched),
-        mock.patch.object(steps.OuterSteps, "proceed", proceeding),
-    ):
-        train(chunk_numel=10, **settings)
-    in_time = sum(number for least, number in called if not least)
-    # With an overlap of the whole interval the next round asks for all of it at once. Slow weights, and other fragments, may
-    # leave no buffers for it until somebody asks.
-    if not {"preset", "fragments"} & settings.keys():
-        assert bool(in_time) == (settings["overlap"] < settings.get("sync_interval", 4))
-
-
-def test_nothing_is_done_twice_after_an_error() -> None:
-    staging = Staging(OuterState([Shards([torch.randn(30)])], chunk_numel=10, offload=True))
-    done = []
-
-    def run(staged: Staged) -> None:
-        done.append(staged.chunk.start)
-        if len(done) == 2:
-            raise RuntimeError("the second one")
-
-    staging.defer([Deferred(chunk, staging.keep(), (), (), run) for chunk in staging.state.chunks], 1)
-    staging.work_off(least=3)
-    with pytest.raises(RuntimeError, match="the second one"):
-        staging.work_off()
-    staging.synchronize()
-    assert done == [0, 10, 20]
-    assert len(staging._work) == len({id(each) for each in staging._work}) == 2
-
-
-# At iteration 31 some of the state of the round that ended at 30 is still to be written.
-_PUTTING_OFF: dict[str, Any] = {
-    "train_iters": 36,
-    "groups": 1,
-    "sync_interval": 12,
-    "lazy_start_iters": 12,
-    "offload": True,
-    "overlap": 6,
-}
-
-
-def test_a_loop_that_is_dropped_holds_no_communicator() -> None:
-    config = PierConfig(**_PUTTING_OFF)
-    gc.collect()
-    gc.disable()
-    try:
-        with mock.patch.object(PierConfig, "chunk_numel_on", return_value=10):
-            trained = loop.OuterLoop([[Shards([torch.randn(100)])]], config, GroupExchange())
-            for _ in range(31):
-                trained.skip_iteration()
-        assert trained._share.stagings[0].is_behind
-        exchange = weakref.ref(trained.exchange)
-        del trained
-        assert exchange() is None
-    finally:
-        gc.enable()
-
-
-def test_a_loop_that_is_set_back_does_not_end_what_it_had_put_off() -> None:
-    config = PierConfig(**_PUTTING_OFF)
-    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=10):
-        parameter = torch.randn(100)
-        trained = loop.OuterLoop([[Shards([parameter])]], config, GroupExchange())
-        stored, ends = None, []
-        for iteration in (*range(1, 32), *range(24, 32)):
-            trained.begin_iteration(iteration)
-            parameter.add_(0.1)
-            trained.end_iteration()
-            if iteration == 23 and stored is None:
-                stored, kept = copy.deepcopy(trained.snapshot()), parameter.clone()
-            if iteration == 31:
-                if not ends:
-                    assert trained._share.stagings[0]._deferred
-                ends.append([parameter.clone(), *(flat.clone() for flat in trained.states[0].flats.values())])
-                assert stored is not None
-                trained.restore(stored)
-                parameter.copy_(kept)
-    assert all(map(torch.equal, *ends))
-
-
-_take_work, _lend, _read, _finish_coming = Staging.take_work, Staging.lend, Staging.read, Staging._finish_coming
+_take_work, _lend, _read = Staging.take_work, Staging.lend, Staging.read
 
 
 def _take_unfinished_work(staging: Staging) -> Buffers:
@@ -319,26 +152,11 @@ def _take_unfinished_work(staging: Staging) -> Buffers:
     return buffers
 
 
-def _read_unnoticed(staging: Staging, staged: Staged, names: Collection[str]) -> None:
-    before = staged.copied_in
-    _read(staging, staged, names)
-    staged.copied_in = before or staged.copied_in
-
-
-def _read_without_the_last_write(staging: Staging, staged: Staged, names: Collection[str]) -> None:
-    if staged.present:
-        staging._written.clear()
-    _read(staging, staged, names)
-
-
 def _lend_without_the_last_write(staging: Staging, *args: Any, **kwargs: Any) -> Staged:
     staging._written.clear()
+    for buffers in staging._work:
+        buffers.ready = None
     return _lend(staging, *args, **kwargs)
-
-
-def _finish_without_a_wait(staging: Staging) -> None:
-    with mock.patch.object(Staged, "wait", return_value=None):
-        _finish_coming(staging)
 
 
 # What is left out, and the settings under which that is a race.
@@ -351,26 +169,7 @@ _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {"overlap": 3, "fragments": 2, "chunk_numel": 10},
     ),
     "copies are not waited for": (rounds, "one_ahead", iter, {}),
-    "slow weights are sent before they are there": (
-        Staged,
-        "wait",
-        lambda staged: None,
-        {"preset": "noloco", "exchange_dtype": "int8"},
-    ),
-    "what is sent first is changed while it is written back": (
-        Staging,
-        "read",
-        _read_without_the_last_write,
-        {"overlap": 4},
-    ),
-    "what was put off is worked on before it is there": (
-        Staging,
-        "_finish_coming",
-        _finish_without_a_wait,
-        {"train_iters": 36, "overlap": 5, "sync_interval": 12, "lazy_start_iters": 12, "chunk_numel": 10},
-    ),
     "what groups tell each other is read before it is there": (Gathered, "result", lambda gathered: gathered._vectors, {}),
-    "what is read while a chunk crosses is not waited for": (Staging, "read", _read_unnoticed, {"overlap": 4}),
     "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),
 }
 
@@ -503,8 +302,7 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
             trained.skip_iteration()
 
 
-def test_what_is_put_off_takes_the_buffers_that_are_free() -> None:
-    """Beside the rounds of other fragments."""
+def test_rounds_of_several_fragments_take_the_buffers_that_are_free() -> None:
     config = PierConfig(
         120,
         groups=2,

@@ -20,10 +20,6 @@ HIDING = 2 / 3
 # How often an outer step's kernels read or write a number of every owned parameter, as docs/gpu.md counts them.
 _BLOCKING_PASSES, _OVERLAPPED_PASSES = 11, 14
 
-# Where an overlapped step is offloaded: those of the 14 before anything leaves; further ones for all batches but the last one
-# (the sum is copied, the move begins at zero, parameters move, the state takes its step again); those that move parameters.
-_PASSES_AT_BEGINNING, _PASSES_AHEAD, _PASSES_OF_MOVE = 4, 2 + 1 + 3 + 8, 3
-
 CODING = 16
 """Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
 and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py."""
@@ -166,7 +162,7 @@ class Prediction:
 
         Copies of offloaded state run in both directions at once, beside the exchange and the passes over the parameters. Left
         out: the first chunk, which is copied before anything runs beside it; residuals that ``--pier-no-error-feedback`` saves;
-        kernels of the iterations that copies slow down; slow weights that are sent ahead.
+        slow weights that pairs send beside.
         """
         dtype = "fp32" if way.in_pairs else way.dtype
         wire, coding = self.pairs if way.in_pairs else self.exchange[dtype], self._coding(dtype)
@@ -174,11 +170,7 @@ class Prediction:
             return wire, (self.overlapped_passes if way.overlap else self.passes) + coding
         if way.overlap == 0:
             return wire, max(self.passes + coding, copied_by_blocking(dtype) * self.copying - wire)
-        waited, hidden = copied_by_overlapped(way, dtype)
-        others = 1 - 1 / batches_of(way.overlap, dtype)
-        beside = (_PASSES_AT_BEGINNING + _PASSES_OF_MOVE * others) * self.passing
-        passes = self.overlapped_passes + _PASSES_AHEAD * others * self.passing
-        return max(wire, hidden * self.copying), max(beside, waited * self.copying) + passes - beside + coding
+        return wire, max(self.overlapped_passes + coding, copied_by_overlapped(dtype) * self.copying)
 
     def _local(self, hidden: bool) -> float:
         return self.local if hidden else self.compute + self.inner
@@ -199,29 +191,12 @@ def copied_by_blocking(dtype: str) -> float:
     return 2 * _BUFFER + _residual(dtype)
 
 
-def batches_of(overlap: int, dtype: str) -> int:
-    """Batches of chunks in which an exchange leaves: as many as there are iterations for their launches."""
-    return max(1, (overlap - 2) // (1 if CODECS[dtype].lossless else 2))
+def copied_by_overlapped(dtype: str) -> float:
+    """Bytes per owned parameter that come from the host in an overlapped step, all of which training waits for.
 
-
-def copied_by_overlapped(way: Way, dtype: str) -> tuple[float, float]:
-    """Bytes per owned parameter that come from the host in an overlapped step: those that are waited for, and the others.
-
-    No more goes out beside them. The state of all batches but the last one is brought in when the step has ended, one in each
-    iteration, until the next step, or one of another fragment, needs the buffers.
+    The anchor when it begins, what is sent and the residual when it is sent, what was sent and the state when it ends.
     """
-    batches = batches_of(way.overlap, dtype)
-    # All batches but one: the first one stays on the device when the step begins, the last one is there when it ends.
-    others = 1 - 1 / batches
-    anchor = momentum = own = shared = move = _BUFFER
-    of_state = shared + anchor + momentum
-    # As many steps as that keep buffers at a time.
-    at_once = min(way.fragments, way.overlap * way.fragments // way.interval + 1)
-    iterations = at_once * way.interval // way.fragments - way.overlap
-    late = max(0, batches - 1 - iterations) / batches * of_state
-    waited = anchor + (1 - others) * _residual(dtype) + others * move + late
-    crossing = momentum + others * (own + anchor + _residual(dtype))
-    return waited, crossing + others * of_state - late
+    return _BUFFER + _BUFFER + _residual(dtype) + 3 * _BUFFER
 
 
 def _residual(dtype: str) -> int:

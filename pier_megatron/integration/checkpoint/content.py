@@ -132,7 +132,8 @@ class RunPosition:
             for name, residual in state.residuals.items()
         }
         for round_ in snapshot.rounds:
-            tensors |= {f"round_{round_.begun}.own": round_.own, f"round_{round_.begun}.sum": round_.sum}
+            parts = {"own": round_.own, "sum": round_.sum, "slow": round_.slow}
+            tensors |= {f"round_{round_.begun}.{name}": part for name, part in parts.items() if part is not None}
         return tensors
 
     def sharded_tensors(self, group: int, tensors: Mapping[str, Tensor]) -> "ShardedStateDict":

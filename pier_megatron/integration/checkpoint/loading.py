@@ -142,7 +142,6 @@ class Loading:
         last_common_step = saved.iteration if saved.last_common_step is None else saved.last_common_step
         progress = Progress(saved.iteration, bool(saved.is_local), bool(saved.is_synchronised), last_common_step)
         snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})
-        snapshot.pulled = saved.pulled_for(present)
         snapshot.restarted = saved.restarted if is_exact else {}
         return _Request(
             saved,
@@ -262,20 +261,12 @@ class Loading:
             self._verify(request)
             if not _keeps_random_states():
                 restore_random_states(request.objects["rng"])
-        self._undo_decay(request.saved)
         steps = request.objects["scheduler steps"]
         if opt_param_scheduler is not None and steps is not None and steps != opt_param_scheduler.num_steps:
             # Megatron has restored the scheduler of group 0, which may have skipped other steps than this one.
             opt_param_scheduler.num_steps = steps
             opt_param_scheduler.step(0)
         return _resumption(request)
-
-    def _undo_decay(self, saved: Description) -> None:
-        """Takes a decay back that the next outer step would repeat."""
-        factors = saved.decay(self._place.describe(saved.iteration))
-        for state in self._loop.states:
-            for chunk in state.chunks:
-                chunk.of(state.momentum).div_(factors[chunk.fragment])
 
     def _verify(self, request: _Request) -> None:
         saved, sources = request.saved, request.sources

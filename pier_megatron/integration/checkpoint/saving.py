@@ -49,7 +49,6 @@ class Saving:
         self.description = place.describe(
             progress.iteration,
             own_inner_state=self._groups_with_own_inner_state(),
-            pulled=tuple(snapshot.pulled),
             rounds={round_.begun: tuple(round_.verdicts) for round_ in snapshot.rounds},
             restarted=snapshot.restarted,
             is_local=progress.is_local,
@@ -111,7 +110,8 @@ class Saving:
         entry["objects"] = sharded_object(group, place.ranks.rank(), objects, copy=(0, 0))
         entry["tensors"] = place.sharded_tensors(group, place.exact_tensors(snapshot))
         if versions.megatron_args().async_save:
-            _copy_host_memory(entry, {part.data_ptr() for round_ in snapshot.rounds for part in (round_.own, round_.sum)})
+            parts = (part for round_ in snapshot.rounds for part in (round_.own, round_.sum, round_.slow))
+            _copy_host_memory(entry, {part.data_ptr() for part in parts if part is not None})
         if snapshot.progress.is_local and group > 0:
             # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
             stock = without_sharded(stock)
