@@ -9,7 +9,16 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 1900,
+    "": 1898,
+    "bridge": 522,
+    "commands": 7376,
+    "cpu": 663,
+    "exchange": 2297,
+    "features": 2939,
+    "integration": 5907,
+    "megatron_api": 490,
+    "outer": 4080,
+    "pipeline": 940,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

@@ -12,7 +12,7 @@ from pier_megatron.integration import current
 from pier_megatron.integration import refusals as of_flags
 from pier_megatron.integration.arguments import check_arguments, check_release, number_of_groups
 from pier_megatron.integration.checkpoint import hooks
-from pier_megatron.integration.communication import own_data_parallel_ranks
+from pier_megatron.integration.gradient_averaging import own_data_parallel_ranks
 from pier_megatron.integration.training import pass_over_iteration, take_step
 from pier_megatron.megatron_api import run, versions
 

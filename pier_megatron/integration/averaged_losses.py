@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pier_megatron.integration import current, worlds
-from pier_megatron.integration.communication import own_data_parallel_ranks
+from pier_megatron.integration.gradient_averaging import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:

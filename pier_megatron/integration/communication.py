@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.integration import current, worlds
+from pier_megatron.integration.gradient_averaging import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
@@ -27,13 +28,6 @@ _DENSE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_W
 _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
 _EXPERT_COLLECTION_GROUPS = ("expt_dp",)
-
-
-def own_data_parallel_ranks() -> dist.ProcessGroup:
-    """The data-parallel and context-parallel ranks of this rank's group, which is an instance."""
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    found: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
-    return found
 
 
 @contextlib.contextmanager

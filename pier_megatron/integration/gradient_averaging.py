@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration.communication import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+
+def own_data_parallel_ranks() -> dist.ProcessGroup:
+    """The data-parallel and context-parallel ranks of this rank's group, which is an instance."""
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    found: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    return found
 
 
 class GradientAveraging:
