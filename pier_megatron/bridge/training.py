@@ -8,7 +8,7 @@ from typing import Any
 
 from pier_megatron.bridge import refusals
 from pier_megatron.bridge.arguments import BridgeArguments, BridgeLoop
-from pier_megatron.integration import current
+from pier_megatron.integration import cautions, current
 from pier_megatron.integration import refusals as of_flags
 from pier_megatron.integration.arguments import check_arguments, check_release, number_of_groups
 from pier_megatron.integration.checkpoint import hooks
@@ -41,7 +41,7 @@ def _prepare(config: Any, arguments: Any) -> None:
     pier.groups = number_of_groups(pier.groups, pier.ranks_per_domain)
     refusals.refuse_what_cannot_work(config)
     of_flags.refuse_what_cannot_work(arguments)
-    of_flags.turn_off_what_has_no_use(arguments, BridgeArguments.assign)
+    cautions.turn_off_what_has_no_use(arguments, BridgeArguments.assign)
     config.ddp.num_distributed_optimizer_instances = pier.groups
     config.ddp.use_distributed_optimizer = pier.use_distributed_optimizer = True
     _name_iteration(config.checkpoint)

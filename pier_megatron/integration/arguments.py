@@ -15,7 +15,7 @@ from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems, division
 from pier_megatron.flags import WITH_ANY_OPTIMIZER, add_pier_arguments
-from pier_megatron.integration import nccl_options, refusals
+from pier_megatron.integration import cautions, nccl_options, refusals
 from pier_megatron.integration.inner import requirements
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
@@ -242,7 +242,7 @@ def validate[**P, R](
                 config_from_args(args)
         problems.found += refusals.refused(args, settings_of(args))
         problems.report()
-        refusals.turn_off_what_has_no_use(args)
+        cautions.turn_off_what_has_no_use(args)
     saves_behind = args.async_save
     # The arguments of an island that is a job speak of the whole run, as if all islands were there.
     with versions.replaced(args, {"world_size": args.world_size * settings_of(args).launches}):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import current, nccl_options, refusals, startup, worlds
+from pier_megatron.integration import cautions, current, nccl_options, startup, worlds
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
 from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.integration.copies import Copies
@@ -136,7 +136,7 @@ def with_outer_loop(
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if world.rank_in_launch() == 0:
         who = [*world.describe(topology, config), _at_a_signal(args), *_logged(config)]
-        print(words(startup.describe(who, topology, loop, refusals.warnings(args, config))), flush=True)
+        print(words(startup.describe(who, topology, loop, cautions.warnings(args, config))), flush=True)
     loop.rehearse()
     current.set_optimizer(pier)
     return pier

@@ -14,7 +14,7 @@ emulation.install()
 from megatron.training import arguments  # noqa: E402
 
 from pier_megatron import features, register  # noqa: E402
-from pier_megatron.integration import refusals  # noqa: E402
+from pier_megatron.integration import cautions  # noqa: E402
 from pier_megatron.integration.arguments import config_from_args  # noqa: E402
 
 
@@ -44,7 +44,7 @@ def outcome(argv: list[str], environment: dict[str, str]) -> dict[str, object]:
         "ckpt_assume_constant_structure",
         "check_weight_hash_across_dp_replicas_interval",
     )
-    warned = refusals.warnings(args, config_from_args(args)) if args.pier and args.train_iters else []
+    warned = cautions.warnings(args, config_from_args(args)) if args.pier and args.train_iters else []
     said = {
         "said": output.getvalue(),
         "warned": warned,

@@ -10,7 +10,7 @@ import pytest
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.integration import refusals
+from pier_megatron.integration import cautions
 
 _DRAWN = [[(0, 4), (1, 3), (2,)], [(3, 4), (0, 2), (1,)]]
 
@@ -184,15 +184,15 @@ def test_preset_suits_the_run(settings: dict[str, Any], preset: str) -> None:
 
 def test_settings_of_megatron_that_disappoint() -> None:
     args = argparse.Namespace(data_parallel_size=8, log_interval=10, save=None, timing_log_level=0)
-    assert refusals.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=10)) == []
-    [log] = refusals.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=25))
+    assert cautions.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=10)) == []
+    [log] = cautions.warnings(args, PierConfig(train_iters=1000, groups=2, overlap=25))
     assert "--log-interval 10" in log
     assert "3 times in each exchange" in log
     assert "Use --log-interval 25 or more" in log
-    [single] = refusals.warnings(args, PierConfig(train_iters=1000, groups=1))
+    [single] = cautions.warnings(args, PierConfig(train_iters=1000, groups=1))
     assert "all 8 model replicas train as one group" in single
     assert "Pass --pier-groups 8" in single
-    [alone] = refusals.warnings(
+    [alone] = cautions.warnings(
         argparse.Namespace(data_parallel_size=1, log_interval=10, save=None), PierConfig(train_iters=1000, groups=1)
     )
     assert "one model replica (data-parallel size 1)" in alone
@@ -211,10 +211,10 @@ def test_settings_of_megatron_that_disappoint() -> None:
 def test_what_waits_for_the_device_is_said_where_an_exchange_overlaps(settings: dict[str, int], said: str) -> None:
     quiet = {"data_parallel_size": 8, "log_interval": 10, "save": None, "timing_log_level": 0, "train_sync_interval": 10}
     args, config = argparse.Namespace(**quiet | settings), PierConfig(train_iters=1000, groups=2, overlap=10)
-    assert refusals.warnings(argparse.Namespace(**quiet), config) == []
-    [warning] = refusals.warnings(args, config)
+    assert cautions.warnings(argparse.Namespace(**quiet), config) == []
+    [warning] = cautions.warnings(args, config)
     assert re.search(said, warning)
-    assert refusals.warnings(args, dataclasses.replace(config, overlap=0)) == []
+    assert cautions.warnings(args, dataclasses.replace(config, overlap=0)) == []
 
 
 def test_chunks_follow_the_device_and_the_groups() -> None:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.exchange.topology import NAMED, Rank, Topology
-from pier_megatron.integration import refusals, samples
+from pier_megatron.integration import cautions, samples
 from pier_megatron.integration.census import Collective, table
 from pier_megatron.integration.checkpoint.sources import Sources
 from pier_megatron.integration.checkpoint.stored_run import StoredRun
@@ -270,7 +270,7 @@ def test_checkpoint_of_many_groups_gets_a_warning() -> None:
     )
 
     def warned(groups: int, **options: Any) -> list[str]:
-        return refusals.warnings(args, PierConfig(train_iters=1000, groups=groups, **options))
+        return cautions.warnings(args, PierConfig(train_iters=1000, groups=groups, **options))
 
     assert warned(_GROUPS) == []
     args.save = "folder"

@@ -100,7 +100,7 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
     Returns:
         Number of ranks of a group.
     """
-    from pier_megatron.integration import planned_job, refusals
+    from pier_megatron.integration import cautions, planned_job
     from pier_megatron.integration.startup import preset, schedule, sites
 
     topology = planned_job.planned_topology(args, ranks_per_node)
@@ -113,7 +113,7 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
         *sites(config),
         *(line.removeprefix("  ") for line in schedule(config)),
     ]
-    findings.warnings += [*config.warnings(), *topology.warnings(), *refusals.warnings(args, config)]
+    findings.warnings += [*config.warnings(), *topology.warnings(), *cautions.warnings(args, config)]
     return ranks
 
 
