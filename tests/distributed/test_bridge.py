@@ -156,7 +156,9 @@ def test_outer_steps_and_the_start_are_told_alike(runs: dict[str, Recorded], nam
     blocks = [re.search(r"Pier: 2 groups of.*?momentum horizon[^\n]*", run.printed, re.DOTALL) for run in (config, flags)]
     assert blocks[0] is not None
     assert blocks[1] is not None
-    assert blocks[0][0] == blocks[1][0]
+    # Flags are named as settings of the configuration, whose names are theirs.
+    as_settings = re.sub(r"--(exit-signal[a-z-]*)", lambda flag: f"config.train.{flag[1].replace('-', '_')}", blocks[1][0])
+    assert blocks[0][0] == as_settings
 
 
 def test_evaluation_sees_the_anchor(runs: dict[str, Recorded]) -> None:
@@ -306,7 +308,7 @@ def test_doctor_checks_a_recipe(tmp_path: Path) -> None:
     for each in unknown:
         assert "Megatron-Bridge refuses the recipe without Transformer Engine: " in each
         assert each.endswith("OK\n")
-    groups = r"2 groups of 2 ranks, preset pier-rising \(.+\)\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n"
+    groups = r"2 groups of 2 ranks, preset pier-frequent \(.+\)\ngroup 0: ranks 0-1 on node 0\ngroup 1: ranks 2-3 on node 1\n"
     assert re.search(groups, accepted)
     assert accepted.endswith("100.0%  0.643  0.800\nOK\n")
     assert "ERROR: config.optimizer.groups 2 does not divide the data-parallel size 1" in refused

@@ -71,8 +71,8 @@ def test_first_line_is_gated_on_memory(job: str, model: str, tmp_path: Path) -> 
     changed = json.loads(plan("--cluster perlmutter --json", f"{job} {remedy[1]}").stdout)
     assert changed["fits"]
     assert changed["waits"]["job"] == "blocking with --pier-offload"
-    assert changed["waits"]["fastest"] == "overlapped by 25 with --pier-offload"
-    assert changed["verdict"].startswith("Measure first, with " if model == "XL" else "Use it with ")
+    assert changed["waits"]["fastest"] == "blocking with --pier-offload"
+    assert changed["verdict"].startswith("Measure first: " if model == "XL" else "Use it: ")
     assert first.endswith(changed["verdict"][changed["verdict"].index(": ") :])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -68,7 +68,8 @@ def build_datasets(sizes: list[int], vp_stage: int | None = None) -> Sequence[GP
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
     )
-    datasets: Sequence[GPTDataset | None] = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    datasets: Sequence[GPTDataset | None] = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     return datasets
 
 
