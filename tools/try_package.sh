@@ -21,7 +21,7 @@ assert (importlib.resources.files(pier_megatron) / 'py.typed').is_file(), 'no ty
 touch pretrain_gpt.py
 bin/pier-megatron doctor torchrun --nproc-per-node 2 -m pier_megatron --device cpu pretrain_gpt.py \
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 \
-    --micro-batch-size 2 --train-iters 1000 --lr 1e-3 --mock-data --optimizer pier --pier-groups 2
+    --micro-batch-size 2 --train-iters 1000 --eval-interval 1000 --lr 1e-3 --mock-data --optimizer pier --pier-groups 2
 bin/pip check
 # Transformer Engine's part for PyTorch is compiled at the user's and asks the PyTorch that is there what it needs.
 bin/pip install --quiet --dry-run --no-build-isolation 'pier-megatron[te,data,downstream]'
