@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 1898,
     "bridge": 522,
-    "commands": 7376,
+    "commands": 7377,
     "cpu": 663,
     "exchange": 2297,
     "features": 2939,
