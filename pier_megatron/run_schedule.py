@@ -185,16 +185,6 @@ class RunSchedule(Settings):
         begin, end = ((self.fragments * n) // self.sync_interval for n in (through - 1, through))
         return range(begin, end)
 
-    def next_outer_step(self, fragment: int, iteration: int) -> int | None:
-        """The iteration after which a fragment's next outer step begins; None if there is none.
-
-        Args:
-            fragment: Number of the fragment, from 0.
-            iteration: Iteration, counted from 1, that the outer step is later than.
-        """
-        later = range(iteration + 1, min(iteration + self.sync_interval, self.train_iters) + 1)
-        return next((t for t in later if fragment in self.fragments_due(t)), None)
-
     def is_synchronised(self, iteration: int) -> bool:
         """Whether all groups hold the same parameters at the end of an iteration.
 

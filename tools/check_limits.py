@@ -9,9 +9,9 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 1898,
+    "": 1888,
     "bridge": 522,
-    "commands": 7377,
+    "commands": 7375,
     "cpu": 663,
     "exchange": 2297,
     "features": 2939,

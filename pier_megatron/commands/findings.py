@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from pier_megatron.errors import PierConfigError
+from pier_megatron.errors import Problems
 
 
 @dataclasses.dataclass
@@ -24,10 +24,8 @@ class Findings:
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Takes a refusal as an error of the job, so that the next check still runs."""
-        try:
+        with Problems(self.errors).collecting():
             yield
-        except PierConfigError as error:
-            self.errors += error.args
 
     def lines(self) -> list[str]:
         """All of it, what matters most last."""

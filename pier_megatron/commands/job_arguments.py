@@ -11,7 +11,7 @@ from pathlib import Path
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
-from pier_megatron.errors import hint, nearest
+from pier_megatron.errors import Problems, hint, nearest
 from pier_megatron.flags import sound_words
 from pier_megatron.megatron_api.args import uses_pier
 
@@ -35,7 +35,7 @@ def read(
     """
     sound, problems = sound_words(command.arguments)
     findings.errors += problems.found
-    args, parsing = None, Findings()
+    args, parsing = None, Problems()
     with parsing.collecting():
         args = dataclasses.replace(command, arguments=tuple(sound)).parsed_arguments()
     from pier_megatron.integration.arguments import unknown_words
@@ -45,7 +45,7 @@ def read(
     dropped = [name for word in command.arguments if (name := word.partition("=")[0]).startswith("--pier-")]
     dropped = [name for name in dropped if name not in [word.partition("=")[0] for word in sound]]
     doubtful = {*dropped, *(flag for name in dropped for flag in nearest(name, known))}
-    findings.errors += [error for error in parsing.errors if not doubtful.intersection(re.findall(r"--[\w-]+", error))]
+    findings.errors += [error for error in parsing.found if not doubtful.intersection(re.findall(r"--[\w-]+", error))]
     if args is None or _lacks_flags(args, findings, meant):
         return None
     if doubtful:
@@ -134,17 +134,17 @@ def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findin
     """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
     from pier_megatron.integration import planned_job
 
-    checks = Findings()
+    checks = Problems()
     with checks.collecting():
         planned_job.validate(args, command.ranks_per_node)
     if args.use_checkpoint_args:
         findings.warnings += [
             f"{error} If the checkpoint in --load gives what is missing, the job starts: --use-checkpoint-args is not read here"
-            for error in checks.errors
+            for error in checks.found
         ]
     else:
-        findings.errors += checks.errors
-    return not checks.errors
+        findings.errors += checks.found
+    return not checks.found
 
 
 def look_at_plugin(command: LaunchCommand, sources: ScriptSources, findings: Findings) -> None:
