@@ -91,7 +91,6 @@ class PierConfig(RunSchedule):
         Raises:
             PierConfigError: With a message for each such setting, its reason and a remedy.
         """
-        retried = "an outer step that is retried"
         table = (
             (
                 self.sites is not None,
@@ -117,13 +116,8 @@ class PierConfig(RunSchedule):
             (
                 self.has_error_feedback,
                 f"--pier-exchange-dtype {self.exchange_dtype}",
-                f"what the codec drops cannot be made up for after {retried}. Add --pier-no-error-feedback, which takes int4 "
-                "at least",
-            ),
-            (
-                self.outlier_zscore is not None,
-                f"--pier-outlier-zscore {self.outlier_zscore}",
-                f"{retried} would count twice in the history of norms. Drop it",
+                "what the codec drops cannot be made up for after an outer step that is retried. Add --pier-no-error-feedback, "
+                "which takes int4 at least",
             ),
         )
         beside = "cannot be used with elastic islands (--pier-lighthouse)"
@@ -181,7 +175,6 @@ class PierConfig(RunSchedule):
         untried = (
             ("lighthouse", None, "elastic islands join and leave one by one, and each carries a part of what its site sends"),
             ("fragments", 1, "a fragment crosses between two averages, where the groups of a site differ"),
-            ("outlier_zscore", None, "what a site sends is a mean, in which the outlier is already"),
         )
         for name, default, reason in untried:
             if getattr(self, name) != default:

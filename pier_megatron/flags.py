@@ -16,6 +16,9 @@ WITH_ANY_OPTIMIZER = tuple(
 )
 """Settings that work with every ``--optimizer``."""
 
+_REMOVED = {"--pier-outlier-zscore": "groups that are not finite are excluded without a flag"}
+"""Flags of the release before, with what to do instead."""
+
 
 def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
@@ -70,6 +73,8 @@ def sound_words(words: Sequence[str]) -> tuple[list[str], Problems]:
         before, name = len(problems.found), piece[0].partition("=")[0]
         if name.startswith("--pier-") and " " not in name:
             with problems.collecting():
+                if name in _REMOVED:
+                    raise PierConfigError(f"{name} was removed: {_REMOVED[name]}. Drop it.")
                 if name not in parser.flags:
                     raise PierConfigError(f"{piece[0]}: no such flag{suggestion(name, parser.flags)}")
                 parser.parse_known_args(piece)

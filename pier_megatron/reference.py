@@ -41,7 +41,6 @@ def train(
     fragment_masks: Sequence[Sequence[Tensor]] | None = None,
     on_iteration: Callable[[int, list[list[Tensor]]], None] = lambda iteration, groups: None,
     skipped: Collection[int] = (),
-    outliers: Mapping[int, Collection[int]] | None = None,
 ) -> list[Tensor]:
     """Trains ``config.groups`` groups with Pier.
 
@@ -55,7 +54,6 @@ def train(
         fragment_masks: Masks of the elements that belong to each fragment, by parameter; None: one fragment, all of them.
         on_iteration: Called at the end of each iteration with all groups' parameters.
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
-        outliers: Groups that are excluded from the outer steps that begin after an iteration, by iteration.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -73,8 +71,7 @@ def train(
     def land(exchange: _Exchange, t: int) -> None:
         """Outer step of one fragment, in each subgroup."""
         for met in _meetings(config, exchange.begun):
-            finite = [group for group in met if all(bool(tensor.isfinite().all()) for tensor in exchange.sent[group])]
-            good = [group for group in finite if group not in (outliers or {}).get(exchange.begun, ())]
+            good = [group for group in met if all(bool(tensor.isfinite().all()) for tensor in exchange.sent[group])]
             for i, mask in enumerate(masks[exchange.fragment]):
                 own = {group: anchors[group][i] - exchange.sent[group][i] for group in good}
                 step = _nesterov if config.has_common_anchor else _noloco

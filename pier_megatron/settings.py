@@ -239,13 +239,6 @@ class Settings:
         metavar="MIB",
         accepts=whole(1, 2**20),
     )
-    outlier_zscore: float | None = setting(
-        None,
-        "Number of standard deviations by which the norm of a group's pseudo-gradient may exceed the moving mean of its own "
-        "history; above it the group is excluded from the outer round. Default: no limit.",
-        metavar="Z",
-        accepts=positive(1e6, "of which 3 is customary"),
-    )
     save_inner_state: str = setting(
         "all",
         "Groups whose inner optimizer state a checkpoint holds: all, which resumes exactly, or only the first, from whose "

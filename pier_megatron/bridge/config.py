@@ -66,7 +66,6 @@ class PierOptimizerConfig(OptimizerConfig):
     no_error_feedback: bool = Settings.no_error_feedback
     offload: bool = Settings.offload
     chunk_mib: int | None = Settings.chunk_mib
-    outlier_zscore: float | None = Settings.outlier_zscore
     save_inner_state: str = Settings.save_inner_state
     load_inner_state: str = Settings.load_inner_state
     override_checkpoint: bool = Settings.override_checkpoint

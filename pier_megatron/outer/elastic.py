@@ -24,7 +24,7 @@ from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress
 from pier_megatron.outer.state import ANCHOR
-from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts
+from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts, own_verdict
 from pier_megatron.outer.weights import Weights
 
 
@@ -155,7 +155,7 @@ class ElasticParticipants(Participants):
     def _meet(self, progress: Progress, fragments: Sequence[int]) -> _Formed | None:
         deadline = time.monotonic() + self._wait_seconds
         where = f"island {self._island} after iteration {progress.iteration}"
-        verdict, _ = self.judge.judge(fragments)
+        verdict = own_verdict(self._share)
         while True:
             exchange, formed, refusal = None, None, None
             # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not

@@ -13,7 +13,6 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer import arithmetic
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.rehearsal import rehearse
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
@@ -76,10 +75,8 @@ class OuterLoop:
         self.device, self.states = self._share.device, self._share.states
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
-        arithmetic.compile_for(self.device)
         self._weights = Weights(self._share, exchange, on_change)
         self.reports = OuterStepReports(config, report, self.device)
-        self._outer_optimizer = outer_optimizer
         self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands, outer_optimizer)
 
     @classmethod
@@ -115,11 +112,11 @@ class OuterLoop:
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """Takes all work buffers, and outer steps of parameters made for it; called by all ranks of all groups.
+        """Takes all work buffers, and exchanges zeros with everyone it will meet; called by all ranks of all groups.
 
         What does not fit or does not connect fails here, before the first iteration. Nothing of the run changes.
         """
-        rehearse(self.config, self._share, self.exchange, self._outer_optimizer)
+        rehearse(self.config, self._share, self._steps.participants)
 
     @property
     def iteration(self) -> int:

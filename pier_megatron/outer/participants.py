@@ -19,7 +19,7 @@ from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OptimizerRule, OuterRule
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
-from pier_megatron.outer.verdicts import DivergedError, Judge, KnownVerdicts, Verdicts
+from pier_megatron.outer.verdicts import DivergedError, KnownVerdicts, Verdicts, own_verdict
 from pier_megatron.outer.weights import Weights
 
 
@@ -29,7 +29,6 @@ class Participants:
     Attributes:
         optimizer: Rule of every outer step, in place of the built-in ones; None unless the caller has chosen it.
         audience: Groups whose sums the report of an outer step is made of.
-        judge: Judge of this group's pseudo-gradients.
         restarts: Restarts of groups that were excluded.
         is_deserted: Whether too few groups have come for longer than this one waits.
     """
@@ -41,13 +40,16 @@ class Participants:
         self._config, self._share, self._everyone = config, share, everyone
         self.optimizer = optimizer
         self.audience = everyone
-        self.judge = Judge(config, share)
         self.restarts = Restarts(config, everyone.size, share)
         self.is_deserted = False
 
     def at(self, iteration: int) -> Exchange:
         """Returns collectives between the participants of outer steps that begin after ``iteration``; this group is one."""
         return self._everyone
+
+    def exchanges(self, iteration: int) -> Sequence[Exchange]:
+        """Returns everything that outer steps which begin after ``iteration``, and what comes before them, exchange over."""
+        return (self.at(iteration),)
 
     def rule_at(self, iteration: int) -> OuterRule:
         """Returns the rule of outer steps that begin after ``iteration``."""
@@ -67,8 +69,12 @@ class Participants:
         exchange = self.at(iteration)
         with stopwatch.running():
             with self.phase("verdict", iteration):
-                verdicts = self.judge.verdicts(fragments, exchange)
+                verdicts = self.verdicts(exchange)
             return self.round(iteration, exchange, verdicts, stopwatch)
+
+    def verdicts(self, exchange: Exchange) -> Verdicts:
+        """Judges the own pseudo-gradient, and begins to collect the verdicts of the groups of ``exchange``."""
+        return Verdicts(exchange, own_verdict(self._share), self._share.device)
 
     def average(self, iteration: int) -> None:
         """Averages parameters between outer steps: here, those of no other group."""
@@ -135,10 +141,14 @@ class SiteParticipants(Participants):
         """See :meth:`Participants.at`."""
         return self._between
 
+    def exchanges(self, iteration: int) -> Sequence[Exchange]:
+        """See :meth:`Participants.exchanges`."""
+        return self._inside, self._between
+
     def average(self, iteration: int) -> None:
         """See :meth:`Participants.average`."""
         with self.phase("site_average", iteration):
-            counted = self.judge.verdicts((), self._inside).counted()
+            counted = self.verdicts(self._inside).counted()
             if not any(counted):
                 return
             self._weights.average(self._inside, counted)
@@ -175,6 +185,11 @@ class DrawnParticipants(Participants):
         assert config.subgroup is not None
         drawn = draw_subgroups(config.groups, config.subgroup, config.subgroup_seed, iteration)
         return Subgroup(self._everyone, next(groups for groups in drawn if self._everyone.rank in groups))
+
+    def exchanges(self, iteration: int) -> Sequence[Exchange]:
+        """See :meth:`Participants.exchanges`."""
+        # In the end all groups agree.
+        return self._everyone, self.at(iteration)
 
     def rule_at(self, iteration: int) -> OuterRule:
         """See :meth:`Participants.rule_at`."""

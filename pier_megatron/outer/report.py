@@ -16,7 +16,7 @@ from pier_megatron.outer.noise import IntervalNoise
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, OuterRound
 from pier_megatron.outer.rules import OptimizerRule
 from pier_megatron.outer.training_sums import TrainingSums
-from pier_megatron.outer.verdicts import NOT_FINITE, OUTLIER
+from pier_megatron.outer.verdicts import NOT_FINITE
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -54,7 +54,6 @@ class OuterStepReport:
         grad_norm: Mean over the groups of their gradient norm since then; None if there is none.
         seconds: Time that training stood still for it, the wait for the slowest group included; on a GPU that of its stream.
         not_finite: Groups that were excluded because their parameters were not finite.
-        outliers: Groups that were excluded because their pseudo-gradients were too long.
         spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
             parameters: of the weights that they met with, or of their slow weights if those cross beside. None for one group;
             where pseudo-gradients alone cross between groups with anchors of their own; and where it is measured by the own
@@ -78,14 +77,11 @@ class OuterStepReport:
     noise_to_signal: float | None = None
     spread: float | None = None
     not_finite: tuple[int, ...] = ()
-    outliers: tuple[int, ...] = ()
     restarted: tuple[int, ...] = ()
 
     def line(self) -> str:
         """The line for the log, in the manner of Megatron's own."""
-        left_out = _left_out("NOT FINITE", self.not_finite, self.restarted) + _left_out(
-            "OUTLIER", self.outliers, self.restarted
-        )
+        left_out = _left_out("NOT FINITE", self.not_finite, self.restarted)
         return (
             f" outer step after iteration {self.iteration:8d} | "
             + (f"mu: {self.mu:.3f} | eta: {self.eta:.3f} | " if self.mu is not None else "")
@@ -109,8 +105,8 @@ class OuterStepReport:
         return {
             SCALAR_PREFIX + field.name.replace("_", "-"): float(getattr(self, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("iteration", "not_finite", "outliers", "restarted") and getattr(self, field.name) is not None
-        } | {SCALAR_PREFIX + "groups-left-out": float(len(self.not_finite) + len(self.outliers))}
+            if field.name not in ("iteration", "not_finite", "restarted") and getattr(self, field.name) is not None
+        } | {SCALAR_PREFIX + "groups-left-out": float(len(self.not_finite))}
 
     def write(self, print_line: Callable[[str], None], tensorboard: "SummaryWriter | None", wandb: Any, now: int) -> None:
         """Writes the report.
@@ -207,7 +203,6 @@ class OuterStepReports:
             seconds=round_.stopwatch.seconds(),
             spread=found,
             not_finite=self._named((groups[index] for index in left_out if verdicts[index] == NOT_FINITE), in_sites),
-            outliers=tuple(groups[index] for index in left_out if verdicts[index] == OUTLIER),
             restarted=self._named((groups[index] for index in restarted), in_sites),
         )
 

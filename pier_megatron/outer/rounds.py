@@ -141,7 +141,7 @@ class OuterRound:
         self._kept: list[Buffers] = []
         # One for all chunks; None before they leave.
         self._under_way: list[Sum] | None = None
-        self._is_sent_on = self._forgets_progress = False
+        self._is_sent_on = False
         parts = max(1, min(_PARTS_TO_COMPARE, len(self._chunks)))
         # The same on all ranks, and every part's turn comes whatever the intervals are.
         self._compared = [chunk for _, chunk in self._chunks[random.Random(begun).randrange(parts) :: parts]]
@@ -192,8 +192,6 @@ class OuterRound:
         for name, copy in copies.items():
             for part, of_chunk in zip(self._parts(), copy.split(sizes), strict=True):
                 of_chunk.copy_(part[name])
-        if self._forgets_progress:
-            copies[OWN].zero_()
         return RoundBuffers(self.begun, copies[OWN], copies[SHARED], slow=copies.get(SLOW))
 
     def resume(self, saved: RoundBuffers) -> None:
@@ -205,10 +203,6 @@ class OuterRound:
                 for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):
                     part[name].copy_(of_chunk)
 
-    def forget_progress(self) -> None:
-        """Says that this group's parameters have been set to the anchor since :meth:`begin`: what it moved by is undone."""
-        self._forgets_progress = True
-
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.
 
@@ -217,8 +211,6 @@ class OuterRound:
         """
         self.arrive()
         for staged in self._lent(OWN, *COMMON):
-            if self._forgets_progress:
-                staged.own.zero_()
             self._apply(staged, keep_progress=True)
             staged.give_back(COMMON)
         self._release()
@@ -283,7 +275,8 @@ class OuterRound:
         for staged in one_ahead(staging.lend(chunk, _STATE) for staging, chunk in self._chunks):
             if len(in_flight) == PIPELINE_DEPTH:
                 land()
-            arithmetic.subtract(staged, counts, self.rule, self.weight)
+            arithmetic.subtract(staged, counts)
+            arithmetic.send(staged, self.rule, self.weight)
             # Before the codecs work on the chunk before it, so that the wire does not wait for them.
             in_flight.append((staged, self._sum([staged])))
             if len(in_flight) > 1:

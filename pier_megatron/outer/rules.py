@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.staging import OWN, Part
+from pier_megatron.outer.staging import OWN, Staged
 from pier_megatron.outer.state import ANCHOR, OuterState
 
 if TYPE_CHECKING:
@@ -30,25 +30,23 @@ class OuterRule(Protocol):
     Attributes:
         has_common_anchor: Whether all groups hold the same anchor afterwards.
         sent_of: Names of what :meth:`send` reads.
-        is_elementwise: Whether a stretch of a chunk can be updated without the rest of it.
         sends_slow_weights: Whether :meth:`send` also writes ``staged.slow``, whose exact sum :meth:`combine` finds there.
     """
 
     has_common_anchor: ClassVar[bool]
-    is_elementwise: ClassVar[bool]
     sent_of: ClassVar[tuple[str, ...]]
 
     @property
     def sends_slow_weights(self) -> bool: ...  # noqa: D102
 
-    def send(self, staged: Part) -> None:
+    def send(self, staged: Staged) -> None:
         """Writes what this group sends to ``staged.shared``.
 
         Args:
             staged: Buffers, with this group's pseudo-gradient in ``staged.own``; zero if the group is excluded.
         """
 
-    def combine(self, staged: Part, size: int, counted: int) -> None:
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
         """Turns the sum in ``staged.shared`` into the direction that this group descends along.
 
         Args:
@@ -57,7 +55,7 @@ class OuterRule(Protocol):
             counted: Number of participants that are not excluded.
         """
 
-    def update(self, staged: Part, is_alone: bool) -> None:
+    def update(self, staged: Staged, is_alone: bool) -> None:
         """Updates ``staged.anchor`` and ``staged.momentum``.
 
         Args:
@@ -70,15 +68,14 @@ class _OfMean:
     """What rules have in common that descend along the mean pseudo-gradient of all groups."""
 
     has_common_anchor: ClassVar[bool] = True
-    is_elementwise: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN,)
     sends_slow_weights: ClassVar[bool] = False
 
-    def send(self, staged: Part) -> None:
+    def send(self, staged: Staged) -> None:
         """Sends the pseudo-gradient."""
         staged.shared.copy_(staged.own)
 
-    def combine(self, staged: Part, size: int, counted: int) -> None:
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
         """Takes the mean over the groups that count."""
         staged.shared.div_(counted)
 
@@ -98,7 +95,7 @@ class Nesterov(_OfMean):
     mu: float
     eta: float
 
-    def update(self, staged: Part, is_alone: bool) -> None:
+    def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step; see :meth:`OuterRule.update`."""
         delta, anchor, momentum = staged.shared, staged.anchor, staged.momentum
         torch.add(delta, momentum, alpha=self.mu, out=momentum)
@@ -119,8 +116,6 @@ class OptimizerRule(_OfMean):
 
     It keeps its own state, and the outer momentum stays zero.
     """
-
-    is_elementwise: ClassVar[bool] = False
 
     def __init__(self, factory: OptimizerFactory, states: Sequence[OuterState]) -> None:
         """Lays optimizers over the anchors of the outer states.
@@ -147,7 +142,7 @@ class OptimizerRule(_OfMean):
         kinds = (type(optimizer) for optimizer in self._optimizers.values())
         return next((f"{kind.__module__}.{kind.__qualname__}" for kind in kinds), None)
 
-    def update(self, staged: Part, is_alone: bool) -> None:
+    def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step of the chunk's optimizer."""
         optimizer = self._optimizers[staged.chunk]
         [anchor] = optimizer.param_groups[0]["params"]
@@ -206,7 +201,6 @@ class NoLoCo:
     alpha: float
     beta: float
     has_common_anchor: ClassVar[bool] = False
-    is_elementwise: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN, ANCHOR)
 
     @property
@@ -214,15 +208,15 @@ class NoLoCo:
         """See :attr:`OuterRule.sends_slow_weights`."""
         return False
 
-    def send(self, staged: Part) -> None:
+    def send(self, staged: Staged) -> None:
         """Sends the parameters."""
         torch.sub(staged.anchor, staged.own, out=staged.shared)
 
-    def combine(self, staged: Part, size: int, counted: int) -> None:
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
         """Takes the distance to the mean of the parameters."""
         torch.sub(staged.anchor, staged.shared, alpha=1 / size, out=staged.shared)
 
-    def update(self, staged: Part, is_alone: bool) -> None:
+    def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step."""
         torch.add(staged.shared, staged.momentum, alpha=self.alpha, out=staged.momentum)
         staged.anchor.add_(staged.momentum, alpha=-self.beta)
@@ -245,19 +239,19 @@ class NoLoCoOfDifferences(NoLoCo):
         """See :attr:`OuterRule.sends_slow_weights`."""
         return self.pull > 0
 
-    def send(self, staged: Part) -> None:
+    def send(self, staged: Staged) -> None:
         """Sends the pseudo-gradient, and the slow weights beside it."""
         staged.shared.copy_(staged.own)
         if self.sends_slow_weights:
             staged.slow.copy_(staged.anchor)
 
-    def combine(self, staged: Part, size: int, counted: int) -> None:
+    def combine(self, staged: Staged, size: int, counted: int) -> None:
         """Takes the mean over the groups that met, and the distance to the mean of their slow weights."""
         staged.shared.div_(size)
         if self.sends_slow_weights:
             torch.sub(staged.anchor, staged.slow, alpha=1 / size, out=staged.slow)
 
-    def update(self, staged: Part, is_alone: bool) -> None:
+    def update(self, staged: Staged, is_alone: bool) -> None:
         """Takes the step."""
         if self.sends_slow_weights:
             staged.momentum.mul_(self.alpha).add_(staged.slow, alpha=self.pull).add_(staged.shared)

@@ -48,10 +48,6 @@ class Share:
         self.stagings = [Staging(state, work_names(config)) for state in self.states]
         self._group, self._inner_state = group, inner_state
 
-    def alike(self, shards: Sequence[Shards], config: PierConfig) -> "Share":
-        """Returns a share of other parameters, with the same ranks and on the same device."""
-        return Share([shards], config, self._group, self.device)
-
     def chunks(self, fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
         """Yields the chunks of some fragments, each with what lends it buffers."""
         return chunks_of(self.stagings, fragments)

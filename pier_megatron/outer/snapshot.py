@@ -93,7 +93,6 @@ class Snapshot:
         states: Buffers of each outer state, in order.
         rounds: Outer steps whose exchange is hidden behind the present iterations, oldest first.
         restarted: Iteration of the last restart of a group, by group; only groups that had one.
-        outliers: Statistics of the norms of pseudo-gradients, by fragment: norms seen, mean, variance.
         rule: Name of the rule of the outer steps; None if it is not known.
         optimizers: State dicts of the outer optimizer, each with the start of its chunk; None with the built-in rules.
     """
@@ -102,7 +101,6 @@ class Snapshot:
     states: Sequence[StateBuffers]
     rounds: Sequence[RoundBuffers] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    outliers: Mapping[int, tuple[int, float, float]] = dataclasses.field(default_factory=dict)
     # A default of the class: files of older versions do not have it.
     optimizers: "Sequence[tuple[int, StateDict]] | None" = None
     rule: str | None = None

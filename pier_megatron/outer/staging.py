@@ -37,18 +37,35 @@ class Buffers:
         return {name: tensor[: chunk.numel] for name, tensor in self.tensors.items()}
 
 
-class Part:
-    """A stretch of the flat buffers with everything that its outer step reads and writes, where the parameters are.
+class Staged:
+    """A chunk of the flat buffers with everything that its outer step reads and writes, where the parameters are.
 
     Attributes:
         chunk: The stretch that it is.
         tensors: Its part of the state, of :data:`OWN` and of :data:`SHARED` by name, each float32 of shape ``[numel]``: in
             place, or copies of what is offloaded.
+        residual: What the codec has dropped here, if it drops anything.
+        homes: Places where what is offloaded lives, by name.
+        present: Names of what has come from there, or went there.
+        copied_in: Event after which everything that has been read is there.
     """
 
-    def __init__(self, chunk: Chunk, tensors: dict[str, Tensor]) -> None:
-        """Takes the attributes."""
-        self.chunk, self.tensors = chunk, tensors
+    def __init__(self, staging: "Staging", chunk: Chunk, kept: Buffers | None) -> None:
+        """Lays a chunk over work buffers, or over those that are ``kept`` for it."""
+        self._staging = staging
+        state = staging.state
+        in_state = {name: chunk.of(flat) for name, flat in state.flats.items()}
+        own = {} if kept is None else kept.of(chunk)
+        self.lent = None if kept is not None and not state.offload else staging.take_work()
+        lent = {} if self.lent is None else self.lent.of(chunk)
+        # Offloaded, a sum stays on the device while it is on the wire, and the pseudo-gradient waits on the host.
+        on_the_wire = {name: tensor for name, tensor in own.items() if name != OWN}
+        self.chunk, self.tensors = chunk, in_state | own | lent | on_the_wire
+        self.homes = in_state | ({OWN: own[OWN]} if own else {}) if state.offload else {}
+        self.present: set[str] = set()
+        self.copied_in: torch.cuda.Event | None = None
+        reduced = state.reduced_residuals.get(chunk.start)
+        self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
     @property
     def own(self) -> Tensor:
@@ -79,43 +96,6 @@ class Part:
         """Computes ``anchor - parameters`` into one of the work buffers."""
         self.chunk.copy_parameters_to(into)
         torch.sub(self.anchor, into, out=into)
-
-    def blocks(self) -> "Iterator[Part]":
-        """Cuts it into :attr:`Chunk.blocks`."""
-        if len(self.chunk.blocks) == 1:
-            yield self
-            return
-        for block in self.chunk.blocks:
-            begin = block.start - self.chunk.start
-            yield Part(block, {name: tensor[begin : begin + block.numel] for name, tensor in self.tensors.items()})
-
-
-class Staged(Part):
-    """A chunk, staged.
-
-    Attributes:
-        residual: What the codec has dropped here, if it drops anything.
-        homes: Places where what is offloaded lives, by name.
-        present: Names of what has come from there, or went there.
-        copied_in: Event after which everything that has been read is there.
-    """
-
-    def __init__(self, staging: "Staging", chunk: Chunk, kept: Buffers | None) -> None:
-        """Lays a chunk over work buffers, or over those that are ``kept`` for it."""
-        self._staging = staging
-        state = staging.state
-        in_state = {name: chunk.of(flat) for name, flat in state.flats.items()}
-        own = {} if kept is None else kept.of(chunk)
-        self.lent = None if kept is not None and not state.offload else staging.take_work()
-        lent = {} if self.lent is None else self.lent.of(chunk)
-        # Offloaded, a sum stays on the device while it is on the wire, and the pseudo-gradient waits on the host.
-        on_the_wire = {name: tensor for name, tensor in own.items() if name != OWN}
-        super().__init__(chunk, in_state | own | lent | on_the_wire)
-        self.homes = in_state | ({OWN: own[OWN]} if own else {}) if state.offload else {}
-        self.present: set[str] = set()
-        self.copied_in: torch.cuda.Event | None = None
-        reduced = state.reduced_residuals.get(chunk.start)
-        self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
     def read(self, names: Collection[str]) -> None:
         """Begins to copy more of what is offloaded into the work buffers, unless it is there: :meth:`wait` for it."""

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,9 +20,6 @@ COMMON = (ANCHOR, MOMENTUM)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-# Elements of a block: 1 MiB of each of the five tensors that a step reads.
-_BLOCK_NUMEL = 2**18
 
 # Numbers of which the bits are summed at once, in 8 MiB.
 _SUMMED_AT_ONCE = 2**20
@@ -93,14 +89,6 @@ class Chunk:
     def of(self, flat: Tensor) -> Tensor:
         """The chunk's part of a flat buffer, a view of shape ``[numel]``."""
         return flat[self.start : self.start + self.numel]
-
-    @functools.cached_property
-    def blocks(self) -> "list[Chunk]":
-        """The chunk in stretches that a processor's cache holds, with what is computed of them."""
-        if self.numel <= _BLOCK_NUMEL:
-            return [self]
-        cut = _cut([Shards(self.pieces)], _BLOCK_NUMEL, fragments=1)
-        return [Chunk(self.start + block.start, self.fragment, self.shards, block.pieces) for block in cut]
 
     def copy_parameters_to(self, target: Tensor) -> None:
         """Reads the main parameters; ``target`` is float32 of shape ``[numel]``."""

@@ -152,8 +152,6 @@ class OuterSteps:
             restarted = self.participants.restart(round_, iteration)
             if round_.exchange.rank in restarted:
                 self._weights.return_to_anchor()
-                for other in self.rounds:
-                    other.forget_progress()
             self._weights.commit()
         progress.last_common_step, progress.trained = round_.begun, iteration - round_.begun
         own = self._share.over_group(torch.cat([round_.sums, round_.training]))
@@ -180,8 +178,7 @@ class OuterSteps:
 
     def snapshot(self, progress: Progress) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.snapshot`."""
-        judge, restarts = self.participants.judge, self.participants.restarts
-        optimizer = self.participants.optimizer
+        restarts, optimizer = self.participants.restarts, self.participants.optimizer
         rounds = [round_.settle() for round_ in self.rounds]
         own = [restarts.last, *(round_.verdicts.own for round_ in self.rounds)]
         last, *verdicts = self._exchange.gather(torch.tensor(own, device=self._share.device)).result().T.tolist()
@@ -191,9 +188,8 @@ class OuterSteps:
             self._share.buffers(),
             [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
             {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
-            judge.outliers.state_dict() if judge.outliers else {},
-            optimizer.state_dicts() if optimizer is not None else None,
-            self._rule,
+            optimizers=optimizer.state_dicts() if optimizer is not None else None,
+            rule=self._rule,
         )
 
     @property
@@ -244,8 +240,5 @@ class OuterSteps:
         self._share.synchronize()
         for state, buffers in zip(self._share.states, snapshot.states, strict=True):
             state.restore(buffers)
-        judge, restarts = self.participants.judge, self.participants.restarts
         self.rounds = [self.participants.resume(saved) for saved in snapshot.rounds]
-        restarts.last = snapshot.restarted.get(self._exchange.rank, NEVER)
-        if judge.outliers:
-            judge.outliers.load_state_dict(snapshot.outliers)
+        self.participants.restarts.last = snapshot.restarted.get(self._exchange.rank, NEVER)

@@ -6,15 +6,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Exchange
 from pier_megatron.exchange.topology import NAMED
-from pier_megatron.outer.outliers import OutlierDetector
 from pier_megatron.outer.share import Share
-from pier_megatron.outer.staging import one_ahead
-from pier_megatron.outer.state import ANCHOR
 
-GOOD, NOT_FINITE, OUTLIER, ABSENT = 1, 0, -1, -2
+GOOD, NOT_FINITE, ABSENT = 1, 0, -1
 """Verdicts on a group's pseudo-gradient; an absent one has none, for it was not there to train."""
 
 
@@ -42,23 +38,17 @@ class Verdicts:
         return self._known
 
     def counted(self) -> list[bool]:
-        """Which groups count in the mean. Waits for all participants.
-
-        What is unusual in every group alike (a batch that all found hard) is unusual in none: where nobody is good,
-        outliers count.
-        """
+        """Which groups count in the mean. Waits for all participants."""
         return self._counted
 
     @functools.cached_property
     def _counted(self) -> list[bool]:
         # Asked for with every chunk.
-        found = self.all()
-        accepted = GOOD if GOOD in found else OUTLIER
-        return [verdict == accepted for verdict in found]
+        return [verdict == GOOD for verdict in self.all()]
 
     def own_counts(self) -> bool:
-        """Whether this group counts. Waits for the others only if this group is an outlier."""
-        return self.own == GOOD or (self.own == OUTLIER and self.counted()[self._exchange.rank])
+        """Whether this group counts. Waits for nobody."""
+        return self.own == GOOD
 
     def check(self, iteration: int) -> None:
         """Stops a run in which no group can continue after ``iteration``. Waits for all participants.
@@ -90,47 +80,10 @@ class KnownVerdicts(Verdicts):
         self._known = tuple(of_groups[group] for group in exchange.groups)
 
 
-class Judge:
-    """Finds parameters that are not finite and, if the user wants that, pseudo-gradients that are too long.
-
-    It judges the pseudo-gradients of this group, alike on all ranks that share its parameters.
-
-    Attributes:
-        outliers: The history of this group's norms, or None.
-    """
-
-    def __init__(self, config: PierConfig, share: Share) -> None:
-        """Begins without a history, over the ``share`` of this rank."""
-        self.outliers = OutlierDetector(config.outlier_zscore) if config.outlier_zscore is not None else None
-        self._share = share
-
-    def verdicts(self, fragments: Sequence[int], exchange: Exchange) -> Verdicts:
-        """Judges the pseudo-gradient of some fragments, and begins to collect the verdicts of the groups that are met."""
-        own, norms = self.judge(fragments)
-        verdicts = Verdicts(exchange, own, self._share.device)
-        if self.outliers is not None and norms and verdicts.own_counts():
-            for fragment, norm in zip(fragments, norms, strict=True):
-                self.outliers.add(norm, fragment)
-        return verdicts
-
-    def judge(self, fragments: Sequence[int]) -> tuple[int, list[float]]:
-        """The own verdict on the pseudo-gradient of some fragments, and the norms by fragment if they were looked at."""
-        finite = torch.ones((), dtype=torch.int32, device=self._share.device)
-        for state in self._share.states:
-            finite *= state.parameters_are_finite()
-        self._share.over_group(finite, dist.ReduceOp.MIN)
-        if not finite.item():
-            return NOT_FINITE, []
-        if self.outliers is None:
-            return GOOD, []
-        squares = torch.zeros(len(fragments), dtype=torch.float64, device=self._share.device)
-        for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging, chunk in self._share.chunks(fragments)):
-            staged.subtract_parameters(staged.own)
-            if staged.chunk.shards.is_counted:
-                squares[fragments.index(staged.chunk.fragment)] += torch.dot(staged.own, staged.own).double()
-            staged.give_back()
-        self._share.over_group(squares)
-        norms: list[float] = squares.sqrt().tolist()
-        # Each fragment by its own history, also after the last iteration, when all are due at once.
-        found = any(self.outliers.is_outlier(norm, fragment) for norm, fragment in zip(norms, fragments, strict=True))
-        return (OUTLIER if found else GOOD), norms
+def own_verdict(share: Share) -> int:
+    """Returns the verdict on this group's pseudo-gradient, the same on all ranks that share its parameters."""
+    finite = torch.ones((), dtype=torch.int32, device=share.device)
+    for state in share.states:
+        finite *= state.parameters_are_finite()
+    share.over_group(finite, dist.ReduceOp.MIN)
+    return GOOD if finite.item() else NOT_FINITE

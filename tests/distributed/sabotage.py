@@ -537,12 +537,6 @@ def _nan_moments(optimizer: Any) -> None:
                 moment.fill_(float("nan"))
 
 
-def _jump(optimizer: Any) -> None:
-    for state in optimizer.loop.states:
-        for shard, _ in state.slices():
-            shard.detach().add_(1.0)
-
-
 _ALL = {
     "no commit": _no_commit,
     "no rescaling": _no_rescaling,
@@ -554,7 +548,6 @@ _ALL = {
     "signal in group 1 at 7": lambda directory: _fault(1, (7,), before=_signal),
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
     "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),
-    "jump in group 1 at 14": lambda directory: _fault(1, (14,), after=_jump),
     "losses are averaged in every micro-batch": _losses_are_averaged,
     "a newer plugin": _newer_plugin,
     "a bit of the momentum is flipped": _damaged(_flip_a_bit, 3),

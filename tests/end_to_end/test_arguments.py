@@ -52,7 +52,6 @@ _REFUSED = {
     f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],
     f"{_JOB} --pier-sync-seconds 0": ["--pier-sync-seconds: 0: must be a number in (0, 31622400]"],
     f"{_PIER} --pier-sync-seconds 60": ["--pier-sync-seconds 60.0", "--pier-lighthouse", "--pier-sync-interval alone"],
-    f"{_JOB} --pier-outlier-zscore 3": ["--pier-outlier-zscore", "count twice"],
     f"{_JOB} --global-batch-size 32 --rampup-batch-size 16 16 1000": ["--rampup-batch-size", "constant --global-batch-size"],
     "--optimizer pier --pier-ranks-per-domain 3": ["--pier-ranks-per-domain 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
     f"{_PIER} --pier-ranks-per-domain 0": ["--pier-ranks-per-domain: 0: must be a whole number of at least 1"],
@@ -72,7 +71,7 @@ _REFUSED = {
         "Use 100 or 150",
     ],
     f"{_PIER} --pier-save-inner-state first --pier-overlap 10": ["--pier-overlap 10", "Save all"],
-    f"{_PIER} --pier-outlier-zscore 0": ["--pier-outlier-zscore: 0: must be a number in (0,", "3 is customary"],
+    f"{_PIER} --pier-outlier-zscore 3": ["--pier-outlier-zscore was removed: groups that are not finite are excluded"],
     f"{_PIER} --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type local", "Use global"],
     f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": [
         "--ckpt-format torch",

@@ -39,14 +39,11 @@ class Program:
                 ranks.do(name, **arguments)
         return ranks.do("result")
 
-    def train_reference(
-        self, fragments: list[list[Tensor]], outliers: dict[int, set[int]] | None = None
-    ) -> list[list[list[Tensor]]]:
+    def train_reference(self, fragments: list[list[Tensor]]) -> list[list[list[Tensor]]]:
         """Parameters of each group after each iteration, float64: those of each rank's own, then those that all hold.
 
         Args:
             fragments: What :meth:`ranks.Rank.fragments` says on each rank of the first group.
-            outliers: Groups that were found to be outliers, by the iteration after which their outer step began.
         """
         config, parts = self.settings.pier(), range(self.settings.ranks_in_group)
         iterations = dict(enumerate(self.iterations, start=1))
@@ -59,8 +56,6 @@ class Program:
             happens = iterations.get(iteration, {})
             if group in happens.get("overflow", ()):
                 return None
-            if group in happens.get("jumps", ()):
-                processes.jump(of_part(parameters, 0))
             grads = [
                 processes.gradient(
                     of_part(parameters, part), part, group, iteration, group in happens.get("bad", ()) and part == 0
@@ -81,17 +76,13 @@ class Program:
             fragment_masks=masks,
             on_iteration=lambda t, groups: states.append([[tensor.clone() for tensor in theta] for theta in groups]),
             skipped={t for t, happens in iterations.items() if happens.get("skip")},
-            outliers=outliers,
         )
         return [[of_part(theta, part) for theta in state for part in parts] for state in states]
 
 
 def check(program: Program, ranks: Ranks, results: list[dict[str, Any]], fragments: list[list[Tensor]]) -> None:
     """Holds a run against the reference, and the groups against each other."""
-    outliers: dict[int, set[int]] = {}
-    for report in (report for result in results for report in result["reports"]):
-        outliers.setdefault(report.iteration, set()).update(report.outliers)
-    expected = program.train_reference(fragments, outliers)
+    expected = program.train_reference(fragments)
     tolerance = TOLERANCE[program.settings.config.get("exchange_dtype", "fp32")]
     parts = program.settings.ranks_in_group
     for t in range(len(program.iterations)):

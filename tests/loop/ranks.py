@@ -30,7 +30,6 @@ from pier_megatron.outer.participants import SiteParticipants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule
-from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
@@ -122,7 +121,6 @@ def _sum_of_the_first_parts(
 # By name: what is replaced, and by what.
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
-    "a group keeps its progress over a restart": (OuterRound, "forget_progress", lambda round_: None),
     "a bit of an anchor flips": (Nesterov, "update", _update_with_a_flipped_bit),
     "one fragment is restarted": (Weights, "return_to_anchor", _only_the_first_fragment),
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
@@ -134,7 +132,6 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "sites do not average": (SiteParticipants, "average", lambda participants, iteration: None),
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
     "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
-    "the rehearsal is of the run's own parameters": (Share, "alike", lambda share, shards, config: share),
     "the rehearsal takes no buffers": (Staging, "reserve", lambda staging, work, kept: None),
     "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
 }
@@ -144,11 +141,6 @@ def initial(part: int) -> list[Tensor]:
     """Parameters of the ``part``-th rank of a group, then those that all ranks hold."""
     own, common = torch.Generator().manual_seed(part), torch.Generator().manual_seed(99)
     return [torch.randn(s, generator=own) for s in SPLIT] + [torch.randn(s, generator=common) for s in COPIED]
-
-
-def jump(parameters: list[Tensor]) -> None:
-    """Tears the first parameters of a group far away."""
-    parameters[0] += 100.0
 
 
 def gradient(parameters: list[Tensor], part: int, group: int, iteration: int, bad: bool = False) -> list[Tensor]:
@@ -228,7 +220,6 @@ class Rank:
         skip: bool = False,
         overflow: Sequence[int] = (),
         bad: Sequence[int] = (),
-        jumps: Sequence[int] = (),
     ) -> None:
         """One iteration.
 
@@ -236,14 +227,13 @@ class Rank:
             skip: Nobody trains.
             overflow: Groups that skip their step.
             bad: Groups that diverge.
-            jumps: Groups whose first parameters are torn far away.
         """
         iteration = self.loop.iteration + 1
         if skip:
             self.loop.skip_iteration()
         else:
             self.loop.begin_iteration(iteration)
-            self._step(iteration, overflow, bad, jumps)
+            self._step(iteration, overflow, bad)
             self.loop.end_iteration()
         # Offloaded state may still be on its way to the host.
         one_gpu.synchronize()
@@ -259,7 +249,7 @@ class Rank:
         [state] = self.loop.states
         return {"anchor": state.anchor.to("cpu", copy=True), "momentum": state.momentum.to("cpu", copy=True)}
 
-    def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int], jumps: Sequence[int]) -> None:
+    def _step(self, iteration: int, overflow: Sequence[int], bad: Sequence[int]) -> None:
         def of(group: int) -> list[Tensor]:
             # On one rank of the group only: the others must learn of it.
             return gradient(self.parameters, self._part, group, iteration, group in bad and self._part == 0)
@@ -267,8 +257,6 @@ class Rank:
         if self.loop.is_local:
             if self.group in overflow:
                 return
-            if self.group in jumps and self._part == 0:
-                jump(self.parameters)
             grads = of(self.group)
         else:
             if overflow:

@@ -21,20 +21,17 @@ def runs(draw: st.DrawFn) -> Settings:
     """Any run: sizes, lengths, and everything about the exchange."""
     in_sites = draw(st.sampled_from([False, False, False, True]))
     groups, ranks_in_group = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)])) if not in_sites else (WORLD, 1)
-    looks_for_outliers = groups > 1 and not in_sites and draw(st.booleans())
-    interval = draw(st.sampled_from([1, 2] if looks_for_outliers else [3, 4, 5, 2, 1]))
+    interval = draw(st.sampled_from([3, 4, 5, 2, 1]))
     lazy_start = interval * draw(st.integers(0, 2))
-    local = draw(st.integers(12 * interval + 3, 12 * interval + 8) if looks_for_outliers else st.integers(5, 18))
     config: dict[str, Any] = {
         "sync_interval": interval,
         "lazy_start_iters": lazy_start,
-        "train_iters": lazy_start + local,
+        "train_iters": lazy_start + draw(st.integers(5, 18)),
         "fragments": draw(st.integers(1, min(interval, 3))),
         "overlap": draw(st.integers(0, interval)),
         "exchange_dtype": draw(st.sampled_from(list(CODECS))),
         "offload": draw(st.booleans()),
         "preset": draw(st.sampled_from(["pier-rising", "diloco", "local-sgd", "noloco"])),
-        "outlier_zscore": 6.0 if looks_for_outliers else None,
     }
     config["no_error_feedback"] = not CODECS[config["exchange_dtype"]].needs_error_feedback and draw(st.booleans())
     if in_sites:
@@ -111,23 +108,6 @@ class Life(RuleBasedStateMachine):
             self.last_divergence = self.iteration
             # The first group stays good: without any, the run ends.
             self.do("iterate", bad=sorted({1 + group % (self.config.groups - 1) for group in bad}))
-
-    @property
-    def outliers_are_found(self) -> bool:
-        """Whether every group has the history by which it judges; before that, a jump would be beyond any rounding."""
-        judged = self.config.lazy_start + 11 * self.config.sync_interval
-        return self.config.outlier_zscore is not None and self.last_divergence < 0 and self.iteration >= judged
-
-    @precondition(lambda self: self.goes_on and self.outliers_are_found)
-    @rule(group=st.integers(0, 3))
-    def jump(self, group: int) -> None:
-        self.last_divergence = self.iteration
-        self.do("iterate", jumps=[1 + group % (self.config.groups - 1)])
-
-    @precondition(lambda self: self.goes_on and self.config.outlier_zscore is not None)
-    @rule()
-    def train_until_outliers_are_found(self) -> None:
-        self.train(self.config.lazy_start + 11 * self.config.sync_interval - self.iteration)
 
     @rule(after=_LATER)
     def stop_and_resume(self, after: int) -> None:

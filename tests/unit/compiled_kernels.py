@@ -24,8 +24,7 @@ from pier_megatron.exchange import coding
 from pier_megatron.exchange import kernels as codec_kernels
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer import OuterLoop, Shards, arithmetic
-from pier_megatron.outer import kernels as step_kernels
+from pier_megatron.outer import OuterLoop, Shards
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _LAUNCHED: list[str] = []
@@ -44,9 +43,7 @@ _DRIVER = SimpleNamespace(
 
 def compiled() -> dict[str, CompiledKernel]:
     """Every kernel that was compiled until now, by its function and the key of the call."""
-    functions = [
-        value for module in (codec_kernels, step_kernels) for value in vars(module).values() if isinstance(value, JITFunction)
-    ]
+    functions = [value for value in vars(codec_kernels).values() if isinstance(value, JITFunction)]
     return {
         f"{function.__name__} {key}": kernel
         for function in functions
@@ -68,22 +65,12 @@ def call_with_other_shapes() -> None:
             rows = vector(numel, offset).view(groups, -1)
             coding.decode(codec, coding.encode(codec, rows))
             coding.decode(codec, coding.encode(codec, rows, vector(numel - offset, offset)))
-    for sizes, counted in (((1,), 1), ((16, 5), 2), ((4096, 3, 1024), 1000)):
-        for offset in (0, 1, 4):
-            pieces = [vector(size, offset) for size in sizes]
-            anchor, momentum, own, shared = (vector(sum(sizes), offset) for _ in range(4))
-            step_kernels.subtract(pieces, anchor, shared, offset == 0, 1 / counted)
-            for kept, eta, is_alone in ((None, 0.7, False), (None, 1.0, True), (own, 0.9, False)):
-                step_kernels.descend(pieces, anchor, momentum, kept, shared, offset == 0, counted, 0, eta, is_alone)
 
 
 def main() -> None:
     """Prints the kernels and, for each, whether it is of the target and contracts products and sums."""
     triton.runtime.driver.set_active(_DRIVER)
-    with (
-        mock.patch.object(coding, "runs_kernels", return_value=True),
-        mock.patch.object(arithmetic, "runs_kernels", return_value=True),
-    ):
+    with mock.patch.object(coding, "runs_kernels", return_value=True):
         for name in CODECS:
             config = PierConfig(10, groups=1, sync_interval=2, lazy_start_iters=2, preset="diloco", exchange_dtype=name)
             OuterLoop([[Shards([torch.zeros(3)])]], config, GroupExchange())

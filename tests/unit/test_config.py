@@ -78,7 +78,6 @@ _SITES = {"groups": 4, "sites": 2, "site_interval": 5}
         ({**_SITES, "site_interval": 20}, ["--pier-site-interval 20", "--pier-sync-interval 50", "50 = 2 x 20 + 10"]),
         ({**_SITES, "lighthouse": "http://h:1"}, ["--pier-lighthouse http://h:1 cannot be used with --pier-sites 2"]),
         ({**_SITES, "fragments": 2}, ["--pier-fragments 2 cannot be used with --pier-sites 2", "differ. Drop one"]),
-        ({**_SITES, "outlier_zscore": 3.0}, ["--pier-outlier-zscore 3.0 cannot be used with --pier-sites 2"]),
         ({**_SITES, "preset": "noloco"}, ["--pier-sites 2 with outer steps of 2 groups", "--pier-preset noloco", "pairs"]),
         ({"train_iters": 24, "lazy_start_iters": 20}, ["20 = 0 x 50 + 20", "Use 0."]),
         # All of them at once.

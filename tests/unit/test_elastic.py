@@ -136,7 +136,6 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
         ({"fragments": 2}, "--pier-fragments 2 cannot .*all parameters at once"),
         ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*nothing in common"),
         ({"exchange_dtype": "int8"}, "--pier-exchange-dtype int8 cannot .*Add --pier-no-error-feedback"),
-        ({"outlier_zscore": 3.0}, "--pier-outlier-zscore 3.0 cannot .*count twice"),
     ],
 )
 def test_what_islands_cannot_do_is_refused_by_loop_and_settings(settings: dict[str, Any], words: str) -> None:

@@ -5,9 +5,8 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -18,17 +17,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from pier_megatron import PierConfig
 from pier_megatron.exchange import coding
 from pier_megatron.exchange import kernels as codec_kernels
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
-from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
-from pier_megatron.outer import OuterLoop, Shards, arithmetic
-from pier_megatron.outer import kernels as step_kernels
-from pier_megatron.outer.participants import DrawnParticipants, Participants
-from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.staging import Part
-from pier_megatron.outer.state import Chunk
 
 DEVICE = one_gpu.device()
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
@@ -105,101 +96,6 @@ def test_columns_of_rows_are_encoded_as_if_they_were_all(name: str) -> None:
     assert torch.equal(codec_kernels.encode(CODECS[name], columns), codec_kernels.encode(CODECS[name], columns.contiguous()))
 
 
-SIZES = (3, 1500, 0, 1, 1024, 700)
-STEPS = [(0.5, 0.75), (0.5, 0.0), (0.0, 1.0)]
-
-
-def part(numbers: str) -> Part:
-    """A chunk over pieces of odd sizes: of integers, on which a step of halves and quarters is exact, or of any numbers."""
-    generator = torch.Generator().manual_seed(1)
-
-    def new(numel: int) -> torch.Tensor:
-        if numbers == "integers":
-            return torch.randint(-64, 64, (numel,), generator=generator).float()
-        return torch.randn(numel, generator=generator)
-
-    pieces = [new(size) for size in SIZES]
-    tensors = {name: new(sum(SIZES)) for name in ("anchor", "momentum", "own", "shared")}
-    return Part(Chunk(0, 0, Shards(pieces), pieces), tensors)
-
-
-def on_device(original: Part) -> Part:
-    pieces = [piece.clone().to(DEVICE) for piece in original.chunk.pieces]
-    tensors = {name: tensor.clone().to(DEVICE) for name, tensor in original.tensors.items()}
-    return Part(Chunk(0, 0, Shards(pieces), pieces), tensors)
-
-
-@contextlib.contextmanager
-def kernels_running() -> Iterator[None]:
-    with mock.patch.object(arithmetic, "runs_kernels", return_value=True):
-        yield
-
-
-@pytest.mark.parametrize("numbers", ["integers", "any"])
-@pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize("weight", [1.0, 0.3])
-def test_what_is_sent_is_the_same_bits(numbers: str, counts: bool, weight: float) -> None:
-    plain = part(numbers)
-    if not counts:
-        plain.chunk.pieces[1][7] = float("nan")
-    fused, rule = on_device(plain), Nesterov(0.5, 0.75)
-    arithmetic.subtract(plain, counts, rule, weight)
-    with kernels_running():
-        arithmetic.subtract(fused, counts, rule, weight)
-        assert torch.equal(fused.shared.cpu(), plain.shared)
-        arithmetic.subtract(fused, counts)
-    assert torch.equal(fused.own.cpu(), plain.own)
-
-
-@pytest.mark.parametrize("numbers", ["integers", "any"])
-@pytest.mark.parametrize(("mu", "eta"), STEPS)
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("keeps_progress", [False, True])
-@pytest.mark.parametrize("counts", [True, False])
-def test_step_is_the_same(numbers: str, mu: float, eta: float, size: int, keeps_progress: bool, counts: bool) -> None:
-    plain, rule, counted = part(numbers), Nesterov(mu, eta), max(1, size // 2)
-    arithmetic.subtract(plain, counts)
-    fused = on_device(plain)
-    expected = arithmetic.descend(plain, rule, size, counts, counted, keeps_progress)
-    with kernels_running():
-        found = arithmetic.descend(fused, rule, size, counts, counted, keeps_progress)
-    # Sums are in another order; the last bits of the others differ where PyTorch fuses a product and a sum.
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-3)
-    tolerance = {"rtol": 0, "atol": 0} if numbers == "integers" else {"rtol": 1e-6, "atol": 1e-6}
-    pairs = [(fused.anchor, plain.anchor), (fused.momentum, plain.momentum)]
-    for ours, theirs in pairs + list(zip(fused.chunk.pieces, plain.chunk.pieces, strict=True)):
-        torch.testing.assert_close(ours.cpu(), theirs, **tolerance)
-    assert torch.equal(torch.cat(fused.chunk.pieces), fused.anchor) or keeps_progress
-
-
-def test_alone_without_momentum_the_parameters_stay_as_they_are() -> None:
-    fused = on_device(part("any"))
-    before = torch.cat(fused.chunk.pieces)
-    with kernels_running():
-        arithmetic.subtract(fused, True, Nesterov(0.0, 1.0))
-        arithmetic.descend(fused, Nesterov(0.0, 1.0), 1, True, 1, keeps_progress=False)
-    assert torch.equal(torch.cat(fused.chunk.pieces), before)
-    assert torch.equal(fused.anchor, before)
-
-
-class _HeavyBall(Nesterov):
-    def update(self, staged: Part, is_alone: bool) -> None:
-        staged.momentum.mul_(self.mu).add_(staged.shared)
-        staged.anchor.sub_(staged.momentum, alpha=self.eta)
-
-
-def test_a_rule_without_kernels_takes_its_own_steps() -> None:
-    plain, rule = part("integers"), _HeavyBall(0.5, 0.75)
-    fused = on_device(plain)
-    arithmetic.subtract(plain, True, rule)
-    arithmetic.descend(plain, rule, 2, True, 2, keeps_progress=False)
-    with kernels_running():
-        arithmetic.subtract(fused, True, rule)
-        arithmetic.descend(fused, rule, 2, True, 2, keeps_progress=False)
-    for name, tensor in plain.tensors.items():
-        assert torch.equal(fused.tensors[name].cpu(), tensor)
-
-
 def test_a_codec_without_kernels_is_encoded_in_pytorch() -> None:
     original, other = rows(2, 3).to(DEVICE), Codec("other", bits=16)
     with (
@@ -209,62 +105,6 @@ def test_a_codec_without_kernels_is_encoded_in_pytorch() -> None:
         assert torch.equal(coding.encode(other, original), coding.encode_plainly(other, original))
         with pytest.raises(AssertionError):
             coding.encode(CODECS["bf16"], original)
-
-
-class _Twins(GroupExchange):
-    """Two groups that always say the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size, self.groups = 2, (0, 1)
-
-    def sum(self, vectors: Sequence[torch.Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
-        for vector in vectors:
-            vector.mul_(2.0)
-        return Sum()
-
-
-def trained(**settings: Any) -> list[torch.Tensor]:
-    """Parameters, outer state and the report's numbers after some outer steps."""
-    generator = torch.Generator().manual_seed(1)
-    parameters = [torch.randn(size, generator=generator).to(DEVICE) for size in (5, 1, 17, 600)]
-    common = {"groups": 2, "sync_interval": 2, "lazy_start_iters": 2, "preset": "pier-rising"}
-    config = PierConfig(train_iters=8, **(common | settings))
-    reports = []
-    with (
-        mock.patch.object(PierConfig, "chunk_numel_on", return_value=400),
-        mock.patch.object(DrawnParticipants, "at", Participants.at),
-    ):
-        loop = OuterLoop([[Shards(parameters)]], config, _Twins(), report=reports.append)
-        for iteration in range(1, config.train_iters + 1):
-            loop.begin_iteration(iteration)
-            for parameter in parameters:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(DEVICE), alpha=0.1)
-            loop.end_iteration()
-    numbers = [[report.pseudo_gradient_norm, report.cosine_mean, report.momentum_norm or 0.0] for report in reports]
-    assert numbers
-    states = [flat for state in loop.states for flat in state.flats.values()]
-    return [tensor.cpu() for tensor in (*parameters, *states, torch.tensor(numbers))]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"offload": True},
-        {"overlap": 1, "fragments": 2},
-        {"overlap": 1, "offload": True},
-        {"preset": "noloco"},
-    ],
-    ids=str,
-)
-def test_runs_are_the_same_with_kernels(settings: dict[str, Any]) -> None:
-    with mock.patch.object(arithmetic, "runs_kernels", return_value=False):
-        expected = trained(**settings)
-    with kernels_running():
-        found = trained(**settings)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 class _Traffic:
@@ -310,19 +150,6 @@ def test_codecs_read_and_write_everything_once(name: str, feedback: bool) -> Non
         assert (decoding.loaded, decoding.stored) == (payloads.nbytes, original.nbytes)
 
 
-@in_interpreter
-@pytest.mark.parametrize(("overlaps", "loads", "stores"), [(False, 6, 4), (True, 7, 4)])
-def test_steps_read_and_write_everything_once(overlaps: bool, loads: int, stores: int) -> None:
-    """Blocking: two loads and a store to send, four and three to apply; overlapped, the pseudo-gradient is kept and loaded."""
-    fused, rule, numel = on_device(part("any")), Nesterov(0.5, 0.75), sum(SIZES)
-    with _Traffic().counted() as traffic, kernels_running():
-        arithmetic.subtract(fused, True, None if overlaps else rule)
-        arithmetic.descend(fused, rule, 2, True, 2, keeps_progress=overlaps)
-    programs = sum(-(-size // 1024) for size in SIZES)
-    assert traffic.loaded == 4 * numel * loads
-    assert traffic.stored == 4 * numel * stores + 4 * arithmetic.PRODUCTS * programs
-
-
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
     script = Path(__file__).with_name("compiled_kernels.py")
@@ -333,7 +160,7 @@ def compiled() -> dict[str, Any]:
 
 def test_every_kernel_is_compiled_at_the_start_and_none_later(compiled: dict[str, Any]) -> None:
     functions = sorted(name.split()[0] for name in compiled["at start"])
-    expected = {"_decode": sum(CODECS[name].scaled for name in LOSSY), "_descend": 2, "_encode": 2 * len(LOSSY), "_subtract": 1}
+    expected = {"_decode": sum(CODECS[name].scaled for name in LOSSY), "_encode": 2 * len(LOSSY)}
     assert {name: len(list(some)) for name, some in itertools.groupby(functions)} == expected
     assert compiled["later"] == []
     assert compiled["launched"] > 100
@@ -345,25 +172,9 @@ def test_kernels_are_code_for_the_gpu_without_fused_products(compiled: dict[str,
     assert compiled["fused"] == []
 
 
-@pytest.mark.parametrize(
-    ("module", "compile_for"),
-    [
-        (codec_kernels, lambda: coding.compile_for(CODECS["int8"], DEVICE)),
-        (step_kernels, lambda: arithmetic.compile_for(DEVICE)),
-    ],
-)
-def test_an_error_of_triton_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, compile_for: Callable[[], None]
-) -> None:
-    fails = mock.Mock(side_effect=RuntimeError("Failed to find C compiler"))
-    for name in ("encode", "subtract"):
-        monkeypatch.setattr(module, name, fails, raising=False)
-    for user in (coding, arithmetic):
-        monkeypatch.setattr(user, "runs_kernels", lambda device: True)
+def test_an_error_of_triton_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_kernels, "encode", mock.Mock(side_effect=RuntimeError("Failed to find C compiler")))
+    monkeypatch.setattr(coding, "runs_kernels", lambda device: True)
     with pytest.raises(RuntimeError, match="Failed to find C compiler") as raised:
-        compile_for()
+        coding.compile_for(CODECS["int8"], DEVICE)
     assert "Python.h" in raised.value.__notes__[0]
-
-
-def test_the_number_of_products_is_that_of_the_reference() -> None:
-    assert step_kernels._PRODUCTS.value == arithmetic.PRODUCTS

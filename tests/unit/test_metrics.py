@@ -79,7 +79,7 @@ def test_page_has_every_metric() -> None:
     names |= dataclasses.replace(_REPORT, noise_to_signal=1.0, spread=1.0, **_TRAINING).scalars().keys()
     shown = set(re.findall(r"^\| `((?:pier|compressed)/[^`]+)`", page, re.MULTILINE))
     assert shown == {re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), name) for name in names}
-    line = dataclasses.replace(_REPORT, noise_to_signal=1.0, spread=1.0, outliers=(1,), **_TRAINING).line()
+    line = dataclasses.replace(_REPORT, noise_to_signal=1.0, spread=1.0, not_finite=(1,), **_TRAINING).line()
     labels = re.findall(r"(?<=\| )[a-zA-Z][\w -]*[\w]|(?<=\| )[A-Z ,]+(?=:)", line)
     assert [label for label in labels if label.split(", see")[0] not in page] == []
 

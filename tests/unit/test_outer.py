@@ -19,14 +19,14 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 from pier_megatron.exchange.collectives import GroupExchange, Wire
 from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.integration import startup
-from pier_megatron.outer import arithmetic, loop, state
+from pier_megatron.outer import loop, state
 from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
-from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OuterRule
+from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.snapshot import RoundBuffers
-from pier_megatron.outer.staging import Part, Staging
-from pier_megatron.outer.state import Chunk, OuterState, Shards
+from pier_megatron.outer.staging import Staging
+from pier_megatron.outer.state import OuterState, Shards
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 EXCHANGE = GroupExchange()
@@ -364,31 +364,6 @@ def test_one_queue_on_blackwell_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         [said] = queues_said(monkeypatch, (10, 0), **settings)
         assert "Blackwell" in said
         assert "Set it to 32" in said
-
-
-@pytest.mark.parametrize("rule", [Nesterov(0.5, 0.75), NoLoCo(0.5, 0.25), NoLoCoOfDifferences(0.5, 0.25, 0.5)], ids=repr)
-@pytest.mark.parametrize("keeps_progress", [False, True])
-@pytest.mark.parametrize("counts", [False, True])
-def test_step_by_blocks_is_that_of_the_whole_chunk(rule: OuterRule, keeps_progress: bool, counts: bool) -> None:
-    """On integers, of which halves and quarters are exact in any order."""
-    found = []
-    for block in (4, 10**6):
-        generator = torch.Generator().manual_seed(1)
-        pieces = [torch.randint(-64, 64, (size,), generator=generator).float() for size in (5, 0, 1, 17)]
-        names = ("anchor", "momentum", "own", "shared", "slow")
-        part = Part(
-            Chunk(100, 0, Shards(pieces), pieces),
-            {name: torch.randint(-64, 64, (23,), generator=generator).float() for name in names},
-        )
-        with mock.patch.object(state, "_BLOCK_NUMEL", block):
-            assert [one.numel for one in part.chunk.blocks] == ([23] if block > 23 else [4, 4, 4, 4, 4, 3])
-            assert part.chunk.blocks[-1].start == (100 if block > 23 else 120)
-            arithmetic.subtract(part, counts, rule, weight=0.5)
-            products = arithmetic.descend(part, rule, 4, counts, 2, keeps_progress)
-            arithmetic.warm_up(part, rule)
-        found.append([*pieces, *part.tensors.values(), products])
-    for by_blocks, whole in zip(*found, strict=True):
-        assert torch.equal(by_blocks, whole)
 
 
 class _Summed(TorchDispatchMode):

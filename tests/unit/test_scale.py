@@ -207,9 +207,9 @@ def test_report_names_many_excluded_groups_together() -> None:
     report = OuterStepReport(8, 1.0, 1.0, 0.5, 0.5, 0.9, 0.7, 1, 1.0)
     few = dataclasses.replace(report, not_finite=(3, 5), restarted=(5,)).line()
     assert few.endswith(" NOT FINITE, LEFT OUT: group 3 | NOT FINITE, LEFT OUT AND RESTARTED: group 5 |")
-    many = dataclasses.replace(report, outliers=tuple(range(500)), restarted=tuple(range(20))).line()
-    assert many.endswith("| OUTLIER, LEFT OUT: 500 groups (0-499), 20 of them RESTARTED |")
-    assert dataclasses.replace(report, outliers=tuple(range(500))).scalars()["pier/groups-left-out"] == 500
+    many = dataclasses.replace(report, not_finite=tuple(range(500)), restarted=tuple(range(20))).line()
+    assert many.endswith("| NOT FINITE, LEFT OUT: 500 groups (0-499), 20 of them RESTARTED |")
+    assert dataclasses.replace(report, not_finite=tuple(range(500))).scalars()["pier/groups-left-out"] == 500
 
 
 def test_errors_name_few_of_many_groups() -> None:

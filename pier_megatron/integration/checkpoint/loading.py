@@ -173,7 +173,6 @@ class Loading:
             self._loop.hand_out(source=0)
         assert request.objects is not None
         snapshot, progress = request.snapshot, request.snapshot.progress
-        snapshot.outliers = request.objects["outliers"]
         # Older plugins do not say: all of them, as far as they knew.
         progress.trained = request.objects.get("trained", progress.iteration - progress.last_common_step)
         self._loop.restore(snapshot)

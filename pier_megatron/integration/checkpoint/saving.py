@@ -104,7 +104,6 @@ class Saving:
             "inner": [owner.settings() for owner in place.owners],
             "scheduler steps": None if self._scheduler is None else self._scheduler.num_steps,
             "rng": random_states(),
-            "outliers": snapshot.outliers,
             "trained": snapshot.progress.trained,
         }
         entry["objects"] = sharded_object(group, place.ranks.rank(), objects, copy=(0, 0))
