@@ -41,6 +41,7 @@ def train(
     fragment_masks: Sequence[Sequence[Tensor]] | None = None,
     on_iteration: Callable[[int, list[list[Tensor]]], None] = lambda iteration, groups: None,
     skipped: Collection[int] = (),
+    averaged: Collection[int] = (),
 ) -> list[Tensor]:
     """Trains ``config.groups`` groups with Pier.
 
@@ -54,6 +55,7 @@ def train(
         fragment_masks: Masks of the elements that belong to each fragment, by parameter; None: one fragment, all of them.
         on_iteration: Called at the end of each iteration with all groups' parameters.
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
+        averaged: Indices of parameters of which outer steps take the mean, without momentum: the biases of routers.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -74,7 +76,7 @@ def train(
             good = [group for group in met if all(bool(tensor.isfinite().all()) for tensor in exchange.sent[group])]
             for i, mask in enumerate(masks[exchange.fragment]):
                 own = {group: anchors[group][i] - exchange.sent[group][i] for group in good}
-                step = _nesterov if config.has_common_anchor else _noloco
+                step = _mean_of_parameters if i in averaged else _nesterov if config.has_common_anchor else _noloco
                 stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
                 for group, (new_anchor, new_momentum) in stepped.items():
                     # The new slow weights, plus the way that the group has gone meanwhile.
@@ -161,6 +163,15 @@ def _nesterov(config: PierConfig, begun: int, states: Mapping[int, _State], own:
         new_momentum = mu * momentum + delta
         stepped[group] = anchor - eta * (delta + mu * new_momentum), new_momentum
     return stepped
+
+
+def _mean_of_parameters(
+    config: PierConfig, begun: int, states: Mapping[int, _State], own: Mapping[int, Tensor]
+) -> dict[int, _State]:
+    """Mean over the groups that are finite; in pairs, one that is not counts as one that has not moved."""
+    of = own if config.has_common_anchor else {group: own.get(group, torch.zeros_like(states[group][0])) for group in states}
+    mean = torch.stack([states[group][0] - moved for group, moved in of.items()]).mean(0)
+    return {group: (mean, anchor - mean) for group, (anchor, _) in states.items()}
 
 
 def _noloco(config: PierConfig, begun: int, states: Mapping[int, _State], own: Mapping[int, Tensor]) -> dict[int, _State]:

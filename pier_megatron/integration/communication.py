@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.integration import current, worlds
-from pier_megatron.integration.gradient_averaging import own_data_parallel_ranks
+from pier_megatron.integration.gradient_averaging import own_balancing_ranks, own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def confined_to_group(model_chunk: "DistributedDataParallel", of_experts: bool =
     expert = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_averaging_over(model_chunk, dense, expert))
+        if versions.require("megatron.core.utils", "get_model_config")(model_chunk).num_moe_experts is not None:
+            stack.enter_context(_balancing_in_group(model_chunk))
         if of_experts:
             # Context-parallel ranks hold the same sums by then.
             stack.enter_context(versions.replaced(parallel_state, {"_DATA_PARALLEL_GROUP": dense}))
@@ -76,6 +78,18 @@ def _averaging_over(
         ):
             there = [name for name in names if getattr(owner, name, None) is not None]
             stack.enter_context(versions.replaced(owner, dict.fromkeys(there, group)))
+        yield
+
+
+@contextlib.contextmanager
+def _balancing_in_group(model_chunk: "DistributedDataParallel") -> Iterator[None]:
+    """Routers of experts count the tokens of the own group."""
+    parallel_state, own = versions.require("megatron.core", "parallel_state"), own_balancing_ranks()
+    collection = _process_group_collection(model_chunk)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(versions.replaced(parallel_state, {"_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": own}))
+        if getattr(collection, "tp_dp_cp", None) is not None:
+            stack.enter_context(versions.replaced(collection, {"tp_dp_cp": own}))
         yield
 
 

@@ -6,13 +6,14 @@ parallelism, so the phases of Pier are a value in Megatron's own configuration a
 distributed optimizer it averages by one all-reduce, and the phases are the group of that.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api import run, versions
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -24,6 +25,32 @@ def own_data_parallel_ranks() -> dist.ProcessGroup:
     parallel_state = versions.require("megatron.core", "parallel_state")
     found: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
     return found
+
+
+@dataclasses.dataclass
+class _Balancing:
+    """The ranks over which routers of experts count tokens."""
+
+    own: dist.ProcessGroup | None = None
+
+
+def own_balancing_ranks() -> dist.ProcessGroup:
+    """The tensor-, data- and context-parallel ranks of this rank's pipeline stage in its group.
+
+    Megatron has no such group, unless it is all of a world or of an instance. It is made once, by its own ranks.
+    """
+    found = run.part(_Balancing)
+    if found.own is None:
+        parallel_state = versions.require("megatron.core", "parallel_state")
+        everywhere = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        instance = parallel_state.get_intra_distributed_optimizer_instance_group()
+        members = dist.get_process_group_ranks(instance)
+        ranks = [rank for rank in dist.get_process_group_ranks(everywhere) if rank in members]
+        by_size = {everywhere.size(): everywhere, instance.size(): instance}
+        found.own = by_size.get(len(ranks)) or dist.new_group(
+            ranks, use_local_synchronization=True, group_desc="PIER_INSIDE_STAGE"
+        )
+    return found.own
 
 
 class GradientAveraging:
@@ -55,7 +82,7 @@ class GradientAveraging:
         self._over_all, self._over_own = (built / groups, float(built)) if prescaled else (1.0, 1.0)
         dense = [group for chunk in model_chunks for group in chunk.bucket_groups]
         expert = [group for chunk in model_chunks for group in chunk.expert_parallel_bucket_groups]
-        # Routers of experts keep the ranks over which they average what they log.
+        # Routers of experts keep the ranks over which they count tokens.
         modules = (module for chunk in model_chunks for module in chunk.modules())
         self._routers = [(module, module.tp_dp_cp_group) for module in modules if hasattr(module, "tp_dp_cp_group")]
         self._scaling = [(bucket, bucket.gradient_scaling_factor) for group in dense + expert for bucket in group.buckets]
@@ -89,6 +116,6 @@ class GradientAveraging:
         for group, own, everyone in self._all_reduced:
             versions.assign(group, "data_parallel_group", everyone if instances > 1 else own)
         for router, everyone in self._routers:
-            versions.assign(router, "tp_dp_cp_group", everyone if instances > 1 else own_data_parallel_ranks())
+            versions.assign(router, "tp_dp_cp_group", everyone if instances > 1 else own_balancing_ranks())
         for bucket, factor in self._scaling:
             versions.assign(bucket, "gradient_scaling_factor", factor * scale)

@@ -4,7 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
-from pier_megatron.megatron_api.args import captures_full_iterations, flag, strings
+from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
 
 # Flags that cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is
@@ -21,7 +21,6 @@ _REFUSED = {
     "fp8_param_gather": f"FP8 {_QUANTISED}",
     "fp4_param_gather": f"FP4 {_QUANTISED}",
     "hybrid_context_parallel": "it moves data between all data-parallel ranks in every iteration, hence across groups",
-    "moe_router_enable_expert_bias": "it counts tokens over all groups in every iteration",
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "dsa_indexer_loss_coeff": "its loss is averaged over all groups in every iteration",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
@@ -40,7 +39,6 @@ _OF_ALL_RANKS = (
     ("log_straggler", "log_interval", "--log-straggler, its report"),
     ("adlr_autoresume", "adlr_autoresume_interval", "--adlr-autoresume, its question"),
 )
-_OVER_ALL_GROUPS = ("global_aux_loss", "quantile_balancing")
 
 
 def _met(beside: str, *table: tuple[object, str]) -> list[str]:
@@ -61,11 +59,7 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     """
     names = ("override_ckpt_iteration", "non_persistent_ckpt_type", "ckpt_convert_format")
     iteration, kind, form = (getattr(args, name, None) for name in names)
-    # Recipes set it for dense models, too, where nothing is routed.
-    unused = () if getattr(args, "num_experts", None) else ("moe_router_enable_expert_bias",)
-    table: list[tuple[object, str]] = [
-        (getattr(args, name, None), f"{flag(name)}: {why}") for name, why in _REFUSED.items() if name not in unused
-    ]
+    table: list[tuple[object, str]] = [(getattr(args, name, None), f"{flag(name)}: {why}") for name, why in _REFUSED.items()]
     table += [
         (
             iteration is not None,
@@ -144,15 +138,9 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
     """Messages of what does not go together, table by table; of arguments as typed or validated."""
     saves, kind = args.save is not None, getattr(args, "non_persistent_ckpt_type", None)
     first = saves and config.save_inner_state == "first"
-    balancing = next((name for name in strings(args.moe_router_load_balancing_type) if name in _OVER_ALL_GROUPS), None)
     growing = [flag(name) for name in ("rampup_batch_size", "step_batch_size_schedule") if getattr(args, name, None)]
     found = _met(
         "--optimizer pier",
-        (
-            balancing,
-            f"--moe-router-load-balancing-type {balancing}: it counts tokens over all groups in every iteration. Use aux_loss "
-            "or seq_aux_loss",
-        ),
         (
             saves and args.ckpt_format != "torch_dist",
             f"--ckpt-format {args.ckpt_format}: it stores the model of one group with the optimizer state of another. Use "

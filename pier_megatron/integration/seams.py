@@ -127,10 +127,11 @@ NEEDED = (
         "RankGenerator get_context_parallel_group "
         "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_embedding_group "
         "get_expert_data_parallel_group get_expert_tensor_parallel_group get_inter_distributed_optimizer_instance_group "
-        "get_model_parallel_group get_nccl_options get_pipeline_model_parallel_group get_pipeline_model_parallel_rank "
+        "get_intra_distributed_optimizer_instance_group get_model_parallel_group get_nccl_options "
+        "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_tensor_and_data_parallel_group "
         "get_tensor_model_parallel_group get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP_WITH_CP "
         "_EXPERT_DATA_PARALLEL_GROUP _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK "
-        "_MPU_DATA_PARALLEL_WORLD_SIZE",
+        "_MPU_DATA_PARALLEL_WORLD_SIZE _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
     ),
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", since="0.19"),
     Needed(_PARALLEL_STATE, "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", since="0.19"),

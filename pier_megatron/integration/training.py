@@ -21,6 +21,7 @@ from pier_megatron.integration.arguments import config_from_args, settle_iterati
 from pier_megatron.integration.communication import confined_to_group, over_all_groups
 from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
+from pier_megatron.integration.inner.routers import router_biases
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import (
     DataIterator,
@@ -84,7 +85,7 @@ def with_outer_loop(
     from pier_megatron.integration.optimizer import PierOptimizer
 
     config = config_from_args(args)
-    members = owners(optimizer)
+    members = [*owners(optimizer), *router_biases(model_chunks)]
     shards = [member.main_parameters() for member in members]
     numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]
     device = optimizer.get_loss_scale().device

@@ -13,7 +13,7 @@ from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
 from pier_megatron.outer import arithmetic
 from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.memory import PIPELINE_DEPTH
-from pier_megatron.outer.rules import OuterRule
+from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, SLOW, Buffers, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum_of_bits
@@ -245,8 +245,8 @@ class OuterRound:
         if self._under_way is not None:
             return
         self._under_way, left = [], []
-        for staged in self._lent(RESIDUAL, *self.rule.sent_of):
-            arithmetic.send(staged, self.rule, self.weight)
+        for staged in self._lent(RESIDUAL, *{*self.rule.sent_of, *averaging(self.rule).sent_of}):
+            arithmetic.send(staged, self._rule_of(staged), self.weight)
             if staged.lent is None:
                 left.append(staged)
             else:  # Offloaded, a residual is on the device only now.
@@ -276,7 +276,7 @@ class OuterRound:
             if len(in_flight) == PIPELINE_DEPTH:
                 land()
             arithmetic.subtract(staged, counts)
-            arithmetic.send(staged, self.rule, self.weight)
+            arithmetic.send(staged, self._rule_of(staged), self.weight)
             # Before the codecs work on the chunk before it, so that the wire does not wait for them.
             in_flight.append((staged, self._sum([staged])))
             if len(in_flight) > 1:
@@ -293,13 +293,17 @@ class OuterRound:
             if alike:
                 vectors, residuals = zip(*((staged.shared, staged.residual) for staged in alike), strict=True)
                 sums.append(self.exchange.sum(vectors, residuals, exactly))
-        if self.rule.sends_slow_weights:
-            sums.append(self.exchange.sum([staged.slow for staged in batch], exactly=True))
+        slow = [staged.slow for staged in batch if self._rule_of(staged).sends_slow_weights]
+        if slow:
+            sums.append(self.exchange.sum(slow, exactly=True))
         return Sum(sums)
+
+    def _rule_of(self, staged: Staged) -> OuterRule:
+        return averaging(self.rule) if staged.chunk.shards.is_averaged else self.rule
 
     def _apply(self, staged: Staged, keep_progress: bool) -> None:
         counts, counted = self.verdicts.own_counts(), sum(self.verdicts.counted())
-        products = arithmetic.descend(staged, self.rule, self.exchange.size, counts, counted, keep_progress)
+        products = arithmetic.descend(staged, self._rule_of(staged), self.exchange.size, counts, counted, keep_progress)
         if staged.chunk.shards.is_counted:
             self.sums[:PRODUCTS] += products
             self.sums[ELEMENTS] += staged.chunk.numel

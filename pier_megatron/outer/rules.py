@@ -258,3 +258,8 @@ class NoLoCoOfDifferences(NoLoCo):
         else:
             torch.add(staged.shared, staged.momentum, alpha=self.alpha, out=staged.momentum)
         staged.anchor.add_(staged.momentum, alpha=-self.beta)
+
+
+def averaging(rule: OuterRule) -> OuterRule:
+    """Returns the rule that takes the mean of the participants' parameters, for outer steps of ``rule``."""
+    return Nesterov(0.0, 1.0) if rule.has_common_anchor else NoLoCo(0.0, 1.0)

@@ -48,12 +48,20 @@ class Shards:
             same time, in the last fragment, and exactly, so that both copies see the same.
         is_copied: Whether other ranks of the group hold the same parameters at the same place, and exchange them over
             communicators of their own.
+        is_averaged: Whether an outer step takes their mean, without momentum: no gradient moves them, such as the biases of
+            routers. They are exchanged in the last fragment, and exactly.
     """
 
     tensors: Sequence[Tensor]
     is_counted: bool = True
     is_tied: bool = False
     is_copied: bool = False
+    is_averaged: bool = False
+
+    @property
+    def come_last(self) -> bool:
+        """Whether they belong to the last fragment, wherever they are."""
+        return self.is_tied or self.is_averaged
 
     def travel_exactly(self, codec: Codec) -> bool:
         """Whether sums over the groups are those of FP32 numbers in group order, so that all copies see the same bits.
@@ -63,7 +71,7 @@ class Shards:
         Args:
             codec: Codec of the exchange.
         """
-        return self.is_tied or (self.is_copied and codec.lossless)
+        return self.come_last or (self.is_copied and codec.lossless)
 
 
 class Chunk:
@@ -131,7 +139,7 @@ class OuterState:
         """Starts with the anchor at the present parameters and no momentum.
 
         Args:
-            shards: This rank's main parameters, those that are tied last. The cuts hang on their sizes only: ranks that
+            shards: This rank's main parameters, those of the last fragment last. The cuts hang on their sizes only: ranks that
                 hold copies of some cut them alike if what comes before them has the same size.
             chunk_numel: Largest number of elements in a chunk.
             fragments: Number of fragments, of about equal size, that are exchanged at different times.
@@ -254,7 +262,7 @@ class OuterState:
 
 
 def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chunk]:
-    untied = sum(tensor.numel() for alike in shards if not alike.is_tied for tensor in alike.tensors)
+    untied = sum(tensor.numel() for alike in shards if not alike.come_last for tensor in alike.tensors)
     fragment_ends = [untied * (fragment + 1) // fragments for fragment in range(fragments - 1)]
     chunks: list[Chunk] = []
     begin = 0
@@ -269,7 +277,7 @@ def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chu
                 for tensor, (low, high) in zip(flattened, itertools.pairwise(starts), strict=True)
                 if low < stop and start < high
             ]
-            fragment = fragments - 1 if alike.is_tied else sum(start >= cut for cut in fragment_ends)
+            fragment = fragments - 1 if alike.come_last else sum(start >= cut for cut in fragment_ends)
             chunks.append(Chunk(start, fragment, alike, pieces))
         begin = end
     return chunks

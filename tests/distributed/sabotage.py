@@ -109,6 +109,11 @@ def _no_progress_kept(directory: Path) -> Patch:
     return mock.patch.object(rounds.OuterRound, "_apply", forgetful)
 
 
+def _biases_take_outer_steps(directory: Path) -> Patch:
+    """Biases of routers are treated as parameters with gradients."""
+    return mock.patch.object(rounds, "averaging", lambda rule: rule)
+
+
 def _depth_first(directory: Path) -> Patch:
     """Megatron's schedule keeps the group size that it has by itself, one micro-batch for each pipeline rank."""
     group_size = parallel_state.get_pipeline_model_parallel_world_size
@@ -546,6 +551,8 @@ _ALL = {
     "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
     "signal in group 1 at 7": lambda directory: _fault(1, (7,), before=_signal),
+    "biases take outer steps": _biases_take_outer_steps,
+    "nan in group 1 at 8": lambda directory: _fault(1, (8,), after=_nan),
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
     "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),
     "losses are averaged in every micro-batch": _losses_are_averaged,

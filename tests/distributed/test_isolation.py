@@ -21,6 +21,10 @@ _LAYOUTS = {
     "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 8",
     "EP 2": "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
     "--global-batch-size 16",
+    "biases": "--expert-model-parallel-size 2 --num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function "
+    "sigmoid --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 --global-batch-size 16",
+    "biases, PP 2": "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid --global-batch-size 8",
     "overlap": "--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather --bf16",
     "loss per token": "--global-batch-size 16 --calculate-per-token-loss",
     "fp16": "--global-batch-size 16 --fp16 --initial-loss-scale 1024",

@@ -28,6 +28,7 @@ _PADDED = "--make-vocab-size-divisible-by 32 "
 _MOE = (
     _PIER + "--pier-groups 2 --num-layers 4 --num-experts 2 --moe-layer-freq ([0]*2+[1]*2) "
     "--moe-router-load-balancing-type none --disable-bias-linear "
+    "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.05 "
 )
 _FROM_MOE = "--load {directory}/moe --ckpt-step 9"
 _STOCK = "--train-iters 12 --use-distributed-optimizer --global-batch-size 8 "

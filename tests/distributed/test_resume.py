@@ -21,7 +21,8 @@ _LAYOUTS = {
     "TP 2": "--tensor-model-parallel-size 2 --global-batch-size 8 ",
     "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 8 ",
     "inner DP 2": "--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather ",
-    "EP 2": "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --global-batch-size 16 ",
+    "EP 2": "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --global-batch-size 16 "
+    "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.05 ",
 }
 
 # Kinds of run: what is trained, with which fault, and after which iterations it is stopped.

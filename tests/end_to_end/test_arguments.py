@@ -81,7 +81,6 @@ _REFUSED = {
         "--ckpt-convert-format torch",
         "Convert with --optimizer adam",
     ],
-    f"{_PIER} --num-experts 2 --moe-router-load-balancing-type global_aux_loss": ["global_aux_loss", "Use aux_loss"],
     f"{_PIER} --pier-overlap 51": ["--pier-overlap 51", "from 0 to --pier-sync-interval 50"],
     f"{_PIER} --pier-fragments 51": ["--pier-fragments 51 exceeds --pier-sync-interval 50"],
     f"{_PIER} --pier-exchange-dtype int3": ["--pier-exchange-dtype", "int4"],

@@ -192,11 +192,11 @@ _CASES = {
         _BAD,
     ),
     "two tables": Case(
-        f"{_JOB} --pier-overlap 60 --pier-fragments 60 --moe-router-load-balancing-type global_aux_loss",
+        f"{_JOB} --pier-overlap 60 --pier-fragments 60 --ckpt-format torch --save FOLDER/checkpoints --save-interval 100",
         (
             "ERROR: --pier-fragments 60 exceeds",
             "ERROR: --pier-overlap 60: must be from 0",
-            "ERROR: --moe-router-load-balancing-type global_aux_loss cannot be used",
+            "ERROR: --ckpt-format torch cannot be used",
         ),
         _BAD,
     ),

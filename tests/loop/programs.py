@@ -76,6 +76,7 @@ class Program:
             fragment_masks=masks,
             on_iteration=lambda t, groups: states.append([[tensor.clone() for tensor in theta] for theta in groups]),
             skipped={t for t, happens in iterations.items() if happens.get("skip")},
+            averaged=[len(initial) - 1] if self.settings.averages else [],
         )
         return [[of_part(theta, part) for theta in state for part in parts] for state in states]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
 from pier_megatron.exchange.sites import SitedExchange, SiteExchange, new_site_communicators
-from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants
+from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants, rounds
 from pier_megatron.outer.participants import SiteParticipants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
@@ -57,6 +57,7 @@ class Settings:
         config: Of Pier, beside the groups.
         sabotage: Name of a bug planted in it, see :data:`BUGS`.
         outer_optimizer: Whether PyTorch's SGD takes the outer steps, with the learning rate and the momentum of the config.
+        averages: Whether outer steps take the mean of the last parameter, as of a router's biases.
     """
 
     groups: int
@@ -64,6 +65,7 @@ class Settings:
     config: dict[str, Any]
     sabotage: str | None = None
     outer_optimizer: bool = False
+    averages: bool = False
 
     def pier(self) -> PierConfig:
         return PierConfig(groups=self.groups, **self.config)
@@ -133,6 +135,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
     "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
     "the rehearsal takes no buffers": (Staging, "reserve", lambda staging, work, kept: None),
+    "nothing is averaged": (rounds, "averaging", lambda rule: rule),
     "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
 }
 
@@ -198,10 +201,12 @@ class Rank:
             assert config.outer_momentum is not None
             outer = functools.partial(torch.optim.SGD, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True)
             config = dataclasses.replace(config, outer_lr=None, outer_momentum=None)
-        if settings.ranks_in_group == 1:
+        if settings.ranks_in_group == 1 and not settings.averages:
             self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report, outer_optimizer=outer)
         else:
-            shards = [Shards(split), Shards(copied, is_counted=self._part == 0)]
+            last = len(copied) - int(settings.averages)
+            shards = [Shards(split), Shards(copied[:last], is_counted=self._part == 0)]
+            shards += [Shards(copied[last:], is_counted=False, is_averaged=True)]
             self.loop = OuterLoop([shards], config, exchange, group=inside, inner_state=self._moments, report=report)
 
     def rehearse(self) -> None:

@@ -44,7 +44,7 @@ def runs(draw: st.DrawFn) -> Settings:
         config["subgroup_size"] = draw(st.integers(2, groups))
         config["subgroup_gamma"] = draw(st.sampled_from([None, 0.0, 0.9]))
         config["subgroup_seed"] = draw(st.integers(0, 3))
-    return Settings(groups, ranks_in_group, config)
+    return Settings(groups, ranks_in_group, config, averages=draw(st.booleans()))
 
 
 # Iterations of peace before something happens.

@@ -21,10 +21,15 @@ Command = tuple[int | str, dict[str, Any]]
 
 
 def program(
-    *commands: Command, groups: int = 2, sabotage: str | None = None, outer_optimizer: bool = False, **config: Any
+    *commands: Command,
+    groups: int = 2,
+    sabotage: str | None = None,
+    outer_optimizer: bool = False,
+    averages: bool = False,
+    **config: Any,
 ) -> Program:
     """A run: a number of iterations with what happens in each of them, or the name of another command."""
-    planned = Program(Settings(groups, 1, _BASE | config, sabotage, outer_optimizer))
+    planned = Program(Settings(groups, 1, _BASE | config, sabotage, outer_optimizer, averages))
     for what, arguments in commands:
         planned.commands += [("iterate", arguments)] * what if isinstance(what, int) else [(what, arguments)]
     return planned
@@ -127,6 +132,21 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
         [(4, QUIET), (1, _BAD), (7, QUIET)],
         _SGD,
         "nobody is restarted",
+    ),
+    "biases, stopped under way, behind a group that diverges": (
+        [(4, QUIET), (1, _BAD), (2, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
+        {"averages": True, "fragments": 3, "overlap": 2, "exchange_dtype": "int8", "offload": True},
+        "nothing is averaged",
+    ),
+    "biases in pairs": (
+        [(7, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
+        {**_PAIRS, "averages": True, "subgroup_gamma": 0.9, "overlap": 1},
+        "nothing is averaged",
+    ),
+    "biases in sites": (
+        [(9, QUIET), ("stop_and_resume", QUIET), (6, QUIET)],
+        {**_SITES, "averages": True},
+        "nothing is averaged",
     ),
     "evaluation fails between outer steps": (
         [(5, QUIET), ("evaluate", {"fails": True}), (7, QUIET)],

@@ -16,7 +16,7 @@ from pier_megatron.integration.checkpoint.formats import ShardedState
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.whole_tensors import WholeState
 from pier_megatron.integration.inner.base import InnerOptimizer
-from pier_megatron.integration.inner.whole import WholeOptimizer
+from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
 from pier_megatron.outer.description import LAYER_WISE, Description, group_prefix
@@ -148,7 +148,7 @@ class RunPosition:
 
 
 def _state_of(owner: InnerOptimizer, tensors: Mapping[int, Mapping[str, Tensor]]) -> ParameterState:
-    return WholeState(owner, tensors) if isinstance(owner, WholeOptimizer) else ShardedState(owner, tensors)
+    return ShardedState(owner, tensors) if isinstance(owner, ShardedOptimizer) else WholeState(owner, tensors)
 
 
 def sharded_object(group: int, rank: int, data: object, copy: tuple[int, int]) -> "ShardedObject":

@@ -1,0 +1,104 @@
+"""Routers that balance by biases: inside each group between outer steps, which take the mean."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Recorded, Run, launch
+
+pytestmark = pytest.mark.processes
+
+_RATE = 0.05
+_STOCK = (
+    "--train-iters 12 --num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --disable-bias-linear --bf16 "
+    "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    f"--moe-router-bias-update-rate {_RATE} --global-batch-size 16 "
+)
+_PIER = _STOCK + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_ENDURES_NAN = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
+_PROBES = ["inner", "outer"]
+_OUTER_STEPS = (6, 9, 12)
+
+_RUNS = [
+    Run("stock", _STOCK + "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
+    Run("plain", _PIER, _PROBES),
+    Run("in fragments", _PIER + "--pier-fragments 3 --pier-exchange-dtype int8", _PROBES),
+    Run("a group diverges", _PIER + _ENDURES_NAN, _PROBES, ["nan in group 1 at 8"]),
+    Run("nothing averaged", _PIER, _PROBES, ["biases take outer steps"]),
+    Run("four", _PIER + "--pier-groups 4 --expert-model-parallel-size 1 --save {directory}/four --save-interval 12", saves=[8]),
+    Run(
+        "four to two",
+        _PIER + "--expert-model-parallel-size 1 --pier-override-checkpoint --load {directory}/four --ckpt-step 8",
+        ["start anchor", *_PROBES],
+    ),
+    Run(
+        "stock goes on",
+        _STOCK + "--expert-model-parallel-size 1 --use-distributed-optimizer --load {directory}/four --ckpt-step 8",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(tmp_path_factory.mktemp("biases"), corpus, _RUNS)
+
+
+def biases(run: Recorded, kind: str, iteration: int) -> list[torch.Tensor]:
+    """Those of each group, of which all ranks of the group have the same."""
+    found = []
+    for group in (0, 1):
+        first, *others = (rank[kind][iteration][-1] for rank in run.of_group(group))
+        assert all(torch.equal(first, other) for other in others)
+        found.append(first)
+    return found
+
+
+def are_averaged(run: Recorded) -> bool:
+    return all(
+        torch.allclose(anchor, torch.stack(biases(run, "inner", iteration)).mean(0), rtol=0, atol=1e-6)
+        for iteration in _OUTER_STEPS
+        for anchor in biases(run, "anchor", iteration)
+    )
+
+
+def test_lazy_start_is_stock(runs: dict[str, Recorded]) -> None:
+    assert [runs["plain"].losses[t] for t in (1, 2, 3)] == [runs["stock"].losses[t] for t in (1, 2, 3)]
+    assert torch.equal(*biases(runs["plain"], "inner", 3))
+
+
+def test_each_group_counts_its_own_tokens(runs: dict[str, Recorded]) -> None:
+    moved = [
+        [after - before for before, after in zip(*(biases(runs["plain"], "inner", t) for t in (t, t + 1)), strict=True)]
+        for t in (4, 7, 10)
+    ]
+    for of_groups in moved:
+        for difference in of_groups:
+            assert difference.any()
+            steps = difference / _RATE
+            assert torch.allclose(steps, steps.round(), rtol=0, atol=1e-4)
+            assert steps.abs().max() < 1.5
+    assert any(not torch.equal(*of_groups) for of_groups in moved)
+
+
+@pytest.mark.parametrize("name", ["plain", "in fragments"])
+def test_outer_steps_take_the_mean(runs: dict[str, Recorded], name: str) -> None:
+    assert are_averaged(runs[name])
+
+
+def test_biases_that_take_outer_steps_are_seen(runs: dict[str, Recorded]) -> None:
+    assert not are_averaged(runs["nothing averaged"])
+
+
+def test_excluded_group_takes_over_the_biases_of_the_others(runs: dict[str, Recorded]) -> None:
+    run = runs["a group diverges"]
+    own, others = biases(run, "inner", 9)
+    assert not torch.equal(own, others)
+    for anchor in biases(run, "anchor", 9):
+        assert torch.allclose(anchor, own, rtol=0, atol=1e-6)
+    assert len(run.losses) == 12
+
+
+def test_other_numbers_of_groups_and_stock_megatron_continue(runs: dict[str, Recorded]) -> None:
+    assert len(runs["stock goes on"].losses) == 4
+    [anchor] = {tuple(rank["start anchor"][-1].tolist()) for rank in runs["four to two"].ranks}
+    assert any(anchor)
