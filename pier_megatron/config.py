@@ -82,8 +82,6 @@ class PierConfig(RunSchedule):
                 f"--pier-sync-seconds {self.sync_seconds} is for elastic islands (--pier-lighthouse). "
                 "Groups of one launch take outer steps by --pier-sync-interval alone."
             )
-        if self.inner_optimizer != "adam" and not self.islands:
-            yield f"--pier-inner-optimizer {self.inner_optimizer} needs --pier-islands."
 
     def check_elastic(self) -> None:
         """Refuses what is incompatible with outer steps that are retried, and with islands that join.

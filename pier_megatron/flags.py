@@ -16,8 +16,18 @@ WITH_ANY_OPTIMIZER = tuple(
 )
 """Settings that work with every ``--optimizer``."""
 
-_REMOVED = {"--pier-outlier-zscore": "groups that are not finite are excluded without a flag"}
-"""Flags of the release before, with what to do instead."""
+# Flags that are no more, with what to do instead.
+_REMOVED = {
+    "--pier-islands": "every kind of inner optimizer, Muon too, trains in groups of one launch without it. Drop it.",
+    "--pier-outlier-zscore": "groups that are not finite are excluded without it. Drop it.",
+}
+
+
+class _Removed(argparse.Action):
+    """A flag that is refused with what to do instead."""
+
+    def __call__(self, *_: object) -> None:
+        raise argparse.ArgumentError(self, f"no such flag any more: {self.const}")
 
 
 def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +40,8 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     for setting in dataclasses.fields(Settings):
         if setting.metadata:
             _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
+    for name, remedy in _REMOVED.items():
+        group.add_argument(name, action=_Removed, nargs="?", const=remedy, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
     inside = parser.add_argument_group("pier inside a group", "These flags work with every --optimizer.")
     for setting in WITH_ANY_OPTIMIZER:
         _add_argument(inside, setting)

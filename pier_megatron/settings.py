@@ -84,23 +84,17 @@ class Settings:
         metavar="N",
         accepts=whole(1),
     )
-    islands: bool = setting(
-        False,
-        "Make each group a separate Megatron world (island) of consecutive ranks, instead of an instance of the distributed "
-        "optimizer. No process group of Megatron's spans islands. Needed for Muon inside and for elastic islands. Default: "
-        "instances.",
-    )
     inner_optimizer: str = setting(
         "adam",
         "Optimizer inside a group: AdamW, or Megatron's Muon with its own flags (--muon-momentum and others). Muon needs "
-        "--pier-islands and the package emerging-optimizers; --use-distributed-optimizer selects its layer-wise form, which "
-        "shards the work over data-parallel ranks.",
+        "the package emerging-optimizers; --use-distributed-optimizer selects its layer-wise form, which shards the work over "
+        "data-parallel ranks.",
         accepts=one_of(INNER_OPTIMIZERS),
     )
     lighthouse: str | None = setting(
         None,
         "Address of a torchft lighthouse, such as http://10.0.0.1:29510. Makes this job one elastic island, which may join and "
-        "leave the run. Implies --pier-islands. Default: all groups are in one launch.",
+        "leave the run. Default: all groups are in one launch.",
         metavar="URL",
         accepts=url,
     )
@@ -254,11 +248,6 @@ class Settings:
     override_checkpoint: bool = setting(
         False, "Resume from a checkpoint of a run with other settings or another group layout. Default: refuse."
     )
-
-    @property
-    def worlds(self) -> int:
-        """Number of Megatron worlds that the run is made of: one for each island, or one whose instances are the groups."""
-        return self.groups if self.islands or self.lighthouse is not None else 1
 
     @property
     def launches(self) -> int:

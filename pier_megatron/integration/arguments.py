@@ -2,7 +2,7 @@
 
 Megatron treats every optimizer it does not know as one of the "emerging optimizers" and switches the distributed optimizer
 off for it. So the name never reaches Megatron's validation: parsing turns ``pier`` into AdamW under the distributed
-optimizer with one instance per group, which is what Pier is to Megatron; with islands into what trains inside one.
+optimizer with one instance per group, which is what Pier is to Megatron, or into another optimizer in one instance.
 """
 
 import argparse
@@ -117,7 +117,6 @@ def _translate(args: argparse.Namespace) -> None:
     if args.pier_lighthouse is not None:
         with problems.collecting():
             _check_job(args)
-        args.pier_islands = True
     with problems.collecting():
         requirements.check(args)
     with problems.collecting():
@@ -128,16 +127,16 @@ def _translate(args: argparse.Namespace) -> None:
             refusals.refuse_what_cannot_work(args)
         problems.report()
     args.optimizer = args.pier_inner_optimizer or "adam"
+    # Of others Megatron builds one instance only, see own_group.
+    args.num_distributed_optimizer_instances = 1
     if args.optimizer == "adam":
         args.use_distributed_optimizer = True
-    args.num_distributed_optimizer_instances = args.pier_groups // settings_of(args).worlds
+        args.num_distributed_optimizer_instances = args.pier_groups // settings_of(args).launches
 
 
 def _check_instances(args: argparse.Namespace) -> None:
-    instances = args.num_distributed_optimizer_instances
-    if args.pier_islands:
-        _check_islands(instances, settings_of(args))
-    elif instances not in (1, args.pier_groups):
+    instances, groups = args.num_distributed_optimizer_instances, args.pier_groups // settings_of(args).launches
+    if instances not in (1, groups):
         raise PierConfigError(
             f"--num-distributed-optimizer-instances {instances} contradicts --pier-groups {args.pier_groups}: a Pier group "
             "is a distributed-optimizer instance, and --optimizer pier sets their number. Drop the former."
@@ -183,20 +182,6 @@ def _check_job(args: argparse.Namespace) -> None:
             f"--pier-lighthouse {args.pier_lighthouse}: also say with --pier-groups how many islands there may be at most, and "
             f"with --pier-island which of them this job is, from 0; given are --pier-groups {args.pier_groups} and "
             f"--pier-island {args.pier_island}."
-        )
-
-
-def _check_islands(instances: int, settings: Settings) -> None:
-    ranks, islands = int(os.environ.get("WORLD_SIZE", "1")), settings.worlds // settings.launches
-    if instances > 1:
-        raise PierConfigError(
-            f"--num-distributed-optimizer-instances {instances} cannot be used with --pier-islands: an island is one instance. "
-            "Drop the former."
-        )
-    if ranks % islands:
-        raise PierConfigError(
-            f"--pier-groups {islands} does not divide the world size {ranks}: {division(ranks, islands)}. Every island needs "
-            f"the same number of ranks: use one of {_divisors(ranks)}."
         )
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pier_megatron.integration import current, worlds
-from pier_megatron.integration.gradient_averaging import own_data_parallel_ranks
+from pier_megatron.integration import current
+from pier_megatron.integration.own_group import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
@@ -19,13 +19,9 @@ def average_over_those_who_train_together[**P, R](
     average: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> R:
     """Averages over the own group where groups train apart, and over all of them in the lazy start and in evaluation."""
-    parallel_state, over_all = versions.require("megatron.core", "parallel_state"), worlds.own().over_all
-    if optimizer.loop.is_local and optimizer.model_chunks[0].training:
-        group = own_data_parallel_ranks()
-    elif over_all is not None:
-        group = over_all[0]
-    else:
+    if not (optimizer.loop.is_local and optimizer.model_chunks[0].training):
         return average(*args, **kwargs)
+    parallel_state = versions.require("megatron.core", "parallel_state")
     there = [name for name in _GROUPS if getattr(parallel_state, name, None) is not None]
-    with versions.replaced(parallel_state, dict.fromkeys(there, group)):
+    with versions.replaced(parallel_state, dict.fromkeys(there, own_data_parallel_ranks())):
         return average(*args, **kwargs)

@@ -35,8 +35,8 @@ def turn_off_what_has_no_use(args: Any, assign: Callable[[Any, str, object], Non
         assign: Sets one of them.
     """
     for name, why in _TURNED_OFF.items():
-        compares_islands = name.startswith("check_weight_hash") and (args.pier_islands or args.pier_groups == 1)
-        if (value := getattr(args, name, None)) and not compares_islands:
+        is_one_group = args.pier_lighthouse is not None or args.pier_groups == 1
+        if (value := getattr(args, name, None)) and not (is_one_group and name.startswith("check_weight_hash")):
             assign(args, name, False if value is True else None)
             given = flag(name) if value is True else f"{flag(name)} {value}"
             run.part(_TurnedOff).warnings.append(f"{given} is turned off: {why}.")
@@ -79,7 +79,7 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
         copies = replicas // config.groups
         if copies > 1:
             found.append(
-                f"--pier-inner-optimizer {config.inner_optimizer}: each of the {copies} data-parallel ranks of an island "
+                f"--pier-inner-optimizer {config.inner_optimizer}: each of the {copies} data-parallel ranks of a group "
                 f"({replicas} / --pier-groups {config.groups}) steps, keeps and exchanges all parameters of its part of the "
                 f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
                 "layer-wise optimizer shares them out."

@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron.exchange.topology import some_of
-from pier_megatron.integration import worlds
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -97,9 +96,9 @@ def _as_group(argument: tuple[str, object]) -> dist.ProcessGroup | None:
 
 
 def _ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...]:
-    everyone = worlds.own().ranks_of(group)
+    everyone = tuple(dist.get_process_group_ranks(group))
     peer = next((given[name] for name in ("dst", "src") if name in given), None)
-    return everyone if peer is None else tuple(sorted({worlds.own().rank_in_launch(), everyone[peer]}))
+    return everyone if peer is None else tuple(sorted({dist.get_rank(), everyone[peer]}))
 
 
 def _nbytes_of_input(name: str, given: Mapping[str, object]) -> int:

@@ -5,15 +5,14 @@ statistics, the vote on rerunning the iteration, the questions whether to exit a
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration import current, worlds
-from pier_megatron.integration.gradient_averaging import own_balancing_ranks, own_data_parallel_ranks
+from pier_megatron.integration import current
+from pier_megatron.integration.own_group import own_balancing_ranks, own_data_parallel_ranks, own_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
@@ -39,36 +38,8 @@ def confined_to_group(model_chunk: "DistributedDataParallel", of_experts: bool =
         of_experts: Whether statistics of experts are averaged, over a data-parallel group without context parallelism.
     """
     parallel_state = versions.require("megatron.core", "parallel_state")
-    dense = own_data_parallel_ranks()
-    expert = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_averaging_over(model_chunk, dense, expert))
-        if versions.require("megatron.core.utils", "get_model_config")(model_chunk).num_moe_experts is not None:
-            stack.enter_context(_balancing_in_group(model_chunk))
-        if of_experts:
-            # Context-parallel ranks hold the same sums by then.
-            stack.enter_context(versions.replaced(parallel_state, {"_DATA_PARALLEL_GROUP": dense}))
-            collection = _process_group_collection(model_chunk)
-            if collection is not None and hasattr(collection, "dp"):
-                stack.enter_context(versions.replaced(collection, {"dp": dense}))
-        yield
-
-
-@contextlib.contextmanager
-def over_all_groups(model_chunk: "DistributedDataParallel") -> Iterator[None]:
-    """Inside, the data-parallel group is over all groups, as it is anyway unless they are islands; see above."""
-    groups = worlds.own().over_all
-    with contextlib.nullcontext() if groups is None else _averaging_over(model_chunk, *groups):
-        yield
-
-
-@contextlib.contextmanager
-def _averaging_over(
-    model_chunk: "DistributedDataParallel", dense: dist.ProcessGroup, expert: dist.ProcessGroup
-) -> Iterator[None]:
-    """Not for the construction of models or optimizers, which size their buffers by the same groups."""
-    parallel_state = versions.require("megatron.core", "parallel_state")
     collection = _process_group_collection(model_chunk)
+    dense, expert = own_data_parallel_ranks(), own_data_parallel_ranks(of_experts=True)
     with contextlib.ExitStack() as stack:
         for owner, names, group in (
             (parallel_state, _DENSE_GROUPS, dense),
@@ -78,18 +49,16 @@ def _averaging_over(
         ):
             there = [name for name in names if getattr(owner, name, None) is not None]
             stack.enter_context(versions.replaced(owner, dict.fromkeys(there, group)))
-        yield
-
-
-@contextlib.contextmanager
-def _balancing_in_group(model_chunk: "DistributedDataParallel") -> Iterator[None]:
-    """Routers of experts count the tokens of the own group."""
-    parallel_state, own = versions.require("megatron.core", "parallel_state"), own_balancing_ranks()
-    collection = _process_group_collection(model_chunk)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(versions.replaced(parallel_state, {"_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": own}))
-        if getattr(collection, "tp_dp_cp", None) is not None:
-            stack.enter_context(versions.replaced(collection, {"tp_dp_cp": own}))
+        if versions.require("megatron.core.utils", "get_model_config")(model_chunk).num_moe_experts is not None:
+            balancing = own_balancing_ranks()
+            stack.enter_context(versions.replaced(parallel_state, {"_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": balancing}))
+            if getattr(collection, "tp_dp_cp", None) is not None:
+                stack.enter_context(versions.replaced(collection, {"tp_dp_cp": balancing}))
+        if of_experts:
+            # Context-parallel ranks hold the same sums by then.
+            stack.enter_context(versions.replaced(parallel_state, {"_DATA_PARALLEL_GROUP": dense}))
+            if collection is not None and hasattr(collection, "dp"):
+                stack.enter_context(versions.replaced(collection, {"dp": dense}))
         yield
 
 
@@ -113,10 +82,9 @@ def vote_of_those_who_average(
 ) -> bool | tuple[bool, ...]:
     """Asks whether an iteration has to be run again: all groups, or only the own where the others train on other parameters."""
     if not optimizer.loop.is_local:
-        with worlds.own().in_the_launch():
-            return reduce_any(machine, value)
+        return reduce_any(machine, value)
     votes = torch.tensor(value, dtype=torch.int32, device=torch.cuda.current_device())
-    dist.all_reduce(votes, group=worlds.own().own_group(optimizer))
+    dist.all_reduce(votes, group=own_ranks())
     return tuple((votes > 0).tolist()) if isinstance(value, list) else bool(votes)
 
 
@@ -130,21 +98,8 @@ def ask_to_exit_when_together[**P, R](
         asked = {"exit_duration_in_mins": -1.0}
     elif optimizer.loop.is_local and not _are_together(optimizer):
         asked = {"exit_signal_handler": False, "exit_duration_in_mins": None}
-    elif not worlds.own().is_whole_launch:
-        asked = {"exit_duration_in_mins": _limit_for_all(versions.megatron_args().exit_duration_in_mins)}
     with versions.with_megatron_args(asked):
         return decide(*args, **kwargs)
-
-
-def _limit_for_all(minutes: float | None) -> float | None:
-    """A limit that all clocks are beyond if one is beyond the given one, and else none: groups must not end one by one."""
-    if not minutes:
-        return None
-    passed = (time.time() - versions.require("megatron.training.training", "_TRAIN_START_TIME")) / 60
-    is_over = torch.tensor([passed > minutes], dtype=torch.int32, device=torch.cuda.current_device())
-    with worlds.own().in_the_launch():
-        dist.all_reduce(is_over, dist.ReduceOp.MAX)
-    return -1.0 if is_over else None
 
 
 @current.in_the_local_phase
@@ -158,4 +113,5 @@ def ask_for_saves_when_together[**P](
 
 def _are_together(optimizer: "PierOptimizer") -> bool:
     """Whether the groups may ask each other something in this iteration."""
-    return worlds.own().may_leave or optimizer.loop.groups_meet
+    # An elastic island may save and end in any iteration, without others.
+    return optimizer.loop.config.lighthouse is not None or optimizer.loop.groups_meet

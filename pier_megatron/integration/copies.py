@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Computed, Gathered
-from pier_megatron.integration import worlds
 from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.integration.own_group import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.state import sum_of_bits
 
@@ -107,7 +107,7 @@ class Copies:
         if found:
             more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
             named = "; ".join(
-                f"{name} on {kind} ranks {list(worlds.own().ranks_of(group))}" for name, kind, group in found[:_NAMED]
+                f"{name} on {kind} ranks {dist.get_process_group_ranks(group)}" for name, kind, group in found[:_NAMED]
             )
             raise CopiesDifferError(
                 f"After iteration {self._iteration} copies of a parameter differ: {named}{more}. Training "
@@ -173,14 +173,14 @@ def _domains(model_chunks: "Sequence[DistributedDataParallel]") -> list[_Domain]
     found = [
         _Domain(
             dense,
-            parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
+            own_data_parallel_ranks(),
             parallel_state.get_tensor_model_parallel_group(),
             tied if any(parameter.is_tied for parameter in dense) else None,
         )
     ]
     if expert:
-        data_parallel = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
-        found.append(_Domain(expert, data_parallel, parallel_state.get_expert_tensor_parallel_group(), None))
+        tensor_parallel = parallel_state.get_expert_tensor_parallel_group()
+        found.append(_Domain(expert, own_data_parallel_ranks(of_experts=True), tensor_parallel, None))
     return found
 
 

@@ -1,12 +1,15 @@
-"""An island that is a launch of its own, a job: it joins others, and may leave them."""
+"""An elastic island: a launch of its own, which has one group of the run. It joins others, and may leave them."""
 
 import argparse
 import datetime
-from collections.abc import Sequence
+import functools
+import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate
 
 import torch
+import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -14,9 +17,11 @@ from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.membership import Membership
 from pier_megatron.exchange.topology import Topology
 from pier_megatron.integration import current, refusals, run_identity
+from pier_megatron.integration.checkpoint.stored_run import folder_of_island
+from pier_megatron.integration.own_group import own_ranks
 from pier_megatron.integration.samples import samples_of_iteration
-from pier_megatron.integration.worlds import Island
 from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.outer import Shards
 from pier_megatron.outer.elastic import ElasticMembership
 
@@ -25,74 +30,128 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+type _SetUp = tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler | None]
 
-class ElasticIsland(Island):
-    """The only island of its launch."""
 
-    may_leave = True
+def in_elastic_islands[**P, R](
+    around: Callable[Concatenate[Callable[..., R], argparse.Namespace, P], R],
+) -> Callable[Concatenate[Callable[..., R], P], R]:
+    """For what is put around a function of Megatron: calls it in elastic islands, and the function alone elsewhere.
 
-    def use_own_folders(self, args: argparse.Namespace) -> None:
-        """See :meth:`World.use_own_folders`.
+    Args:
+        around: Called with the function, Megatron's arguments, and the function's arguments.
+    """
 
-        Megatron makes the index of data sets on the first rank while the others wait. Ranks of other jobs do not, and would
-        read what is half written.
-        """
-        super().use_own_folders(args)
-        if self.index > 0 and not args.mock_data:
-            shared = args.data_cache_path
-            args.data_cache_path = str(Path(args.save) / "index" if shared is None else Path(shared) / f"island_{self.index}")
+    @functools.wraps(around)
+    def choose(function: Callable[..., R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        settings = versions.megatron_args()
+        if not uses_pier(settings) or settings.pier_lighthouse is None:
+            return function(*args, **kwargs)
+        return around(function, settings, *args, **kwargs)
 
-    def membership(
-        self, config: PierConfig, topology: Topology, shards: Sequence[Sequence[Shards]], device: torch.device
-    ) -> ElasticMembership:
-        """See :meth:`World.membership`."""
-        assert config.lighthouse is not None
-        if topology.ranks_beside(self.rank_in_launch()) < self.world.size() and is_loopback(config.island_address):
-            raise PierConfigError(
-                f"--pier-island-address {config.island_address}: the {self.world.size()} ranks of this island are on several "
-                "nodes, and this address reaches the node only that it is used on. Pass the first node's address, or on each "
-                "node its own."
-            )
-        timeout = datetime.timedelta(seconds=config.island_timeout)
-        run = run_identity.in_common(versions.megatron_args(), config, shards, self.world, device)
-        address, codec, secret = config.island_address, config.codec, config.secret_file
-        membership = Membership(self.index, config.lighthouse, address, self.world, codec, timeout, run, config.groups, secret)
-        return ElasticMembership(membership, self.index, 60 * config.island_wait)
+    return choose
 
-    def describe(self, topology: Topology, config: PierConfig) -> list[str]:
-        """See :meth:`World.describe`."""
-        return [
-            f"island {config.island}, at {config.island_address}: this job; whoever else is there is known at "
-            f"{config.lighthouse}",
-            f"an outer step is retried without silent islands, or after {config.island_timeout} s; too few islands for "
-            f"{config.island_wait} min end the job with a save",
-        ]
 
-    def join(
-        self,
-        model: "Sequence[DistributedDataParallel]",
-        optimizer: "MegatronOptimizer",
-        scheduler: "OptimizerParamScheduler | None",
-    ) -> None:
-        """See :meth:`World.join`."""
-        pier, settings = current.pier_optimizer(), versions.megatron_args()
-        assert pier is not None
-        loop = pier.loop
-        before, stepped = loop.iteration, loop.progress.last_common_step
-        loop.join()
-        refusals.check_lazy_start(loop.config, loop.iteration)
-        if loop.iteration != before:
-            settings.iteration = loop.iteration
-            passed, size = range(before + 1, loop.iteration + 1), samples_of_iteration()
-            skipped = sum(iteration in settings.iterations_to_skip for iteration in passed)
-            settings.consumed_train_samples += len(passed) * size
-            settings.skipped_train_samples += skipped * size
-            if scheduler is not None:
-                # As those did who were there: Megatron steps it in iterations that are trained.
-                scheduler.step((len(passed) - skipped) * size)
-            if self.rank_in_launch() == 0:
-                print(f" Pier: island {self.index} joins the others at iteration {loop.iteration}", flush=True)
-        if settings.save and loop.iteration == loop.config.train_iters and loop.progress.last_common_step > stepped:
-            # The outer step of the last iteration, taken here: nothing follows that would save it.
-            save = versions.require("megatron.training.training", "save_checkpoint")
-            save(loop.iteration, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
+@in_elastic_islands
+def count_all_islands[**P, R](train: Callable[P, R], settings: argparse.Namespace, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Lets Megatron's loop count the samples of all islands.
+
+    The loop multiplies by the data-parallel size in its own body, so no smaller function could be wrapped. Only the loop's own
+    name for ``parallel_state`` is replaced: everyone else asks for the size of the island's process groups, and gets it.
+    """
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    counting = types.SimpleNamespace(**vars(parallel_state))
+    counting.get_data_parallel_world_size = lambda: settings.pier_groups * parallel_state.get_data_parallel_world_size()
+    with versions.replaced(versions.require("megatron.training", "training"), {"mpu": counting}):
+        return train(*args, **kwargs)
+
+
+@in_elastic_islands
+def read_own_samples[**P, R](
+    build_data_iterators: Callable[P, R], settings: argparse.Namespace, /, *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Gives each island its share of the samples."""
+    parallel_state = versions.require("megatron.core", "parallel_state")
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    # Megatron's own means to answer with another size and rank than those of the process group.
+    place = {
+        "_MPU_DATA_PARALLEL_WORLD_SIZE": settings.pier_groups * size,
+        "_MPU_DATA_PARALLEL_RANK": settings.pier_island * size + rank,
+    }
+    with versions.replaced(parallel_state, place):
+        return build_data_iterators(*args, **kwargs)
+
+
+def use_own_folders(args: argparse.Namespace) -> None:
+    """Changes Megatron's arguments so that islands do not write the same files.
+
+    Megatron makes the index of data sets on the first rank while the others wait. Ranks of other jobs do not, and would read what
+    is half written.
+    """
+    if args.save is not None:
+        args.save = str(folder_of_island(Path(args.save), args.pier_island))
+    if args.pier_island > 0 and not args.mock_data:
+        shared = args.data_cache_path
+        own = Path(args.save) / "index" if shared is None else Path(shared) / f"island_{args.pier_island}"
+        args.data_cache_path = str(own)
+
+
+def membership(
+    config: PierConfig, topology: Topology, shards: Sequence[Sequence[Shards]], device: torch.device
+) -> ElasticMembership:
+    """Makes this island known to the others."""
+    assert config.lighthouse is not None
+    assert config.island is not None
+    world = own_ranks()
+    if topology.ranks_beside(dist.get_rank()) < world.size() and is_loopback(config.island_address):
+        raise PierConfigError(
+            f"--pier-island-address {config.island_address}: the {world.size()} ranks of this island are on several "
+            "nodes, and this address reaches the node only that it is used on. Pass the first node's address, or on each "
+            "node its own."
+        )
+    timeout = datetime.timedelta(seconds=config.island_timeout)
+    run = run_identity.in_common(versions.megatron_args(), config, shards, world, device)
+    address, codec, secret = config.island_address, config.codec, config.secret_file
+    found = Membership(config.island, config.lighthouse, address, world, codec, timeout, run, config.groups, secret)
+    return ElasticMembership(found, config.island, 60 * config.island_wait)
+
+
+def describe(config: PierConfig) -> list[str]:
+    """Says who is in the run, as far as this island knows, line by line."""
+    return [
+        f"island {config.island}, at {config.island_address}: this job; whoever else is there is known at {config.lighthouse}",
+        f"an outer step is retried without silent islands, or after {config.island_timeout} s; too few islands for "
+        f"{config.island_wait} min end the job with a save",
+    ]
+
+
+@in_elastic_islands
+def join[**P](
+    setup_model_and_optimizer: Callable[P, _SetUp], settings: argparse.Namespace, /, *args: P.args, **kwargs: P.kwargs
+) -> _SetUp:
+    """Begins where the islands that are there have come to."""
+    model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
+    pier = current.pier_optimizer()
+    if pier is None:
+        # Without training there is no optimizer, and nothing to join.
+        return model, optimizer, scheduler
+    loop = pier.loop
+    before, stepped = loop.iteration, loop.progress.last_common_step
+    loop.join()
+    refusals.check_lazy_start(loop.config, loop.iteration)
+    if loop.iteration != before:
+        settings.iteration = loop.iteration
+        passed, size = range(before + 1, loop.iteration + 1), samples_of_iteration()
+        skipped = sum(iteration in settings.iterations_to_skip for iteration in passed)
+        settings.consumed_train_samples += len(passed) * size
+        settings.skipped_train_samples += skipped * size
+        if scheduler is not None:
+            # As those did who were there: Megatron steps it in iterations that are trained.
+            scheduler.step((len(passed) - skipped) * size)
+        if dist.get_rank() == 0:
+            print(f" Pier: island {loop.config.island} joins the others at iteration {loop.iteration}", flush=True)
+    if settings.save and loop.iteration == loop.config.train_iters and loop.progress.last_common_step > stepped:
+        # The outer step of the last iteration, taken here: nothing follows that would save it.
+        save = versions.require("megatron.training.training", "save_checkpoint")
+        save(loop.iteration, model, optimizer, scheduler, settings.num_floating_point_operations_so_far)
+    return model, optimizer, scheduler

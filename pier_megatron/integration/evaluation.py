@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.integration import current
-from pier_megatron.integration.communication import confined_to_group, over_all_groups
+from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.megatron_api import log, versions
 from pier_megatron.outer.report import SCALAR_PREFIX
 
@@ -36,8 +36,7 @@ def evaluate_each[**P](
     """Where each group evaluates weights of its own, on its share of the samples, says how far apart they are."""
     loop = optimizer.loop
     if not loop.is_local or loop.config.has_common_anchor or loop.config.evaluate_mean or loop.is_synchronised:
-        with over_all_groups(optimizer.model_chunks[0]):
-            return evaluate(*args, **kwargs)
+        return evaluate(*args, **kwargs)
     with confined_to_group(optimizer.model_chunks[0]):
         losses, *others = evaluate(*args, **kwargs)
     parallel_state = versions.require("megatron.core", "parallel_state")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features.compression import traffic
-from pier_megatron.integration import current, worlds
+from pier_megatron.integration import current
 from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.megatron_api import run, versions
 
@@ -54,7 +54,7 @@ def confine[**P, R](
     if getattr(args, "pier_lighthouse", None) is not None:
         raise PierConfigError(
             f"--pier-lighthouse {args.pier_lighthouse}: the job would join those that are there. Look at it with doctor "
-            "without --start, or without --pier-lighthouse, as islands of one launch."
+            "without --start, or without --pier-lighthouse, as groups of one launch."
         )
     vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})
     return validate_args(args, *rest, **kwargs)
@@ -96,10 +96,9 @@ def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kw
         look.sent = traffic.counted()
     elif look.begun == examined + 1:
         look.looking.close()
-        with worlds.own().in_the_launch():
-            group_of = [0] * dist.get_world_size()
-            dist.all_gather_object(group_of, group)
-        if worlds.own().rank_in_launch() == 0:
+        group_of = [0] * dist.get_world_size()
+        dist.all_gather_object(group_of, group)
+        if dist.get_rank() == 0:
             print("\n".join(_findings(f"iteration {examined}, {place}", group_of)), flush=True)
         sys.exit(0)
     return train_step(*args, **kwargs)

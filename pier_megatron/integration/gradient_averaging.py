@@ -3,54 +3,21 @@
 Megatron averages over all distributed-optimizer instances: a reduce-scatter inside the instance, then an all-reduce between
 instances. With one instance in the configuration it leaves the second out and takes the asynchronous path of plain data
 parallelism, so the phases of Pier are a value in Megatron's own configuration and nothing is replaced. Without the
-distributed optimizer it averages by one all-reduce, and the phases are the group of that.
+distributed optimizer it averages by one all-reduce, and the phases are the ranks of that.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from pier_megatron.megatron_api import run, versions
+from pier_megatron.integration.own_group import own_balancing_ranks
+from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
-
-def own_data_parallel_ranks() -> dist.ProcessGroup:
-    """The data-parallel and context-parallel ranks of this rank's group, which is an instance."""
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    found: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
-    return found
-
-
-@dataclasses.dataclass
-class _Balancing:
-    """The ranks over which routers of experts count tokens."""
-
-    own: dist.ProcessGroup | None = None
-
-
-def own_balancing_ranks() -> dist.ProcessGroup:
-    """The tensor-, data- and context-parallel ranks of this rank's pipeline stage in its group.
-
-    Megatron has no such group, unless it is all of a world or of an instance. It is made once, by its own ranks.
-    """
-    found = run.part(_Balancing)
-    if found.own is None:
-        parallel_state = versions.require("megatron.core", "parallel_state")
-        everywhere = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        instance = parallel_state.get_intra_distributed_optimizer_instance_group()
-        members = dist.get_process_group_ranks(instance)
-        ranks = [rank for rank in dist.get_process_group_ranks(everywhere) if rank in members]
-        by_size = {everywhere.size(): everywhere, instance.size(): instance}
-        found.own = by_size.get(len(ranks)) or dist.new_group(
-            ranks, use_local_synchronization=True, group_desc="PIER_INSIDE_STAGE"
-        )
-    return found.own
 
 
 class GradientAveraging:
@@ -59,25 +26,19 @@ class GradientAveraging:
     Switch only between iterations: a reduction in flight would end in another domain than it began in.
     """
 
-    def __init__(
-        self,
-        model_chunks: "Sequence[DistributedDataParallel]",
-        groups: int,
-        over_all: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
-    ) -> None:
+    def __init__(self, model_chunks: "Sequence[DistributedDataParallel]", groups: int) -> None:
         """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them.
 
         Args:
-            model_chunks: Chunks that average over all groups if these are instances, over the own one if it is an island.
-            groups: Number of groups.
-            over_all: Dense and expert data-parallel ranks of all groups; None where Megatron's own groups span them.
+            model_chunks: Chunks that average over all groups if Megatron has built as many instances, and over the own one if it
+                has built one.
+            groups: Number of groups in the launch.
         """
         self._groups = groups
         chunk = model_chunks[0]
         # Megatron scales gradients by 1 / data-parallel size before it sums them. It does not where it divides by the
-        # number of tokens (of those who average, see communication.over_all_groups) or lets the collective average.
+        # number of tokens (of those who average, see communication.confined_to_group) or lets the collective average.
         prescaled = not (chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective)
-        # Megatron has built instances for the mean over all of them, and an island, its only one, for that over itself.
         built: int = chunk.ddp_config.num_distributed_optimizer_instances
         self._over_all, self._over_own = (built / groups, float(built)) if prescaled else (1.0, 1.0)
         dense = [group for chunk in model_chunks for group in chunk.bucket_groups]
@@ -87,20 +48,22 @@ class GradientAveraging:
         self._routers = [(module, module.tp_dp_cp_group) for module in modules if hasattr(module, "tp_dp_cp_group")]
         self._scaling = [(bucket, bucket.gradient_scaling_factor) for group in dense + expert for bucket in group.buckets]
         self._configs: list[DistributedDataParallelConfig] = []
-        self._all_reduced: list[tuple[_ParamAndGradBucketGroup, dist.ProcessGroup, dist.ProcessGroup | None]] = []
+        self._all_reduced: list[tuple[_ParamAndGradBucketGroup, dist.ProcessGroup, dist.ProcessGroup]] = []
+        parallel_state = versions.require("megatron.core", "parallel_state")
         if chunk.ddp_config.use_distributed_optimizer:
             self._configs = list({id(chunk.ddp_config): chunk.ddp_config for chunk in model_chunks}.values())
-            if over_all is not None:
-                parallel_state = versions.require("megatron.core", "parallel_state")
+            if built < groups:
                 between, stream = parallel_state.get_inter_distributed_optimizer_instance_group(), torch.cuda.Stream()
                 for group in dense + expert:
-                    # Other instances to Megatron, which it uses while its configuration has several. A bucket group that was
-                    # built with one has neither attribute: had they other names, Megatron would fail to find its own.
+                    # A bucket group that was built with one instance has neither attribute: had they other names, Megatron would
+                    # fail to find its own.
                     group.inter_distributed_optimizer_instance_group = between
                     group.communication_stream = stream
-        elif over_all is not None:
-            for groups_of_buckets, everyone in zip((dense, expert), over_all, strict=True):
-                self._all_reduced += [(group, group.data_parallel_group, everyone) for group in groups_of_buckets]
+        elif built < groups:
+            everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            self._all_reduced = [(group, group.data_parallel_group, everyone) for group in dense]
+            everyone = parallel_state.get_expert_data_parallel_group()
+            self._all_reduced += [(group, group.data_parallel_group, everyone) for group in expert]
 
     def over_all_groups(self) -> None:
         """Gradients become the mean over the samples of all groups, as in stock Megatron."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 
-from pier_megatron.integration import worlds
 from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.gradient_averaging import GradientAveraging
 from pier_megatron.integration.resting import Clock
@@ -85,7 +84,7 @@ class PierOptimizer(ChainedOptimizer):
         self.saving: Completion | None = None
         self.loading: Restoration | None = None
         self.has_seen_samples = False
-        self._gradients = GradientAveraging(self.model_chunks, loop.config.groups, worlds.own().over_all)
+        self._gradients = GradientAveraging(self.model_chunks, loop.config.groups // loop.config.launches)
 
     def begin_iteration(self, iteration: int) -> None:
         """Sets the clock and the averaging domain of the gradients, before the first micro-batch.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from pier_megatron.integration import current, worlds
-from pier_megatron.integration.communication import confined_to_group, over_all_groups
+from pier_megatron.integration import current
+from pier_megatron.integration.communication import confined_to_group
+from pier_megatron.integration.own_group import own_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ def log_own_group[R](training_log: Callable[..., R], optimizer: "PierOptimizer",
     """Logs what this group has seen, marked as such, and keeps its loss and gradient norm for the next outer step's report."""
     loop = optimizer.loop
     if not loop.is_local:
-        with over_all_groups(optimizer.model_chunks[0]):
-            return training_log(*args, **kwargs)
+        return training_log(*args, **kwargs)
     given = versions.given(training_log, args, kwargs)
     # Megatron's first loss is that of the language model; stages before the last one have none.
     losses = [] if given["skipped_iter"] else list(given["loss_dict"].values())
@@ -55,7 +55,7 @@ def wait_for_own_group(timer_by_name: "Callable[..., TimerBase]", /, *args: obje
     """Lets a timer's barriers wait for this group only in the local phase, and for the whole world before it."""
     timer, optimizer = timer_by_name(*args, **kwargs), current.pier_optimizer()
     if optimizer is not None and hasattr(timer, "set_barrier_group"):
-        timer.set_barrier_group(worlds.own().own_group(optimizer) if optimizer.loop.is_local else None)
+        timer.set_barrier_group(own_ranks() if optimizer.loop.is_local else None)
     return timer
 
 
@@ -71,7 +71,7 @@ def gather_times_of_own_group(
         times: Times of all ranks, one after the other; float32, shape ``[ranks x timers]``.
         own: Times of this rank; float32, shape ``[timers]``.
     """
-    group = worlds.own().own_group(optimizer)
+    group = own_ranks()
     if times.numel() == group.size() * own.numel():
         all_gather(times, own)
         return

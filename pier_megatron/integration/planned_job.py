@@ -195,16 +195,17 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
 def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
     """Where the ranks of a validated job will stand, if the launcher numbers them node by node."""
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    worlds, ranks_of_run = settings_of(args).worlds, args.world_size * settings_of(args).launches
+    launches = settings_of(args).launches
+    ranks_of_run = args.world_size * launches
     generator = versions.require("megatron.core.parallel_state", "RankGenerator")(
         tp=args.tensor_model_parallel_size,
         ep=1,
-        dp=args.data_parallel_size // worlds,
+        dp=args.data_parallel_size // launches,
         pp=args.pipeline_model_parallel_size,
         cp=args.context_parallel_size,
         order=order,
     )
-    firsts = range(0, ranks_of_run, ranks_of_run // worlds)
+    firsts = range(0, ranks_of_run, args.world_size)
     tensor_parallel = {
         first + rank: first + ranks[0] for first in firsts for ranks in generator.get_ranks("tp") for rank in ranks
     }

@@ -68,8 +68,7 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
         ),
         (
             kind == "local",
-            "--non-persistent-ckpt-type local: local checkpoints do not say what run they are of. Use global, or save "
-            "persistently (--save-interval) with --pier-islands",
+            "--non-persistent-ckpt-type local: local checkpoints do not say what run they are of. Use global",
         ),
         (
             form not in (None, "torch_dist"),
@@ -147,9 +146,9 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
             "--ckpt-format torch_dist",
         ),
     )
-    if config.groups > 1 and not config.islands:
+    if config.groups > config.launches:
         found += _met(
-            "groups that are instances",
+            "several groups in a launch",
             *(
                 (
                     getattr(args, size, 1) > 1,
@@ -158,21 +157,6 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
                 )
                 for size, shards in _WEIGHT_SHARDS.items()
             ),
-        )
-    if config.islands:
-        found += _met(
-            "--pier-islands",
-            (
-                args.full_validation,
-                "--full-validation: islands whose shares of the samples differ by one would wait for each other. Use "
-                "--eval-iters",
-            ),
-            (
-                kind is not None,
-                f"--non-persistent-ckpt-type {kind}: islands find the checkpoint that all of them have among persistent ones. "
-                "Use --save-interval",
-            ),
-            (first, "--pier-save-inner-state first: each island saves a checkpoint of its own. Save all"),
         )
     if first:
         # Of these Megatron says at which sample, not in which iteration.
@@ -188,6 +172,16 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
         found += _met(
             "--pier-lighthouse",
             *((True, f"{name}: {counts}. Use a constant --global-batch-size") for name in growing),
+            (
+                args.full_validation,
+                "--full-validation: each island evaluates its share of the samples, of which some have one more. Use --eval-iters",
+            ),
+            (
+                kind is not None,
+                f"--non-persistent-ckpt-type {kind}: an island looks for its checkpoint among persistent ones. Use "
+                "--save-interval",
+            ),
+            (first, "--pier-save-inner-state first: each island saves a checkpoint of its own. Save all"),
             (
                 config.island and args.data_cache_path is None and not saves and not args.mock_data,
                 f"--pier-island {config.island} without --save and --data-cache-path: islands that share data would write the "

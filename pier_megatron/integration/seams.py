@@ -14,15 +14,16 @@ from pier_megatron.integration import (
     averaged_losses,
     communication,
     datasets,
+    elastic_island,
     evaluation,
     examination,
-    island_world,
+    own_group,
     own_log,
     scoring,
     training,
 )
 from pier_megatron.integration.checkpoint import files, formats, helpers, hooks
-from pier_megatron.integration.inner import torch_adam
+from pier_megatron.integration.inner import layer_wise, torch_adam
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.seam import Needed, Seam, install
 from pier_megatron.processes import end_with_one_message
@@ -30,7 +31,9 @@ from pier_megatron.processes import end_with_one_message
 _ARGUMENTS = "megatron.training.arguments"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
+_GROUPS = "megatron.core.process_groups_config"
 _INITIALIZE = "megatron.training.initialize"
+_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
@@ -41,6 +44,11 @@ WITHOUT_PIER = (Seam("megatron.core.datasets.utils", "compile_helpers", datasets
 """What the launcher replaces in every run."""
 
 CORE = (
+    Seam(_PARALLEL_STATE, "initialize_model_parallel", own_group.form_groups),
+    Seam(_GROUPS, "ProcessGroupCollection.setup_process_groups_for_ddp", own_group.average_inside),
+    Seam(_LAYER_WISE, "get_grad_norm_fp32", layer_wise.over_own_group),
+    Seam(_LAYER_WISE, "count_zeros_fp32", layer_wise.over_own_group),
+    Seam(_LAYER_WISE, "LayerWiseDistributedOptimizer.sharded_state_dict", layer_wise.number_copies),
     Seam("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", communication.vote_of_those_who_average),
     Seam("megatron.core.timers", "Timers.__call__", own_log.wait_for_own_group),
     Seam("megatron.core.timers", "dist_all_gather_func", own_log.gather_times_of_own_group),
@@ -58,20 +66,15 @@ TABLE = (
     # Arguments.
     Seam(_ARGUMENTS, "add_megatron_arguments", arguments.add_flags),
     Seam(_ARGUMENTS, "validate_args", arguments.validate, imported_by=_INITIALIZE),
-    # Islands.
-    Seam(_PARALLEL_STATE, "initialize_model_parallel", island_world.form_islands),
-    Seam(_PARALLEL_STATE, "destroy_model_parallel", island_world.return_to_the_launch),
-    Seam(_TRAINING, "train", island_world.count_all_islands),
-    Seam(_TRAINING, "build_train_valid_test_data_iterators", island_world.read_own_samples),
-    Seam(_INITIALIZE, "_compile_dependencies", island_world.one_after_the_other),
-    Seam("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", island_world.hear_all_islands),
-    # All functions that print for the whole job are in the same file, which has moved in 0.18.
-    Seam("megatron.training.utils", "print", island_world.print_once, called_by="print_rank_0"),
+    # Elastic islands.
+    Seam(_TRAINING, "train", elastic_island.count_all_islands),
+    Seam(_TRAINING, "build_train_valid_test_data_iterators", elastic_island.read_own_samples),
+    Seam(_TRAINING, "setup_model_and_optimizer", elastic_island.join),
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
     Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, until="0.17"),
-    Seam(_TRAINING, "setup_model_and_optimizer", training.join),
-    Seam(_TRAINING, "train", training.train, over=island_world.count_all_islands),
+    Seam(_TRAINING, "wrap_model_chunks_with_ddp", own_group.lay_out_inside, since="0.18"),
+    Seam(_TRAINING, "train", training.train, over=elastic_island.count_all_islands),
     Seam(_TRAINING, "train_step", training.train_step),
     Seam(_TRAINING, "dummy_train_step", training.skip_iteration),
     Seam(_TRAINING, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
@@ -121,7 +124,8 @@ NEEDED = (
     Needed(_BUFFERS, "dist_all_gather_func dist_reduce_scatter_func _ParamAndGradBucketGroup.finish_grad_sync"),
     Needed("megatron.core.optimizer", "ChainedOptimizer get_megatron_optimizer"),
     Needed("megatron.core.optimizer.optimizer", "param_group_identifier_keys"),
-    Needed("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
+    Needed("megatron.core.optimizer.optimizer", "SEPARATE_GRAD_NORM_GROUPS", since="0.19"),
+    Needed(_LAYER_WISE, "LayerWiseDistributedOptimizer"),
     Needed(
         _PARALLEL_STATE,
         "RankGenerator get_context_parallel_group "
@@ -130,7 +134,7 @@ NEEDED = (
         "get_intra_distributed_optimizer_instance_group get_model_parallel_group get_nccl_options "
         "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_tensor_and_data_parallel_group "
         "get_tensor_model_parallel_group get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP_WITH_CP "
-        "_EXPERT_DATA_PARALLEL_GROUP _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK "
+        "_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK "
         "_MPU_DATA_PARALLEL_WORLD_SIZE _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
     ),
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", since="0.19"),
@@ -139,6 +143,7 @@ NEEDED = (
         "megatron.core.pipeline_parallel.schedules",
         "backward_step deallocate_output_tensor forward_backward_no_pipelining forward_step get_tensor_shapes",
     ),
+    Needed(_GROUPS, "ProcessGroupCollection"),
     Needed("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
     Needed("megatron.core.tensor_parallel", "checkpoint get_cuda_rng_tracker"),
     Needed("megatron.core.tokenizers.utils.build_tokenizer", "vocab_size_with_padding"),
@@ -153,7 +158,7 @@ NEEDED = (
         "megatron.training.theoretical_memory_usage",
         "compute_activation_memory_without_sp compute_weight_and_optimizer_memory",
     ),
-    Needed(_TRAINING, "_TRAIN_START_TIME mpu num_floating_point_operations update_train_iters"),
+    Needed(_TRAINING, "mpu num_floating_point_operations update_train_iters"),
     Needed("megatron.training.utils", "print_rank_last"),
 )
 """What Pier looks up by name while it runs."""

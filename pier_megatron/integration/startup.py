@@ -172,7 +172,7 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: 
     ]
     ranks = len(topology.members(0))
     lines = [
-        f"Pier: {config.groups} {'islands' if config.islands else 'groups'} of {ranks} rank{'' if ranks == 1 else 's'}, "
+        f"Pier: {config.groups} {'groups' if config.lighthouse is None else 'islands'} of {ranks} rank{'' if ranks == 1 else 's'}, "
         f"{preset(config)}",
         *(f"  {line}" for line in who),
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "

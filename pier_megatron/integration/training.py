@@ -16,12 +16,14 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import cautions, current, nccl_options, startup, worlds
+from pier_megatron.integration import cautions, current, elastic_island, nccl_options, startup
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
-from pier_megatron.integration.communication import confined_to_group, over_all_groups
+from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.copies import Copies
+from pier_megatron.integration.inner import layer_wise
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.routers import router_biases
+from pier_megatron.integration.own_group import own_process_groups, own_ranks, trains_as_one_instance
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import (
     DataIterator,
@@ -46,9 +48,6 @@ DESERTED_STATUS = 75
 """Exit status of a job that has saved and ended for lack of other islands; EX_TEMPFAIL of sysexits.h: try again."""
 
 
-type _SetUp = tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler | None]
-
-
 class _DesertedWhileSkippingError(Exception):
     """Too few islands for the outer step of an iteration after which Megatron neither saves nor decides to end."""
 
@@ -57,6 +56,8 @@ def build_optimizer[**P](
     get_megatron_optimizer: "Callable[P, MegatronOptimizer]", /, *args: P.args, **kwargs: P.kwargs
 ) -> "MegatronOptimizer":
     """Puts Pier around the optimizer that Megatron has built."""
+    if trains_as_one_instance(versions.megatron_args()):
+        kwargs["pg_collection"] = own_process_groups()
     optimizer = get_megatron_optimizer(*args, **kwargs)
     if not uses_pier(versions.megatron_args()):
         current.set_optimizer(None)
@@ -91,23 +92,24 @@ def with_outer_loop(
     device = optimizer.get_loss_scale().device
     # Looked at before all ranks meet: none has taken its share then.
     available = psutil.virtual_memory().available
-    world = worlds.own()
-    world.use_own_folders(versions.megatron_args())
-    with world.in_the_launch():
-        topology = Topology.gather(_own_rank(config))
-        topology.check()
-        beside = topology.ranks_beside(world.rank_in_launch())
-        startup.check_host_memory(config, numels, beside, available, is_pinned=device.type == "cuda")
-        timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
-        between = functools.partial(nccl_options.options, args, nccl_options.BETWEEN_GROUPS, timeout)
-        communicator = topology.new_communicator(timeout, between())
-        exchange = GroupExchange(communicator, config.codec)
-        if config.sites is not None:
-            assert communicator is not None
-            inside = nccl_options.options(args, nccl_options.INSIDE_SITES, timeout)
-            of_sites = topology.new_site_communicators(config.sites, timeout, inside, between())
-            exchange = SitedExchange(communicator, config.codec, *of_sites)
-    membership = world.membership(config, topology, shards, device)
+    is_elastic = config.lighthouse is not None
+    if is_elastic:
+        elastic_island.use_own_folders(versions.megatron_args())
+    topology = Topology.gather(_own_rank(config))
+    topology.check()
+    beside = topology.ranks_beside(dist.get_rank())
+    startup.check_host_memory(config, numels, beside, available, is_pinned=device.type == "cuda")
+    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    between = functools.partial(nccl_options.options, args, nccl_options.BETWEEN_GROUPS, timeout)
+    communicator = topology.new_communicator(timeout, between())
+    exchange = GroupExchange(communicator, config.codec)
+    if config.sites is not None:
+        assert communicator is not None
+        inside = nccl_options.options(args, nccl_options.INSIDE_SITES, timeout)
+        of_sites = topology.new_site_communicators(config.sites, timeout, inside, between())
+        exchange = SitedExchange(communicator, config.codec, *of_sites)
+    layer_wise.prepare(optimizer)
+    membership = elastic_island.membership(config, topology, shards, device) if is_elastic else None
     copies = Copies(members, model_chunks, device)
 
     def commit() -> None:
@@ -118,7 +120,7 @@ def with_outer_loop(
         shards,
         config,
         exchange,
-        group=world.own_group(optimizer),
+        group=own_ranks(),
         device=device,
         inner_state=lambda main: next(filter(None, (member.state_of(main) for member in members)), {}),
         on_change=commit,
@@ -126,7 +128,7 @@ def with_outer_loop(
         islands=membership,
     )
     startup.check_groups_agree(loop)
-    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, world.own_group(optimizer))
+    clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, own_ranks())
     pier = PierOptimizer(optimizer, model_chunks, loop, copies, clock)
     # NCCL's watchdog ends a process whose peers have died by an abort, which no handler of exceptions sees.
     faulthandler.enable()
@@ -135,8 +137,9 @@ def with_outer_loop(
             # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages: against a
             # race that PyTorch mended long before the releases that are supported.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
-    if world.rank_in_launch() == 0:
-        who = [*world.describe(topology, config), _at_a_signal(args), *_logged(config)]
+    if dist.get_rank() == 0:
+        who = elastic_island.describe(config) if is_elastic else topology.describe()
+        who += [_at_a_signal(args), *_logged(config)]
         print(words(startup.describe(who, topology, loop, cautions.warnings(args, config))), flush=True)
     loop.rehearse()
     current.set_optimizer(pier)
@@ -165,10 +168,10 @@ def _at_a_signal(args: argparse.Namespace) -> str:
 
 def _own_rank(config: PierConfig) -> Rank:
     parallel_state = versions.require("megatron.core", "parallel_state")
-    rank = worlds.own().rank_in_launch()
+    rank = dist.get_rank()
     between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     peers = [rank] if between is None else dist.get_process_group_ranks(between)
-    tensor_parallel = worlds.own().ranks_of(parallel_state.get_tensor_model_parallel_group())[0]
+    tensor_parallel = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())[0]
     node = node_name()
     domain = domain_name(rank, node, config.ranks_per_domain)
     return Rank(rank, node, domain, peers.index(rank), tensor_parallel, peers[0])
@@ -181,15 +184,6 @@ def _report(report: OuterStepReport) -> None:
     expected = expectation.after(optimizer.loop.config, report.noise_to_signal, report.iteration)
     if expected is not None:
         log.print_last(expected)
-
-
-def join[**P](setup_model_and_optimizer: Callable[P, _SetUp], /, *args: P.args, **kwargs: P.kwargs) -> _SetUp:
-    """Lets an elastic island begin where those that are there have come to."""
-    model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
-    # Without training there is no optimizer, and nothing to join.
-    if current.pier_optimizer() is not None:
-        worlds.own().join(model, optimizer, scheduler)
-    return model, optimizer, scheduler
 
 
 @current.in_pier_runs
@@ -224,8 +218,7 @@ def take_step[R: tuple[object, ...]](
         optimizer.has_seen_samples = True
     optimizer.begin_iteration(iteration)
     if not optimizer.loop.is_local:
-        with over_all_groups(optimizer.model_chunks[0]):
-            return step()
+        return step()
     if optimizer.clock is not None:
         optimizer.clock.begin_iteration()
     with confined_to_group(optimizer.model_chunks[0]):
@@ -284,7 +277,7 @@ def train[**P, R](train: Callable[P, R], optimizer: "PierOptimizer", /, *args: P
     except SystemExit as ended:
         if not loop.is_deserted or ended.code:
             raise
-    if worlds.own().rank_in_launch() == 0:
+    if dist.get_rank() == 0:
         print(
             f" Pier: too few islands for longer than --pier-island-wait {loop.config.island_wait} minutes: the job ends with "
             f"status {DESERTED_STATUS}. Start it again: it takes its outer step once others are there.",

@@ -1,10 +1,8 @@
 """A function that is put around one of Megatron's: what it says of itself, and how many of them are installed together."""
 
-import builtins
 import dataclasses
 import functools
 import importlib
-import inspect
 import operator
 from collections.abc import Callable, Iterable
 
@@ -28,8 +26,6 @@ class Seam:
         since: First release that has the function; None if all supported ones until then do.
         until: Last release that has the function; None if the newest one does, so that the next one is expected to.
         imported_by: Module that imports the function by name in some releases.
-        called_by: Function of the module that calls this one, which is one of Python's; replaced where the caller is defined,
-            and nowhere else.
     """
 
     module: str
@@ -40,7 +36,6 @@ class Seam:
     since: str | None = None
     until: str | None = None
     imported_by: str | None = None
-    called_by: str | None = None
 
     @property
     def exists(self) -> bool:
@@ -64,14 +59,9 @@ class Seam:
         """Returns the function that is there.
 
         Raises:
-            UnsupportedMegatronError: If there is none, or nothing that calls one of Python's.
+            UnsupportedMegatronError: If there is none.
         """
         module = importlib.import_module(self.module)
-        if self.called_by is not None:
-            if self.name not in inspect.unwrap(versions.require(self.module, self.called_by)).__code__.co_names:
-                raise versions.missing(f"{self.name}() in {self.module}.{self.called_by}")
-            of_python: Callable[..., object] = vars(builtins)[self.name]
-            return of_python
         found: Callable[..., object] = versions.require(self.module, self.name)
         owner, _, attribute = self.name.rpartition(".")
         if owner and attribute not in vars(operator.attrgetter(owner)(module)):
@@ -87,9 +77,6 @@ class Seam:
             return self.around(original, *args, **kwargs)
 
         vars(wrapper)[_MARK] = self
-        if self.called_by is not None:
-            inspect.unwrap(versions.require(self.module, self.called_by)).__globals__[self.name] = wrapper
-            return
         *path, attribute = self.name.split(".")
         owners = [functools.reduce(getattr, path, importlib.import_module(self.module))]
         if self.imported_by is not None and hasattr(other := importlib.import_module(self.imported_by), attribute):

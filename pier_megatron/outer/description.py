@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
-FORMAT = 7
+FORMAT = 8
 """Raised when an older plugin could not read what a newer one writes."""
 
 ENTRY = "pier"
@@ -29,7 +29,6 @@ OUTER = "pier.outer"
 _SETTINGS = (
     "train_iters",
     "groups",
-    "islands",
     "inner_optimizer",
     "sync_interval",
     "preset",
@@ -84,8 +83,7 @@ class Description:
             Megatron's own keys hold.
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
         restarted: Iteration at which each group was last restarted, by group.
-        island: Island in whose folder it is, where groups are islands. It holds that island's own state.
-        holds_outer_state: Whether the outer state is there too, and not only with the first island.
+        island: Elastic island that has saved it, with its own state only.
         is_local: Whether the groups were training apart; format 1 does not say, and the iteration decides.
         is_synchronised: Whether all groups held the same parameters; likewise.
         last_common_step: Iteration after which the groups took their last outer step together; older plugins do not say.
@@ -104,7 +102,6 @@ class Description:
     rounds: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     island: int | None = None
-    holds_outer_state: bool = True
     is_local: bool | None = None
     is_synchronised: bool | None = None
     last_common_step: int | None = None
@@ -121,7 +118,15 @@ class Description:
         """Describes a run as it is, and what of it is stored."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
         settings = {name: value for name, value in settings.items() if name not in _LATER or value is not None}
-        return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), rule=config.outer_rule, **content)
+        return cls(
+            iteration,
+            settings,
+            dict(layout),
+            config.chunk_mib_on(device_type),
+            rule=config.outer_rule,
+            island=config.island,
+            **content,
+        )
 
     @classmethod
     def from_metadata(cls, found: Metadata) -> "Description":
@@ -142,6 +147,14 @@ class Description:
                 "weights, which gossip pairs now send within the outer step. Finish the run with the plugin that wrote it, or "
                 "begin from its weights with --finetune."
             )
+        # What plugins before format 8 said of islands in one launch, each of which had a folder.
+        if not values.pop("holds_outer_state", True):
+            raise PierConfigError(
+                f"--load: the checkpoint of iteration {found['iteration']} is the part of island {found['island']} of a launch "
+                "with --pier-islands, which is no more. Finish the run with the plugin that wrote it, or begin from the weights in "
+                "the --save folder of the job with --finetune."
+            )
+        values["settings"] = {name: value for name, value in values["settings"].items() if name != "islands"}
         saved = cls(**values)
         if saved.is_local is not None:
             return saved
@@ -226,6 +239,8 @@ class Description:
         defaults = {field.name: field.default for field in dataclasses.fields(PierConfig)}
         then, now = (defaults | dict(run.settings) for run in (self, present))
         pairs = [(flag_of(name), then.get(name), now[name]) for name in _SETTINGS]
+        kinds = ["in one launch" if run.island is None else "in elastic islands" for run in (self, present)]
+        pairs += [("run", *kinds)]
         pairs += [("outer rule", self.rule, present.rule)] if self.rule is not None else []
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
@@ -242,15 +257,15 @@ class Description:
             rule: ``mean`` for this rule, ``first`` for group 0 wherever the number of groups has changed.
         """
         saved = self.settings["groups"]
+        if self.island is not None:
+            # It is alone in its folder.
+            return [0]
         if saved == groups:
             overlapping = range(group, group + 1)
         elif rule == "first":
             overlapping = range(1)
         else:
             overlapping = range(group * saved // groups, math.ceil((group + 1) * saved / groups))
-        if self.island is not None:
-            # Each is in a folder of its own.
-            return list(overlapping)
         return sorted({source if self.is_apart(source) else 0 for source in overlapping})
 
     def outer_sources(self, group: int, present: "Description", rule: str) -> list[int | None]:

@@ -253,14 +253,6 @@ class OuterLoop:
         self._steps.restore(snapshot)
         self._weights.commit()
 
-    def hand_out(self, source: int) -> None:
-        """Copies anchor and momentum of one group to all others, which have not read them; called by all.
-
-        Args:
-            source: Index of the group that has them.
-        """
-        self._share.hand_over(self.exchange, source, [group for group in range(self.exchange.size) if group != source])
-
     def checksums(self) -> list[dict[str, int]]:
         """Of each group, sums of the bits of anchor and momentum over all its ranks, however they share the model."""
         sums = self._share.over_group(self._share.checksums(COMMON))

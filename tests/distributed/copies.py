@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from pier_megatron.integration import worlds
-
 # Which copies these are: what they are called, and the ranks of which one has another part than the other.
 _Copy = tuple[Any, ...]
 
@@ -34,9 +32,8 @@ def compare_copies(model: Any, owners: Iterable[Any], pier: Any) -> None:
             where = (*names[parameter], *_part(owner, parameter, main))
             kept = {"main": main} | owner.state_of(main) | flats.get(main.data_ptr(), {})
             own |= {(*where, name): _digest(tensor) for name, tensor in kept.items()}
-    with worlds.own().in_the_launch():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
     found: dict[_Copy, set[str]] = {}
     for of_rank in everyone:
         for copy, digest in of_rank.items():

@@ -45,7 +45,7 @@ from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import current, seams, worlds  # noqa: E402
+from pier_megatron.integration import current, seams  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
 from pier_megatron.megatron_api import run as training_under_way  # noqa: E402
@@ -252,9 +252,7 @@ class Recorder:
         return stale
 
     def save_weights(self, name: str) -> None:
-        world = worlds.own()
-        is_other = isinstance(world, worlds.Island) and world.index
-        path = self.directory / (f"{name} of island {world.index}" if is_other else name)
+        path = self.directory / name
         if dist.get_rank() == 0:
             path.mkdir(parents=True)
         dist.barrier()
@@ -297,9 +295,8 @@ class Recorder:
 def group_of_every_rank() -> dict[int, int]:
     """The Pier group of each global rank, by Megatron's own communicators."""
     inter = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    with worlds.own().in_the_launch():
-        groups = [0] * dist.get_world_size()
-        dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
+    groups = [0] * dist.get_world_size()
+    dist.all_gather_object(groups, inter.rank() if inter is not None else 0)
     return dict(enumerate(groups))
 
 

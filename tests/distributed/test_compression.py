@@ -57,8 +57,8 @@ _COPIED = {
     "hybrid": _COPIES + _HIDDEN + "--pier-compress hybrid,gather=int4",
     "aggressive": _COPIES + _HIDDEN + "--pier-compress aggressive,gather=int8",
     "whole": _COPIES + "--overlap-grad-reduce --pier-compress aggressive",
-    "islands": _COPIES
-    + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-islands --pier-sync-interval 2 --pier-lazy-start-iters 4 "
+    "groups": _COPIES
+    + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 4 "
     + "--pier-compress aggressive,outer=int4",
 }
 # Where blocks that ignore parameters bring copies apart within these iterations.
@@ -67,7 +67,7 @@ _CENSUS = ["census"]
 # One all-reduce, over all groups in the lazy start and over the own one after it, of gradients that are scaled alike.
 _SWITCHING = (
     _LONGER + "--optimizer pier --pier-preset pier "
-    "--pier-groups 2 --pier-islands --pier-sync-interval 2 --pier-lazy-start-iters 2 "
+    "--pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 "
     "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --bf16 --calculate-per-token-loss --pier-compress dp=int4 "
 )
 

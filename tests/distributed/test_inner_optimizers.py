@@ -1,4 +1,4 @@
-"""Inner optimizers other than AdamW, on islands: Muon, whole and shared out by Megatron's layer-wise optimizer."""
+"""Inner optimizers other than AdamW: Muon, whole and shared out by Megatron's layer-wise optimizer."""
 
 from pathlib import Path
 
@@ -17,10 +17,9 @@ _CONFIG = {
     "train_iters": 12,
     "sync_interval": 3,
     "lazy_start_iters": 3,
-    "islands": True,
     "inner_optimizer": "muon",
 }
-_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-sync-interval 3 --pier-lazy-start-iters 3 --pier-islands "
+_PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 _MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
 _TWO, _FOUR = "--pier-groups 2 ", "--pier-groups 4 "
 _STOCK = "--train-iters 3 --optimizer muon --muon-fp32-matmul-prec high "
@@ -212,7 +211,7 @@ def test_group_that_is_never_restarted_is_seen(runs: dict[str, Recorded]) -> Non
 
 
 def test_copies_on_data_parallel_ranks_are_said(runs: dict[str, Recorded]) -> None:
-    warning = "each of the 2 data-parallel ranks of an island (4 / --pier-groups 2) steps, keeps and exchanges all"
+    warning = "each of the 2 data-parallel ranks of a group (4 / --pier-groups 2) steps, keeps and exchanges all"
     warned = sum(run.printed.count(warning) for run in runs.values())
     # Inner DP 2, EP 2, and five times "bf16".
     assert warned == 7

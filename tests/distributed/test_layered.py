@@ -53,8 +53,7 @@ _WITHOUT_PIPELINE = {
     "--eval-interval 2 --eval-iters 2",
     "layers, ramp-up": _LAYERS.replace(_FIXED, "") + _BY_LAYER + "--train-samples 80 --step-batch-size-schedule 0:8,512:32",
     "layers, pier, 2 groups": _LAYERS + _PIER + "--ddp-bucket-size 10000 --pier-groups 2 --bf16",
-    "layers, islands, muon": _LAYERS + _PIER.replace("--overlap-param-gather", "") + "--pier-groups 2 --pier-islands "
-    "--pier-inner-optimizer muon",
+    "layers, pier, muon": _LAYERS + _PIER.replace("--overlap-param-gather", "") + "--pier-groups 2 --pier-inner-optimizer muon",
 }
 _DROPPING = _WITHOUT_PIPELINE["layers, dropout, TP 2"]
 _TIED = _WITHOUT_PIPELINE["layers"].replace("--untie-embeddings-and-output-weights ", "")

@@ -30,7 +30,7 @@ _TRAININGS: dict[str, tuple[int, dict[str, Any], str]] = {
     "4 groups, TP 2, offloaded": (8, {"groups": 4, "offload": True, "overlap": 2}, _TP2),
     "4 groups, PP 2, warmed": (8, {"groups": 4, "preset": "pier-rising", "subgroup_size": 2}, _PP2),
     "4 groups in sites, TP 2": (8, _SITES, _TP2),
-    "4 groups in sites, PP 2, islands": (8, _SITES | {"overlap": 2}, "--pier-islands " + _PP2),
+    "4 groups in sites, PP 2": (8, _SITES | {"overlap": 2}, _PP2),
     "all of 8 groups": (8, {"groups": 8, "subgroup_size": 8, "subgroup_gamma": 0.0}, ""),
     "8 groups": (8, {"groups": 8}, ""),
 }

@@ -57,10 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     trainings += [
         Run(name, f"{_flags(settings)} {_LAYOUTS['TP 2']}", [*_PROBES, "fragments"]) for name, settings in _EXCHANGES.items()
     ]
-    trainings += [
-        Run(f"sites{name}", f"{_flags(_SITES)} {_LAYOUTS['inner DP 2']} {flags}", _PROBES)
-        for name, flags in (("", ""), (" of islands", "--pier-islands"))
-    ]
+    trainings.append(Run("sites", f"{_flags(_SITES)} {_LAYOUTS['inner DP 2']}", _PROBES))
     # Both copies of the tied embedding must take their outer step at the same time.
     trainings.append(Run("tied", f"{_flags(_TIED)} {_LAYOUTS['PP 2']}", [*_PROBES, "fragments"]))
     trainings.append(
@@ -105,7 +102,6 @@ def test_exchange_equals_the_reference(runs: dict[str, Recorded], exchange: str)
 
 def test_sites_equal_the_reference(runs: dict[str, Recorded]) -> None:
     assert error(runs["sites"], **_SITES) < _TOLERANCE
-    assert error(runs["sites of islands"], **_SITES) < _TOLERANCE
     assert error(runs["sites"], **_SITES | {"site_interval": 3}) > 20 * _TOLERANCE
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -28,10 +27,7 @@ _GOLDEN = Path(__file__).parents[1] / "golden"
 
 _STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2 "
 _PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
-_MUON = (
-    _PIER + "--pier-islands --pier-inner-optimizer muon --muon-fp32-matmul-prec high --tensor-model-parallel-size 2 "
-    "--global-batch-size 8 "
-)
+_MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --tensor-model-parallel-size 2 --global-batch-size 8 "
 _RUNS = [
     Run("stock", _STOCK + "--tensor-model-parallel-size 2 --global-batch-size 8"),
     Run("tp2", _PIER + "--tensor-model-parallel-size 2 --global-batch-size 8", ["weights", "samples", "stale"]),
@@ -40,7 +36,6 @@ _RUNS = [
         _PIER + "--pipeline-model-parallel-size 2 --global-batch-size 8 --overlap-grad-reduce --overlap-param-gather",
         ["weights", "samples"],
     ),
-    Run("islands", _PIER + "--tensor-model-parallel-size 2 --global-batch-size 8 --pier-islands --eval-interval 4"),
     Run(
         "pairs",
         _PIER.replace("--pier-groups 2", "--pier-groups 4") + "--pier-preset noloco --global-batch-size 8 --eval-interval 4",
@@ -144,7 +139,7 @@ def test_groups_in_pairs_equal_the_reference(runs: dict[str, Recorded]) -> None:
 
 
 def test_muon_equals_the_reference(runs: dict[str, Recorded]) -> None:
-    config = PierConfig(12, groups=2, preset="pier", sync_interval=3, lazy_start_iters=3, islands=True, inner_optimizer="muon")
+    config = PierConfig(12, groups=2, preset="pier", sync_interval=3, lazy_start_iters=3, inner_optimizer="muon")
     assert oracle.largest_error(runs["muon"].weights("final"), oracle.train(runs["muon"], config, muon_blocks=2)) < 1e-5
 
 
@@ -155,15 +150,6 @@ def test_muon_resumes_exactly(runs: dict[str, Recorded], stop: int) -> None:
 
 def test_model_computes_with_the_new_parameters(runs: dict[str, Recorded]) -> None:
     assert not any(count for rank in runs["tp2"].ranks for count in rank["stale"].values())
-
-
-def test_islands_train_as_instances_do(runs: dict[str, Recorded]) -> None:
-    assert_alike(runs["islands"], runs["tp2"])
-
-
-def test_first_island_prints_alone(runs: dict[str, Recorded]) -> None:
-    for name in ("islands", "tp2"):
-        assert re.findall(r" iteration +(\d+)/ +12 \|", runs[name].printed) == [str(iteration) for iteration in range(1, 13)]
 
 
 def test_breadth_first_equals_depth_first(runs: dict[str, Recorded]) -> None:

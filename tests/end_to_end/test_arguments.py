@@ -19,7 +19,7 @@ _BASE = (
 )
 _ITERATIONS = "--train-iters 1000"
 _PIER = "--optimizer pier --pier-groups 2"
-_MUON = f"{_PIER} --pier-islands --pier-inner-optimizer muon"
+_MUON = f"{_PIER} --pier-inner-optimizer muon"
 _JOB = f"{_PIER} --pier-lighthouse http://h:1 --pier-island 0"
 _WORLD = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 _PP2, _PP4 = (f"--num-layers 8 --pipeline-model-parallel-size {ranks} --pier-layered" for ranks in (2, 4))
@@ -40,10 +40,11 @@ _REFUSED = {
         "Drop the former",
     ],
     f"{_PIER} --tensor-parallel-num-weight-shards 2": ["--tensor-parallel-num-weight-shards 2 cannot be used", "Drop it"],
-    f"{_PIER} --pier-islands --num-distributed-optimizer-instances 2": ["an island is one instance", "Drop the former"],
-    "--optimizer pier --pier-islands --pier-groups 3": ["--pier-groups 3", "8 = 2 x 3 + 2", "use one of 1, 2, 4, 8"],
-    f"{_PIER} --pier-islands --full-validation": ["--full-validation", "differ by one", "Use --eval-iters"],
-    f"{_PIER} --pier-islands --save /nowhere --save-interval 50 --pier-save-inner-state first": ["--pier-islands", "Save all"],
+    f"{_PIER} --pier-islands": ["--pier-islands: no such flag any more", "Drop it"],
+    f"{_JOB} --num-distributed-optimizer-instances 2": ["contradicts --pier-groups 2", "Drop the former"],
+    f"{_MUON} --num-distributed-optimizer-instances 4": ["contradicts --pier-groups 2", "Drop the former"],
+    f"{_JOB} --full-validation": ["--full-validation", "some have one more", "Use --eval-iters"],
+    f"{_JOB} --save /nowhere --save-interval 50 --pier-save-inner-state first": ["--pier-lighthouse", "Save all"],
     f"{_PIER} --pier-lighthouse http://h:1": ["--pier-groups 2 and --pier-island None", "from 0"],
     f"{_JOB} --pier-island 2": ["--pier-groups 2 and --pier-island 2", "from 0"],
     f"{_JOB} --pier-overlap 5": ["--pier-overlap 5 cannot be used with elastic islands", "retried"],
@@ -86,8 +87,8 @@ _REFUSED = {
     f"{_PIER} --pier-exchange-dtype int3": ["--pier-exchange-dtype", "int4"],
     f"{_PIER} --pier-exchange-dtype int1 --pier-no-error-feedback": ["int1 with --pier-no-error-feedback", "or use int4"],
     f"{_PIER} --gpu-sniff-test-interval 20": ["--gpu-sniff-test-interval 20", "20 = 0 x 50 + 20", "Use 50"],
-    f"{_PIER} --pier-islands --non-persistent-ckpt-type global --non-persistent-save-interval 50": [
-        "--non-persistent-ckpt-type global cannot be used with --pier-islands",
+    f"{_JOB} --non-persistent-ckpt-type global --non-persistent-save-interval 50": [
+        "--non-persistent-ckpt-type global cannot be used with --pier-lighthouse",
         "Use --save-interval",
     ],
     f"{_PIER} --override-ckpt-iteration 0": ["--override-ckpt-iteration 0", "--finetune"],
@@ -266,8 +267,7 @@ _REFUSED = {
         "global_aux_loss cannot be used with --pier-skip-routes",
         "Use aux_loss or seq_aux_loss",
     ],
-    f"{_PIER} --pier-inner-optimizer muon": ["--pier-inner-optimizer muon needs --pier-islands", "only one"],
-    f"{_PIER} --pier-islands --pier-inner-optimizer sgd": ["--pier-inner-optimizer", "sgd", "muon"],
+    f"{_PIER} --pier-inner-optimizer sgd": ["--pier-inner-optimizer", "sgd", "muon"],
     f"{_MUON} --fp16": ["--fp16 cannot be used with --pier-inner-optimizer muon", "Use --bf16"],
     f"{_MUON} --use-distributed-optimizer": ["--pier-inner-optimizer muon in FP32", "Add --bf16"],
     f"{_MUON} --bf16 --use-distributed-optimizer --no-use-layer-wise-param-layout": [
@@ -338,7 +338,6 @@ _FEATURES = {
 _OPTIMIZERS = (
     "--optimizer adam",
     _PIER,
-    f"{_PIER} --pier-islands",
     f"{_PIER} --pier-preset noloco",
     _MUON,
     f"{_JOB} --pier-no-error-feedback",

@@ -230,7 +230,7 @@ class Relay:
                 flags += stack.enter_context(lighthouse(least=2)) + " --pier-island-timeout 60"
                 jobs: Sequence[Job] = [Island(folder, self._corpus, flags, index) for index in range(2)]
             else:
-                jobs = [Job(folder, self._corpus, 2, flags + ("--pier-islands" if kind == "islands" else ""))]
+                jobs = [Job(folder, self._corpus, 2, flags)]
             attempts = [stack.enter_context(job.started()) for job in jobs]
             assert [attempt.wait() for attempt in attempts] == [0] * len(jobs), attempts[-1].log[-5000:]
         # All islands of a run share a folder.
@@ -250,25 +250,35 @@ class Relay:
 
 def test_elastic_islands_and_other_runs_load_each_other(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     relay = Relay(tmp_path, corpus)
-    instances = relay.run("instances", until=8)
-    elastic = relay.run("elastic islands", 12, (*instances, 6))
-    relay.run("instances", 12, (*elastic, 10))
-    launch = relay.run("islands", 16, (*elastic, 10))
-    relay.run("elastic islands", 16, (*launch, 14))
+    launch = relay.run("one launch", until=8)
+    elastic = relay.run("elastic islands", 12, (*launch, 6))
+    relay.run("elastic islands", 16, (*elastic, 10))
     found = "\n".join(["| saved by 2 groups | loaded by 2 groups | outcome |", "|---|---|---|", *relay.rows])
     print(found)
     assert found in (REPOSITORY / "docs" / "checkpoints.md").read_text()
-    check_that_a_third_island_starts_from_the_first(tmp_path / "three", corpus, launch[1])
+    check_that_one_launch_begins_from_the_weights_only(tmp_path / "launch", corpus, elastic[1])
+    check_that_a_third_island_starts_from_the_first(tmp_path / "three", corpus, elastic[1])
+
+
+def check_that_one_launch_begins_from_the_weights_only(folder: Path, corpus: tuple[Path, Path], saved: Job) -> None:
+    flags = "--pier-lazy-start-iters 0 --pier-override-checkpoint --exit-interval 2 --load "
+    for part, island in (("", 0), ("/islands/1", 1)):
+        refused = Job(folder, corpus, 2, f"{flags}{saved.folder}/checkpoints{part}").run()
+        assert f"/checkpoints{part}: island {island} has saved its own part of a run there" in refused.log
+        assert "Continue with elastic islands (--pier-lighthouse), or begin from the weights with --finetune" in refused.log
+    with Job(folder, corpus, 2, f"{flags}{saved.folder}/checkpoints --finetune").started() as begun:
+        assert begun.wait() == 0
+    assert list(begun.losses()) == [1, 2]
 
 
 def check_that_a_third_island_starts_from_the_first(folder: Path, corpus: tuple[Path, Path], saved: Job) -> None:
     """Two islands have saved; three load, and save before their next outer step."""
     flags = (
         "--pier-groups 3 --global-batch-size 12 --pier-lazy-start-iters 0 --pier-override-checkpoint --pier-island-timeout 60 "
-        f"--override-opt_param-scheduler --load {saved.folder}/checkpoints --ckpt-step 14 "
+        f"--override-opt_param-scheduler --load {saved.folder}/checkpoints --ckpt-step 10 "
         f"--save {folder}/checkpoints --save-interval {ITERATIONS} "
     )
-    islands = [Island(folder, corpus, f"{flags} --exit-interval 15", index) for index in range(3)]
+    islands = [Island(folder, corpus, f"{flags} --exit-interval 11", index) for index in range(3)]
     with lighthouse(least=3) as place, started(islands, flags=place) as attempts:
         assert [attempt.wait() for attempt in attempts] == [0, 0, 0]
     for attempt, source in zip(attempts, (0, 1, 0), strict=True):
@@ -277,4 +287,4 @@ def check_that_a_third_island_starts_from_the_first(folder: Path, corpus: tuple[
         assert f"the first group with the inner state of saved group {source}\n" in attempt.log
         assert ("of island 2, which takes the inner state of island 0" in attempt.log) == (attempt is attempts[2])
     # No outer step in between: those of the run that has saved.
-    assert outer_checksums(Job(folder, corpus), 15) == outer_checksums(saved, 14)
+    assert outer_checksums(Job(folder, corpus), 11) == outer_checksums(saved, 10)

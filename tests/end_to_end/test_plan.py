@@ -195,7 +195,7 @@ def test_log_without_its_ranks_is_refused(short_run: Path, tmp_path: Path, line:
         (
             "--memory 80 --node-bandwidth 0.5",
             "--nproc-per-node 4",
-            "--pier-lighthouse http://10.0.0.1:29510 --pier-island 1 --pier-islands --pier-groups 16 --mock-data",
+            "--pier-lighthouse http://10.0.0.1:29510 --pier-island 1 --pier-groups 16 --mock-data",
         ),
     ],
 )

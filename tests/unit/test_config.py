@@ -156,7 +156,7 @@ def test_a_short_run_is_warned_of_and_not_refused() -> None:
     assert PierConfig(train_iters=200, groups=2, lazy_start_iters=50).warnings() == []
 
 
-_MUON = {"inner_optimizer": "muon", "islands": True}
+_MUON = {"inner_optimizer": "muon"}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def config(**kwargs: Any) -> PierConfig:
 
 
 def with_muon(**kwargs: Any) -> PierConfig:
-    return config(**({"preset": "pier-muon-annealed", "islands": True, "inner_optimizer": "muon"} | kwargs))
+    return config(**({"preset": "pier-muon-annealed", "inner_optimizer": "muon"} | kwargs))
 
 
 def test_log_says_what_to_expect_after_ten_outer_steps() -> None:

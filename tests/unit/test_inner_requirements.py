@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from pier_megatron import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.inner import requirements
 from pier_megatron.integration.inner.whole import WholeOptimizer
@@ -15,7 +14,6 @@ from pier_megatron.integration.inner.whole import WholeOptimizer
 def given(**changes: object) -> argparse.Namespace:
     settings = {
         "pier_inner_optimizer": "muon",
-        "pier_islands": True,
         "fp16": False,
         "bf16": True,
         "use_distributed_optimizer": False,
@@ -28,7 +26,7 @@ def given(**changes: object) -> argparse.Namespace:
 def test_what_is_there_is_enough() -> None:
     requirements.check(given())
     requirements.check(given(use_distributed_optimizer=True))
-    requirements.check(given(pier_inner_optimizer=None, pier_islands=None, fp16=True))
+    requirements.check(given(pier_inner_optimizer=None, fp16=True))
 
 
 def test_package_that_is_missing_is_named() -> None:
@@ -45,12 +43,6 @@ def test_release_without_a_layout_is_named() -> None:
         pytest.raises(PierConfigError, match=r"on Megatron 0\.17\.1: .* Use Megatron 0\.18 or newer"),
     ):
         requirements.check(given(use_distributed_optimizer=True))
-
-
-def test_configuration_knows_that_it_needs_islands() -> None:
-    with pytest.raises(PierConfigError, match="--pier-inner-optimizer muon needs --pier-islands"):
-        PierConfig(1000, groups=2, inner_optimizer="muon")
-    PierConfig(1000, groups=2, islands=True, inner_optimizer="muon")
 
 
 def test_other_learning_rates_are_refused_wherever_the_save_fell() -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import pickle
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -18,11 +17,7 @@ from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.exchange.topology import NAMED, Rank, Topology
 from pier_megatron.integration import cautions, samples
 from pier_megatron.integration.census import Collective, table
-from pier_megatron.integration.checkpoint.sources import Sources
-from pier_megatron.integration.checkpoint.stored_run import StoredRun
 from pier_megatron.integration.copies import Copies, CopiesDifferError, _Domain, _Parameter
-from pier_megatron.integration.island_world import _over_all_islands
-from pier_megatron.integration.worlds import World
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.description import Description
 from pier_megatron.outer.elastic import _refusals, _those_present
@@ -173,12 +168,6 @@ def _calls_of_outer_steps(groups: int, options: dict[str, Any]) -> int:
     return calls.looks
 
 
-def test_islands_tell_each_other_a_number_for_each_rank(fake_world: None) -> None:
-    # 16 islands of 1,024 ranks, TP 4: a quarter of all ranks holds the same part of the model.
-    group = _over_all_islands([rank % 1024 % _TENSOR for rank in range(_RANKS)])
-    assert dist.get_process_group_ranks(group) == list(range(0, _RANKS, _TENSOR))
-
-
 def test_ranks_that_hold_copies_are_not_written_out_unless_they_differ(
     fake_world: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,11 +178,13 @@ def test_ranks_that_hold_copies_are_not_written_out_unless_they_differ(
     copies._domains = [_Domain(parameters, group, group, None)]
     asked = Counted()
 
-    def ranks_of(world: World, group: dist.ProcessGroup) -> tuple[int, ...]:
-        asked.looks += 1
-        return tuple(dist.get_process_group_ranks(group))
+    ranks_of = dist.get_process_group_ranks
 
-    monkeypatch.setattr(World, "ranks_of", ranks_of)
+    def counted(group: dist.ProcessGroup) -> list[int]:
+        asked.looks += 1
+        return ranks_of(group)
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", counted)
     copies.compare(4)
     [equal] = copies._under_way.result()  # type: ignore[union-attr]
     assert asked.looks == 0
@@ -235,29 +226,17 @@ class CountedTuple(tuple[int, ...]):
         return super().__contains__(element)
 
 
-@pytest.mark.parametrize("islands", [(), CountedTuple(range(_GROUPS))])
 @pytest.mark.parametrize("preset", ["diloco", "noloco"])
-def test_sources_of_a_resume_are_not_looked_up_among_all_groups(islands: tuple[int, ...], preset: str) -> None:
-    config = PierConfig(train_iters=1000, groups=_GROUPS, preset=preset, lazy_start_iters=0, islands=bool(islands))
+def test_sources_of_a_resume_are_not_looked_up_among_all_groups(preset: str) -> None:
+    config = PierConfig(train_iters=1000, groups=_GROUPS, preset=preset, lazy_start_iters=0)
     own = CountedTuple(range(_GROUPS))
-    described: list[Description] = []
-
-    def describe(iteration: int) -> Description:
-        described.append(Description.of_run(config, iteration, {}, "cpu", own_inner_state=own, is_local=True))
-        return described[-1]
-
-    place: Any = SimpleNamespace(config=config, in_world=range(_GROUPS), in_launch=range(_GROUPS), describe=describe)
-    sources, saved = Sources(place, StoredRun(Path(), 400, islands)), describe(400)
-    sources._descriptions = dict.fromkeys(range(_GROUPS), saved)
+    saved = present = Description.of_run(config, 400, {}, "cpu", own_inner_state=own, is_local=True)
     CountedTuple.counted.looks = 0
     for group in range(_GROUPS):
-        assert sources.of_inner(saved, group) == [group]
-        assert sources.of_outer(saved, group) == [None if preset == "diloco" else group]
-        assert sources.is_apart(saved, group)
-    sources.check_folders(saved)
-    assert sources.lacking(saved) == []
+        assert saved.sources(group, _GROUPS, "mean") == [group]
+        assert saved.outer_sources(group, present, "mean") == [None if preset == "diloco" else group]
+        assert saved.is_apart(group)
     assert 0 < CountedTuple.counted.looks <= _LOOKS * _GROUPS
-    assert len(described) == 2
 
 
 def test_checkpoint_of_many_groups_gets_a_warning() -> None:

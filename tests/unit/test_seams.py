@@ -78,20 +78,6 @@ def test_a_method_is_wrapped_where_it_is_defined(module: str) -> None:
     assert versions.require(module, "Machine")().vote(3) == 6
 
 
-def test_a_builtin_is_replaced_where_its_caller_is_defined_only(module: str) -> None:
-    elsewhere: dict[str, Any] = {}
-    exec("def count(values): return len(values)", elsewhere)
-    sys.modules[module].count = elsewhere["count"]  # type: ignore[attr-defined]
-    install([Seam(module, "len", lambda size, value: size(value) + 1, called_by="count")])
-    assert (versions.require(module, "count")("ab"), len("ab")) == (3, 2)
-    assert not hasattr(sys.modules[module], "len")
-
-
-def test_a_builtin_that_is_not_called_is_missing(module: str) -> None:
-    with pytest.raises(versions.UnsupportedMegatronError, match=r"needs len\(\) in not_megatron\.train_step"):
-        install([Seam(module, "len", doubled, called_by="train_step")])
-
-
 def test_what_is_missing_is_named_and_nothing_is_touched(module: str) -> None:
     for name in ("training_log", "Machine.elect", "Heir.vote"):
         with pytest.raises(versions.UnsupportedMegatronError, match=rf"needs not_megatron\.{name}.* Supported releases: 0\.17"):
@@ -188,7 +174,7 @@ from pier_megatron.integration import examination, scoring, seams
 from pier_megatron.megatron_api import versions
 os.environ[examination.VARIABLE] = os.environ[scoring.VARIABLE] = "x"
 rows = seams.table()
-symbols = {(row.module, row.called_by or row.name) for row in rows if row.exists}
+symbols = {(row.module, row.name) for row in rows if row.exists}
 for needed in seams.NEEDED:
     if needed.exist:
         symbols |= {(needed.module, name) for name in needed.names.split()}

@@ -210,6 +210,7 @@ def test_a_number_in_words_has_its_kind_and_its_ends() -> None:
         (["--pier-groop", "4"], "--pier-groop: no such flag. Did you mean --pier-groups?"),
         (["--pier-groop=4"], "--pier-groop=4: no such flag. Did you mean --pier-groups?"),
         (["--pier-group", "4"], "--pier-group: no such flag. Did you mean --pier-groups?"),
+        (["--pier-islands"], "--pier-islands: no such flag any more: every kind of inner optimizer, Muon too, trains in"),
         (["--pier-preset", "pire"], "--pier-preset: pire: not one of auto, pier, "),
         (["--lr", "-1", "--pier-groups", "-1"], "--pier-groups: -1: must be a whole number of at least 1"),
         (["--pier-groups"], "--pier-groups: expected one argument"),

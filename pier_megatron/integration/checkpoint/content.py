@@ -66,25 +66,21 @@ class RunPosition:
     slices: Sequence[Sequence[tuple[Tensor, slice]]]
 
     @property
-    def in_world(self) -> range:
-        """The groups of this Megatron world, which save into one folder and load together."""
-        return self._alike(self.config.worlds)
-
-    @property
     def in_launch(self) -> range:
-        """The groups of this launch, which decide together; those of other launches have files that are not theirs to read."""
-        return self._alike(self.config.launches)
-
-    def _alike(self, parts: int) -> range:
-        size = self.config.groups // parts
+        """The groups of this launch, which save into one folder and load together."""
+        size = self.config.groups // self.config.launches
         first = self.group - self.group % size
         return range(first, first + size)
+
+    @property
+    def number(self) -> int:
+        """The number of the group in the folder, where an elastic island is alone."""
+        return self.group - self.in_launch.start
 
     def describe(self, iteration: int, **content: Any) -> Description:
         """Describes this run, and what of it is stored."""
         layout = layout_of(versions.megatron_args(), self.ranks.size())
-        island = self.group if self.config.islands else None
-        return Description.of_run(self.config, iteration, layout, self.device_type, island=island, cut=self._cut, **content)
+        return Description.of_run(self.config, iteration, layout, self.device_type, cut=self._cut, **content)
 
     @functools.cached_property
     def _cut(self) -> int:

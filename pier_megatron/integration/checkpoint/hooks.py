@@ -5,15 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from pier_megatron import features
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration import current, startup, worlds
+from pier_megatron.integration import current, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.checkpoint.stored_run import find
 from pier_megatron.integration.inner.choice import owners
 from pier_megatron.integration.inner.routers import router_biases
+from pier_megatron.integration.own_group import own_ranks
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.description import ENTRY
 
@@ -28,7 +31,7 @@ def _place(optimizer: "PierOptimizer") -> RunPosition:
         device_type=loop.device.type,
         # An elastic island is alone in the launch.
         group=(loop.config.island or 0) + loop.exchange.rank,
-        ranks=worlds.own().own_group(optimizer),
+        ranks=own_ranks(),
         owners=[*owners(optimizer), *router_biases(optimizer.model_chunks)],
         slices=[list(state.slices()) for state in loop.states],
     )
@@ -52,12 +55,11 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
     scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
     loop, place = pier.loop, _place(pier)
     snapshot, checksums = loop.snapshot(), loop.checksums()
-    first = place.in_world.start - place.in_launch.start
     with contextlib.ExitStack() as stack:
         shown = loop.anchor_in_model(as_mean=not loop.config.has_common_anchor)
         trained = None if loop.is_synchronised else stack.enter_context(shown)
-        saving = Saving(place, snapshot, checksums[first : first + len(place.in_world)], trained, scheduler)
-        if worlds.own().rank_in_launch() == 0:
+        saving = Saving(place, snapshot, checksums, trained, scheduler)
+        if dist.get_rank() == 0:
             print(saving.announcement(), flush=True)
         stack.enter_context(versions.replaced(pier, {"saving": saving}))
         return save_checkpoint(*args, **kwargs)
@@ -69,18 +71,14 @@ def load[**P](
 ) -> tuple[int, float]:
     """Loads the groups' own state and the outer state beside the model."""
     loop, place, settings = pier.loop, _place(pier), versions.megatron_args()
-    # With --finetune all begin from the same weights, whoever saved them.
-    accepts_changes = loop.config.override_checkpoint or settings.finetune
-    stored = None if settings.load is None else find(place, Path(settings.load), settings.ckpt_step, accepts_changes)
-    if settings.load is not None and stored is None and worlds.own().rank_in_launch() == 0:
-        print(
-            f" Pier: --load {settings.load} has no checkpoint of island {place.group}, which starts at iteration 0 and joins "
-            "the others in their next outer step. To start from the inner state of island 0, add --pier-override-checkpoint.",
-            flush=True,
-        )
-    loading = Loading(place, loop, stored)
+    folder = {}
+    if loop.config.island is not None and settings.load is not None:
+        # With --finetune all begin from the same weights, whoever saved them.
+        accepts_changes = loop.config.override_checkpoint or settings.finetune
+        folder = {"load": str(find(Path(settings.load), loop.config.island, settings.ckpt_step, accepts_changes))}
+    loading = Loading(place, loop)
     try:
-        with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(loading.arguments()):
+        with versions.replaced(pier, {"loading": loading}), versions.with_megatron_args(folder):
             result = load_checkpoint(*args, **kwargs)
     except PierConfigError:
         raise
@@ -93,6 +91,6 @@ def load[**P](
         raise
     found = loading.finish(result[0], versions.given(load_checkpoint, args, kwargs)["opt_param_scheduler"])
     startup.check_groups_agree(loop, begins=False)
-    if found and worlds.own().rank_in_launch() == 0:
+    if found and dist.get_rank() == 0:
         print(found, flush=True)
     return result

@@ -3,20 +3,17 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pier_megatron import features
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
-from pier_megatron.integration.checkpoint.sources import Sources
-from pier_megatron.integration.checkpoint.stored_run import StoredRun
-from pier_megatron.integration.worlds import folder_of_island, island_folder_error
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
-from pier_megatron.outer.description import ENTRY, Description, Metadata, group_prefix
+from pier_megatron.outer.description import ENTRY, Description, Metadata, checksum_name, group_prefix
 from pier_megatron.outer.snapshot import Progress
 
 if TYPE_CHECKING:
@@ -30,48 +27,36 @@ class _Request:
 
     Attributes:
         saved: What the checkpoint says of itself.
+        present: The run that loads it.
         is_exact: Whether this run continues as if it had never stopped.
         same_layout: Whether the ranks of a group share the model as they did.
         changes: What is different, one phrase each.
         metadata: Metadata of the checkpoint.
-        sources: Folders and groups from which each group continues.
         inner_sources: Saved groups of whose inner states this group takes the mean.
-        outer_sources: The same for the outer state; none if the first island hands it out.
+        outer_sources: The same for the outer state.
         snapshot: Snapshot for the outer loop; its tensors are what is read into.
-        stock: Megatron's own description of the optimizer's state.
-        model_state: The sharded state of the model.
         objects: What the first source has beside its tensors, once it was read.
     """
 
     saved: Description
+    present: Description
     is_exact: bool
     same_layout: bool
     changes: list[str]
     metadata: Metadata
-    sources: Sources
     inner_sources: list[int]
     outer_sources: list[int | None]
     snapshot: Snapshot
-    stock: "ShardedStateDict" = dataclasses.field(default_factory=dict)
-    model_state: "ShardedStateDict" = dataclasses.field(default_factory=dict)
     objects: dict[str, Any] | None = None
 
 
 class Loading:
     """One load of a checkpoint, of Pier or of stock Megatron."""
 
-    def __init__(self, place: RunPosition, loop: OuterLoop, stored: StoredRun | None) -> None:
-        """Prepares a load of what is ``stored`` into the parameters of ``place`` and into ``loop``."""
+    def __init__(self, place: RunPosition, loop: OuterLoop) -> None:
+        """Prepares a load into the parameters of ``place`` and into ``loop``."""
         self._place, self._loop = place, loop
-        self._sources = Sources(place, stored) if stored is not None else None
         self._request: _Request | None = None
-
-    def arguments(self) -> dict[str, str | int]:
-        """The arguments with which Megatron loads what it loads itself: from the folder of the first source."""
-        if self._sources is None:
-            root = versions.megatron_args().load
-            return {} if root is None else {"load": str(folder_of_island(Path(root), self._place.in_world.start))}
-        return self._sources.stored.arguments(self._sources.first_folder())
 
     def begin(self, metadata: Metadata) -> None:
         """Looks at what the checkpoint is; see :class:`pier_megatron.integration.optimizer.Restoration`.
@@ -84,60 +69,60 @@ class Loading:
 
     def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
         """Asks for what this rank wants; see :class:`pier_megatron.integration.optimizer.Completion`."""
-        if self._request is None:
+        request, place = self._request, self._place
+        if request is None:
             return stock
-        self._request.stock, self._request.model_state = stock, model_state
-        return self._wanted_from(self._request, self._request.sources.first_folder())
-
-    def _wanted_from(self, request: _Request, key: int) -> "ShardedStateDict":
-        """What this rank reads from a folder of the stored run."""
-        place, saved, sources, stored = self._place, request.saved, request.sources, request.sources.stored
-        metadata, model_state = request.metadata, request.model_state
+        saved = request.saved
         # Of the groups that go on with the inner state of a saved one, each reads a copy.
-        copies = collections.Counter(source for group in self._before_this for source in sources.of_inner(saved, group))
+        before_this = range(place.in_launch.start, place.group)
+        copies = collections.Counter(source for group in before_this for source in self._inner_sources(saved, group))
         copies_of_outer = collections.Counter(
-            source for group in self._before_this for source in sources.of_outer(saved, group) if source is not None
+            source for group in before_this for source in self._outer_sources(saved, request.present, group)
         )
         entry: ShardedStateDict = {}
         for index, outer in enumerate(place.outer_states(request.snapshot)):
-            for source in (source for source in request.outer_sources if sources.folder_of_outer(source) == key):
+            for holder in request.outer_sources:
                 target = outer if len(request.outer_sources) == 1 else outer.zeros_on_host()
-                prefix = saved.outer_prefix(None if source is None else stored.number_in_folder(source), index)
-                copy = None if source is None else copies_of_outer[source]
-                entry[f"outer{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copy)
-        of_inner = [source for source in request.inner_sources if stored.key_of(source) == key]
-        apart = [source for source in of_inner if sources.is_apart(saved, source)]
+                copy = None if holder is None else copies_of_outer[holder]
+                outer_prefix = saved.outer_prefix(holder, index)
+                entry[f"outer{index}.{holder}"] = target.sharded(model_state, metadata, outer_prefix, True, copy)
+        apart = [source for source in request.inner_sources if saved.is_apart(source)]
         for index, inner in enumerate(place.inner_states()):
             for source in apart:
-                prefix = f"{group_prefix(stored.number_in_folder(source))}.{index}"
                 # Not into the parameters themselves: in FP32 they are the model's, and its weights are yet to be loaded.
                 target = inner.zeros_on_host()
+                prefix = f"{group_prefix(source)}.{index}"
                 entry[f"inner{index}.{source}"] = target.sharded(model_state, metadata, prefix, True, copies[source])
         first = request.inner_sources[0]
-        if first in of_inner:
-            rank, copy = (place.ranks.rank(), 0) if request.same_layout else (0, place.ranks.rank())
-            entry["objects"] = sharded_object(stored.number_in_folder(first), rank, None, copy=(copies[first], copy))
-            if request.is_exact:
-                number = stored.number_in_folder(place.group)
-                entry["tensors"] = place.sharded_tensors(number, place.exact_tensors(request.snapshot))
-        stock = without_sharded(request.stock) if apart == of_inner else request.stock
-        return {**stock, ENTRY: entry}
+        rank, copy = (place.ranks.rank(), 0) if request.same_layout else (0, place.ranks.rank())
+        entry["objects"] = sharded_object(first, rank, None, copy=(copies[first], copy))
+        if request.is_exact:
+            entry["tensors"] = place.sharded_tensors(place.number, place.exact_tensors(request.snapshot))
+        return {**(without_sharded(stock) if apart == request.inner_sources else stock), ENTRY: entry}
 
-    @property
-    def _before_this(self) -> range:
-        """The groups that load together with this one and come before it."""
-        return range(self._place.in_world.start, self._place.group)
+    def _inner_sources(self, saved: Description, group: int) -> list[int]:
+        config = self._place.config
+        return saved.sources(group, config.groups, config.load_inner_state)
+
+    def _outer_sources(self, saved: Description, present: Description, group: int) -> list[int | None]:
+        return saved.outer_sources(group, present, self._place.config.load_inner_state)
 
     def _asked_of(self, saved: Description, metadata: Metadata) -> _Request:
-        place, loop, sources = self._place, self._loop, self._sources
-        assert sources is not None
-        if saved.island and not sources.stored.islands:
-            # Known by what the checkpoint says: a job's folder may have any name.
-            raise island_folder_error(versions.megatron_args().load)
+        place, loop = self._place, self._loop
         config, present = place.config, place.describe(saved.iteration)
-        lacking = sources.lacking(saved)
+        lacking = []
+        if saved.island is not None and config.island is None:
+            raise PierConfigError(
+                f"--load {versions.megatron_args().load}: island {saved.island} has saved its own part of a run there. Groups of "
+                "one launch cannot continue from it. Continue with elastic islands (--pier-lighthouse), or begin from the weights "
+                "with --finetune."
+            )
+        if saved.island not in (None, config.island):
+            lacking = [
+                f"there is no checkpoint of iteration {saved.iteration} of island {config.island}, which takes the inner state of "
+                f"island {saved.island}"
+            ]
         changes = saved.check(present, config.override_checkpoint, lacking)
-        sources.check_folders(saved)
         is_exact = saved.is_exact_for(present) and not lacking
         last_common_step = saved.iteration if saved.last_common_step is None else saved.last_common_step
         progress = Progress(saved.iteration, bool(saved.is_local), bool(saved.is_synchronised), last_common_step)
@@ -145,13 +130,13 @@ class Loading:
         snapshot.restarted = saved.restarted if is_exact else {}
         return _Request(
             saved,
+            present,
             is_exact,
             saved.has_layout_of(present),
             changes,
             metadata,
-            sources,
-            sources.of_inner(saved, place.group),
-            sources.outer_to_read(saved, place.group),
+            self._inner_sources(saved, place.group),
+            self._outer_sources(saved, present, place.group),
             snapshot,
         )
 
@@ -160,39 +145,12 @@ class Loading:
         request, place = self._request, self._place
         if request is None:
             return False
+        entry = state[ENTRY]
+        request.objects = entry["objects"]
         inner_mean, outer_mean = _Mean(place.inner_states), _Mean(lambda: place.outer_states(request.snapshot))
         # In order, and each is done with before the next: Megatron reads into the optimizer itself.
-        first = request.sources.first_folder()
-        for key in request.sources.folders(request.saved):
-            read = state if key == first else self._read(request, key)
-            self._take_from(request, key, read, load_stock, inner_mean, outer_mean)
-        inner_mean.take()
-        outer_mean.take()
-        if request.sources.is_handed_out(request.saved):
-            # What all islands have in common only the first island's folder holds.
-            self._loop.hand_out(source=0)
-        assert request.objects is not None
-        snapshot, progress = request.snapshot, request.snapshot.progress
-        # Older plugins do not say: all of them, as far as they knew.
-        progress.trained = request.objects.get("trained", progress.iteration - progress.last_common_step)
-        self._loop.restore(snapshot)
-        return True
-
-    def _take_from(
-        self,
-        request: _Request,
-        key: int,
-        state: "StateDict",
-        load_stock: "Callable[[StateDict], None]",
-        inner_mean: "_Mean",
-        outer_mean: "_Mean",
-    ) -> None:
-        """Takes over what was read from a folder."""
-        place, sources, stored = self._place, request.sources, request.sources.stored
-        entry = state.get(ENTRY, {})
-        request.objects = entry.get("objects", request.objects)
-        for source in (source for source in request.inner_sources if stored.key_of(source) == key):
-            if sources.is_apart(request.saved, source):
+        for source in request.inner_sources:
+            if request.saved.is_apart(source):
                 for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
                     owner.take_settings(settings)
                 # Only now: loading may have put other tensors in the place of those that were there.
@@ -201,26 +159,22 @@ class Loading:
             else:
                 load_stock({name: part for name, part in state.items() if name != ENTRY})
             inner_mean.add()
-        for holder in (holder for holder in request.outer_sources if sources.folder_of_outer(holder) == key):
+        for holder in request.outer_sources:
             for index, outer in enumerate(place.outer_states(request.snapshot)):
                 outer.load(entry[f"outer{index}.{holder}"], request.metadata)
             outer_mean.add()
-        if request.is_exact and stored.key_of(request.inner_sources[0]) == key:
+        if request.is_exact:
             for name, tensor in place.exact_tensors(request.snapshot).items():
                 if tensor.numel():
                     tensor.copy_(entry["tensors"][name])
-
-    def _read(self, request: _Request, key: int) -> "StateDict":
-        """Reads from a folder that Megatron does not load from; called by all ranks that load together."""
-        load = versions.require("megatron.core.dist_checkpointing", "load")
-        # Groups read copies of the same, each for itself.
-        found = load(
-            {"optimizer": self._wanted_from(request, key)},
-            str(request.sources.stored.folder(key)),
-            validate_access_integrity=False,
-        )
-        state: StateDict = found["optimizer"]
-        return state
+        inner_mean.take()
+        outer_mean.take()
+        assert request.objects is not None
+        snapshot, progress = request.snapshot, request.snapshot.progress
+        # Older plugins do not say: all of them, as far as they knew.
+        progress.trained = request.objects.get("trained", progress.iteration - progress.last_common_step)
+        self._loop.restore(snapshot)
+        return True
 
     def _inner_settings(self, request: _Request) -> "list[StateDict]":
         """What each inner optimizer has beside its tensors."""
@@ -268,10 +222,9 @@ class Loading:
         return _resumption(request)
 
     def _verify(self, request: _Request) -> None:
-        saved, sources = request.saved, request.sources
-        found = self._loop.checksums()[self._loop.exchange.rank]
-        [source, *others] = sources.of_outer(saved, self._place.group)
-        expected = {} if others else {name: sources.checksum_of_outer(saved, source, name) for name in found}
+        saved, found = request.saved, self._loop.checksums()[self._loop.exchange.rank]
+        [source, *others] = request.outer_sources
+        expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
         if wrong:
             raise DamagedCheckpointError(
@@ -328,7 +281,8 @@ def _resumption(request: _Request) -> str:
             "with flat buffers that are cut elsewhere (--pier-chunk-mib, gradient buckets, layers of stages), without what "
             "error feedback held"
         )
-    lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, request.inner_sources))}")
+    sources = request.inner_sources if saved.island is None else [saved.island]
+    lines.append(f"the first group with the inner state of saved group {' and '.join(map(str, sources))}")
     if saved.rounds and not request.is_exact:
         lines.append("exchanges under way are dropped: what they carried goes into the next outer step")
     return "; ".join(lines)

@@ -36,15 +36,14 @@ class Saving:
         Args:
             place: Groups, ranks and owners of this process.
             snapshot: State of the outer loop.
-            checksums: Checksums of the outer state of each group that saves here, by name.
+            checksums: Checksums of the outer state of each group of the launch, by name.
             trained: Trained parameters, see :meth:`RunPosition.inner_states`.
             opt_param_scheduler: Megatron's.
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
-        self._group = place.group - place.in_world.start
         # Of each group, where they hold different ones.
         has_common = place.config.has_common_anchor
-        self._holders: list[int | None] = [None] if has_common else list(range(len(place.in_world)))
+        self._holders: list[int | None] = [None] if has_common else list(range(len(place.in_launch)))
         progress = snapshot.progress
         self.description = place.describe(
             progress.iteration,
@@ -54,7 +53,6 @@ class Saving:
             is_local=progress.is_local,
             is_synchronised=progress.is_synchronised,
             last_common_step=progress.last_common_step,
-            holds_outer_state=not has_common or place.in_world.start == place.in_launch.start,
             checksums={
                 checksum_name(name, group): sums[name]
                 for group, sums in zip(self._holders, checksums, strict=False)
@@ -65,7 +63,7 @@ class Saving:
     def _groups_with_own_inner_state(self) -> tuple[int, ...]:
         if not self._snapshot.progress.is_local or self._place.config.save_inner_state == "first":
             return ()
-        return tuple(range(1 if self._snapshot.progress.is_synchronised else 0, len(self._place.in_world)))
+        return tuple(range(1 if self._snapshot.progress.is_synchronised else 0, len(self._place.in_launch)))
 
     def announcement(self) -> str:
         """What rank 0 says of the checkpoint."""
@@ -81,8 +79,8 @@ class Saving:
         else:
             weights = "the mean of the groups' slow weights"
         whose = f"{own} group{'' if own == 1 else 's'} apart" if own else "group 0, for all"
-        if place.config.islands:
-            whose = "each island in a folder of its own" + (", apart" if own else "")
+        if place.config.island is not None:
+            whose = "this island" + (", apart" if own else "")
         return (
             f" checkpoint of iteration {self.description.iteration}: model weights are {weights}; outer state "
             f"{len(self._holders) * outer:,.1f} MB; inner state of {whose}: {own * inner_state:,.1f} MB beside Megatron's own"
@@ -90,12 +88,12 @@ class Saving:
 
     def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
         """Completes the optimizer's sharded state; see :class:`pier_megatron.integration.optimizer.Completion`."""
-        place, snapshot, group = self._place, self._snapshot, self._group
+        place, snapshot, group = self._place, self._snapshot, self._place.number
         entry: ShardedStateDict = {}
         prefix = group_prefix(group)
         has_own = self.description.is_apart(group)
         holder, copy = (None, None) if self.description.has_common_outer_state else (group, 0)
-        for index, outer in enumerate(place.outer_states(snapshot) if self.description.holds_outer_state else ()):
+        for index, outer in enumerate(place.outer_states(snapshot)):
             outer_prefix = self.description.outer_prefix(holder, index)
             entry[f"outer{index}"] = outer.sharded(model_state, metadata, outer_prefix, is_loading=False, copy=copy)
         for index, inner in enumerate(place.inner_states(self._trained) if has_own else ()):

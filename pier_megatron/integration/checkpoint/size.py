@@ -30,11 +30,9 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     sizes: dict[str, float] = {"weights": weights, "optimizer": optimizer}
     if config is None:
         return sizes
-    # Of this launch; each of its worlds has a folder of its own.
-    groups, folders = config.groups // config.launches, config.worlds // config.launches
-    sizes = {name: folders * size for name, size in sizes.items()}
+    groups = config.groups // config.launches
     sizes["outer state"] = _FP32 * len(COMMON) * (1 if config.has_common_anchor else config.groups)
-    own = _groups_apart(args, config, groups, folders)
+    own = _groups_apart(args, config, groups)
     if own:
         sizes[f"{INNER_STATE} {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
     under_way = 2 * _FP32 * rounds_at_once(config) / config.fragments + (_FP32 if config.has_error_feedback else 0)
@@ -43,7 +41,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     return sizes
 
 
-def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int, folders: int) -> int:
+def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int) -> int:
     """How many groups have their main parameters and moments stored beside what Megatron stores."""
     if config.save_inner_state == "first":
         return 0
@@ -51,5 +49,5 @@ def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int, fol
     after_outer_steps = interval % config.sync_interval == 0 and not config.overlap and config.fragments == 1
     if not after_outer_steps or not config.has_common_anchor:
         return groups
-    # Megatron's own keys hold one group in each folder.
-    return groups - folders
+    # Megatron's own keys hold one group.
+    return groups - 1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.inner.whole import WholeOptimizer
+from pier_megatron.integration.own_group import own_number
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.description import Metadata
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WholeState(ParameterState):
-    """Named tensors for every main parameter of one :class:`WholeOptimizer`, of an island: it saves and loads alone."""
+    """Named tensors for every main parameter of one :class:`WholeOptimizer`."""
 
     owner: WholeOptimizer
 
@@ -30,13 +31,17 @@ class WholeState(ParameterState):
             model_state, [model for model, _ in parameters]
         )
         make = versions.require(module, "make_sharded_optimizer_tensor")
+        group = own_number()
+        number = group if copy is None else copy
         state: ShardedStateDict = {}
         for index, (_, main) in enumerate(parameters):
             for name, tensor in self.tensors[id(main)].items():
                 state[f"{index}.{name}"] = sharded = make(of_model[index], tensor, f"{prefix}.{name}")
-                if self.owner.is_shared_out:
-                    # Where the model has copies on data-parallel ranks, one rank has the tensor.
-                    sharded.replica_id = (*sharded.replica_id[:-1], 0)
+                *place, of_model_copy = sharded.replica_id
+                # One rank of a group has the tensor, where the model has copies on all of its data-parallel ranks; or all of
+                # them have it, which are numbered over the whole launch, group after group.
+                own = 0 if self.owner.is_shared_out else of_model_copy - group * self.owner.copies
+                sharded.replica_id = (*place, number * self.owner.copies + own)
         return state
 
     def load(self, state: "StateDict", metadata: Metadata) -> None:

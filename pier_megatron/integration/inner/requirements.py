@@ -20,11 +20,6 @@ def check(args: argparse.Namespace) -> None:
     if name == "adam":
         return
     given = f"--pier-inner-optimizer {name}"
-    if not args.pier_islands:
-        raise PierConfigError(
-            f"{given} needs --pier-islands: groups are else instances of the distributed optimizer, of which Megatron's {name} "
-            "allows only one. Add --pier-islands."
-        )
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise PierConfigError(
             f"{given} needs the package emerging-optimizers, which is not installed: "

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pier_megatron.integration.gradient_averaging import own_data_parallel_ranks
 from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.integration.own_group import own_data_parallel_ranks
 from pier_megatron.outer import Shards
 
 if TYPE_CHECKING:
@@ -21,7 +21,13 @@ _BIASES = ("expert_bias", "qb_beta")
 
 
 class RouterBiases(InnerOptimizer):
-    """The biases of the routers of this pipeline stage, FP32; every rank of a group that has the stage holds all of them."""
+    """The biases of the routers of this pipeline stage, FP32; every rank of a group that has the stage holds all of them.
+
+    Attributes:
+        is_shared_out: Whether data-parallel ranks shard them: never.
+    """
+
+    is_shared_out = False
 
     def __init__(self, biases: Sequence[Tensor]) -> None:
         """Takes the biases, which Megatron changes in place."""

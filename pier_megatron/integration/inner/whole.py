@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.integration.own_group import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from megatron.core.dist_checkpointing.mapping import StateDict
     from megatron.core.optimizer import MegatronOptimizer
 
@@ -29,15 +29,16 @@ class WholeOptimizer(InnerOptimizer):
     Attributes:
         is_shared_out: Whether data-parallel ranks shard the parameters, each stepping some for all: Megatron's layer-wise
             optimizer. Otherwise each steps all of them.
+        is_expert: Whether the parameters are those of experts.
     """
 
     def __init__(self, optimizer: "MegatronOptimizer", is_shared_out: bool) -> None:
         """Wraps one of Megatron's optimizers."""
         super().__init__(optimizer)
         self.is_shared_out = is_shared_out
+        self.is_expert = any(not getattr(model, "allreduce", True) for model, _ in self.parameters())
         if not is_shared_out:
-            is_expert = any(not getattr(model, "allreduce", True) for model, _ in self.parameters())
-            self.copies = _data_parallel_group(is_expert).size()
+            self.copies = own_data_parallel_ranks(self.is_expert).size()
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The model's parameters, each with its main parameter: in FP32 itself."""
@@ -55,7 +56,7 @@ class WholeOptimizer(InnerOptimizer):
 
     def is_counted(self, is_expert: bool) -> bool:
         """Whether this is the one of the ranks that hold the same main parameters whose are counted."""
-        return self.is_shared_out or _data_parallel_group(is_expert).rank() == 0
+        return self.is_shared_out or own_data_parallel_ranks(is_expert).rank() == 0
 
     def settings(self) -> "StateDict":
         """The settings of the groups of parameters, with the number of AdamW's steps among them."""
@@ -93,13 +94,3 @@ def _rates_that_identify() -> dict[str, str]:
     """The rates by which this release of Megatron knows groups of parameters; it takes others over from a checkpoint."""
     keys = versions.require("megatron.core.optimizer.optimizer", "param_group_identifier_keys")
     return {name: flag for name, flag in _RATES.items() if name in keys}
-
-
-def _data_parallel_group(is_expert: bool) -> "dist.ProcessGroup":
-    parallel_state = versions.require("megatron.core", "parallel_state")
-    group: dist.ProcessGroup = (
-        parallel_state.get_expert_data_parallel_group()
-        if is_expert
-        else parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    return group
