@@ -23,7 +23,7 @@ _LAYOUTS = {
     "--global-batch-size 16",
     "biases": "--expert-model-parallel-size 2 --num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function "
     "sigmoid --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 --global-batch-size 16",
-    "biases, PP 2": "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-enable-expert-bias "
+    "biases, PP 2": "--pipeline-model-parallel-size 2 --num-experts 4 --disable-bias-linear --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid --global-batch-size 8",
     "overlap": "--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather --bf16",
     "loss per token": "--global-batch-size 16 --calculate-per-token-loss",

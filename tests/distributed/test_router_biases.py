@@ -8,9 +8,10 @@ from launch import Recorded, Run, launch
 
 pytestmark = pytest.mark.processes
 
-_RATE = 0.05
+_RATE = 0.004
 _STOCK = (
-    "--train-iters 12 --num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --disable-bias-linear --bf16 "
+    "--train-iters 12 --num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --bf16 "
+    "--disable-bias-linear "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     f"--moe-router-bias-update-rate {_RATE} --global-batch-size 16 "
 )
@@ -25,15 +26,15 @@ _RUNS = [
     Run("in fragments", _PIER + "--pier-fragments 3 --pier-exchange-dtype int8", _PROBES),
     Run("a group diverges", _PIER + _ENDURES_NAN, _PROBES, ["nan in group 1 at 8"]),
     Run("nothing averaged", _PIER, _PROBES, ["biases take outer steps"]),
-    Run("four", _PIER + "--pier-groups 4 --expert-model-parallel-size 1 --save {directory}/four --save-interval 12", saves=[8]),
+    Run("four", _PIER + "--pier-groups 4 --expert-model-parallel-size 1 --save {directory}/four --save-interval 12", saves=[7]),
     Run(
         "four to two",
-        _PIER + "--expert-model-parallel-size 1 --pier-override-checkpoint --load {directory}/four --ckpt-step 8",
+        _PIER + "--expert-model-parallel-size 1 --pier-override-checkpoint --load {directory}/four --ckpt-step 7",
         ["start anchor", *_PROBES],
     ),
     Run(
         "stock goes on",
-        _STOCK + "--expert-model-parallel-size 1 --use-distributed-optimizer --load {directory}/four --ckpt-step 8",
+        _STOCK + "--expert-model-parallel-size 1 --use-distributed-optimizer --load {directory}/four --ckpt-step 7",
     ),
 ]
 
@@ -69,13 +70,13 @@ def test_lazy_start_is_stock(runs: dict[str, Recorded]) -> None:
 def test_each_group_counts_its_own_tokens(runs: dict[str, Recorded]) -> None:
     moved = [
         [after - before for before, after in zip(*(biases(runs["plain"], "inner", t) for t in (t, t + 1)), strict=True)]
-        for t in (4, 7, 10)
+        for t in (4, 5, 7, 8, 10, 11)
     ]
     for of_groups in moved:
         for difference in of_groups:
             assert difference.any()
             steps = difference / _RATE
-            assert torch.allclose(steps, steps.round(), rtol=0, atol=1e-4)
+            assert torch.allclose(steps, steps.round(), rtol=0, atol=5e-3)
             assert steps.abs().max() < 1.5
     assert any(not torch.equal(*of_groups) for of_groups in moved)
 
@@ -99,6 +100,6 @@ def test_excluded_group_takes_over_the_biases_of_the_others(runs: dict[str, Reco
 
 
 def test_other_numbers_of_groups_and_stock_megatron_continue(runs: dict[str, Recorded]) -> None:
-    assert len(runs["stock goes on"].losses) == 4
+    assert len(runs["stock goes on"].losses) == 5
     [anchor] = {tuple(rank["start anchor"][-1].tolist()) for rank in runs["four to two"].ranks}
     assert any(anchor)
