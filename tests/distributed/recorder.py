@@ -401,6 +401,10 @@ def forget_run() -> None:
     global_vars.destroy_global_vars()
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
+    with contextlib.suppress(
+        ModuleNotFoundError
+    ):  # From 0.18 on it keeps the groups over which it averages statistics of experts.
+        importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
     # Megatron forgets its communicators but leaves their threads, hundreds after a few trainings.
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
