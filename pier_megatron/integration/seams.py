@@ -131,9 +131,9 @@ NEEDED = (
         "RankGenerator get_context_parallel_group "
         "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_embedding_group "
         "get_expert_data_parallel_group get_expert_tensor_parallel_group get_inter_distributed_optimizer_instance_group "
-        "get_intra_distributed_optimizer_instance_group get_model_parallel_group get_nccl_options get_pipeline_model_parallel_group get_pipeline_model_parallel_rank "
-        "get_tensor_model_parallel_group get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP_WITH_CP "
-        "_EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK "
+        "get_intra_distributed_optimizer_instance_group get_model_parallel_group get_nccl_options "
+        "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_tensor_model_parallel_group "
+        "get_tensor_model_parallel_rank _DATA_PARALLEL_GROUP_WITH_CP _EXPERT_DATA_PARALLEL_GROUP _MPU_DATA_PARALLEL_RANK "
         "_MPU_DATA_PARALLEL_WORLD_SIZE",
     ),
     Needed(_PARALLEL_STATE, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", since="0.19"),
