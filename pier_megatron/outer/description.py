@@ -118,15 +118,8 @@ class Description:
         """Describes a run as it is, and what of it is stored."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
         settings = {name: value for name, value in settings.items() if name not in _LATER or value is not None}
-        return cls(
-            iteration,
-            settings,
-            dict(layout),
-            config.chunk_mib_on(device_type),
-            rule=config.outer_rule,
-            island=config.island,
-            **content,
-        )
+        content |= {"rule": config.outer_rule, "island": config.island}
+        return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), **content)
 
     @classmethod
     def from_metadata(cls, found: Metadata) -> "Description":
