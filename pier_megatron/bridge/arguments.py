@@ -27,7 +27,11 @@ _SECTIONS = (
     "straggler",
 )
 # Where a setting has another name than Megatron's argument, or is in no part.
-_OTHER_PATHS = {"num_experts": "model.num_moe_experts", "data_parallel_size": "data_parallel_size"}
+_OTHER_PATHS = {
+    "num_experts": "model.num_moe_experts",
+    "data_parallel_size": "data_parallel_size",
+    "pier_inner_optimizer": "optimizer.optimizer",
+}
 _OTHER_WORDS = {
     "--optimizer pier": "PierOptimizerConfig",
     "--optimizer adam": "OptimizerConfig",
@@ -73,11 +77,11 @@ class BridgeArguments:
 
     def path_of(self, name: str) -> str | None:
         """The same as a user writes it, such as ``checkpoint.save_interval``."""
+        if name in _OTHER_PATHS:
+            return _OTHER_PATHS[name]
         if name.startswith(_PIER):
             own = name.removeprefix(_PIER)
             return f"optimizer.{own}" if self.pier and hasattr(self._config.optimizer, own) else None
-        if name in _OTHER_PATHS:
-            return _OTHER_PATHS[name]
         sections = (section for section in _SECTIONS if hasattr(getattr(self._config, section, None), name))
         return next((f"{section}.{name}" for section in sections), None)
 

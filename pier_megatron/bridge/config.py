@@ -10,6 +10,7 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 from pier_megatron.bridge.arguments import BridgeLoop
 from pier_megatron.errors import PierConfigError, suggestion
 from pier_megatron.integration.arguments import check_arguments
+from pier_megatron.integration.own_group import own_process_groups, trains_as_one_instance
 from pier_megatron.integration.training import with_outer_loop
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.settings import PluginSettings, Settings
@@ -17,13 +18,12 @@ from pier_megatron.settings import PluginSettings, Settings
 # A stored configuration names its classes.
 register_allowed_target_prefix("pier_megatron.bridge.")
 
-_ISLANDS = "islands replace process groups and samples where megatron.training builds them. Groups are instances here"
+_ISLANDS = "elastic islands replace what megatron.training does with samples and at the start. Groups are of one launch here"
 _NOT_HERE = {
     "inner_optimizer": "the optimizer inside a group is that of config.optimizer.optimizer",
     "train_iters": "it is config.train.train_iters",
     **dict.fromkeys(
         (
-            "islands",
             "lighthouse",
             "island",
             "island_address",
@@ -40,7 +40,7 @@ _NOT_HERE = {
 
 @dataclasses.dataclass
 class PierOptimizerConfig(OptimizerConfig):
-    """AdamW inside groups, with Pier's outer step between them.
+    """AdamW or Muon inside groups, with Pier's outer step between them.
 
     Attributes without a description here are those of Megatron's ``OptimizerConfig``; those of Pier are the ``--pier-*``
     flags, see :class:`pier_megatron.settings.Settings`.
@@ -72,8 +72,8 @@ class PierOptimizerConfig(OptimizerConfig):
     try_any_megatron: bool = PluginSettings.try_any_megatron
 
     def finalize(self) -> None:
-        """Checks what Megatron-Bridge checks, under the distributed optimizer, whose instances are Pier's groups."""
-        self.use_distributed_optimizer = True
+        """Checks what Megatron-Bridge checks; AdamW under the distributed optimizer, whose instances are Pier's groups."""
+        self.use_distributed_optimizer = self.optimizer == "adam"
         super().finalize()
 
     def provide(
@@ -105,7 +105,7 @@ class PierOptimizerConfig(OptimizerConfig):
             model_chunks=model_chunks,
             config_overrides=config_overrides,
             use_gloo_process_groups=use_gloo_process_groups,
-            pg_collection=pg_collection,
+            pg_collection=own_process_groups() if trains_as_one_instance(loop.arguments()) else pg_collection,
         )
         with loop.own_words():
             return with_outer_loop(optimizer, model_chunks, loop.arguments(), loop.in_own_words)
@@ -138,8 +138,8 @@ def with_pier(config: ConfigContainer, **pier: Any) -> ConfigContainer:
     optimizer = config.optimizer
     if type(optimizer) not in (OptimizerConfig, PierOptimizerConfig):
         raise PierConfigError(
-            f"config.optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}. Pier needs Megatron's AdamW: "
-            "use megatron.bridge.training.config.OptimizerConfig(optimizer='adam', ...)."
+            f"config.optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}. Pier needs Megatron's own: "
+            "use megatron.bridge.training.config.OptimizerConfig(optimizer='adam', ...), or 'muon'."
         )
     given = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer) if field.init}
     config.optimizer = PierOptimizerConfig(**given | pier)

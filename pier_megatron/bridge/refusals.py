@@ -3,9 +3,11 @@
 What has a flag is refused as under flags, by :mod:`pier_megatron.integration.refusals`.
 """
 
+import operator
 from typing import Any
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.settings import INNER_OPTIMIZERS
 
 # By path in the configuration. A setting is refused unless it is None, False or 0; a part of the configuration is, if its own
 # switch is on.
@@ -35,12 +37,18 @@ def refuse_what_cannot_work(config: Any) -> None:
         if value:
             raise PierConfigError(f"config.{path} cannot be used with PierOptimizerConfig: {reason}.")
     inner = config.optimizer.optimizer
-    if inner != "adam":
+    if inner not in INNER_OPTIMIZERS:
         raise PierConfigError(
-            f"config.optimizer.optimizer='{inner}' cannot be used with PierOptimizerConfig: groups are instances of the "
-            "distributed optimizer, which steps AdamW ('adam'). Muon needs islands: train with flags, --pier-islands and "
-            "--pier-inner-optimizer muon."
+            f"config.optimizer.optimizer='{inner}' cannot be used with PierOptimizerConfig: not one of "
+            f"{', '.join(INNER_OPTIMIZERS)}."
         )
+    if inner != "adam":
+        for path in ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer"):
+            if operator.attrgetter(path)(config):
+                raise PierConfigError(
+                    f"config.{path}=True cannot be used with config.optimizer.optimizer='{inner}': Megatron-Bridge lays no "
+                    "buckets out for Megatron's layer-wise optimizer, which shards the work. Set it to False, or use flags."
+                )
     instances, groups = config.ddp.num_distributed_optimizer_instances, config.optimizer.groups
     if instances not in (1, groups):
         raise PierConfigError(

@@ -12,7 +12,8 @@ from pier_megatron.integration import cautions, current
 from pier_megatron.integration import refusals as of_flags
 from pier_megatron.integration.arguments import check_arguments, check_release, number_of_groups
 from pier_megatron.integration.checkpoint import hooks
-from pier_megatron.integration.gradient_averaging import own_data_parallel_ranks
+from pier_megatron.integration.inner import requirements
+from pier_megatron.integration.own_group import own_data_parallel_ranks
 from pier_megatron.integration.training import pass_over_iteration, take_step
 from pier_megatron.megatron_api import run, versions
 
@@ -42,8 +43,12 @@ def _prepare(config: Any, arguments: Any) -> None:
     refusals.refuse_what_cannot_work(config)
     of_flags.refuse_what_cannot_work(arguments)
     cautions.turn_off_what_has_no_use(arguments, BridgeArguments.assign)
-    config.ddp.num_distributed_optimizer_instances = pier.groups
-    config.ddp.use_distributed_optimizer = pier.use_distributed_optimizer = True
+    requirements.check(arguments)
+    # Of others Megatron builds one instance only, see own_group.
+    config.ddp.num_distributed_optimizer_instances = 1
+    if pier.optimizer == "adam":
+        config.ddp.num_distributed_optimizer_instances = pier.groups
+        config.ddp.use_distributed_optimizer = pier.use_distributed_optimizer = True
     _name_iteration(config.checkpoint)
 
 

@@ -85,15 +85,14 @@ def read_own_samples[**P, R](
 def use_own_folders(args: argparse.Namespace) -> None:
     """Changes Megatron's arguments so that islands do not write the same files.
 
-    Megatron makes the index of data sets on the first rank while the others wait. Ranks of other jobs do not, and would read what
-    is half written.
+    Megatron makes the index of data sets on the first rank while the others wait. Ranks of other jobs do not, and would read
+    what is half written.
     """
     if args.save is not None:
         args.save = str(folder_of_island(Path(args.save), args.pier_island))
     if args.pier_island > 0 and not args.mock_data:
         shared = args.data_cache_path
-        own = Path(args.save) / "index" if shared is None else Path(shared) / f"island_{args.pier_island}"
-        args.data_cache_path = str(own)
+        args.data_cache_path = f"{args.save}/index" if shared is None else f"{shared}/island_{args.pier_island}"
 
 
 def membership(

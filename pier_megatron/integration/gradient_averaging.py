@@ -30,8 +30,8 @@ class GradientAveraging:
         """Takes hold of this rank's ``DistributedDataParallel`` chunks as Megatron built them.
 
         Args:
-            model_chunks: Chunks that average over all groups if Megatron has built as many instances, and over the own one if it
-                has built one.
+            model_chunks: Chunks that average over all groups if Megatron has built as many instances, and over the own one if
+                it has built one.
             groups: Number of groups in the launch.
         """
         self._groups = groups
@@ -55,8 +55,8 @@ class GradientAveraging:
             if built < groups:
                 between, stream = parallel_state.get_inter_distributed_optimizer_instance_group(), torch.cuda.Stream()
                 for group in dense + expert:
-                    # A bucket group that was built with one instance has neither attribute: had they other names, Megatron would
-                    # fail to find its own.
+                    # A bucket group that was built with one instance has neither attribute: had they other names, Megatron
+                    # would fail to find its own.
                     group.inter_distributed_optimizer_instance_group = between
                     group.communication_stream = stream
         elif built < groups:

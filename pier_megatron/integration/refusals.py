@@ -174,7 +174,7 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
             *((True, f"{name}: {counts}. Use a constant --global-batch-size") for name in growing),
             (
                 args.full_validation,
-                "--full-validation: each island evaluates its share of the samples, of which some have one more. Use --eval-iters",
+                "--full-validation: each island evaluates its share of the samples, and some have one more. Use --eval-iters",
             ),
             (
                 kind is not None,

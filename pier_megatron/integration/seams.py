@@ -17,13 +17,14 @@ from pier_megatron.integration import (
     elastic_island,
     evaluation,
     examination,
+    layer_wise,
     own_group,
     own_log,
     scoring,
     training,
 )
 from pier_megatron.integration.checkpoint import files, formats, helpers, hooks
-from pier_megatron.integration.inner import layer_wise, torch_adam
+from pier_megatron.integration.inner import torch_adam
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.seam import Needed, Seam, install
 from pier_megatron.processes import end_with_one_message

@@ -170,10 +170,9 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: 
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
         f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
     ]
-    ranks = len(topology.members(0))
+    ranks, kind = len(topology.members(0)), "groups" if config.lighthouse is None else "islands"
     lines = [
-        f"Pier: {config.groups} {'groups' if config.lighthouse is None else 'islands'} of {ranks} rank{'' if ranks == 1 else 's'}, "
-        f"{preset(config)}",
+        f"Pier: {config.groups} {kind} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}",
         *(f"  {line}" for line in who),
         f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",

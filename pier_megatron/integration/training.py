@@ -16,11 +16,10 @@ import torch.distributed as dist
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
-from pier_megatron.integration import cautions, current, elastic_island, nccl_options, startup
+from pier_megatron.integration import cautions, current, elastic_island, layer_wise, nccl_options, startup
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
 from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.copies import Copies
-from pier_megatron.integration.inner import layer_wise
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.routers import router_biases
 from pier_megatron.integration.own_group import own_process_groups, own_ranks, trains_as_one_instance

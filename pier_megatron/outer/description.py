@@ -118,15 +118,8 @@ class Description:
         """Describes a run as it is, and what of it is stored."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
         settings = {name: value for name, value in settings.items() if name not in _LATER or value is not None}
-        return cls(
-            iteration,
-            settings,
-            dict(layout),
-            config.chunk_mib_on(device_type),
-            rule=config.outer_rule,
-            island=config.island,
-            **content,
-        )
+        content |= {"rule": config.outer_rule, "island": config.island}
+        return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), **content)
 
     @classmethod
     def from_metadata(cls, found: Metadata) -> "Description":
@@ -151,8 +144,8 @@ class Description:
         if not values.pop("holds_outer_state", True):
             raise PierConfigError(
                 f"--load: the checkpoint of iteration {found['iteration']} is the part of island {found['island']} of a launch "
-                "with --pier-islands, which is no more. Finish the run with the plugin that wrote it, or begin from the weights in "
-                "the --save folder of the job with --finetune."
+                "with --pier-islands, which is no more. Finish the run with the plugin that wrote it, or begin from the "
+                "weights in the --save folder of the job with --finetune."
             )
         values["settings"] = {name: value for name, value in values["settings"].items() if name != "islands"}
         saved = cls(**values)
@@ -240,7 +233,7 @@ class Description:
         then, now = (defaults | dict(run.settings) for run in (self, present))
         pairs = [(flag_of(name), then.get(name), now[name]) for name in _SETTINGS]
         kinds = ["in one launch" if run.island is None else "in elastic islands" for run in (self, present)]
-        pairs += [("run", *kinds)]
+        pairs.append(("run", kinds[0], kinds[1]))
         pairs += [("outer rule", self.rule, present.rule)] if self.rule is not None else []
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]

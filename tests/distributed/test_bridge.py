@@ -33,6 +33,12 @@ def with_config(more: str = "", **pier: object) -> str:
     return " ".join([*(f"pier.{name}={value}" for name, value in (_PIER | pier).items()), more])
 
 
+# The momentum of the flag is 0.9 by default, that of the configuration 0.95.
+_MUON = (
+    "optimizer.optimizer=muon optimizer.muon_momentum=0.9 optimizer.muon_fp32_matmul_prec=high "
+    "optimizer.use_distributed_optimizer=False ddp.use_distributed_optimizer=False"
+)
+
 # Each with flags and as settings.
 _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
     "TP 2": ("--tensor-model-parallel-size 2", "model.tensor_model_parallel_size=2", {}),
@@ -58,6 +64,7 @@ _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
         "train.exit_interval=7 checkpoint.save={directory}/llama-config",
         {},
     ),
+    "Muon": ("--pier-inner-optimizer muon --muon-fp32-matmul-prec high", _MUON, {}),
     "skipped": ("--iterations-to-skip 5 6", "train.iterations_to_skip=[5,6]", {}),
 }
 _ASKING = (
@@ -87,9 +94,13 @@ _REFUSED = {
         "config.ddp.num_distributed_optimizer_instances=4 con",
     ),
     "groups of its own": (with_config("dist.use_decentralized_pg=True"), "config.dist.use_decentralized_pg cannot be used"),
-    "Muon": (with_config("optimizer.optimizer=dist_muon"), "config.optimizer.optimizer='dist_muon' cannot be used"),
+    "Muon, layer-wise": (
+        with_config("optimizer.optimizer=muon"),
+        "config.ddp.use_distributed_optimizer=True cannot be used with config.optimizer.optimizer='muon'.*Set it to False",
+    ),
+    "soap": (with_config("optimizer.optimizer=soap"), "config.optimizer.optimizer='soap' cannot .* not one of adam, muon"),
     "manager": (with_config("checkpoint.custom_manager_class=a.B"), "config.checkpoint.custom_manager_class cannot be used"),
-    "islands": (with_config(islands=True), "islands=True is not supported under Megatron-Bridge: islands replace"),
+    "islands": (with_config(lighthouse="x"), "lighthouse='x' is not supported under Megatron-Bridge: elastic islands replace"),
     "misspelt": (with_config(sync_intervall=4), r"sync_intervall=4: Pier has no such setting. Did you mean sync_interval\?"),
 }
 
@@ -105,10 +116,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     trainings += [
         Run("silent", with_config("logger.log_interval=1 train.check_weight_hash_across_dp_replicas_interval=1"), ["census"]),
         Run("asking", with_config(_ASKING), ["census"]),
+        Run("Muon, silent", with_config(f"{_MUON} logger.log_interval=1"), ["census"]),
         Run("stock", "stock ddp.num_distributed_optimizer_instances=2 logger.log_interval=1000", ["census"]),
         Run("saving", with_config(f"{_SAVING} logger.tensorboard_dir={{directory}}/tensorboard"), probes),
         Run("to 6", with_config("train.exit_interval=6"), ["weights"]),
         Run("resumed", with_config(_LOADING), probes),
+        Run("Muon, saving", with_config(f"{_MUON} {_SAVING}".replace("/checkpoints", "/muon")), probes),
+        Run("Muon, resumed", with_config(f"{_MUON} {_LOADING}".replace("/checkpoints", "/muon")), probes),
         Run("one folder", with_config("checkpoint.load={directory}/checkpoints/iter_0000007"), probes),
         Run("stock resumed", f"stock {_LOADING}", ["weights"]),
         *(Run(f"refused: {name}", line, fails=True) for name, (line, _) in _REFUSED.items()),
@@ -190,7 +204,7 @@ def crossing(run: Recorded, iteration: int) -> list[Collective]:
     ]
 
 
-@pytest.mark.parametrize("name", ["silent", "asking"])
+@pytest.mark.parametrize("name", ["silent", "asking", "Muon, silent"])
 def test_nothing_crosses_the_groups_between_outer_steps(runs: dict[str, Recorded], name: str) -> None:
     for iteration in _SILENT:
         assert crossing(runs[name], iteration) == []
@@ -204,10 +218,12 @@ def test_stock_bridge_crosses_in_every_iteration(runs: dict[str, Recorded]) -> N
     assert len(crossing(runs["stock"], 5)) >= 2 * len(runs["stock"].ranks)
 
 
-@pytest.mark.parametrize("name", ["resumed", "one folder"])
-def test_a_resume_between_outer_steps_is_exact(runs: dict[str, Recorded], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "saved"), [("resumed", "saving"), ("one folder", "saving"), ("Muon, resumed", "Muon, saving")]
+)
+def test_a_resume_between_outer_steps_is_exact(runs: dict[str, Recorded], name: str, saved: str) -> None:
     assert " Pier resumes exactly from iteration 7" in runs[name].printed
-    assert_equal(runs[name], runs["saving"], after=7)
+    assert_equal(runs[name], runs[saved], after=7)
 
 
 def test_stock_bridge_loads_what_the_groups_agreed_on(runs: dict[str, Recorded]) -> None:

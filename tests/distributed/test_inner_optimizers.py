@@ -81,6 +81,7 @@ def _runs() -> list[Run]:
     from_bf16 = _MUON + _TWO + _STOPPED["bf16"][0] + "--load {directory}/bf16 --ckpt-step 8 "
     from_fp32 = "--load {directory}/fp32 --ckpt-step 8 "
     runs += [
+        Run("evaluating", _MUON + _TWO + _TP2 + "--eval-interval 4 --eval-iters 2 ", _PROBES),
         Run("without moments", from_bf16, _PROBES, ["moments stay behind"]),
         Run("PP 2 at 8", _MUON + _TWO + _PP2 + from_fp32, ["outer weights"]),
         Run(
@@ -124,6 +125,14 @@ def test_reference_tells_bugs(runs: dict[str, Recorded]) -> None:
     assert error(runs["TP 2"]) > 20 * _TOLERANCE
     assert error(runs["TP 2"], 2, inner_optimizer="adam") > 20 * _TOLERANCE
     assert error(runs["TP 2"], 2, outer_momentum=0.89) > 20 * _TOLERANCE
+
+
+def test_evaluation_sees_the_anchor(runs: dict[str, Recorded]) -> None:
+    for rank in runs["evaluating"].ranks:
+        # In another order.
+        seen, anchor = (tensor.sort()[0] for tensor in (rank["validation"]["iteration 8"], torch.cat(rank["anchor"][8])))
+        assert torch.equal(seen, anchor)
+        assert not torch.equal(seen, rank["main"][8].sort()[0])
 
 
 def lazy_start_is_stock(run: Recorded, stock: Recorded) -> None:

@@ -15,6 +15,7 @@ _PIER = (
     "--train-iters 12 --log-interval 1 --optimizer pier --pier-preset pier "
     "--pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 )
+_MUON = "--global-batch-size 16 --pier-inner-optimizer muon --muon-fp32-matmul-prec high"
 _SILENT, _SYNC = (4, 5, 7, 8, 10, 11), (6, 9)
 _LAYOUTS = {
     "TP 2": "--tensor-model-parallel-size 2 --global-batch-size 8 --bf16",
@@ -35,6 +36,9 @@ _LAYOUTS = {
     "timers of level 1": "--pipeline-model-parallel-size 2 --global-batch-size 8 --timing-log-level 1",
     "timers of level 2": "--tensor-model-parallel-size 2 --global-batch-size 8 --timing-log-level 2 --timing-log-option all "
     "--log-timers-to-tensorboard --tensorboard-dir {directory}/tensorboard --log-throughput --log-memory-interval 1",
+    "Muon": f"{_MUON} --log-params-norm --log-num-zeros-in-grad",
+    "Muon, experts": f"{_MUON} --expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2",
+    "Muon, layer-wise": f"{_MUON} --bf16 --use-distributed-optimizer --log-params-norm --log-num-zeros-in-grad",
     "losses averaged by the script": "--global-batch-size 16",
     "one group asleep": "--tensor-model-parallel-size 2 --global-batch-size 8",
 }

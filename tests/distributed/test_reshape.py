@@ -33,6 +33,8 @@ _MOE = (
 _FROM_MOE = "--load {directory}/moe --ckpt-step 9"
 _STOCK = "--train-iters 12 --use-distributed-optimizer --global-batch-size 8 "
 _OUTER = ["outer weights"]
+_MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
+_LAYER_WISE = _MUON + "--bf16 --use-distributed-optimizer "
 
 # In this order: what a launch leaves on disk, the next ones load.
 _LAUNCHES = (
@@ -70,6 +72,16 @@ _LAUNCHES = (
             Run("MoE", _MOE + _PP2 + _RESHARDABLE + "--save {directory}/moe" + _AT_THE_END, saves=[9]),
             Run("MoE at 9", _MOE + _PP2 + _FROM_MOE, _OUTER),
             Run("MoE, PP 2 to 1 at 9", _MOE + _CHANGED + _FROM_MOE, _OUTER),
+            Run("Muon, four", _MUON + "--pier-groups 4 --save {directory}/muon" + _AT_THE_END, saves=[8]),
+            Run("Muon, four again", _MUON + "--pier-groups 4 --load {directory}/muon --ckpt-step 8", _OUTER),
+            Run("Muon, inner DP", _MUON + "--pier-groups 2 --load {directory}/muon --ckpt-step 8 " + _CHANGED, _OUTER),
+            Run("layer-wise", _LAYER_WISE + "--pier-groups 2 --save {directory}/layer-wise" + _AT_THE_END, saves=[8]),
+            Run("layer-wise again", _LAYER_WISE + "--pier-groups 2 --load {directory}/layer-wise --ckpt-step 8", _OUTER),
+            Run(
+                "layer-wise to four",
+                _LAYER_WISE + "--pier-groups 4 --load {directory}/layer-wise --ckpt-step 8 " + _CHANGED,
+                _OUTER,
+            ),
             Run("stock goes on", _STOCK + _FROM_FOUR + "9", []),
             Run("stock goes on, drifted", _STOCK + _FROM_FOUR + "8", ["weights"]),
             Run("stock", _STOCK + "--save {directory}/stock --save-interval 6", ["main"]),
@@ -157,10 +169,18 @@ def test_split_groups_go_on_with_their_parent(runs: dict[str, Recorded]) -> None
             assert torch.equal(loaded, parent)
 
 
-@pytest.mark.parametrize("name", ["four to two", "inner DP"])
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("four to two", "four again"),
+        ("inner DP", "four again"),
+        ("Muon, inner DP", "Muon, four again"),
+        ("layer-wise to four", "layer-wise again"),
+    ],
+)
 @pytest.mark.parametrize("buffer", ["anchor", "momentum"])
-def test_outer_state_carries_over_to_other_groups(runs: dict[str, Recorded], name: str, buffer: str) -> None:
-    expected, found = runs["four again"].weights(buffer), runs[name].weights(buffer)
+def test_outer_state_carries_over_to_other_groups(runs: dict[str, Recorded], name: str, source: str, buffer: str) -> None:
+    expected, found = runs[source].weights(buffer), runs[name].weights(buffer)
     models_are_equal(expected, found)
     assert any(tensor.abs().max() > 0 for tensor in expected.values() if isinstance(tensor, torch.Tensor))
 

@@ -113,14 +113,14 @@ class Loading:
         lacking = []
         if saved.island is not None and config.island is None:
             raise PierConfigError(
-                f"--load {versions.megatron_args().load}: island {saved.island} has saved its own part of a run there. Groups of "
-                "one launch cannot continue from it. Continue with elastic islands (--pier-lighthouse), or begin from the weights "
-                "with --finetune."
+                f"--load {versions.megatron_args().load}: island {saved.island} has saved its own part of a run there. Groups "
+                "of one launch cannot continue from it. Continue with elastic islands (--pier-lighthouse), or begin from the "
+                "weights with --finetune."
             )
         if saved.island not in (None, config.island):
             lacking = [
-                f"there is no checkpoint of iteration {saved.iteration} of island {config.island}, which takes the inner state of "
-                f"island {saved.island}"
+                f"there is no checkpoint of iteration {saved.iteration} of island {config.island}, which takes the inner state "
+                f"of island {saved.island}"
             ]
         changes = saved.check(present, config.override_checkpoint, lacking)
         is_exact = saved.is_exact_for(present) and not lacking

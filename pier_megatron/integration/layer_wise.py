@@ -39,7 +39,7 @@ def number_copies(
     *args: object,
     **kwargs: object,
 ) -> "ShardedStateDict":
-    """Numbers the copies of a tensor by group: a rank has the only one in its group, which Megatron numbers 0 in all of them."""
+    """Numbers the copies of a tensor by group: a rank has the only one in its group, which Megatron numbers 0 in all."""
     state = sharded_state_dict(optimizer, *args, **kwargs)
     number = own_group.own_number()
     for value in versions.require("megatron.core.dist_checkpointing.dict_utils", "nested_values")(state):

@@ -1,0 +1,268 @@
+"""Asks of every training in a checkout of Megatron-LM whether it runs with Pier, and prints the answers as a page.
+
+``python tools/survey.py CHECKOUT [--recipes]``: the functional tests and the example scripts of the checkout, each with
+``--optimizer pier --pier-groups 2``, twice the ranks and twice the batch; with ``--recipes`` the recipes of an installed
+Megatron-Bridge too. Nothing trains: the arguments pass Megatron's parser and checks and the plugin's, as ``pier-megatron
+doctor`` has them do. ``--words NAME`` prints one of the command lines instead.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import io
+import math
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from pier_megatron.cpu import emulation
+from pier_megatron.errors import PierConfigError
+
+_ON_A_NODE = 8
+_SCRIPT = re.compile(r"pretrain_\w+\.py|train\.py")
+_KINDS = {"hybrid": "hybrid", "mamba": "hybrid"}
+# What a script of an example wants of its command line.
+_GIVEN = ["/data/1", "/data/2", "/data/3", "/data/4", "/data/5", "/data/6"]
+
+
+@dataclasses.dataclass
+class Answer:
+    """What became of one command line.
+
+    Attributes:
+        name: File that it is from, below the checkout.
+        kind: Kind of its model.
+        verdict: ``accepted``, ``refused``, ``refused by stock`` or ``broken``.
+        reasons: Messages of the refusal.
+    """
+
+    name: str
+    kind: str
+    verdict: str
+    reasons: Sequence[str] = ()
+
+
+def main() -> int:
+    """Prints the page; returns 1 if something breaks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--recipes", action="store_true", help="the recipes of the installed Megatron-Bridge too")
+    parser.add_argument("--words", metavar="NAME", help="print one of the command lines instead")
+    options = parser.parse_args()
+    found = dict(command_lines(options.checkout))
+    if options.words:
+        print(" ".join(found[options.words]))
+        return 0
+    warnings.filterwarnings("ignore")
+    emulation.install()
+    answers = [asked(name, words) for name, words in _distinct(found).items()]
+    if options.recipes:
+        answers += recipes()
+    print(page(answers))
+    return int(any(answer.verdict == "broken" for answer in answers))
+
+
+def command_lines(checkout: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yields the arguments of each training, by the file that they are from."""
+    for path in sorted(checkout.glob("tests/functional_tests/test_cases/*/*/model_config.yaml")):
+        case = yaml.safe_load(path.read_text())
+        # NeMo's have arguments of their own.
+        if case.get("MODE", "pretraining") == "pretraining" and re.search(r"--num-layers|--hybrid", str(case.get("MODEL_ARGS"))):
+            yield str(path.parent.relative_to(checkout / "tests/functional_tests/test_cases")), list(_flags(case["MODEL_ARGS"]))
+    with tempfile.TemporaryDirectory() as folder:
+        stub = Path(folder) / "torchrun"
+        # One word a line, and nothing else that a script starts is found.
+        stub.write_text("#!/bin/sh\nfor word; do printf '%s\\n' \"$word\"; done\nprintf '%s\\n' ====\n")
+        stub.chmod(0o755)
+        for name in ("python", "python3"):
+            (stub.parent / name).symlink_to(stub)
+        for path in sorted(checkout.glob("examples/**/*.sh")):
+            if _SCRIPT.search(path.read_text()):
+                yield from _of_script(path, checkout, folder)
+
+
+def _flags(settings: Mapping[str, object]) -> Iterator[str]:
+    for flag, value in settings.items():
+        if value is False or value is None:
+            continue
+        yield flag
+        if value is not True:
+            # Several words may be one text, in brackets too.
+            words = value if isinstance(value, list) else str(value).strip("[]").split() if flag in _SEVERAL else [value]
+            yield from (str(word).replace("${REPEAT}", "1") for word in words)
+
+
+_SEVERAL = (
+    "--rampup-batch-size",
+    "--data-path",
+    "--cuda-graph-scope",
+    "--cuda-graph-modules",
+    "--recompute-modules",
+    "--hierarchical-context-parallel-sizes",
+    "--offload-modules",
+)
+
+
+def _of_script(path: Path, checkout: Path, folder: str) -> Iterator[tuple[str, list[str]]]:
+    try:
+        ran = subprocess.run(
+            ["/bin/bash", path, *_GIVEN],
+            env={"PATH": folder, "HOME": folder},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=5,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return
+    for number, started in enumerate(ran.stdout.split("====\n")[:-1]):
+        words = started.splitlines()
+        place = next((index for index, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
+        if place is not None and any(word.startswith("--num-layers") for word in words):
+            yield f"{path.relative_to(checkout)}{f' ({number + 1})' if number else ''}", [w for w in words[place + 1 :] if w]
+
+
+def _distinct(found: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Leaves out command lines that another one repeats but for names of files."""
+    seen: dict[tuple[str, ...], str] = {}
+    for name, words in found.items():
+        seen.setdefault(tuple(re.sub(r".*[/$].*", "PATH", word) for word in words), name)
+    return {name: found[name] for name in seen.values()}
+
+
+def asked(name: str, words: list[str]) -> Answer:
+    """Asks stock Megatron and then the plugin about a command line."""
+    ranks = 2 * _least_ranks(words)
+    doubled = _with(words, "--global-batch-size", lambda size: str(2 * int(size)))
+    kind = next((kind for part, kind in _KINDS.items() if part in name), "GPT and MoE")
+    if any(part in name for part in ("bert", "t5", "mimo", "multimodal", "retro", "vision")):
+        kind = "other"
+    try:
+        if problems := _problems(doubled, ranks):
+            return Answer(name, kind, "refused by stock", problems)
+        problems = _problems([*_with_pier(doubled), "--pier-groups", "2"], ranks)
+    except Exception as error:
+        return Answer(name, kind, "broken", [f"{type(error).__name__}: {error}"])
+    return Answer(name, kind, "refused" if problems else "accepted", problems)
+
+
+def _problems(words: list[str], ranks: int) -> list[str]:
+    from pier_megatron.integration.arguments import unknown_words
+    from pier_megatron.integration.planned_job import parsed_arguments, validate
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            args = parsed_arguments(ranks, _ON_A_NODE, ["pretrain_gpt.py", *words])
+            if any(word.startswith("--") for word in unknown_words()[0]):
+                return ["flags of a script's own, or of another release"]
+            validate(args, _ON_A_NODE)
+        except PierConfigError as error:
+            return [str(message) for message in error.args]
+    return []
+
+
+def _least_ranks(words: Sequence[str]) -> int:
+    sizes = {
+        name: int(_value(words, f"--{name}") or 1)
+        for name in (
+            "tensor-model-parallel-size",
+            "pipeline-model-parallel-size",
+            "context-parallel-size",
+            "expert-model-parallel-size",
+            "expert-tensor-parallel-size",
+        )
+    }
+    tensor, stages, context, experts, of_expert = sizes.values()
+    if _value(words, "--expert-tensor-parallel-size") is None:
+        of_expert = tensor
+    return math.lcm(_ON_A_NODE, tensor * stages * context, of_expert * experts * stages)
+
+
+def _value(words: Sequence[str], flag: str) -> str | None:
+    return next((words[place + 1] for place, word in enumerate(words[:-1]) if word == flag), None)
+
+
+def _with(words: list[str], flag: str, change: collections.abc.Callable[[str], str]) -> list[str]:
+    value = _value(words, flag)
+    return words if value is None else [change(value) if words[place - 1] == flag and place else word for place, word in enumerate(words)]
+
+
+def _with_pier(words: list[str]) -> list[str]:
+    chosen = _value(words, "--optimizer")
+    place = words.index("--optimizer") if chosen else len(words)
+    inner = ["--pier-inner-optimizer", "muon"] if chosen and "muon" in chosen else []
+    return [*words[:place], *words[place + 2 :], "--optimizer", "pier", *inner]
+
+
+def recipes() -> list[Answer]:
+    """Asks about the pretraining recipes of the installed Megatron-Bridge."""
+    from pier_megatron.commands.doctor import recipe
+    from pier_megatron.commands.findings import Findings
+
+    if importlib.util.find_spec("transformer_engine") is None:
+        importlib.import_module("pier_megatron.cpu.bridge").install()
+    package = importlib.import_module("megatron.bridge.recipes")
+    found: dict[str, str] = {}
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        for name in dir(importlib.import_module(module.name)):
+            if name.endswith("_pretrain_config"):
+                found.setdefault(name, module.name)
+    return [_asked_of_recipe(module, name, recipe.examine, Findings) for name, module in sorted(found.items())]
+
+
+def _asked_of_recipe(module: str, name: str, examine: collections.abc.Callable[..., None], findings: type) -> Answer:
+    surveyed = sys.modules.setdefault("surveyed_recipe", type(sys)("surveyed_recipe"))
+    surveyed.recipe = lambda: importlib.import_module("pier_megatron.bridge").with_pier(  # type: ignore[attr-defined]
+        getattr(importlib.import_module(module), name)(), sync_interval=50
+    )
+    found = findings()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            examine("surveyed_recipe:recipe", 256, _ON_A_NODE, found)
+    except PierConfigError as error:
+        return Answer(name, "recipe", "refused", [str(message) for message in error.args])
+    except Exception as error:
+        return Answer(name, "recipe", "broken", [f"{type(error).__name__}: {error}"])
+    return Answer(name, "recipe", "refused" if found.errors else "accepted", found.errors)
+
+
+def page(answers: Sequence[Answer]) -> str:
+    """Writes the page."""
+    kinds = list(dict.fromkeys(answer.kind for answer in answers))
+    verdicts = ("accepted", "refused", "refused by stock", "broken")
+    count = collections.Counter((answer.kind, answer.verdict) for answer in answers)
+    lines = [f"| kind | {' | '.join(verdicts)} |", "|---" * (len(verdicts) + 1) + "|"]
+    lines += [f"| {kind} | {' | '.join(str(count[kind, verdict]) for verdict in verdicts)} |" for kind in kinds]
+    for verdict in ("refused", "broken", "refused by stock"):
+        reasons: dict[str, list[Answer]] = collections.defaultdict(list)
+        for answer in (answer for answer in answers if answer.verdict == verdict):
+            for reason in dict.fromkeys(_short(message) for message in answer.reasons):
+                reasons[reason].append(answer)
+        if reasons:
+            lines += ["", f"| {verdict} because of | lines (alone) | for example |", "|---|---|---|"]
+            for reason, of in sorted(reasons.items(), key=lambda item: -len(item[1])):
+                alone = sum(len({_short(message) for message in answer.reasons}) == 1 for answer in of)
+                lines.append(f"| {reason} | {len(of)} ({alone}) | {of[0].name} |")
+    return "\n".join(lines)
+
+
+def _short(message: str) -> str:
+    """The beginning of a message, without its values."""
+    return re.sub(r"\s+", " ", message).replace("|", "/")[:110]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
