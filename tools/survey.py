@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import io
 import math
-import os
 import pkgutil
 import re
 import subprocess
@@ -43,7 +42,7 @@ class Answer:
     Attributes:
         name: File that it is from, below the checkout.
         kind: Kind of its model.
-        verdict: ``accepted``, ``refused``, ``refused by stock`` or ``broken``.
+        verdict: Column of the table.
         reasons: Messages of the refusal.
     """
 
@@ -77,9 +76,10 @@ def command_lines(checkout: Path) -> Iterator[tuple[str, list[str]]]:
     """Yields the arguments of each training, by the file that they are from."""
     for path in sorted(checkout.glob("tests/functional_tests/test_cases/*/*/model_config.yaml")):
         case = yaml.safe_load(path.read_text())
+        settings = case.get("MODEL_ARGS") or {}
         # NeMo's have arguments of their own.
-        if case.get("MODE", "pretraining") == "pretraining" and re.search(r"--num-layers|--hybrid", str(case.get("MODEL_ARGS"))):
-            yield str(path.parent.relative_to(checkout / "tests/functional_tests/test_cases")), list(_flags(case["MODEL_ARGS"]))
+        if case.get("MODE", "pretraining") == "pretraining" and re.search(r"--num-layers|--hybrid", str(settings)):
+            yield str(path.parent.relative_to(path.parents[2])), list(_flags(settings))
     with tempfile.TemporaryDirectory() as folder:
         stub = Path(folder) / "torchrun"
         # One word a line, and nothing else that a script starts is found.
@@ -196,8 +196,7 @@ def _value(words: Sequence[str], flag: str) -> str | None:
 
 
 def _with(words: list[str], flag: str, change: collections.abc.Callable[[str], str]) -> list[str]:
-    value = _value(words, flag)
-    return words if value is None else [change(value) if words[place - 1] == flag and place else word for place, word in enumerate(words)]
+    return [change(word) if place and words[place - 1] == flag else word for place, word in enumerate(words)]
 
 
 def _with_pier(words: list[str]) -> list[str]:
@@ -235,14 +234,15 @@ def _asked_of_recipe(module: str, name: str, examine: collections.abc.Callable[.
     except PierConfigError as error:
         return Answer(name, "recipe", "refused", [str(message) for message in error.args])
     except Exception as error:
-        return Answer(name, "recipe", "broken", [f"{type(error).__name__}: {error}"])
+        verdict = "not known without the network" if "huggingface.co" in str(error) else "broken"
+        return Answer(name, "recipe", verdict, [f"{type(error).__name__}: {error}"])
     return Answer(name, "recipe", "refused" if found.errors else "accepted", found.errors)
 
 
 def page(answers: Sequence[Answer]) -> str:
     """Writes the page."""
     kinds = list(dict.fromkeys(answer.kind for answer in answers))
-    verdicts = ("accepted", "refused", "refused by stock", "broken")
+    verdicts = ("accepted", "refused", "refused by stock", "broken", "not known without the network")
     count = collections.Counter((answer.kind, answer.verdict) for answer in answers)
     lines = [f"| kind | {' | '.join(verdicts)} |", "|---" * (len(verdicts) + 1) + "|"]
     lines += [f"| {kind} | {' | '.join(str(count[kind, verdict]) for verdict in verdicts)} |" for kind in kinds]

@@ -70,6 +70,16 @@ def _send_tensors_to_cpu() -> None:
 
     torch.Tensor.to = to_cpu  # type: ignore[method-assign,assignment]
     torch.Tensor.type = cuda_type  # type: ignore[method-assign,assignment]
+    all_to_all = torch.distributed.all_to_all_single
+
+    @functools.wraps(all_to_all)
+    def all_to_all_on_cpu(output: torch.Tensor, input: torch.Tensor, *args: object, **kwargs: object) -> object:  # noqa: A002
+        # Sizes that Megatron takes from a device are numbers by then; here they are still tensors.
+        sizes = (size.tolist() if isinstance(size, torch.Tensor) else size for size in args[:2])
+        named = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
+        return all_to_all(output, input, *sizes, *args[2:], **named)  # type: ignore[arg-type]
+
+    torch.distributed.all_to_all_single = all_to_all_on_cpu
     for name in ("cuda", "pin_memory"):
         setattr(torch.Tensor, name, lambda tensor, *args, **kwargs: tensor)
 
