@@ -22,7 +22,8 @@ _LAYOUTS = {
     "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 8",
     "EP 2": "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
     "--global-batch-size 16",
-    "biases": "--expert-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-enable-expert-bias --moe-router-score-function "
+    "biases": "--expert-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type alltoall "
+    "--moe-router-enable-expert-bias --moe-router-score-function "
     "sigmoid --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 --global-batch-size 16",
     "biases, PP 2": "--pipeline-model-parallel-size 2 --num-experts 4 --disable-bias-linear --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid --global-batch-size 8",
