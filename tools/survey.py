@@ -27,6 +27,7 @@ import yaml
 
 from pier_megatron.cpu import emulation
 from pier_megatron.errors import PierConfigError
+from pier_megatron.megatron_api import versions
 
 _ON_A_NODE = 8
 _SCRIPT = re.compile(r"pretrain_\w+\.py|train\.py")
@@ -203,7 +204,8 @@ def _with_pier(words: list[str]) -> list[str]:
     chosen = _value(words, "--optimizer")
     place = words.index("--optimizer") if chosen else len(words)
     inner = ["--pier-inner-optimizer", "muon"] if chosen and "muon" in chosen else []
-    return [*words[:place], *words[place + 2 :], "--optimizer", "pier", *inner]
+    any_release = [] if versions.release() in versions.SUPPORTED else ["--pier-try-any-megatron"]
+    return [*words[:place], *words[place + 2 :], "--optimizer", "pier", *inner, *any_release]
 
 
 def recipes() -> list[Answer]:
