@@ -8,7 +8,6 @@ from pier_megatron.config import PierConfig
 from pier_megatron.integration.inner.requirements import are_shared_out
 from pier_megatron.integration.startup import Takes
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.args import ranks_of_activations
 
 _MEMORY = "megatron.training.theoretical_memory_usage"
 
@@ -137,19 +136,6 @@ def _operations(args: argparse.Namespace, samples: float) -> float | None:
     if sized is None:
         return None
     return float(versions.require("megatron.training.training", "num_floating_point_operations")(sized, samples))
-
-
-def elements_between_stages(args: argparse.Namespace) -> float:
-    """Elements that a rank in the middle of a pipeline sends in an iteration: activations onwards, their gradients back."""
-    if args.pipeline_model_parallel_size == 1:
-        return 0.0
-    microbatches = args.global_batch_size / (args.micro_batch_size * args.data_parallel_size)
-    return float(2 * microbatches * (args.virtual_pipeline_model_parallel_size or 1)) * elements_of_message(args)
-
-
-def elements_of_message(args: argparse.Namespace) -> float:
-    """Elements that a rank sends to the next stage for one micro-batch."""
-    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks_of_activations(args))
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:

@@ -27,7 +27,6 @@ def sizes_of(args: argparse.Namespace) -> Job:
         tensor_parallel=args.tensor_model_parallel_size,
         replicas=args.data_parallel_size * args.context_parallel_size,
         groups=args.pier_groups or 1,
-        sent_between_stages=planned_sizes.elements_between_stages(args),
         is_shared_out=are_shared_out(args),
     )
 

@@ -50,7 +50,7 @@ def read(path: str) -> Routes:
         return Routes.of_text(existing_file(path).read_text())
     except (PierConfigError, argparse.ArgumentTypeError, OSError, UnicodeDecodeError) as error:
         raise PierConfigError(
-            f"--pier-skip-routes {path}: {error}. pier-megatron plan with --routes writes such a file."
+            f"--pier-skip-routes {path}: {error}. examples/skip_routes.py writes such a file."
         ) from error
 
 
