@@ -12,7 +12,7 @@ TCP_EFFICIENCY = 0.91
 """Share of a shaped link's rate that a blocking FP32 exchange over TCP achieves, median of docs/performance.md."""
 
 FLOPS_SPREAD = (0.33, 1.64)
-"""Lowest and highest TFLOP/s of published runs, as multiples of their cluster's figure: benchmarks/planner_accuracy.py."""
+"""Lowest and highest TFLOP/s of published runs, as multiples of their cluster's figure: tools/planner_accuracy.py."""
 
 LINK_SPREAD = (0.62, 1.32)
 """The same of the rate at which published runs reduced their gradients, with TFLOP/s measured."""
@@ -95,7 +95,7 @@ class Cluster:
         return -(-gpus // (self.nodes_per_site * self.gpus_per_node)) if self.nodes_per_site else 1
 
 
-# Bandwidths of the first two are fitted, see benchmarks/planner_accuracy.py, and are what is achieved; nodes of the others send
+# Bandwidths of the first two are fitted, see tools/planner_accuracy.py, and are what is achieved; nodes of the others send
 # 80 % of what an adapter of 400 Gbit/s per GPU could. The A100 machine's TFLOP/s are the median of six published layouts.
 # Bandwidths of the host are not fitted: docs/planner.md has their sources.
 CLUSTERS = {

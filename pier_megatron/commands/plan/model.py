@@ -4,7 +4,7 @@ Times follow from few figures: what a GPU achieves on this model, what a node's 
 iteration costs besides. The network of a *node* counts, because ranks that hold the same parameters use it one after the
 other: on the authors' A100 machine an all-reduce moved 5 GB/s per node whether 1 or 4 different shards lived on it.
 
-``benchmarks/planner_accuracy.py`` compares it with every published point.
+``tools/planner_accuracy.py`` compares it with every published point.
 """
 
 import dataclasses
