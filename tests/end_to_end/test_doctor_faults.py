@@ -2,34 +2,19 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from launch import REPOSITORY, execute, torchrun
+from one_process import pier_megatron
 
 from pier_megatron.megatron_api import versions
 from pier_megatron.version import __version__
 
 pytestmark = pytest.mark.processes
-
-# Looks at many jobs in one process: a start of Megatron takes longer than a look.
-_LOOKS = """
-import contextlib, io, json, shlex, sys
-from pier_megatron.commands import cli
-
-said = []
-for command in json.load(sys.stdin):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        status = cli.main(["doctor", *shlex.split(command)])
-    said.append([status, out.getvalue()])
-print("SAID", json.dumps(said))
-"""
 
 _MODEL = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
@@ -336,32 +321,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def said(folder: Path) -> dict[str, tuple[int, str]]:
-    """Exit status and output of each case, with FOLDER in the place of the folder."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NCCL_", "MASTER_"))}
-    process = subprocess.run(
-        [sys.executable, "-c", _LOOKS],
-        cwd=REPOSITORY,
-        env=environment | {"PYTHONPATH": str(REPOSITORY)},
-        input=json.dumps([case.job.replace("FOLDER", str(folder)) for case in _CASES.values()]),
-        capture_output=True,
-        text=True,
-    )
-    assert "SAID" in process.stdout, process.stderr
-    looks = json.loads(process.stdout[process.stdout.index("SAID ") + 5 :].replace(str(folder), "FOLDER"))
-    return dict(zip(_CASES, map(tuple, looks), strict=True))
-
-
 @pytest.mark.parametrize("name", _CASES)
-def test_fault_line_verdict_and_status(said: dict[str, tuple[int, str]], name: str) -> None:
-    case, (status, text) = _CASES[name], said[name]
+def test_fault_line_verdict_and_status(folder: Path, name: str) -> None:
+    case, said = _CASES[name], pier_megatron()(f"doctor {_CASES[name].job}".replace("FOLDER", str(folder)))
+    text = said.out.replace(str(folder), "FOLDER")
     *lines, verdict = text.splitlines()
     troubles = [line for line in lines if line.startswith(("WARNING", "ERROR"))]
-    assert (verdict, status) == (case.verdict, int(case.verdict == _BAD)), text
+    assert (verdict, said.status) == (case.verdict, int(case.verdict == _BAD)), text
     assert len(troubles) == len(case.lines), text
-    for trouble, beginning in zip(troubles, case.lines, strict=True):
-        assert trouble.startswith(beginning) or re.match(beginning, trouble), text
+    assert all(map(str.startswith, troubles, case.lines)), text
     assert case.note in text
 
 
@@ -376,10 +344,9 @@ def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path,
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor", *job]
-    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said.stdout)
-    assert found, said.stdout
+    said = pier_megatron()(f"doctor {shlex.join(job)}").out
+    found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said)
+    assert found, said
     execute(job, tmp_path / "log.txt")
     parameters = int(found[1].replace(",", ""))
     # Between two outer steps, where all groups differ, and after one, where group 0 has what the checkpoint's model has.
