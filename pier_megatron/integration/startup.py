@@ -175,7 +175,7 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
 
     Args:
         config: Settings of the run.
-        topology: Where its ranks are.
+        topology: Places of its ranks.
         who: Lines on the groups and who speaks for them.
         taken: Lines of :class:`Takes`.
         device_type: Device of the run, ``cpu`` or ``cuda``.
@@ -242,7 +242,6 @@ def schedule(config: PierConfig) -> list[str]:
         lines.append(f"{f'1-{config.lazy_start}':>12} {'':>9} {warmup} {'-':>6}")
     for step in (steps[index] for index in shown):
         lines.append(
-            f"{step:12d} {step / config.train_iters:9.1%} {config.momentum_at(step):6.3f} "
-            f"{config.learning_rate_at(step):6.3f}"
+            f"{step:12d} {step / config.train_iters:9.1%} {config.momentum_at(step):6.3f} {config.learning_rate_at(step):6.3f}"
         )
     return lines

@@ -336,7 +336,9 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     assert "Pier: 2 groups of 2 ranks" in log
     # Doctor, start-up and plan say the same: all of start-up's block but its warnings.
     block = log[log.index("Pier: 2 groups") :].removeprefix("Pier: ").split("\n  WARNING")[0].splitlines()
-    lines = [line.strip() for line in block[: next(place for place, line in enumerate(block) if "momentum horizon" in line) + 1]]
+    lines = [
+        line.strip() for line in block[: next(place for place, line in enumerate(block) if "momentum horizon" in line) + 1]
+    ]
     assert [line for line in lines if line not in map(str.strip, log.splitlines())] == []
     said = re.findall(r"^ *((?:outer state )?per rank: .*)$", log, re.MULTILINE)
     assert len(said) == 4

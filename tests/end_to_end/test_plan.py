@@ -97,7 +97,14 @@ def test_own_row_has_the_flags_of_the_job_and_no_others() -> None:
 
 
 # What README and should-i-use-it.md say of each rate, in GB/s: blocking, overlapped.
-_SAID = {"0.125": ("8.43", None), "1.25": (None, "7.75"), "5": (None, "4.95"), "12.5": ("2.8", "2.93"), "50": ("1.15", None), "400": ("1.00", None)}
+_SAID = {
+    "0.125": ("8.43", None),
+    "1.25": (None, "7.75"),
+    "5": (None, "4.95"),
+    "12.5": ("2.8", "2.93"),
+    "50": ("1.15", None),
+    "400": ("1.00", None),
+}
 
 
 def test_pages_say_what_the_planner_says() -> None:

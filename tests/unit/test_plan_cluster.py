@@ -86,7 +86,10 @@ def test_zero_is_refused_where_it_cannot_be(flag: str, capsys: pytest.CaptureFix
         ("memory: [", "no YAML"),
         ("memory: 2026-13-45", "no YAML"),
         ("memory: true", "memory: True: must be a number"),
-        ("nodes: [{name: a}]", "nodes: plan knows equal nodes only; python examples/skip_routes.py searches routes over unequal"),
+        (
+            "nodes: [{name: a}]",
+            "nodes: plan knows equal nodes only; python examples/skip_routes.py searches routes over unequal",
+        ),
         (_EXAMPLE.read_text().replace("site-bandwidth", "# site-bandwidth"), "nodes-per-site without site-bandwidth"),
     ],
 )
@@ -114,7 +117,9 @@ def test_efficiency_of_tcp_is_what_was_measured() -> None:
     times = [float(cell) for row in rows for cell in row.split("|")[1::2]]
     assert len(times) == 9
     assert round(1 / statistics.median(times), 2) == TCP_EFFICIENCY
-    assert f"{min(times):.2f} to {max(times):.2f} x the time that its bytes take at the link's rate" in " ".join(planner.split())
+    assert f"{min(times):.2f} to {max(times):.2f} x the time that its bytes take at the link's rate" in " ".join(
+        planner.split()
+    )
 
 
 def test_a_scaled_cluster_keeps_what_is_not_a_rate() -> None:

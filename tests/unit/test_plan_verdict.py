@@ -28,7 +28,11 @@ def config(**kwargs: Any) -> PierConfig:
 def rows(cluster: Cluster = _A100, job: Job = _XL, hidden: bool = True, measured: bool = False) -> dict[str, ways.Row]:
     """The rows of a job that fits."""
     found = {ways.SYNCHRONOUS: ways.synchronous_row(predict(job, cluster).of_synchronous(hidden), 100_000)}
-    for name, way in {ways.OWN: Way(50), "--pier-overlap 25": Way(50, 25), "--pier-exchange-dtype int8": Way(50, 0, 1, "int8")}.items():
+    for name, way in {
+        ways.OWN: Way(50),
+        "--pier-overlap 25": Way(50, 25),
+        "--pier-exchange-dtype int8": Way(50, 0, 1, "int8"),
+    }.items():
         found[name] = ways.gain_of(way, job, cluster, config(), measured, hidden)
     return found
 
@@ -72,15 +76,17 @@ def test_verdict_begins_with_the_answer() -> None:
 def test_what_overlap_flags_would_win_alone_is_no_gain_of_pier() -> None:
     quick = dataclasses.replace(_A100, node_bandwidth=50e9)
     assert rows(quick, hidden=False)[ways.OWN].gain > 1.15
-    assert line(quick, hidden=False).startswith("First give --overlap-grad-reduce and --overlap-param-gather: with them Pier is 1.0")
+    assert line(quick, hidden=False).startswith(
+        "First give --overlap-grad-reduce and --overlap-param-gather: with them Pier is 1.0"
+    )
     assert line(quick).startswith(("Measure first", "Do not use it"))
 
 
 def test_no_row_contradicts_the_verdict() -> None:
     for rate in (0.1, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000):
-        for measured in (False, True):
-            found = rows(dataclasses.replace(_A100, node_bandwidth=rate * 1e9), measured=measured)
-            said, best = verdict.of_rows(found, 64, measured), max(row.gain for row in found.values())
+        for known in (False, True):
+            found = rows(dataclasses.replace(_A100, node_bandwidth=rate * 1e9), measured=known)
+            said, best = verdict.of_rows(found, 64, known), max(row.gain for row in found.values())
             assert said.startswith(("Use it", "Measure first") if best >= 1.05 else ("Measure first", "Do not use it"))
             assert len(said.split()) <= 25, said
 

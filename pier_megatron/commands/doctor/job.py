@@ -92,9 +92,7 @@ def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: 
     look_at_checkpoint(args, config, ranks, findings)
 
 
-def describe_groups(
-    args: Any, config: PierConfig, ranks_per_node: int, findings: Findings, taken: Sequence[str] = ()
-) -> int:
+def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings: Findings, taken: Sequence[str] = ()) -> int:
     """Adds what start-up will say of the groups, and warnings.
 
     Args:

@@ -133,7 +133,9 @@ FIGURES = (
     Figure("gpus-per-node", "gpus_per_node", 1, whole(1, _MOST), "N", "number of GPUs of a node"),
     Figure("memory", "memory", 1e9, _POSITIVE, "GB", "memory of a GPU"),
     Figure("tflops", "flops", 1e12, _POSITIVE, "TFLOP/S", "rate that a GPU achieves on this model, measured on one group"),
-    Figure("gpu-bandwidth", "gpu_bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a GPU sends in an all-reduce inside a node"),
+    Figure(
+        "gpu-bandwidth", "gpu_bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a GPU sends in an all-reduce inside a node"
+    ),
     Figure("node-bandwidth", "node_bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a node sends in one between nodes"),
     Figure("latency", "latency", 1e-3, _NOT_NEGATIVE, "MS", "latency of a message between nodes"),
     Figure("nodes-per-site", "nodes_per_site", 1, whole(1, _MOST), "N", "number of nodes of a site, where a job spans sites"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pier_megatron.commands.plan.fit import Fix
 from pier_megatron.commands.plan.ways import OWN, SYNCHRONOUS, Row
 
-# Below this gain over synchronous training nobody should take on another optimizer; a change of flags has to win more than that.
+# Below this gain nobody should take on another optimizer; a change of flags has to win more than the second.
 _WORTH, _WORTH_A_FLAG = 1.05, 1.02
 
 
