@@ -102,7 +102,7 @@ def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[s
         findings: Findings to add to.
         meant: Flags that misspelt ones seem to be, which the user knows of.
     """
-    from pier_megatron.integration import planned_job
+    from pier_megatron.commands import planned_job
 
     lacking = planned_job.missing_flags(args)
     missing = [name for name in lacking if name not in meant]
@@ -119,7 +119,8 @@ def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[s
 
 def _check_apart_from(args: argparse.Namespace, doubtful: Collection[str], findings: Findings) -> None:
     """Runs the checks that do not depend on some flags of the plugin."""
-    from pier_megatron.integration import planned_job, refusals
+    from pier_megatron.commands import planned_job
+    from pier_megatron.integration import refusals
 
     if not uses_pier(args):
         return
@@ -132,7 +133,7 @@ def _check_apart_from(args: argparse.Namespace, doubtful: Collection[str], findi
 
 def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
     """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
-    from pier_megatron.integration import planned_job
+    from pier_megatron.commands import planned_job
 
     checks = Problems()
     with checks.collecting():

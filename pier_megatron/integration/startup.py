@@ -131,7 +131,7 @@ class Takes:
 
         Args:
             config: Settings of the run.
-            owned: Numbers of parameters, as of :func:`pier_megatron.integration.planned_job.owned_parameters`.
+            owned: Numbers of parameters, as of :func:`pier_megatron.commands.planned_sizes.parameters_of_first_shard`.
             copies: Whether other ranks hold copies of the second of them.
             device_type: Device of the run, ``cpu`` or ``cuda``.
         """

@@ -13,13 +13,16 @@ import psutil
 import torch
 
 from pier_megatron import features
-from pier_megatron.commands import job_arguments
+from pier_megatron.commands import job_arguments, planned_job, planned_sizes
 from pier_megatron.commands.doctor import job_files, launch
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import Problems
+from pier_megatron.integration import cautions, startup
+from pier_megatron.integration.arguments import config_from_args, uses_group_settings
+from pier_megatron.integration.checkpoint.size import bytes_per_parameter
 from pier_megatron.integration.datasets import compiled_for_another_python
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
@@ -64,8 +67,6 @@ def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] =
 
 def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:
     """What a job with validated arguments will be."""
-    from pier_megatron.integration.arguments import config_from_args, uses_group_settings
-
     config = config_from_args(args) if uses_pier(args) else None
     if config is not None:
         _describe_outer_loop(args, config, command, findings)
@@ -84,8 +85,6 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
 
 
 def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    from pier_megatron.integration import planned_sizes
-
     taken = planned_sizes.lines_of_outer_loop(args, config)
     ranks = describe_groups(args, config, command.ranks_per_node, findings, taken)
     _look_at_host_memory(args, config, command, findings)
@@ -105,8 +104,6 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
     Returns:
         Number of ranks of a group.
     """
-    from pier_megatron.integration import cautions, planned_job, planned_sizes, startup
-
     topology = planned_job.planned_topology(args, ranks_per_node)
     with findings.collecting():
         topology.check()
@@ -117,8 +114,6 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
 
 def look_at_checkpoint(args: Any, config: PierConfig, ranks_in_group: int, findings: Findings) -> None:
     """Adds what the checkpoint is that a validated job would load, or why it would refuse it."""
-    from pier_megatron.integration import planned_job
-
     with findings.collecting():
         checkpoint = planned_job.check_checkpoint(args, config, ranks_in_group)
         findings.notes += [f"--load {checkpoint}"] if checkpoint else []
@@ -143,10 +138,7 @@ def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, comman
 
 def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings: Findings) -> None:
     """Compares a checkpoint with the room for it."""
-    from pier_megatron.integration.checkpoint.size import bytes_per_parameter
-    from pier_megatron.integration.planned_sizes import parameters_of_model
-
-    parameters = parameters_of_model(args)
+    parameters = planned_sizes.parameters_of_model(args)
     if args.save is None or job_files.is_in_object_store(args.save) or parameters is None:
         return
     parts = bytes_per_parameter(args, config)
@@ -182,8 +174,6 @@ def _count(number: int, noun: str) -> str:
 
 def _look_at_host_memory(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
     """Looks whether start-up would find enough host memory, if the nodes are like this one."""
-    from pier_megatron.integration import planned_sizes, startup
-
     takes, is_pinned = planned_sizes.taken_by_outer_loop(args, config), planned_sizes.device_type(args) == "cuda"
     if takes is None or not config.offload:
         return

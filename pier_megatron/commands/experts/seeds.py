@@ -18,7 +18,7 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
     Raises:
         PierConfigError: If a checkpoint on the way cannot be read, or repeats itself.
     """
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
     from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
     # The same vocabulary, counted as it is for experts: without Megatron's padding.

@@ -37,7 +37,7 @@ class Fix:
 
 def memory_of(args: argparse.Namespace, config: PierConfig | None) -> dict[str, float]:
     """Bytes of a GPU's memory that a job takes, by purpose."""
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
 
     return planned_sizes.memory(args) | ({} if config is None else outer_memory(args, config))
 

@@ -33,7 +33,7 @@ def operations_per_second(path: Path, args: argparse.Namespace, job: Job, cluste
     Raises:
         PierConfigError: If the run is of another model or layout, or its iterations contain communication between nodes.
     """
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
 
     there, iterations = read(path)
     for name in _ALIKE:

@@ -131,7 +131,7 @@ def _stock_row(args: argparse.Namespace, job: Job, cluster: Cluster) -> ways.Row
 
 def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster) -> Plan:
     """What an outer loop takes, and how the job depends on its link."""
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
 
     return {
         "groups": config.groups,

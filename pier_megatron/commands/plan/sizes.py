@@ -14,7 +14,7 @@ def sizes_of(args: argparse.Namespace) -> Job:
     Raises:
         PierConfigError: If the vocabulary's size is unknown.
     """
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
     from pier_megatron.integration.inner.requirements import are_shared_out
 
     flops, shard = planned_sizes.operations(args), planned_sizes.parameters_of_first_shard(args)
@@ -33,7 +33,7 @@ def sizes_of(args: argparse.Namespace) -> Job:
 
 def outer_memory(args: argparse.Namespace, config: PierConfig) -> dict[str, float]:
     """Bytes of a GPU's memory that Pier takes on a rank of a job whose sizes are known, by purpose."""
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
 
     takes = planned_sizes.taken_by_outer_loop(args, config)
     assert takes is not None
