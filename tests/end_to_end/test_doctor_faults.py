@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from launch import REPOSITORY, execute, torchrun
 from one_process import pier_megatron
 
@@ -282,6 +283,11 @@ _CASES = {
     "load, must": Case(
         f"{_JOB} --load FOLDER/new --exit-on-missing-checkpoint", ("ERROR: --load FOLDER/new: there is no",), _BAD
     ),
+    "load, damaged": Case(
+        f"{_JOB} --load FOLDER/damaged",
+        ("ERROR: --load FOLDER/damaged/iter_0000090 is damaged: __0_0.distcp is missing. Choose another iteration with",),
+        _BAD,
+    ),
     "pretrained": Case(
         f"{_JOB} --pretrained-checkpoint FOLDER/new", ("ERROR: --pretrained-checkpoint FOLDER/new: there",), _BAD
     ),
@@ -318,6 +324,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "wrapper.sh").chmod(0o755)
+    damaged = folder / "damaged" / "iter_0000090"
+    dcp.save({"weight": torch.zeros(1)}, checkpoint_id=damaged, no_dist=True)
+    (damaged / "__0_0.distcp").unlink()
+    (folder / "damaged" / "latest_checkpointed_iteration.txt").write_text("90")
     return folder
 
 

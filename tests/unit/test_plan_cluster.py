@@ -1,7 +1,6 @@
 """Clusters of the planner: by name, from a file, with single figures in place of theirs."""
 
 import argparse
-import dataclasses
 import re
 import statistics
 from pathlib import Path
@@ -120,10 +119,3 @@ def test_efficiency_of_tcp_is_what_was_measured() -> None:
     assert f"{min(times):.2f} to {max(times):.2f} x the time that its bytes take at the link's rate" in " ".join(
         planner.split()
     )
-
-
-def test_a_scaled_cluster_keeps_what_is_not_a_rate() -> None:
-    cluster = named_or_file(str(_EXAMPLE))
-    scaled = cluster.scaled(2.0, 0.5)
-    assert (scaled.flops, scaled.node_bandwidth, scaled.site_bandwidth) == (700e12, 6.25e9, 0.625e9)
-    assert dataclasses.replace(scaled, flops=350e12, node_bandwidth=12.5e9, site_bandwidth=1.25e9) == cluster

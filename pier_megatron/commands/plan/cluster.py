@@ -72,23 +72,22 @@ class Cluster:
         """Bytes per second that a site's exchange achieves."""
         return self.site_bandwidth * self.efficiency
 
-    def scaled(self, flops: float, links: float) -> "Cluster":
-        """The same cluster with multiples of its TFLOP/s and of what its nodes and sites send."""
-        return dataclasses.replace(
-            self,
-            flops=flops * self.flops,
-            node_bandwidth=links * self.node_bandwidth,
-            site_bandwidth=links * self.site_bandwidth,
-        )
-
     def spread(self, is_measured: bool) -> tuple["Cluster", "Cluster"]:
         """The cluster at which Pier wins least, and the one at which it wins most, by what published runs achieved.
 
         The less compute and the slower the link, the larger is what Pier saves. ``is_measured`` says that the TFLOP/s are the
         job's own.
         """
-        slow, fast = (1.0, 1.0) if is_measured else FLOPS_SPREAD
-        return self.scaled(slow, LINK_SPREAD[1]), self.scaled(fast, LINK_SPREAD[0])
+        slow, fast = (
+            dataclasses.replace(
+                self,
+                flops=self.flops * (1.0 if is_measured else flops),
+                node_bandwidth=self.node_bandwidth * links,
+                site_bandwidth=self.site_bandwidth * links,
+            )
+            for flops, links in zip(FLOPS_SPREAD, reversed(LINK_SPREAD), strict=True)
+        )
+        return slow, fast
 
     def sites(self, gpus: int) -> int:
         """Number of sites over which so many neighbouring GPUs spread."""
@@ -133,10 +132,8 @@ FIGURES = (
     Figure("gpus-per-node", "gpus_per_node", 1, whole(1, _MOST), "N", "number of GPUs of a node"),
     Figure("memory", "memory", 1e9, _POSITIVE, "GB", "memory of a GPU"),
     Figure("tflops", "flops", 1e12, _POSITIVE, "TFLOP/S", "rate that a GPU achieves on this model, measured on one group"),
-    Figure(
-        "gpu-bandwidth", "gpu_bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a GPU sends in an all-reduce inside a node"
-    ),
-    Figure("node-bandwidth", "node_bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a node sends in one between nodes"),
+    Figure("gpu-bandwidth", "gpu_bandwidth", 1e9, _POSITIVE, "GB/S", "rate of a GPU in an all-reduce inside a node"),
+    Figure("node-bandwidth", "node_bandwidth", 1e9, _POSITIVE, "GB/S", "rate of a node in an all-reduce between nodes"),
     Figure("latency", "latency", 1e-3, _NOT_NEGATIVE, "MS", "latency of a message between nodes"),
     Figure("nodes-per-site", "nodes_per_site", 1, whole(1, _MOST), "N", "number of nodes of a site, where a job spans sites"),
     Figure("site-bandwidth", "site_bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a site sends to others"),
@@ -238,9 +235,9 @@ def _of_file(path: Path) -> Cluster:
 
 
 def _checked(cluster: Cluster, where: str = "") -> Cluster:
-    if bool(cluster.nodes_per_site) != bool(cluster.site_bandwidth):
-        given, missing = (
-            ("nodes-per-site", "site-bandwidth") if cluster.nodes_per_site else ("site-bandwidth", "nodes-per-site")
-        )
-        raise argparse.ArgumentTypeError(f"{where}{given} without {missing}: give both, or neither for one site")
+    names = {"nodes-per-site": cluster.nodes_per_site, "site-bandwidth": cluster.site_bandwidth}
+    given = [name for name, value in names.items() if value]
+    if len(given) == 1:
+        [missing] = names.keys() - given
+        raise argparse.ArgumentTypeError(f"{where}{given[0]} without {missing}: give both, or neither for one site")
     return cluster

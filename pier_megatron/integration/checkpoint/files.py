@@ -46,7 +46,7 @@ def refusal(folder: Path) -> str | None:
         return None
     whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
     return (
-        f"--load: {folder} is damaged: {found}. Choose another iteration with --ckpt-step; whole ones there: "
+        f"--load {folder} is damaged: {found}. Choose another iteration with --ckpt-step; whole ones there: "
         f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
     )
 
