@@ -138,10 +138,9 @@ def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, comman
 
 def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings: Findings) -> None:
     """Compares a checkpoint with the room for it."""
-    parameters = planned_sizes.parameters_of_model(args)
-    if args.save is None or job_files.is_in_object_store(args.save) or parameters is None:
+    if args.save is None or job_files.is_in_object_store(args.save):
         return
-    parts = bytes_per_parameter(args, config)
+    parameters, parts = planned_sizes.parameters_of_model(args), bytes_per_parameter(args, config)
     each, free = sum(parts.values()), shutil.disk_usage(job_files.nearest(Path(args.save))).free
     needed = each * parameters
     arithmetic = " + ".join(f"{size:g} ({name})" for name, size in parts.items())
@@ -174,9 +173,9 @@ def _count(number: int, noun: str) -> str:
 
 def _look_at_host_memory(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
     """Looks whether start-up would find enough host memory, if the nodes are like this one."""
-    takes, is_pinned = planned_sizes.taken_by_outer_loop(args, config), planned_sizes.device_type(args) == "cuda"
-    if takes is None or not config.offload:
+    if not config.offload:
         return
+    takes, is_pinned = planned_sizes.taken_by_outer_loop(args, config), planned_sizes.device_type(args) == "cuda"
     available, refused = psutil.virtual_memory().available, Problems(findings.warnings)
     with refused.collecting():
         startup.check_host_memory(config, [takes.parameters], command.ranks_per_node, available, is_pinned)

@@ -30,8 +30,6 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
         seen.add(folder.resolve())
         arguments = argparse.Namespace(**vars(defaults) | vars(StoredModel.find(folder).arguments) | vocabulary)
         done = planned_sizes.operations_done(arguments)
-        if done is None:
-            raise PierConfigError(f"{folder}: the vocabulary's size is not stored.")
         total += done
         origin = arguments.pretrained_checkpoint or (arguments.load if arguments.finetune else None)
         if not done and origin is None:

@@ -58,7 +58,6 @@ def operations_per_second(path: Path, args: argparse.Namespace, job: Job, cluste
         )
     seconds = statistics.median(steady(iterations, _number(there.get("pier_lazy_start_iters"), 0)))
     flops = planned_sizes.operations(argparse.Namespace(**vars(args) | {"global_batch_size": batch, "train_samples": None}))
-    assert flops is not None  # sizes_of has refused a job whose operations are unknown.
     found = achieved(dataclasses.replace(job, flops=flops, gpus=gpus), cluster, seconds)
     if found <= 0:
         raise PierConfigError(
