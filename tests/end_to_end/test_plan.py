@@ -24,6 +24,8 @@ _7B = (
     f"--num-attention-heads 32 --tensor-model-parallel-size 4 {_SHAPE} --micro-batch-size 4 --train-iters 100000 "
     "--optimizer pier"
 )
+# Copies of a whole interval wait on the device.
+_OVERLAPPED = f"{_7B.replace('--nnodes 32', '--nnodes 16')} --micro-batch-size 1 --pier-offload --pier-overlap 25"
 _FLAGS = " --overlap-grad-reduce --overlap-param-gather"
 # A model that trains on this machine in seconds; its job is the same on more ranks.
 _TINY = (
@@ -68,7 +70,7 @@ def test_answer_fits_one_screen_and_stands_on_the_page(tmp_path: Path) -> None:
     assert re.search(r"^an outer step: [\d,]+ ms on the wire in FP32", details, re.MULTILINE)
 
 
-@pytest.mark.parametrize("job", [_XL + _FLAGS, _7B])
+@pytest.mark.parametrize("job", [_XL + _FLAGS, _7B, _OVERLAPPED])
 def test_verdict_is_gated_on_memory(job: str) -> None:
     said = plan("--cluster perlmutter", job).out
     verdict = " ".join(said.split("\n\n")[0].split())

@@ -77,6 +77,17 @@ def _changes(
             flags = [] if micro_batch == args.micro_batch_size else [f"--micro-batch-size {micro_batch}"]
             flags += [RECOMPUTE] if recompute else []
             changed = argparse.Namespace(**vars(args) | recompute | {"micro_batch_size": micro_batch})
-            yield flags, changed, config
-            if config is not None and not config.offload:
-                yield [*flags, "--pier-offload"], changed, dataclasses.replace(config, offload=True)
+            for more, settings in _settings(args, config):
+                yield [*flags, *more], changed, settings
+
+
+def _settings(args: argparse.Namespace, config: PierConfig | None) -> Iterator[tuple[list[str], PierConfig | None]]:
+    """Settings that take less memory, with the flags that are added."""
+    yield [], config
+    offload, overlap = {"--pier-offload": {"offload": True}}, {"--pier-overlap 0": {"overlap": 0}}
+    for changes in (offload, overlap, offload | overlap):
+        values = {name: value for change in changes.values() for name, value in change.items()}
+        if config is not None and not any(getattr(config, name) == value for name, value in values.items()):
+            changed = changed_settings(args, config, **values)
+            if changed is not None:
+                yield list(changes), changed

@@ -47,6 +47,7 @@ def does_not_fit(needed: float, there: float, fix: Fix | None, gain: float | Non
     size = f"Does not fit: {needed / 1e9:.1f} of {there / 1e9:.0f} GB."
     if fix is None:
         return f"{size} Raise --tensor-model-parallel-size or --pipeline-model-parallel-size."
-    beside, fits = (" and recomputed activations", "it may fit") if fix.recomputes else ("", "it fits")
-    then = fits if gain is None else f"{gain:.2f} x as fast as synchronous training"
-    return f"{size} With {fix.flags} ({fix.memory / 1e9:.1f} GB{beside}) {then}."
+    if fix.recomputes:
+        return f"{size} Perhaps with {fix.flags}: {fix.memory / 1e9:.1f} GB and recomputed activations."
+    then = "it fits" if gain is None else f"{gain:.2f} x as fast as synchronous training"
+    return f"{size} With {fix.flags} ({fix.memory / 1e9:.1f} GB) {then}."
