@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 1888,
     "bridge": 522,
-    "commands": 6585,
+    "commands": 6597,
     "cpu": 663,
     "exchange": 2297,
     "features": 2937,
