@@ -21,7 +21,9 @@ from surveyed import CRITICAL, OTHERS, SCHEDULES, SETTINGS, Setting, of_all_seed
 
 from pier_megatron import PierConfig
 from pier_megatron.outer.expectation import shares
-from pier_megatron.outer.noise import noise_to_signal, settled
+from pier_megatron.outer.noise import SETTLED_AFTER, noise_to_signal
+
+_UNSETTLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +142,9 @@ def _points(survey: Survey, setting: Setting, inner: str) -> Iterator[Point]:
         for run in _of_groups(best, setting):
             if run not in survey:
                 continue
-            noise = settled([noise_to_signal(own, mean, run.groups) for own, mean in survey[run].norms])
-            assert noise is not None, "all have outer steps enough"
+            noises = [noise_to_signal(own, mean, run.groups) for own, mean in survey[run].norms]
+            # Without the outer steps in which groups have only begun to come apart.
+            noise = statistics.median(noises[_UNSETTLED:SETTLED_AFTER])
             yield Point(run, synchronous, survey[run].final - synchronous, worth, noise)
 
 

@@ -161,8 +161,8 @@ def asked(name: str, words: list[str]) -> Answer:
 
 
 def _problems(words: list[str], ranks: int) -> list[str]:
+    from pier_megatron.commands.planned_job import parsed_arguments, validate
     from pier_megatron.integration.arguments import unknown_words
-    from pier_megatron.integration.planned_job import parsed_arguments, validate
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:

@@ -13,7 +13,7 @@ from pier_megatron.version import __version__
 COMMANDS = {
     "demo": "watch a small GPT train with Pier, on GPUs or on the CPU",
     "doctor": "check the launch command of a job before it is queued",
-    "plan": "predict memory, iteration times and GPU-hours of a job on a cluster",
+    "plan": "predict memory, days and gain of a job on a cluster",
     "export": "turn a checkpoint into a Hugging Face GPT-2",
     "evaluate": "run the paper's thirteen downstream tasks on a model",
     "experts": "plan, train, score and mix experts that train without communication",

@@ -72,26 +72,14 @@ def _tokens(args: argparse.Namespace) -> int | None:
     """Number of tokens of a Hugging Face tokenizer in a local folder, as its own library counts them; None if unknown."""
     if args.tokenizer_type != "HuggingFaceTokenizer" or args.tokenizer_model is None:
         return None
-    folder, found = Path(args.tokenizer_model), dict[str, int]()
     try:
-        if (file := folder / "tokenizer.json").is_file():
-            read = json.loads(file.read_text())
-            vocabulary = read["model"]["vocab"]
-            # A list has the tokens in order, each with its score.
-            found |= (
-                vocabulary if isinstance(vocabulary, dict) else {token: place for place, (token, _) in enumerate(vocabulary)}
-            )
-            found |= {added["content"]: added["id"] for added in read.get("added_tokens", ())}
-        elif (file := folder / "vocab.json").is_file():
-            found |= json.loads(file.read_text())
-        if (file := folder / "added_tokens.json").is_file():
-            found |= json.loads(file.read_text())
-        if (file := folder / "tokenizer_config.json").is_file():
-            added = json.loads(file.read_text()).get("added_tokens_decoder", {})
-            found |= {token["content"]: int(place) for place, token in added.items()}
+        read = json.loads((Path(args.tokenizer_model) / "tokenizer.json").read_text())
+        vocabulary, added = read["model"]["vocab"], read.get("added_tokens", ())
+        # A list has the tokens in order, each with its score.
+        tokens = set(vocabulary if isinstance(vocabulary, dict) else (token for token, _ in vocabulary))
+        return len(tokens | {token["content"] for token in added}) or None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return len(found) or None
 
 
 def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[str]) -> bool:
@@ -102,7 +90,7 @@ def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[s
         findings: Findings to add to.
         meant: Flags that misspelt ones seem to be, which the user knows of.
     """
-    from pier_megatron.integration import planned_job
+    from pier_megatron.commands import planned_job
 
     lacking = planned_job.missing_flags(args)
     missing = [name for name in lacking if name not in meant]
@@ -119,7 +107,8 @@ def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[s
 
 def _check_apart_from(args: argparse.Namespace, doubtful: Collection[str], findings: Findings) -> None:
     """Runs the checks that do not depend on some flags of the plugin."""
-    from pier_megatron.integration import planned_job, refusals
+    from pier_megatron.commands import planned_job
+    from pier_megatron.integration import refusals
 
     if not uses_pier(args):
         return
@@ -132,7 +121,7 @@ def _check_apart_from(args: argparse.Namespace, doubtful: Collection[str], findi
 
 def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
     """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
-    from pier_megatron.integration import planned_job
+    from pier_megatron.commands import planned_job
 
     checks = Problems()
     with checks.collecting():

@@ -144,7 +144,7 @@ class LaunchCommand:
         """
         check_words(self.arguments)
         args = self.parsed_arguments()
-        from pier_megatron.integration import planned_job
+        from pier_megatron.commands import planned_job
 
         planned_job.validate(args, self.ranks_per_node)
         return args
@@ -152,7 +152,7 @@ class LaunchCommand:
     def parsed_arguments(self) -> argparse.Namespace:
         """Megatron's arguments before their validation."""
         _stand_in_for_a_gpu()
-        from pier_megatron.integration import planned_job
+        from pier_megatron.commands import planned_job
 
         return planned_job.parsed_arguments(self.ranks, self.ranks_per_node, [self.script, *self.arguments])
 

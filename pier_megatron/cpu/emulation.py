@@ -73,7 +73,7 @@ def _send_tensors_to_cpu() -> None:
     all_to_all = torch.distributed.all_to_all_single
 
     @functools.wraps(all_to_all)
-    def all_to_all_on_cpu(output: torch.Tensor, input: torch.Tensor, *args: object, **kwargs: object) -> object:  # noqa: A002
+    def all_to_all_on_cpu(output: torch.Tensor, input: torch.Tensor, *args: object, **kwargs: object) -> object:
         # Sizes that Megatron takes from a device are numbers by then; here they are still tensors.
         sizes = (size.tolist() if isinstance(size, torch.Tensor) else size for size in args[:2])
         named = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}

@@ -131,7 +131,7 @@ class Takes:
 
         Args:
             config: Settings of the run.
-            owned: Numbers of parameters, as of :func:`pier_megatron.integration.planned_job.owned_parameters`.
+            owned: Numbers of parameters, as of :func:`pier_megatron.commands.planned_sizes.parameters_of_first_shard`.
             copies: Whether other ranks hold copies of the second of them.
             device_type: Device of the run, ``cpu`` or ``cuda``.
         """
@@ -160,36 +160,50 @@ class Takes:
 
 
 def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: Sequence[str]) -> str:
-    """Writes the block that rank 0 prints at start: groups, schedule, traffic, memory, and ``warnings`` beside its own."""
-    config, exchange = loop.config, loop.exchange
-    chunk_mib = config.chunk_mib_on(loop.device.type)
+    """Writes the block that rank 0 prints at start: :func:`lines`, and ``warnings`` beside its own."""
+    config, device_type = loop.config, loop.device.type
+    taken = Takes.of(config, loop.states, device_type).lines(config, device_type)
+    said = [
+        *lines(config, topology, who, taken, device_type),
+        *(f"WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queues(loop))),
+    ]
+    return "\n  ".join([f"Pier: {said[0]}", *said[1:]])
+
+
+def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Sequence[str], device_type: str) -> list[str]:
+    """What start-up and doctor say of a run: groups, schedule, traffic and memory.
+
+    Args:
+        config: Settings of the run.
+        topology: Places of its ranks.
+        who: Lines on the groups and who speaks for them.
+        taken: Lines of :class:`Takes`.
+        device_type: Device of the run, ``cpu`` or ``cuda``.
+    """
+    ranks = len(topology.members(0))
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
         f"between {config.subgroup} groups drawn anew for each outer step" if not config.has_common_anchor else "",
         "slow weights in FP32" if config.pulls else "",
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
-        f"as {exchange.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
+        f"as {config.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
     ]
-    ranks, kind = len(topology.members(0)), "groups" if config.lighthouse is None else "islands"
-    lines = [
-        f"Pier: {config.groups} {kind} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}",
-        *(f"  {line}" for line in who),
-        f"  iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
+    groups = f"{'group' if config.lighthouse is None else 'island'}{'' if config.groups == 1 else 's'}"
+    copying = "overlapped steps wait for copies of offloaded state: pier-megatron plan says whether blocking ones are faster"
+    expected = expectation.at_start(config)
+    return [
+        f"{config.groups} {groups} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}",
+        *who,
+        f"iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",
-        f"  exchange: {', '.join(option for option in options if option)}, in chunks of {chunk_mib} MiB",
-        *(f"  {line}" for line in sites(config)),
+        f"exchange: {', '.join(option for option in options if option)}, in chunks of {config.chunk_mib_on(device_type)} MiB",
+        *sites(config),
         *schedule(config),
-        *(f"  {line}" for line in Takes.of(config, loop.states, loop.device.type).lines(config, loop.device.type)),
-        *(
-            ["  overlapped steps wait for copies of offloaded state: pier-megatron plan says whether blocking ones are faster"]
-            if config.overlap and config.offload
-            else ()
-        ),
-        f"  momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
-        *((f"  {expected}",) if (expected := expectation.at_start(config)) is not None else ()),
-        *(f"  WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queues(loop))),
+        *taken,
+        *([copying] if config.overlap and config.offload else ()),
+        f"momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
+        *([] if expected is None else [expected]),
     ]
-    return "\n".join(lines)
 
 
 def _queues(loop: OuterLoop) -> list[str]:
@@ -222,13 +236,12 @@ def schedule(config: PierConfig) -> list[str]:
     steps = list(config.outer_steps())
     last = len(steps) - 1
     shown = sorted({round(row * last / (_SCHEDULE_ROWS - 1)) for row in range(_SCHEDULE_ROWS)})
-    lines = [f"  {'iteration':>12} {'progress':>9} {'mu':>6} {'eta':>6}"]
+    lines = [f"{'iteration':>12} {'progress':>9} {'mu':>6} {'eta':>6}"]
     if config.lazy_start:
         warmup = f"{config.momentum_at(1):6.3f}" if config.warms_momentum else f"{'-':>6}"
-        lines.append(f"  {f'1-{config.lazy_start}':>12} {'':>9} {warmup} {'-':>6}")
+        lines.append(f"{f'1-{config.lazy_start}':>12} {'':>9} {warmup} {'-':>6}")
     for step in (steps[index] for index in shown):
         lines.append(
-            f"  {step:12d} {step / config.train_iters:9.1%} {config.momentum_at(step):6.3f} "
-            f"{config.learning_rate_at(step):6.3f}"
+            f"{step:12d} {step / config.train_iters:9.1%} {config.momentum_at(step):6.3f} {config.learning_rate_at(step):6.3f}"
         )
     return lines

@@ -26,15 +26,9 @@ _FITTED_PRESETS = {"adam": ("pier-rising", "pier-annealed"), "muon": ("pier-muon
 _FEWEST_OUTER_STEPS = {"adam": 25, "muon": 10}
 _SHORTEST_INTERVAL = 10
 
-FORESEEABLE = (
-    f"no sites, pseudo-gradients in int4 or more bits, an interval of at least {_SHORTEST_INTERVAL} and AdamW inside, "
-    f"--pier-preset {' or '.join(_FITTED_PRESETS['adam'])}, at least {_FEWEST_OUTER_STEPS['adam']} outer steps, or "
-    f"Muon inside, {' or '.join(_FITTED_PRESETS['muon'])}, at least {_FEWEST_OUTER_STEPS['muon']} outer steps"
-)
-
 
 def is_foreseeable(config: PierConfig) -> bool:
-    """Whether runs of this kind are among those that expectations were fitted to: :data:`FORESEEABLE`."""
+    """Whether runs of this kind are among those that expectations were fitted to."""
     inner = config.inner_optimizer
     return (
         config.preset in _FITTED_PRESETS[inner]
@@ -52,7 +46,7 @@ def share_by_noise(noise: float, measured_groups: int, groups: int) -> float:
     """With AdamW inside, the share of its iterations after which synchronous training would have the loss of groups.
 
     Args:
-        noise: Noise to signal, as :func:`noise.settled` or in the outer step ``SETTLED_AFTER``.
+        noise: Noise to signal, in the outer step ``SETTLED_AFTER``.
         measured_groups: Number of groups that trained then.
         groups: Number of groups that are to train, on the same global batch: the fewer they are, the less noise has each.
 

@@ -1,11 +1,7 @@
 """How much of what a group learns between outer steps is noise of its own samples."""
 
 import math
-import statistics
 from collections.abc import Sequence
-
-UNSETTLED = 4
-"""Outer steps in which groups have only begun to come apart."""
 
 SETTLED_AFTER = 10
 """Outer steps after which the noise is what expectations were fitted to; later it grows, as the loss falls."""
@@ -29,12 +25,6 @@ def noise_to_signal(own_square: float, mean_square: float, groups: int) -> float
     variance = (own_square - mean_square) * groups / (groups - 1)
     signal = (groups * mean_square - own_square) / (groups - 1)
     return max(variance, 0.0) / signal if signal > 0 else math.inf
-
-
-def settled(noises: Sequence[float]) -> float | None:
-    """What expectations are made from, of the noise in a run's outer steps from the first; None if there are too few."""
-    found = noises[UNSETTLED:SETTLED_AFTER]
-    return statistics.median(found) if found else None
 
 
 class IntervalNoise:

@@ -8,7 +8,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pier_megatron.pipeline.routes import MicroBatch, Place, Visit
@@ -80,19 +80,13 @@ class Played(NamedTuple):
     held: int
 
 
-def play(
-    grid: Grid,
-    paths: Mapping[MicroBatch, Sequence[Place]],
-    most_held: int,
-    passed: Collection[tuple[MicroBatch, int]] = (),
-) -> Played:
+def play(grid: Grid, paths: Mapping[MicroBatch, Sequence[Place]], most_held: int) -> Played:
     """Simulates a step.
 
     Args:
         grid: Ranks and links.
         paths: Routes, of micro-batches in the order in which they shall begin.
         most_held: Micro-batches whose activations a device may keep at once.
-        passed: Pairs of a micro-batch and a stage that hands it on at once, as if it had no layers.
     """
     rank_of = {micro_batch: index for index, micro_batch in enumerate(paths)}
     # By device: what could begin, what it keeps activations of and since which hop, and whether it computes.
@@ -129,8 +123,7 @@ def play(
         computes[device] = True
         order.append(visit)
         place = paths[visit.micro_batch][visit.hop]
-        seconds = 0.0 if (visit.micro_batch, place.stage) in passed else grid.seconds(place, visit.is_backward)
-        heapq.heappush(events, (clock + seconds, next(count), visit, True))
+        heapq.heappush(events, (clock + grid.seconds(place, visit.is_backward), next(count), visit, True))
 
     for micro_batch in paths:
         arrive(Visit(False, micro_batch, 0))

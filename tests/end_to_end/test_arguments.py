@@ -236,7 +236,7 @@ _REFUSED = {
         "4 pipeline ranks x 1 virtual stages = 4 stages, from 0 to 3",
         "Use stages from 1 to 2",
     ],
-    f"{_ROUTED}none.json --global-batch-size 16": ["none.json: no such file", "pier-megatron plan with --routes writes"],
+    f"{_ROUTED}none.json --global-batch-size 16": ["none.json: no such file", "examples/skip_routes.py writes"],
     f"{_ROUTED}broken.json --global-batch-size 16": ["broken.json: routes: a rank keeps 4 micro-batches at once"],
     f"{_ROUTED}alone.json --global-batch-size 16": [
         "alone.json is for 1 model replicas, and a group has 2 (2 replicas / 1 groups). Plan routes for this job",

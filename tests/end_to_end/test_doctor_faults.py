@@ -1,35 +1,20 @@
 """What keeps a job from starting, as ``pier-megatron doctor`` sees it before the job is queued: fault, line, verdict."""
 
-import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from launch import REPOSITORY, execute, torchrun
+from one_process import pier_megatron
 
 from pier_megatron.megatron_api import versions
 from pier_megatron.version import __version__
 
 pytestmark = pytest.mark.processes
-
-# Looks at many jobs in one process: a start of Megatron takes longer than a look.
-_LOOKS = """
-import contextlib, io, json, shlex, sys
-from pier_megatron.commands import cli
-
-said = []
-for command in json.load(sys.stdin):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        status = cli.main(["doctor", *shlex.split(command)])
-    said.append([status, out.getvalue()])
-print("SAID", json.dumps(said))
-"""
 
 _MODEL = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
@@ -45,266 +30,194 @@ _EXPORTS = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLUR
 _STOCK = f"{_TORCHRUN} FOLDER/pretrain.py {_MODEL} --mock-data".replace("--optimizer pier", "--optimizer adam")
 
 _MEGATRON = versions.megatron_version().partition("+")[0]
-_BAD = "will not start"
+_TROUBLES = ("WARNING", "ERROR")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A job, and what doctor says of it.
-
-    Attributes:
-        job: Launch command.
-        lines: Beginnings of the lines with warnings and errors, in order.
-        verdict: The last line.
-        note: Part of what is said beside.
-    """
-
-    job: str
-    lines: tuple[str, ...] = ()
-    verdict: str = "OK"
-    note: str = ""
-
-
-_CASES = {
-    "healthy": Case(
+# A job, and what doctor says of it: the beginnings of all warnings and errors in order, and parts of other lines.
+_CASES: dict[str, tuple[str, ...]] = {
+    "healthy": (
         _JOB,
-        note=f"torch {torch.__version__}, megatron-core {_MEGATRON}, transformer-engine absent, apex absent, "
-        f"pier-megatron {__version__}",
+        (
+            f"torch {torch.__version__}, megatron-core {_MEGATRON}, transformer-engine absent, apex absent, "
+            f"pier-megatron {__version__}"
+        ),
     ),
     # The launch line.
-    "no plugin": Case(
-        _JOB.replace(" -m pier_megatron", ""), ("ERROR: --optimizer pier: FOLDER/pretrain.py is started wi",), _BAD
-    ),
-    "no plugin, flag in a group": Case(
+    "no plugin": (_JOB.replace(" -m pier_megatron", ""), "ERROR: --optimizer pier: FOLDER/pretrain.py is started wi"),
+    "no plugin, flag in a group": (
         f"{_STOCK} --pier-compress dp=int8 --use-distributed-optimizer",
-        ("ERROR: --pier-compress: FOLDER/pretrain.py is st",),
-        _BAD,
+        "ERROR: --pier-compress: FOLDER/pretrain.py is st",
     ),
-    "script registers": Case(
-        _JOB.replace("-m pier_megatron FOLDER/pretrain.py", "FOLDER/own.py"), note="known by FOLDER/own.py"
-    ),
-    "module registers": Case(
-        _JOB.replace("-m pier_megatron FOLDER/pretrain.py", "FOLDER/indirect.py"), note="known by FOLDER/own.py"
-    ),
-    "patched checkout": Case(
+    "script registers": (_JOB.replace("-m pier_megatron FOLDER/pretrain.py", "FOLDER/own.py"), "known by FOLDER/own.py"),
+    "module registers": (_JOB.replace("-m pier_megatron FOLDER/pretrain.py", "FOLDER/indirect.py"), "known by FOLDER/own.py"),
+    "patched checkout": (
         _JOB.replace("-m pier_megatron FOLDER/pretrain.py", "FOLDER/checkout/pretrain_gpt.py"),
-        note="known by FOLDER/checkout/megatron/training/__init__.py",
+        "known by FOLDER/checkout/megatron/training/__init__.py",
     ),
-    "no script": Case(_JOB.replace("pretrain.py", "none.py"), ("ERROR: SCRIPT FOLDER/none.py: no such file",), _BAD),
-    "no module": Case(
+    "no script": (_JOB.replace("pretrain.py", "none.py"), "ERROR: SCRIPT FOLDER/none.py: no such file"),
+    "no module": (
         _JOB.replace("-m pier_megatron FOLDER/pretrain.py", "-m no.such"),
-        ("ERROR: SCRIPT no.such: no", "ERROR: --optimizer pier: no.such is started wi"),
-        _BAD,
+        "ERROR: SCRIPT no.such: no",
+        "ERROR: --optimizer pier: no.such is started wi",
     ),
-    "torchrun's own": Case(
-        _JOB.replace("--nnodes", "--nnods"), ("ERROR: torchrun: error: unrecognized arguments: --nno",), _BAD
-    ),
-    "number of nodes": Case(_JOB.replace("--nnodes 4", "--nnodes many"), ("ERROR: --nnodes many: give the number",), _BAD),
-    "python alone": Case(
+    "torchrun's own": (_JOB.replace("--nnodes", "--nnods"), "ERROR: torchrun: error: unrecognized arguments: --nno"),
+    "number of nodes": (_JOB.replace("--nnodes 4", "--nnodes many"), "ERROR: --nnodes many: give the number"),
+    "python alone": (
         f"python {_UNDER_SRUN}",
-        (
-            "WARNING: one model replica",
-            "ERROR: python without torchrun: MASTER_ADDR, MASTER_PORT",
-        ),
-        _BAD,
+        "WARNING: one model replica",
+        "ERROR: python without torchrun: MASTER_ADDR, MASTER_PORT",
     ),
-    "no address": Case(_JOB.replace("--master-addr first", ""), ("WARNING: --nnodes 4 without --master-addr",), "1 warning"),
+    "no address": (_JOB.replace("--master-addr first", ""), "WARNING: --nnodes 4 without --master-addr"),
     # What the scheduler gives.
-    "srun": Case(
-        f"srun -N 4 --ntasks-per-node=4 python {_UNDER_SRUN}", ("ERROR: srun without torchrun: Megatron reads RANK",), _BAD
-    ),
-    "srun, addresses": Case(
+    "srun": (f"srun -N 4 --ntasks-per-node=4 python {_UNDER_SRUN}", "ERROR: srun without torchrun: Megatron reads RANK"),
+    "srun, addresses": (
         f"srun -N4 -n16 --export=ALL,MASTER_ADDR=a,MASTER_PORT=1,RANK=0 python {_UNDER_SRUN}",
-        ("ERROR: srun without torchrun: Megatron reads RANK, LOCAL_RANK, WORLD_SIZE, which srun",),
-        _BAD,
+        "ERROR: srun without torchrun: Megatron reads RANK, LOCAL_RANK, WORLD_SIZE, which srun",
     ),
-    "srun, wrapped": Case(
+    "srun, wrapped": (
         f"srun -N 4 -n 16 bash -c '{_EXPORTS} MASTER_ADDR=a MASTER_PORT=1; exec python {_UNDER_SRUN}'",
-        note="4 nodes of 4 ranks",
+        "4 nodes of 4 ranks",
     ),
-    "srun, a wrapper": Case(f"srun -N 4 -n 16 FOLDER/wrapper.sh python {_UNDER_SRUN}"),
-    "srun, a program": Case(
+    "srun, a wrapper": (f"srun -N 4 -n 16 FOLDER/wrapper.sh python {_UNDER_SRUN}",),
+    "srun, a program": (
         f"srun -N 4 -n 16 nice python {_UNDER_SRUN}",
-        ("WARNING: srun without torchrun: Megatron",),
-        "1 warning",
+        "WARNING: srun without torchrun: Megatron",
         "sure that nice",
     ),
-    "srun, uneven": Case(f"srun -N 4 -n 6 python {_UNDER_SRUN}", ("ERROR: srun --ntasks 6 on --nodes 4: 6 = 1 x 4 + 2",), _BAD),
-    "srun, of unknown size": Case(
-        f"srun python {_UNDER_SRUN}", ("ERROR: srun: the number of nodes or tasks cannot be seen",), _BAD
+    "srun, uneven": (f"srun -N 4 -n 6 python {_UNDER_SRUN}", "ERROR: srun --ntasks 6 on --nodes 4: 6 = 1 x 4 + 2"),
+    "srun, of unknown size": (f"srun python {_UNDER_SRUN}", "ERROR: srun: the number of nodes or tasks cannot be seen"),
+    "srun and torchrun": (
+        f"srun -N 4 {_JOB.replace('--master-addr first', '--rdzv-backend c10d --rdzv-endpoint first:29500')}",
     ),
-    "srun and torchrun": Case(
-        f"srun -N 4 {_JOB.replace('--master-addr first', '--rdzv-backend c10d --rdzv-endpoint first:29500')}"
-    ),
-    "torchrun everywhere rank 0": Case(
-        f"srun -N 4 {_JOB}", ("ERROR: srun gives torchrun the same --node-rank on all 4",), _BAD
-    ),
-    "torchrun numbered": Case(f"srun -N 4 bash -c '{_JOB.replace('--nnodes', '--node-rank $SLURM_NODEID --nnodes')}'"),
-    "too many torchruns": Case(
+    "torchrun everywhere rank 0": (f"srun -N 4 {_JOB}", "ERROR: srun gives torchrun the same --node-rank on all 4"),
+    "torchrun numbered": (f"srun -N 4 bash -c '{_JOB.replace('--nnodes', '--node-rank $SLURM_NODEID --nnodes')}'",),
+    "too many torchruns": (
         f"srun -N 2 --ntasks-per-node 4 {_JOB}",
-        ("ERROR: srun starts torchrun 4 times", "ERROR: --nnodes 4, but srun starts torchrun on 2", "ERROR: srun gives"),
-        _BAD,
+        "ERROR: srun starts torchrun 4 times",
+        "ERROR: --nnodes 4, but srun starts torchrun on 2",
+        "ERROR: srun gives",
     ),
     # Flags.
-    "misspelt": Case(
-        f"{_JOB} --micro-batchsize 8", ("ERROR: --micro-batchsize: Megatron does not know it, and no script ad",), _BAD
-    ),
-    "misspelt, of Pier": Case(
-        f"{_JOB} --pier-groop 2", ("ERROR: --pier-groop: no such flag",), _BAD, "Did you mean --pier-groups?"
-    ),
-    "three misspelt": Case(
+    "misspelt": (f"{_JOB} --micro-batchsize 8", "ERROR: --micro-batchsize: Megatron does not know it, and no script ad"),
+    "misspelt, of Pier": (f"{_JOB} --pier-groop 2", "ERROR: --pier-groop: no such flag", "Did you mean --pier-groups?"),
+    "three misspelt": (
         f"{_JOB} --tensor-model-paralel-size 4 --pier-groop 2 --pier-overlap many",
-        (
-            "ERROR: --pier-groop: no such flag. Did you mean --pier-groups?",
-            "ERROR: --pier-overlap: many: must be a whole number",
-            "ERROR: --tensor-model-paralel-size: Megatron does not know it, and no script adds it. Did you mean --tensor",
-        ),
-        _BAD,
+        "ERROR: --pier-groop: no such flag. Did you mean --pier-groups?",
+        "ERROR: --pier-overlap: many: must be a whole number",
+        "ERROR: --tensor-model-paralel-size: Megatron does not know it, and no script adds it. Did you mean --tensor",
     ),
-    "three refused": Case(
+    "three refused": (
         f"{_JOB} --use-megatron-fsdp --override-ckpt-iteration 0 --data-parallel-random-init",
-        (
-            "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
-            "ERROR: --data-parallel-random-init cannot be used with --optimizer pier",
-            "ERROR: --override-ckpt-iteration 0 cannot be used with --optimizer pier",
-        ),
-        _BAD,
+        "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
+        "ERROR: --data-parallel-random-init cannot be used with --optimizer pier",
+        "ERROR: --override-ckpt-iteration 0 cannot be used with --optimizer pier",
     ),
-    "script's own": Case(f"{_JOB} --house-flag 2", note="--house-flag: not Megatron's; FOLDER/pretrain.py adds it"),
-    "nobody's": Case(f"{_JOB} --elsewhere 2", ("WARNING: --elsewhere: Megatron does",), "1 warning"),
-    "misspelt and missing": Case(
+    "script's own": (f"{_JOB} --house-flag 2", "--house-flag: not Megatron's; FOLDER/pretrain.py adds it"),
+    "nobody's": (f"{_JOB} --elsewhere 2", "WARNING: --elsewhere: Megatron does"),
+    "misspelt and missing": (
         _JOB.replace("--hidden-size", "--hiden-size"),
-        ("ERROR: --hiden-size: Megatron does not know it, and no script adds it. Did you mean --hidden-size?",),
-        _BAD,
+        "ERROR: --hiden-size: Megatron does not know it, and no script adds it. Did you mean --hidden-size?",
     ),
-    "beginning of a flag": Case(
+    "beginning of a flag": (
         f"{_JOB} --pier-sync 10",
-        ("ERROR: --pier-sync: no such flag. Did you mean --pier-sync-interval or --pier-sync-seconds?",),
-        _BAD,
+        "ERROR: --pier-sync: no such flag. Did you mean --pier-sync-interval or --pier-sync-seconds?",
     ),
-    "nothing follows from what cannot be": Case(
+    "nothing follows from what cannot be": (
         f"{_JOB} --pier-sync-interval ten --gpu-sniff-test-interval 75 --use-megatron-fsdp --pier-groups 3",
-        (
-            "ERROR: --pier-sync-interval: ten: must be a whole number",
-            "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
-            "ERROR: --pier-groups 3 does not divide the data-parallel size 16",
-        ),
-        _BAD,
+        "ERROR: --pier-sync-interval: ten: must be a whole number",
+        "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
+        "ERROR: --pier-groups 3 does not divide the data-parallel size 16",
     ),
-    "two tables": Case(
+    "two tables": (
         f"{_JOB} --pier-overlap 60 --pier-fragments 60 --ckpt-format torch --save FOLDER/checkpoints --save-interval 100",
-        (
-            "ERROR: --pier-fragments 60 exceeds",
-            "ERROR: --pier-overlap 60: must be from 0",
-            "ERROR: --ckpt-format torch cannot be used",
-        ),
-        _BAD,
+        "ERROR: --pier-fragments 60 exceeds",
+        "ERROR: --pier-overlap 60: must be from 0",
+        "ERROR: --ckpt-format torch cannot be used",
     ),
-    "short": Case(
+    "short": (
         _JOB.replace("--train-iters 100000", "--train-iters 24"),
-        ("WARNING: the run has no lazy start: ", "WARNING: the run has 1 outer step: "),
-        "2 warnings",
+        "WARNING: the run has no lazy start: ",
+        "WARNING: the run has 1 outer step: ",
     ),
-    "stray": Case(f"{_JOB} --lr 6e-4 7e-4", ("ERROR: 7e-4: belongs to no flag",), _BAD),
-    "bare": Case(
+    "stray": (f"{_JOB} --lr 6e-4 7e-4", "ERROR: 7e-4: belongs to no flag"),
+    "bare": (
         "torchrun --nnodes 2 FOLDER/pretrain.py --optimizer pier",
-        (
-            "WARNING: --nnodes 2 without",
-            "WARNING: no data is given",
-            "ERROR: --optimizer pier",
-            "ERROR: --micro-batch-size, --num-layers, --hidden-size, --num-attention-heads, --max-position-emb",
-        ),
-        _BAD,
+        "WARNING: --nnodes 2 without",
+        "WARNING: no data is given",
+        "ERROR: --optimizer pier",
+        "ERROR: --micro-batch-size, --num-layers, --hidden-size, --num-attention-heads, --max-position-emb",
     ),
-    "an assertion without a text": Case(
+    "an assertion without a text": (
         f"{_JOB} --save FOLDER/new",
-        ("ERROR: Megatron refuses the arguments: its check 'assert args.save_interval is not None' (arguments.py, line",),
-        _BAD,
+        "ERROR: Megatron refuses the arguments: its check 'assert args.save_interval is not None' (arguments.py, line",
         "fails: --save-interval is None. Give --save-interval.",
     ),
-    "not Pier": Case(_STOCK, ("WARNING: --optimizer adam: the job does not use Pier",), "1 warning"),
+    "not Pier": (_STOCK, "WARNING: --optimizer adam: the job does not use Pier"),
     # Data.
-    "no data": Case(_PLUGIN, ("WARNING: no data is given",), "1 warning"),
-    "data": Case(f"{_PLUGIN} --data-path FOLDER/text"),
-    "data, one file": Case(
-        f"{_PLUGIN} --data-path FOLDER/half", ("ERROR: --data-path FOLDER/half: there is no FOLDER/half.idx.",), _BAD
-    ),
-    "data, nowhere": Case(
-        f"{_PLUGIN} --data-path /none", ("ERROR: --data-path /none: there is no /none.bin and no /none.idx",), _BAD
-    ),
-    "data, weighted": Case(
-        f"{_PLUGIN} --data-path 0.3 FOLDER/text 0.7 FOLDER/x", ("ERROR: --data-path FOLDER/x: there",), _BAD
-    ),
-    "data, two": Case(f"{_PLUGIN} --data-path FOLDER/x FOLDER/text", ("ERROR: --data-path FOLDER/x: there",), _BAD),
-    "data, with the suffix": Case(
+    "no data": (_PLUGIN, "WARNING: no data is given"),
+    "data": (f"{_PLUGIN} --data-path FOLDER/text",),
+    "data, one file": (f"{_PLUGIN} --data-path FOLDER/half", "ERROR: --data-path FOLDER/half: there is no FOLDER/half.idx."),
+    "data, nowhere": (f"{_PLUGIN} --data-path /none", "ERROR: --data-path /none: there is no /none.bin and no /none.idx"),
+    "data, weighted": (f"{_PLUGIN} --data-path 0.3 FOLDER/text 0.7 FOLDER/x", "ERROR: --data-path FOLDER/x: there"),
+    "data, two": (f"{_PLUGIN} --data-path FOLDER/x FOLDER/text", "ERROR: --data-path FOLDER/x: there"),
+    "data, with the suffix": (
         f"{_PLUGIN} --data-path FOLDER/text.bin",
-        ("ERROR: --data-path FOLDER/text.bin: Megatron opens",),
-        _BAD,
+        "ERROR: --data-path FOLDER/text.bin: Megatron opens",
         "without the suffix",
     ),
-    "data, in another form": Case(f"{_PLUGIN} --data-path FOLDER", ("WARNING: --data-path FOLDER: there is no",), "1 warning"),
-    "data, by split": Case(
+    "data, in another form": (f"{_PLUGIN} --data-path FOLDER", "WARNING: --data-path FOLDER: there is no"),
+    "data, by split": (
         f"{_PLUGIN} --train-data-path FOLDER/text --valid-data-path FOLDER/y --test-data-path FOLDER/z",
-        ("ERROR: --valid-data-path FOLDER/y: there", "ERROR: --test-data-path FOLDER/z: there"),
-        _BAD,
+        "ERROR: --valid-data-path FOLDER/y: there",
+        "ERROR: --test-data-path FOLDER/z: there",
     ),
-    "data, listed": Case(
-        f"{_PLUGIN} --data-args-path FOLDER/list", ("ERROR: --data-args-path FOLDER/list: FOLDER/w: there",), _BAD
-    ),
-    "data, no list": Case(f"{_PLUGIN} --data-args-path FOLDER/x", ("ERROR: --data-args-path FOLDER/x: cannot be read",), _BAD),
-    "data, listed by split": Case(
+    "data, listed": (f"{_PLUGIN} --data-args-path FOLDER/list", "ERROR: --data-args-path FOLDER/list: FOLDER/w: there"),
+    "data, no list": (f"{_PLUGIN} --data-args-path FOLDER/x", "ERROR: --data-args-path FOLDER/x: cannot be read"),
+    "data, listed by split": (
         f"{_PLUGIN} --per-split-data-args-path FOLDER/splits.json",
-        ("ERROR: --per-split-data-args-path FOLDER/splits.json, valid: FOLDER/v: there",),
-        _BAD,
+        "ERROR: --per-split-data-args-path FOLDER/splits.json, valid: FOLDER/v: there",
     ),
-    "data, broken list": Case(
-        f"{_PLUGIN} --per-split-data-args-path FOLDER/list", ("ERROR: --per-split-data-args-path",), _BAD
-    ),
+    "data, broken list": (f"{_PLUGIN} --per-split-data-args-path FOLDER/list", "ERROR: --per-split-data-args-path"),
     # Tokenizers.
-    "tokenizer": Case(
+    "tokenizer": (
         f"{_JOB} --tokenizer-model FOLDER/a.model --vocab-file v.json --merge-file m.txt",
-        ("ERROR: --tokenizer-model FOLDER/a", "ERROR: --vocab-file v.json: no such file", "ERROR: --merge-file m.txt"),
-        _BAD,
+        "ERROR: --tokenizer-model FOLDER/a",
+        "ERROR: --vocab-file v.json: no such file",
+        "ERROR: --merge-file m.txt",
     ),
-    "tokenizer of nothing": Case(
+    "tokenizer of nothing": (
         f"{_JOB} --tokenizer-type NullTokenizer".replace("--vocab-size 50257 ", ""),
-        ("ERROR: --vocab-size: not given; NullTokenizer needs it. Give it.",),
-        _BAD,
+        "ERROR: --vocab-size: not given; NullTokenizer needs it. Give it.",
     ),
-    "tokenizer without its model": Case(
+    "tokenizer without its model": (
         f"{_JOB} --tokenizer-type HuggingFaceTokenizer",
-        ("ERROR: --tokenizer-model: not given; HuggingFaceTokenizer needs it. Give it.",),
-        _BAD,
+        "ERROR: --tokenizer-model: not given; HuggingFaceTokenizer needs it. Give it.",
     ),
-    "tokenizer of a hub": Case(f"{_JOB} --tokenizer-model openai-community/gpt2"),
+    "tokenizer of a hub": (f"{_JOB} --tokenizer-model openai-community/gpt2",),
     # Checkpoints.
-    "saves": Case(
+    "saves": (
         f"{_JOB} --save FOLDER/new/folder --load FOLDER/new/folder --save-interval 1000",
-        note="124,475,904 parameters x 58 bytes = 7.22 GB: 2 (weights) + 12 (optimizer) + 8 (outer state) + 36 (inner state",
+        "124,475,904 parameters x 58 bytes = 7.22 GB: 2 (weights) + 12 (optimizer) + 8 (outer state) + 36 (inner state",
     ),
-    "save, a file": Case(
-        f"{_JOB} --save FOLDER/list/a --save-interval 9", ("ERROR: --save FOLDER/list/a: FOLDER/list is a file",), _BAD
-    ),
-    "save, no room": Case(
+    "save, a file": (f"{_JOB} --save FOLDER/list/a --save-interval 9", "ERROR: --save FOLDER/list/a: FOLDER/list is a file"),
+    "save, no room": (
         f"{_JOB} --save FOLDER/new --save-interval 50 --hidden-size 122880",
-        ("WARNING: --save FOLDER/new: a checkpoint of about",),
-        "1 warning",
+        "WARNING: --save FOLDER/new: a checkpoint of about",
         "or --pier-save-inner-state first",
     ),
-    "load, nothing there": Case(
-        f"{_JOB} --load FOLDER/new", ("WARNING: --load FOLDER/new: there is no checkpoint",), "1 warning"
+    "load, nothing there": (f"{_JOB} --load FOLDER/new", "WARNING: --load FOLDER/new: there is no checkpoint"),
+    "load, must": (f"{_JOB} --load FOLDER/new --exit-on-missing-checkpoint", "ERROR: --load FOLDER/new: there is no"),
+    "load, damaged": (
+        f"{_JOB} --load FOLDER/damaged",
+        "ERROR: --load FOLDER/damaged/iter_0000090 is damaged: __0_0.distcp is missing. Choose another iteration with",
     ),
-    "load, must": Case(
-        f"{_JOB} --load FOLDER/new --exit-on-missing-checkpoint", ("ERROR: --load FOLDER/new: there is no",), _BAD
-    ),
-    "pretrained": Case(
-        f"{_JOB} --pretrained-checkpoint FOLDER/new", ("ERROR: --pretrained-checkpoint FOLDER/new: there",), _BAD
-    ),
+    "pretrained": (f"{_JOB} --pretrained-checkpoint FOLDER/new", "ERROR: --pretrained-checkpoint FOLDER/new: there"),
     # All at once, also where Megatron's parser refuses the arguments.
-    "many": Case(
+    "many": (
         f"{_JOB.replace('-m pier_megatron FOLDER/pretrain.py', 'FOLDER/pretrain.py')} --num-layers many --vocab-file v.json",
-        ("ERROR: --optimizer pier", "ERROR: --vocab-file v.json", "ERROR: argument --num-layers: invalid int value: 'many'"),
-        _BAD,
+        "ERROR: --optimizer pier",
+        "ERROR: --vocab-file v.json",
+        "ERROR: argument --num-layers: invalid int value: 'many'",
     ),
 }
 
@@ -333,36 +246,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "wrapper.sh").chmod(0o755)
+    damaged = folder / "damaged" / "iter_0000090"
+    dcp.save({"weight": torch.zeros(1)}, checkpoint_id=damaged, no_dist=True)
+    (damaged / "__0_0.distcp").unlink()
+    (folder / "damaged" / "latest_checkpointed_iteration.txt").write_text("90")
     return folder
 
 
-@pytest.fixture(scope="module")
-def said(folder: Path) -> dict[str, tuple[int, str]]:
-    """Exit status and output of each case, with FOLDER in the place of the folder."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NCCL_", "MASTER_"))}
-    process = subprocess.run(
-        [sys.executable, "-c", _LOOKS],
-        cwd=REPOSITORY,
-        env=environment | {"PYTHONPATH": str(REPOSITORY)},
-        input=json.dumps([case.job.replace("FOLDER", str(folder)) for case in _CASES.values()]),
-        capture_output=True,
-        text=True,
-    )
-    assert "SAID" in process.stdout, process.stderr
-    looks = json.loads(process.stdout[process.stdout.index("SAID ") + 5 :].replace(str(folder), "FOLDER"))
-    return dict(zip(_CASES, map(tuple, looks), strict=True))
-
-
 @pytest.mark.parametrize("name", _CASES)
-def test_fault_line_verdict_and_status(said: dict[str, tuple[int, str]], name: str) -> None:
-    case, (status, text) = _CASES[name], said[name]
+def test_fault_line_verdict_and_status(folder: Path, name: str) -> None:
+    job, *expected = _CASES[name]
+    said = pier_megatron()(f"doctor {job}".replace("FOLDER", str(folder)))
+    text = said.out.replace(str(folder), "FOLDER")
     *lines, verdict = text.splitlines()
-    troubles = [line for line in lines if line.startswith(("WARNING", "ERROR"))]
-    assert (verdict, status) == (case.verdict, int(case.verdict == _BAD)), text
-    assert len(troubles) == len(case.lines), text
-    for trouble, beginning in zip(troubles, case.lines, strict=True):
-        assert trouble.startswith(beginning) or re.match(beginning, trouble), text
-    assert case.note in text
+    troubles, notes = ([line for line in lines if line.startswith(_TROUBLES) == bad] for bad in (True, False))
+    beginnings, parts = ([part for part in expected if part.startswith(_TROUBLES) == bad] for bad in (True, False))
+    errors = [line for line in troubles if line.startswith("ERROR")]
+    warnings = f"{len(troubles)} warning{'s' * (len(troubles) > 1)}" if troubles else "OK"
+    assert (verdict, said.status) == (("will not start", 1) if errors else (warnings, 0)), text
+    assert len(troubles) == len(beginnings), text
+    assert all(map(str.startswith, troubles, beginnings)), text
+    assert all(part in "\n".join((*notes, *troubles)) for part in parts), text
 
 
 def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
@@ -376,10 +280,9 @@ def test_a_checkpoint_takes_what_doctor_says(tmp_path: Path, corpus: tuple[Path,
     )
     script = REPOSITORY / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
     job = [*torchrun(2), "-m", "pier_megatron", "--device", "cpu", str(script), *training.split()]
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor", *job]
-    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said.stdout)
-    assert found, said.stdout
+    said = pier_megatron()(f"doctor {shlex.join(job)}").out
+    found = re.search(r"takes about ([\d,]+) parameters x 46 bytes = .*24 \(inner state of 2 groups apart\)", said)
+    assert found, said
     execute(job, tmp_path / "log.txt")
     parameters = int(found[1].replace(",", ""))
     # Between two outer steps, where all groups differ, and after one, where group 0 has what the checkpoint's model has.

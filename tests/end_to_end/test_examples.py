@@ -6,11 +6,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launch import REPOSITORY, execute
+from one_process import pier_megatron
 
 pytestmark = pytest.mark.processes
 
@@ -20,24 +20,6 @@ _CHECKOUTS = [Path(path) for path in os.environ.get("MEGATRON_LM_PATH", "").spli
 # Groups of the published runs (arXiv 2511.17849), each a node of 4 GPUs. Parameters: of the released GPT-2 weights (Radford
 # et al., 2019) and of GPT-3 6.7B (Brown et al., arXiv 2005.14165).
 _PUBLISHED = {"small": (8, 124e6), "medium": (32, 354e6), "xl": (64, 1558e6), "7b": (32, 6.7e9)}
-
-# Examines and plans many jobs in one process: a start of Megatron takes longer than both.
-_SCRIPT = """
-import contextlib, io, json, sys
-from pier_megatron.commands import cli
-
-said = []
-for command in json.load(sys.stdin):
-    texts = []
-    for tool in (["doctor"], ["plan", "--cluster", "perlmutter", "--json"]):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            status = cli.main([*tool, *command])
-        assert status == 0, out.getvalue()
-        texts.append(out.getvalue())
-    said.append(texts)
-print("SAID", json.dumps(said))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -79,23 +61,14 @@ def command(folder: Path, *words: str, **variables: str) -> list[str]:
     return shlex.split(process.stdout.split("\n\n")[0].replace("\\\n", ""))
 
 
-def examine(commands: list[list[str]], megatron: Path | None = None) -> Iterator[tuple[str, dict]]:
-    """What the doctor says of each command, and its plan."""
-    path = [str(folder) for folder in (megatron, REPOSITORY) if folder]
-    process = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        # As train.sh, which sets it for doctor and job.
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-    )
-    assert "SAID " in process.stdout, process.stderr
-    return ((doctor, json.loads(plan)) for doctor, plan in json.loads(process.stdout.split("SAID ")[1]))
-
-
 def check(commands: dict[str, list[str]], megatron: Path | None = None) -> None:
-    for (model, words), (doctor, plan) in zip(commands.items(), examine(list(commands.values()), megatron), strict=True):
+    path = os.pathsep.join(str(folder) for folder in (megatron, REPOSITORY) if folder)
+    # As train.sh, which sets it for doctor and job.
+    run = pier_megatron(PYTHONPATH=path, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    for model, words in commands.items():
+        examined, planned = (run(f"{tool} {shlex.join(words)}") for tool in ("doctor", "plan --cluster perlmutter --json"))
+        assert (examined.status, planned.status) == (0, 0), examined.out + planned.error
+        doctor, plan = examined.out, json.loads(planned.out)
         nodes, parameters = _PUBLISHED[model]
         # What is free in the folder of the tests says nothing of the recipe.
         assert re.findall("^(?:WARNING|ERROR): (?!--save)", doctor, re.MULTILINE) == []

@@ -1,16 +1,12 @@
-"""What a run and a plan say of what groups will cost in loss."""
+"""What a run says of what groups will cost in loss."""
 
-import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pier_megatron import PierConfig
-from pier_megatron.commands.plan import loss
-from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.expectation import LEAST_NOISE, after, at_start, share_by_noise, share_by_settings
+from pier_megatron.outer.expectation import LEAST_NOISE, after, at_start, share_by_noise
 
 
 def test_share_falls_with_noise_and_groups() -> None:
@@ -69,59 +65,3 @@ def test_nothing_is_said_of_what_was_not_studied() -> None:
         {"groups": 1},
     ):
         assert at_start(with_muon(**other)) is None
-
-
-@pytest.fixture
-def run_with_eight_groups(tmp_path: Path) -> Path:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path / "tensorboard"))
-    writer.add_text("pier_groups", "8")
-    writer.add_text("global_batch_size", "64")
-    for step, noise in enumerate([0.5, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0]):
-        writer.add_scalar("pier/noise-to-signal", noise, 20 * step)
-    writer.close()
-    return tmp_path
-
-
-def test_plan_reads_the_noise_of_a_run_that_has_begun(run_with_eight_groups: Path) -> None:
-    found = loss.expected_shares(loss.read(run_with_eight_groups), config(groups=4), global_batch=64)
-    assert found["shares"] == {groups: share_by_noise(4.0, 8, groups) for groups in (8, 4, 2)}
-    line = loss.text(found, 4)
-    assert f"{share_by_noise(4.0, 8, 4):.1%} of the iterations with 4 groups; " in line
-    assert "noise to signal 4.00 with 8 groups" in line
-
-
-def test_plan_of_one_group_loses_nothing(run_with_eight_groups: Path) -> None:
-    for found in (
-        loss.expected_shares(loss.read(run_with_eight_groups), config(groups=1), global_batch=64),
-        loss.expected_shares(None, with_muon(groups=1), global_batch=64),
-    ):
-        assert list(found["shares"]) == [2, 1]
-        assert "100.0% of the iterations with 1 groups" in loss.text(found, 1)
-
-
-def test_plan_needs_no_log_with_muon(run_with_eight_groups: Path) -> None:
-    found = loss.expected_shares(None, with_muon(), global_batch=64)
-    assert found["shares"] == {groups: share_by_settings(with_muon(), groups) for groups in (16, 8, 4, 2)}
-    assert "from the settings, by the median of small runs" in loss.text(found, 8)
-    assert "shares" not in loss.expected_shares(None, config(), global_batch=64)
-    with pytest.raises(PierConfigError, match="leave --log out"):
-        loss.expected_shares(loss.read(run_with_eight_groups), with_muon(), global_batch=64)
-
-
-def test_plan_refuses_logs_that_say_nothing_of_the_job(run_with_eight_groups: Path, tmp_path: Path) -> None:
-    log = loss.read(run_with_eight_groups)
-    with pytest.raises(PierConfigError, match="--global-batch-size 64, the job 128"):
-        loss.expected_shares(log, config(), global_batch=128)
-    with pytest.raises(PierConfigError, match="the job has adam, diloco, fp32, 4500 outer steps"):
-        loss.expected_shares(log, config(preset="diloco"), global_batch=64)
-    noise = log.scalars["pier/noise-to-signal"]
-    log.scalars["pier/noise-to-signal"] = dataclasses.replace(noise, values=[value / 4 for value in noise.values])
-    with pytest.raises(PierConfigError, match=r"noise to signal is 1\.00 in that run; below 1\.5"):
-        loss.expected_shares(log, config(), global_batch=64)
-    del log.scalars["pier/noise-to-signal"]
-    with pytest.raises(PierConfigError, match="at least 5 outer steps"):
-        loss.expected_shares(log, config(), global_batch=64)
-    with pytest.raises(PierConfigError, match="no TensorBoard event files"):
-        loss.read(tmp_path / "nowhere")

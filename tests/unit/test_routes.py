@@ -1,9 +1,15 @@
 """Routes as data: what is refused, what a rank does by them, how long they take, and what a search finds."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import math
+import re
+import runpy
+import sys
 from collections import Counter
+from pathlib import Path
 
 import grids
 import pytest
@@ -17,6 +23,7 @@ from pier_megatron.pipeline.schedule import Pipeline
 from pier_megatron.pipeline.search import Wishes, search
 from pier_megatron.pipeline.simulator import makespan
 
+_EXAMPLES = Path(__file__).parents[2] / "examples"
 _WHOLE = grids.whole(4, 2, 2)
 _TEXT = _WHOLE.text()
 
@@ -134,7 +141,6 @@ def test_links_carry_one_message_at_a_time() -> None:
     alone = play(grids.even(2, 1, 5.0, 1.0), {MicroBatch(0, 0): paths[MicroBatch(0, 0)]}, 2)
     assert alone.seconds == 1 + 6 + 3 + 6 + 2
     assert play(grids.even(2, 1, 5.0, 1.0), paths, 2).seconds == alone.seconds + 5
-    assert play(grids.even(2, 1, 5.0, 1.0), paths, 2, passed=[(MicroBatch(0, 1), 0)]).seconds < alone.seconds + 5
 
 
 def test_a_file_holds_all_of_it() -> None:
@@ -244,10 +250,30 @@ def test_micro_batches_find_their_own_data_in_any_order() -> None:
 
 def test_data_of_another_replica_is_refused_when_it_is_read() -> None:
     batches = executor._Batches(iter("abc"), Place(1, 1)).of(MicroBatch(0, 0))
-    with pytest.raises(PierConfigError, match=r"reads data in stage 1, between the ends .* of replica 1, .* Plan .* --stay of"):
+    with pytest.raises(
+        PierConfigError, match=r"reads data in stage 1, between the ends .* of replica 1, .* Search .* --stay of"
+    ):
         next(batches or iter(()))
 
 
 def test_a_step_of_other_micro_batches_is_refused() -> None:
     with pytest.raises(PierConfigError, match="routes for steps of 2 micro-batches of a replica, and this one has 4"):
         executor.run(_WHOLE, model=[], num_microbatches=4)
+
+
+def test_example_searches_routes_over_unequal_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message in three passes the slow link of a whole step; a route that skips a stage may spare it none."""
+    file, script = tmp_path / "routes.json", _EXAMPLES / "skip_routes.py"
+    words = f"{_EXAMPLES / 'unequal-nodes.yaml'} --stages 4 --micro-batches 8 --fraction 0.25 --output {file}"
+    for more in ("", " --place"):
+        monkeypatch.setattr(sys, "argv", [str(script), *f"{words}{more}".split()])
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(script), run_name="__main__")
+        full, routed = map(float, re.findall(r"([\d.]+) s ", said.getvalue()))
+        assert routed < 0.8 * full
+        routes = Routes.of_text(file.read_text())
+        assert (routes.stages, routes.replicas, routes.micro_batches, routes.fraction) == (4, 2, 8, 0.25)
+        assert sorted(routes.hosts) == ["a", "b", "c", "d"]
+        assert (routes.hosts == ("a", "b", "c", "d")) or more
+        assert f"start the nodes in this order: {', '.join(routes.hosts)}" in said.getvalue()

@@ -57,7 +57,6 @@ def test_recomputation_makes_backward_passes_longer() -> None:
     assert (skipping.backward_cost(args()), skipping.backward_cost(recomputed)) == (2, 3)
     table = skipping.paths(args(), 16)
     assert skipping.share_of_whole_step(recomputed, table) != skipping.share_of_whole_step(args(), table)
-    assert skipping.share_of_whole_step(args(), table, link=100.0) > skipping.share_of_whole_step(args(), table)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,16 @@ import psutil
 import torch
 
 from pier_megatron import features
-from pier_megatron.commands import job_arguments
+from pier_megatron.commands import job_arguments, planned_job, planned_sizes
 from pier_megatron.commands.doctor import job_files, launch
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import Problems
+from pier_megatron.integration import cautions, startup
+from pier_megatron.integration.arguments import config_from_args, uses_group_settings
+from pier_megatron.integration.checkpoint.size import bytes_per_parameter
 from pier_megatron.integration.datasets import compiled_for_another_python
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
@@ -63,8 +67,6 @@ def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] =
 
 def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:
     """What a job with validated arguments will be."""
-    from pier_megatron.integration.arguments import config_from_args, uses_group_settings
-
     config = config_from_args(args) if uses_pier(args) else None
     if config is not None:
         _describe_outer_loop(args, config, command, findings)
@@ -83,44 +85,35 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
 
 
 def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    ranks = describe_groups(args, config, command.ranks_per_node, findings)
-    _look_at_outer_state(args, config, command, findings)
+    taken = planned_sizes.lines_of_outer_loop(args, config)
+    ranks = describe_groups(args, config, command.ranks_per_node, findings, taken)
+    _look_at_host_memory(args, config, command, findings)
     look_at_checkpoint(args, config, ranks, findings)
 
 
-def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings: Findings) -> int:
-    """Adds which group stands where, the schedule, and warnings of both.
+def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings: Findings, taken: Sequence[str] = ()) -> int:
+    """Adds what start-up will say of the groups, and warnings.
 
     Args:
         args: Megatron's arguments of a validated job.
         config: Configuration of the outer loop.
         ranks_per_node: Processes on each node.
         findings: Findings to add to.
+        taken: Lines on what the outer loop takes.
 
     Returns:
         Number of ranks of a group.
     """
-    from pier_megatron.integration import cautions, planned_job
-    from pier_megatron.integration.startup import preset, schedule, sites
-
     topology = planned_job.planned_topology(args, ranks_per_node)
     with findings.collecting():
         topology.check()
-    ranks = len(topology.members(0))
-    findings.notes += [
-        f"{_count(config.groups, 'group')} of {_count(ranks, 'rank')}, {preset(config)}",
-        *topology.describe(),
-        *sites(config),
-        *(line.removeprefix("  ") for line in schedule(config)),
-    ]
+    findings.notes += startup.lines(config, topology, topology.describe(), taken, planned_sizes.device_type(args))
     findings.warnings += [*config.warnings(), *topology.warnings(), *cautions.warnings(args, config)]
-    return ranks
+    return len(topology.members(0))
 
 
 def look_at_checkpoint(args: Any, config: PierConfig, ranks_in_group: int, findings: Findings) -> None:
     """Adds what the checkpoint is that a validated job would load, or why it would refuse it."""
-    from pier_megatron.integration import planned_job
-
     with findings.collecting():
         checkpoint = planned_job.check_checkpoint(args, config, ranks_in_group)
         findings.notes += [f"--load {checkpoint}"] if checkpoint else []
@@ -145,13 +138,9 @@ def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, comman
 
 def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings: Findings) -> None:
     """Compares a checkpoint with the room for it."""
-    from pier_megatron.integration.checkpoint.size import bytes_per_parameter
-    from pier_megatron.integration.planned_sizes import parameters_of_model
-
-    parameters = parameters_of_model(args)
-    if args.save is None or job_files.is_in_object_store(args.save) or parameters is None:
+    if args.save is None or job_files.is_in_object_store(args.save):
         return
-    parts = bytes_per_parameter(args, config)
+    parameters, parts = planned_sizes.parameters_of_model(args), bytes_per_parameter(args, config)
     each, free = sum(parts.values()), shutil.disk_usage(job_files.nearest(Path(args.save))).free
     needed = each * parameters
     arithmetic = " + ".join(f"{size:g} ({name})" for name, size in parts.items())
@@ -182,21 +171,18 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _look_at_outer_state(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    """What the outer loop takes, as start-up will say it, and whether this machine's host memory would hold it."""
-    from pier_megatron.integration import planned_sizes
-
-    findings.notes += planned_sizes.lines_of_outer_loop(args, config)
-    takes = planned_sizes.taken_by_outer_loop(args, config)
-    if takes is None or not config.offload:
+def _look_at_host_memory(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
+    """Looks whether start-up would find enough host memory, if the nodes are like this one."""
+    if not config.offload:
         return
-    needed, free = command.ranks_per_node * takes.state, psutil.virtual_memory().available
-    findings.notes.append(f"--pier-offload: {needed / 1e9:,.2f} GB of host memory per node; {free / 1e9:,.2f} GB are free here")
-    if needed >= free:
-        findings.warnings.append(
-            f"--pier-offload needs {needed / 1e9:,.2f} GB of host memory per node, and {free / 1e9:,.2f} GB are free here: not "
-            "enough, if the nodes are like this one"
-        )
+    takes, is_pinned = planned_sizes.taken_by_outer_loop(args, config), planned_sizes.device_type(args) == "cuda"
+    available, refused = psutil.virtual_memory().available, Problems(findings.warnings)
+    with refused.collecting():
+        startup.check_host_memory(config, [takes.parameters], command.ranks_per_node, available, is_pinned)
+    findings.notes.append(
+        f"--pier-offload: {command.ranks_per_node * takes.state / 1e9:,.2f} GB of host memory per node; "
+        f"{available / 1e9:,.2f} GB are free here"
+    )
 
 
 def _versions() -> str:

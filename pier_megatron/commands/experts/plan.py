@@ -145,7 +145,7 @@ def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple
 
 def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, float | None]:
     """Memory of a rank in bytes, and hours of the training, by the planner."""
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
     from pier_megatron.integration.arguments import config_from_args
     from pier_megatron.megatron_api.args import uses_pier
 

@@ -18,7 +18,7 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
     Raises:
         PierConfigError: If a checkpoint on the way cannot be read, or repeats itself.
     """
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
     from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
     # The same vocabulary, counted as it is for experts: without Megatron's padding.
@@ -30,8 +30,6 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
         seen.add(folder.resolve())
         arguments = argparse.Namespace(**vars(defaults) | vars(StoredModel.find(folder).arguments) | vocabulary)
         done = planned_sizes.operations_done(arguments)
-        if done is None:
-            raise PierConfigError(f"{folder}: the vocabulary's size is not stored.")
         total += done
         origin = arguments.pretrained_checkpoint or (arguments.load if arguments.finetune else None)
         if not done and origin is None:

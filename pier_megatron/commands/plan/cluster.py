@@ -5,7 +5,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.commands.plan.hosts import Host, SiteLinks, read_hosts
 from pier_megatron.errors import suggestion
 from pier_megatron.values import Number, existing_file, positive, whole
 
@@ -13,10 +12,13 @@ TCP_EFFICIENCY = 0.91
 """Share of a shaped link's rate that a blocking FP32 exchange over TCP achieves, median of docs/performance.md."""
 
 FLOPS_SPREAD = (0.33, 1.64)
-"""Lowest and highest TFLOP/s of published runs, as multiples of their cluster's figure: benchmarks/planner_accuracy.py."""
+"""Lowest and highest TFLOP/s of published runs, as multiples of their cluster's figure: tools/planner_accuracy.py."""
 
 LINK_SPREAD = (0.62, 1.32)
 """The same of the rate at which published runs reduced their gradients, with TFLOP/s measured."""
+
+ROUTES = "python examples/skip_routes.py searches routes over unequal ones"
+"""What took the place of ``--routes``, and of ``nodes`` and ``links`` in a cluster's file."""
 
 _EXAMPLE = "examples/cluster.yaml"
 
@@ -42,8 +44,6 @@ class Cluster:
         nodes_per_site: Number of nodes of a site; 0 where all nodes share one network.
         site_bandwidth: Bytes per second that a site sends to others.
         site_latency: Seconds of a message between sites.
-        hosts: Nodes that are listed, in the order of ranks; nothing where all are alike.
-        site_links: What lies between two sites of listed nodes.
     """
 
     gpus_per_node: int
@@ -61,8 +61,6 @@ class Cluster:
     nodes_per_site: int = 0
     site_bandwidth: float = 0.0
     site_latency: float = 0.0
-    hosts: tuple[Host, ...] = ()
-    site_links: SiteLinks = dataclasses.field(default_factory=dict)
 
     @property
     def node_rate(self) -> float:
@@ -74,30 +72,29 @@ class Cluster:
         """Bytes per second that a site's exchange achieves."""
         return self.site_bandwidth * self.efficiency
 
-    def scaled(self, flops: float, links: float) -> "Cluster":
-        """The same cluster with multiples of its TFLOP/s and of what its nodes and sites send."""
-        return dataclasses.replace(
-            self,
-            flops=flops * self.flops,
-            node_bandwidth=links * self.node_bandwidth,
-            site_bandwidth=links * self.site_bandwidth,
-        )
-
     def spread(self, is_measured: bool) -> tuple["Cluster", "Cluster"]:
         """The cluster at which Pier wins least, and the one at which it wins most, by what published runs achieved.
 
         The less compute and the slower the link, the larger is what Pier saves. ``is_measured`` says that the TFLOP/s are the
         job's own.
         """
-        slow, fast = (1.0, 1.0) if is_measured else FLOPS_SPREAD
-        return self.scaled(slow, LINK_SPREAD[1]), self.scaled(fast, LINK_SPREAD[0])
+        slow, fast = (
+            dataclasses.replace(
+                self,
+                flops=self.flops * (1.0 if is_measured else flops),
+                node_bandwidth=self.node_bandwidth * links,
+                site_bandwidth=self.site_bandwidth * links,
+            )
+            for flops, links in zip(FLOPS_SPREAD, reversed(LINK_SPREAD), strict=True)
+        )
+        return slow, fast
 
     def sites(self, gpus: int) -> int:
         """Number of sites over which so many neighbouring GPUs spread."""
         return -(-gpus // (self.nodes_per_site * self.gpus_per_node)) if self.nodes_per_site else 1
 
 
-# Bandwidths of the first two are fitted, see benchmarks/planner_accuracy.py, and are what is achieved; nodes of the others send
+# Bandwidths of the first two are fitted, see tools/planner_accuracy.py, and are what is achieved; nodes of the others send
 # 80 % of what an adapter of 400 Gbit/s per GPU could. The A100 machine's TFLOP/s are the median of six published layouts.
 # Bandwidths of the host are not fitted: docs/planner.md has their sources.
 CLUSTERS = {
@@ -130,32 +127,17 @@ class Figure:
 
 
 _MOST = 1e6
+_POSITIVE, _NOT_NEGATIVE = positive(_MOST), Number(float, 0.0, _MOST)
 FIGURES = (
     Figure("gpus-per-node", "gpus_per_node", 1, whole(1, _MOST), "N", "number of GPUs of a node"),
-    Figure("memory", "memory", 1e9, positive(_MOST), "GB", "memory of a GPU"),
-    Figure(
-        "tflops", "flops", 1e12, positive(_MOST), "TFLOP/S", "rate that a GPU achieves on this model, measured on one group"
-    ),
-    Figure(
-        "gpu-bandwidth",
-        "gpu_bandwidth",
-        1e9,
-        positive(_MOST),
-        "GB/S",
-        "rate at which a GPU sends in an all-reduce inside a node",
-    ),
-    Figure(
-        "node-bandwidth",
-        "node_bandwidth",
-        1e9,
-        positive(_MOST),
-        "GB/S",
-        "rate at which a node sends in an all-reduce between nodes",
-    ),
-    Figure("latency", "latency", 1e-3, Number(float, 0.0, _MOST), "MS", "latency of a message between nodes"),
+    Figure("memory", "memory", 1e9, _POSITIVE, "GB", "memory of a GPU"),
+    Figure("tflops", "flops", 1e12, _POSITIVE, "TFLOP/S", "rate that a GPU achieves on this model, measured on one group"),
+    Figure("gpu-bandwidth", "gpu_bandwidth", 1e9, _POSITIVE, "GB/S", "rate of a GPU in an all-reduce inside a node"),
+    Figure("node-bandwidth", "node_bandwidth", 1e9, _POSITIVE, "GB/S", "rate of a node in an all-reduce between nodes"),
+    Figure("latency", "latency", 1e-3, _NOT_NEGATIVE, "MS", "latency of a message between nodes"),
     Figure("nodes-per-site", "nodes_per_site", 1, whole(1, _MOST), "N", "number of nodes of a site, where a job spans sites"),
-    Figure("site-bandwidth", "site_bandwidth", 1e9, positive(_MOST), "GB/S", "rate at which a site sends to others"),
-    Figure("site-latency", "site_latency", 1e-3, Number(float, 0.0, _MOST), "MS", "latency of a message between sites"),
+    Figure("site-bandwidth", "site_bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a site sends to others"),
+    Figure("site-latency", "site_latency", 1e-3, _NOT_NEGATIVE, "MS", "latency of a message between sites"),
     Figure(
         "efficiency",
         "efficiency",
@@ -165,12 +147,12 @@ FIGURES = (
         f"share of node and site bandwidth that an exchange achieves: 1 for measured rates, {TCP_EFFICIENCY} for TCP at a "
         "link's rate, which a file's default is",
     ),
-    Figure("memory-bandwidth", "memory_bandwidth", 1e9, positive(_MOST), "GB/S", "bandwidth of a GPU's memory"),
+    Figure("memory-bandwidth", "memory_bandwidth", 1e9, _POSITIVE, "GB/S", "bandwidth of a GPU's memory"),
     Figure(
         "host-bandwidth",
         "host_bandwidth",
         1e9,
-        positive(_MOST),
+        _POSITIVE,
         "GB/S",
         "rate at which a GPU copies from pinned host memory, and as much to it, while all GPUs of its node do",
     ),
@@ -234,9 +216,10 @@ def _of_file(path: Path) -> Cluster:
     if not isinstance(entries, dict):
         raise argparse.ArgumentTypeError(f"{path}: must be lines of KEY: NUMBER, such as {_EXAMPLE}")
     known = {figure.key: figure for figure in FIGURES}
-    listed, links = read_hosts(path, entries)
-    values: dict[str, Any] = {"efficiency": TCP_EFFICIENCY, "hosts": listed, "site_links": links}
+    values: dict[str, Any] = {"efficiency": TCP_EFFICIENCY}
     for key, value in entries.items():
+        if key in ("nodes", "links"):
+            raise argparse.ArgumentTypeError(f"{path}: {key}: plan knows equal nodes only; {ROUTES}")
         if key not in known:
             raise argparse.ArgumentTypeError(
                 f"{path}: {key}: no such key{suggestion(str(key), known) or '.'} Known: {', '.join(known)}."
@@ -252,10 +235,9 @@ def _of_file(path: Path) -> Cluster:
 
 
 def _checked(cluster: Cluster, where: str = "") -> Cluster:
-    # Nodes that are listed say themselves where they are.
-    if not cluster.hosts and bool(cluster.nodes_per_site) != bool(cluster.site_bandwidth):
-        given, missing = (
-            ("nodes-per-site", "site-bandwidth") if cluster.nodes_per_site else ("site-bandwidth", "nodes-per-site")
-        )
-        raise argparse.ArgumentTypeError(f"{where}{given} without {missing}: give both, or neither for one site")
+    names = {"nodes-per-site": cluster.nodes_per_site, "site-bandwidth": cluster.site_bandwidth}
+    given = [name for name, value in names.items() if value]
+    if len(given) == 1:
+        [missing] = names.keys() - given
+        raise argparse.ArgumentTypeError(f"{where}{given[0]} without {missing}: give both, or neither for one site")
     return cluster

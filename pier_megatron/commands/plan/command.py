@@ -3,14 +3,12 @@
 import argparse
 import gc
 import json
-from pathlib import Path
 
 from pier_megatron.commands import batch_script
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
-from pier_megatron.commands.plan import routes
 from pier_megatron.errors import PierConfigError
-from pier_megatron.values import existing_file, existing_folder, png_to_write
+from pier_megatron.values import existing_file, png_to_write
 
 # What imports torch is imported once the flags are right.
 
@@ -19,8 +17,9 @@ _REMOVED = {
     **dict.fromkeys(
         ("--mtbf", "--spread", "--restart", "--save-seconds"), "plan simulates no failures; see docs/reliability.md"
     ),
+    **dict.fromkeys(("--routes", "--held", "--stay", "--in-order", "--place"), clusters.ROUTES),
 }
-"""Flags of the release before, with what to do instead."""
+"""Flags of releases before, with what to do instead."""
 
 
 class _Removed(argparse.Action):
@@ -33,28 +32,15 @@ class _Removed(argparse.Action):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     clusters.add_arguments(parser)
-    routes.add_arguments(parser)
+    parser.add_argument("--log", type=existing_file, metavar="FILE", help="output of a short run of the job, for TFLOP/s")
     parser.add_argument(
-        "--log",
-        type=_folder_or_file,
-        metavar="PATH",
-        help="output of a short run of the job, or its TensorBoard folder (--log-timers-to-tensorboard), for TFLOP/s; the "
-        "folder of a run with Pier also predicts the loss",
-    )
-    parser.add_argument(
-        "--plot",
-        type=png_to_write,
-        metavar="PNG",
-        help="draw the time to finish over H, link rate and GPUs (--optimizer pier)",
+        "--plot", type=png_to_write, metavar="PNG", help="draw the time to finish over the link's rate (--optimizer pier)"
     )
     for flag, instead in _REMOVED.items():
         parser.add_argument(flag, action=_Removed, const=instead, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--details", action="store_true", help="print more than one screen")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_command_argument(parser)
-
-
-def _folder_or_file(text: str) -> Path:
-    return existing_folder(text) if Path(text).is_dir() and text else existing_file(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,14 +63,12 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     from pier_megatron.commands.plan.planning import make_plan
 
     # A batch script may run in another folder.
-    options.routes = options.routes and options.routes.absolute()
-    wanted, log = routes.wanted_of(options), options.log and options.log.absolute()
+    log = options.log and options.log.absolute()
     with batch_script.opened(options.command, "plan", options.flags) as (launch, _):
-        command = LaunchCommand.parse(launch)
-        plan = make_plan(command, cluster, options.tflops is not None, log, wanted, options.flags)
-    if options.plot and "sweeps" not in plan:
+        plan = make_plan(LaunchCommand.parse(launch), cluster, options.tflops is not None, log, options.flags)
+    if options.plot and "groups" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
     if options.plot:
         picture.draw(plan, options.plot)
-    print(json.dumps(plan, indent=2) if options.json else "\n".join(text.lines(plan)))
+    print(json.dumps(plan, indent=2) if options.json else "\n".join(text.lines(plan, options.details)))
     return 0

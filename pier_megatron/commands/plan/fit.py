@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 
-from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.sizes import outer_memory
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
@@ -14,9 +13,31 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 _ACTIVATIONS = "activations, without recomputation"
 
 
+@dataclasses.dataclass(frozen=True)
+class Fix:
+    """The least change that makes a job fit.
+
+    Attributes:
+        flags: Flags that are added.
+        memory: Bytes that a GPU must have then.
+        args: Megatron's arguments with them.
+        config: Settings of the job with them; None for a stock optimizer.
+    """
+
+    flags: str
+    memory: float
+    args: argparse.Namespace
+    config: PierConfig | None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed, which takes other iterations, and memory that is not counted."""
+        return RECOMPUTE in self.flags
+
+
 def memory_of(args: argparse.Namespace, config: PierConfig | None) -> dict[str, float]:
-    """Bytes of a GPU's memory that the job takes, by purpose."""
-    from pier_megatron.integration import planned_sizes
+    """Bytes of a GPU's memory that a job takes, by purpose."""
+    from pier_megatron.commands import planned_sizes
 
     return planned_sizes.memory(args) | ({} if config is None else outer_memory(args, config))
 
@@ -26,29 +47,16 @@ def needed(memory: dict[str, float], args: argparse.Namespace) -> float:
     return sum(size for name, size in memory.items() if name != _ACTIVATIONS or args.recompute_granularity != "full")
 
 
-def remedy(args: argparse.Namespace, config: PierConfig | None, there: float) -> tuple[str, float] | None:
-    """The least change that makes a job fit, as flags, and the bytes that it then needs; None if there is none.
-
-    The changes leave its iterations as fast as they were, except recomputation.
-    """
+def remedy(args: argparse.Namespace, config: PierConfig | None, there: float) -> Fix | None:
+    """The least change that makes a job fit, what costs nothing first; None if there is none."""
     for flags, changed, changed_config in _changes(args, config):
         size = needed(memory_of(changed, changed_config), changed)
         if size <= there:
-            return " ".join(flags), size
+            return Fix(" ".join(flags), size, changed, changed_config)
     return None
 
 
-def can_overlap(args: argparse.Namespace, config: PierConfig, there: float) -> bool:
-    """Whether the job starts with exchanges hidden behind half an interval, and fits by no more than it needs without."""
-    hidden = changed_settings(args, config, overlap=config.sync_interval // 2)
-    if hidden is None:
-        return False
-    # Chunks on their way are kept until they are applied.
-    plain, overlapped = (remedy(args, settings, there) for settings in (config, hidden))
-    return plain is not None and overlapped is not None and plain[0] == overlapped[0]
-
-
-def changed_settings(args: argparse.Namespace, config: PierConfig, **changes: int) -> PierConfig | None:
+def changed_settings(args: argparse.Namespace, config: PierConfig, **changes: object) -> PierConfig | None:
     """The settings with some of them changed; None if the job would not start with them."""
     from pier_megatron.integration import refusals
 
@@ -63,35 +71,23 @@ def changed_settings(args: argparse.Namespace, config: PierConfig, **changes: in
 def _changes(
     args: argparse.Namespace, config: PierConfig | None
 ) -> Iterator[tuple[list[str], argparse.Namespace, PierConfig | None]]:
-    """Jobs that take less memory, what costs nothing first."""
     divisors = [size for size in range(args.micro_batch_size, 0, -1) if args.micro_batch_size % size == 0]
     for recompute in ({}, {"recompute_granularity": "full"}):
         for micro_batch in divisors if not recompute else divisors[-1:]:
             flags = [] if micro_batch == args.micro_batch_size else [f"--micro-batch-size {micro_batch}"]
             flags += [RECOMPUTE] if recompute else []
             changed = argparse.Namespace(**vars(args) | recompute | {"micro_batch_size": micro_batch})
-            yield flags, changed, config
-            if config is not None and not config.offload:
-                yield [*flags, "--pier-offload"], changed, dataclasses.replace(config, offload=True)
+            for more, settings in _settings(args, config):
+                yield [*flags, *more], changed, settings
 
 
-def does_not_fit(memory: float, cluster: Cluster, remedy: tuple[str, float] | None) -> str:
-    """Sentences for a job that does not fit, a blank behind them; empty if it does.
-
-    Args:
-        memory: Bytes that a GPU must have.
-        cluster: Cluster on which the job runs.
-        remedy: Remedy, see :func:`remedy`.
-    """
-    if memory <= cluster.memory:
-        return ""
-    size = f"Does not fit: it needs {memory / 1e9:.1f} GB of a GPU that has {cluster.memory / 1e9:.0f} GB. "
-    if remedy is None:
-        return size + (
-            "Neither micro-batches of 1, recomputation nor --pier-offload changes that: raise --tensor-model-parallel-size or "
-            "--pipeline-model-parallel-size. "
-        )
-    flags, then = remedy
-    if RECOMPUTE in flags:
-        return f"{size}It fits with {flags}, if recomputed activations take less than {(cluster.memory - then) / 1e9:.1f} GB. "
-    return f"{size}It fits with {flags} ({then / 1e9:.1f} GB). "
+def _settings(args: argparse.Namespace, config: PierConfig | None) -> Iterator[tuple[list[str], PierConfig | None]]:
+    """Settings that take less memory, with the flags that are added."""
+    yield [], config
+    offload, overlap = {"--pier-offload": {"offload": True}}, {"--pier-overlap 0": {"overlap": 0}}
+    for changes in (offload, overlap, offload | overlap):
+        values = {name: value for change in changes.values() for name, value in change.items()}
+        if config is not None and not any(getattr(config, name) == value for name, value in values.items()):
+            changed = changed_settings(args, config, **values)
+            if changed is not None:
+                yield list(changes), changed

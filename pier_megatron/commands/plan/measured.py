@@ -1,4 +1,4 @@
-"""What a GPU achieves, from the log of a short run of the job: its text output, or its TensorBoard folder."""
+"""What a GPU achieves, from what a short run of the job has printed."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, achieved
-from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.errors import PierConfigError
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
@@ -22,56 +21,31 @@ _ALIKE = ("num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size
 _COUNTED = ("world_size", "global_batch_size")
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a log says of speed.
-
-    Attributes:
-        arguments: Megatron's, as text, by name.
-        iterations: Seconds of logged iterations, by iteration.
-    """
-
-    arguments: dict[str, str]
-    iterations: dict[int, float]
-
-
-def read(path: Path, log: TensorBoardLog | None) -> Run:
-    """Reads the times of iterations.
+def operations_per_second(path: Path, args: argparse.Namespace, job: Job, cluster: Cluster) -> float:
+    """Operations per second of a GPU in a run, by the job's own count of operations.
 
     Args:
-        path: Text output of the run, of which a TensorBoard folder has been read already.
-        log: Log in that folder; None if ``path`` is a text file.
-    """
-    if log is not None:
-        return Run(log.arguments, dict(log.mean("iteration-time")))
-    text = path.read_text(errors="replace")
-    return Run(
-        {name: value.strip() for name, value in _ARGUMENT.findall(text)},
-        {int(iteration): float(ms) / 1e3 for iteration, ms in _ITERATION.findall(text)},
-    )
-
-
-def operations_per_second(run: Run, path: Path, args: argparse.Namespace, job: Job, cluster: Cluster) -> float:
-    """Operations per second of a GPU in that run, by the job's own count of operations.
+        path: Output of the run.
+        args: Megatron's arguments of the job.
+        job: Sizes of the job.
+        cluster: Cluster on which the run was.
 
     Raises:
         PierConfigError: If the run is of another model or layout, or its iterations contain communication between nodes.
     """
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
 
-    there = run.arguments
+    there, iterations = read(path)
     for name in _ALIKE:
-        if there.get(name) != str(getattr(args, name)):
+        if iterations and there.get(name) != str(getattr(args, name)):
             raise PierConfigError(
                 f"--log {path}: --{name.replace('_', '-')} is {there.get(name, 'not logged')} there and {getattr(args, name)} "
                 "in the job: the log must be of a run with the job's model and layout, fewer GPUs if need be."
             )
-    for name in _COUNTED:
-        if not _number(there.get(name), 0):
-            raise PierConfigError(
-                f"--log {path}: {name} is {there.get(name, 'not logged')} there. Give all that the run printed, its arguments "
-                "included."
-            )
+    missing = [f"{name} is {there.get(name, 'not logged')}" for name in _COUNTED if not _number(there.get(name), 0)]
+    if missing or not iterations:
+        what = ", ".join(missing) or "no iteration is logged"
+        raise PierConfigError(f"--log {path}: {what} there. Give all that the run printed, its arguments included.")
     groups = _number(there.get("pier_groups"), 1)
     # The log of one island, whose batch is that of all.
     worlds = groups if there.get("pier_lighthouse", "None") != "None" else 1
@@ -82,9 +56,8 @@ def operations_per_second(run: Run, path: Path, args: argparse.Namespace, job: J
             f"--log {path}: that run synchronised {in_group} replicas over nodes of {cluster.gpus_per_node} GPUs in each "
             "iteration, which hides what a GPU achieves. Log a run of one group, or with --optimizer pier."
         )
-    seconds = statistics.median(_steady(run, _number(there.get("pier_lazy_start_iters"), 0)))
+    seconds = statistics.median(steady(iterations, _number(there.get("pier_lazy_start_iters"), 0)))
     flops = planned_sizes.operations(argparse.Namespace(**vars(args) | {"global_batch_size": batch, "train_samples": None}))
-    assert flops is not None  # sizes_of has refused a job whose operations are unknown.
     found = achieved(dataclasses.replace(job, flops=flops, gpus=gpus), cluster, seconds)
     if found <= 0:
         raise PierConfigError(
@@ -94,10 +67,19 @@ def operations_per_second(run: Run, path: Path, args: argparse.Namespace, job: J
     return found
 
 
-def _steady(run: Run, lazy_start: int) -> list[float]:
+def read(path: Path) -> tuple[dict[str, str], dict[int, float]]:
+    """Megatron's arguments in a run's output, as text by name, and the seconds of its logged iterations."""
+    text = path.read_text(errors="replace")
+    return (
+        {name: value.strip() for name, value in _ARGUMENT.findall(text)},
+        {int(iteration): float(ms) / 1e3 for iteration, ms in _ITERATION.findall(text)},
+    )
+
+
+def steady(iterations: dict[int, float], lazy_start: int) -> list[float]:
     """Seconds of the last half of the iterations, none of the lazy start: the first ones compile and warm up."""
-    local = [seconds for iteration, seconds in sorted(run.iterations.items()) if iteration > lazy_start]
-    return local[len(local) // 2 :] or list(run.iterations.values())
+    local = [seconds for iteration, seconds in sorted(iterations.items()) if iteration > lazy_start]
+    return local[len(local) // 2 :] or list(iterations.values())
 
 
 def _number(text: str | None, default: int) -> int:

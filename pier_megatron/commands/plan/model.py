@@ -4,25 +4,24 @@ Times follow from few figures: what a GPU achieves on this model, what a node's 
 iteration costs besides. The network of a *node* counts, because ranks that hold the same parameters use it one after the
 other: on the authors' A100 machine an all-reduce moved 5 GB/s per node whether 1 or 4 different shards lived on it.
 
-``benchmarks/planner_accuracy.py`` compares it with every published point.
+``tools/planner_accuracy.py`` compares it with every published point.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
-HIDING = 2 / 3
+_HIDING = 2 / 3
 
 # How often an outer step's kernels read or write a number of every owned parameter, as docs/gpu.md counts them.
 _BLOCKING_PASSES, _OVERLAPPED_PASSES = 11, 14
 
-CODING = 16
-"""Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
-and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py."""
+# Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
+# and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py.
+_CODING = 16
 
 # Bytes per owned parameter of the parameters themselves, and of one flat buffer such as the anchor, the momentum, the residual.
 _BUFFER = 4
@@ -45,7 +44,6 @@ class Job:
         tensor_parallel: Ranks that share a layer.
         replicas: Ranks that hold the same shard: data and context parallelism.
         groups: Pier groups.
-        sent_between_stages: Elements that a rank in the middle of a pipeline sends in an iteration, forward and backward.
         is_shared_out: Whether ranks that hold the same shard share its optimizer state.
     """
 
@@ -55,7 +53,6 @@ class Job:
     tensor_parallel: int
     replicas: int
     groups: int
-    sent_between_stages: float = 0.0
     is_shared_out: bool = True
 
     @property
@@ -107,8 +104,6 @@ class Prediction:
         local: Seconds of an iteration of the local phase.
         exchange: Seconds of one outer exchange, by type on the wire.
         pairs: Seconds of one between two groups at a time, of their weights in FP32 (``--pier-preset noloco``).
-        ring_latency: Latency of the messages of an exchange of all groups, one behind the other around a ring.
-        pair_latency: Latency of an exchange between two groups.
         passes: Seconds of a blocking outer step's own work on the parameters.
         passing: Seconds in which a number of every owned parameter is read or written.
         coding: Seconds of encoding and decoding an exchange in fewer bits than FP32, and the sum that comes back.
@@ -122,16 +117,10 @@ class Prediction:
     local: float
     exchange: dict[str, float]
     pairs: float
-    ring_latency: float
-    pair_latency: float
     passes: float
     passing: float
     coding: float
     copying: float
-
-    def outer_step(self, dtype: str = "fp32") -> float:
-        """Seconds of a blocking outer step."""
-        return self.exchange[dtype] + self.passes + self._coding(dtype)
 
     @property
     def overlapped_passes(self) -> float:
@@ -164,26 +153,23 @@ class Prediction:
         out: the first chunk, which is copied before anything runs beside it; residuals that ``--pier-no-error-feedback`` saves;
         slow weights that pairs send beside.
         """
-        dtype = "fp32" if way.in_pairs else way.dtype
-        wire, coding = self.pairs if way.in_pairs else self.exchange[dtype], self._coding(dtype)
+        wire, coding = self.pairs if way.in_pairs else self.exchange[way.dtype], self._coding(way.dtype)
         if not way.offload:
             return wire, (self.overlapped_passes if way.overlap else self.passes) + coding
         if way.overlap == 0:
-            return wire, max(self.passes + coding, copied_by_blocking(dtype) * self.copying - wire)
-        return wire, max(self.overlapped_passes + coding, copied_by_overlapped(dtype) * self.copying)
+            return wire, max(self.passes + coding, copied_by_blocking(way.dtype) * self.copying - wire)
+        return wire, max(self.overlapped_passes + coding, copied_by_overlapped(way.dtype) * self.copying)
 
     def _local(self, hidden: bool) -> float:
         return self.local if hidden else self.compute + self.inner
 
     def mean_of_run(self, way: Way, lazy: float, hidden: bool = True) -> float:
         """Mean iteration of a whole run in seconds, of which the share ``lazy`` is synchronous."""
-        synchronous = self.synchronous_hidden if hidden else self.synchronous
-        return lazy * synchronous + (1 - lazy) * self.mean_iteration(way, hidden)
+        return lazy * self.of_synchronous(hidden) + (1 - lazy) * self.mean_iteration(way, hidden)
 
-    def break_even_interval(self, hidden: bool = True) -> float:
-        """Interval from which on blocking Pier is faster than synchronous training; infinite if none is."""
-        gained = (self.synchronous_hidden if hidden else self.synchronous) - self.local
-        return self.outer_step() / gained if gained > 0 else math.inf
+    def of_synchronous(self, hidden: bool) -> float:
+        """Seconds of an iteration that all groups take together."""
+        return self.synchronous_hidden if hidden else self.synchronous
 
 
 def copied_by_blocking(dtype: str) -> float:
@@ -206,23 +192,21 @@ def _residual(dtype: str) -> int:
 def predict(job: Job, cluster: Cluster) -> Prediction:
     """Predicts a job's times."""
     compute = job.flops / job.gpus / cluster.flops + _overhead(job, cluster)
-    inner = seconds_between_replicas(job, cluster, job.replicas_in_group, _GRADIENT + _PARAMETER)
-    across = seconds_between_replicas(job, cluster, job.replicas, _GRADIENT * 2)
+    inner = _between_replicas(job, cluster, job.replicas_in_group, _GRADIENT + _PARAMETER)
+    across = _between_replicas(job, cluster, job.replicas, _GRADIENT * 2)
     passing = _BUFFER * job.owned / cluster.memory_bandwidth
     exchange = {name: _exchange(job, cluster, codec.nbytes(BLOCK) / BLOCK) for name, codec in CODECS.items()}
     return Prediction(
         compute=compute,
         inner=inner,
         synchronous=compute + across,
-        synchronous_hidden=compute + max(across - HIDING * compute, 0.0),
-        local=compute + max(inner - HIDING * compute, 0.0),
+        synchronous_hidden=compute + max(across - _HIDING * compute, 0.0),
+        local=compute + max(inner - _HIDING * compute, 0.0),
         exchange=exchange,
         pairs=_pairs(job, cluster),
-        ring_latency=_ring_latency(job, cluster),
-        pair_latency=_message(job, cluster) if job.groups > 1 else 0.0,
         passes=_BLOCKING_PASSES * passing,
         passing=passing,
-        coding=2 * CODING * job.owned / cluster.memory_bandwidth if job.groups > 1 else 0.0,
+        coding=2 * _CODING * job.owned / cluster.memory_bandwidth if job.groups > 1 else 0.0,
         copying=job.owned / cluster.host_bandwidth,
     )
 
@@ -244,7 +228,7 @@ def _shards_on_node(job: Job, cluster: Cluster) -> int:
     return min(job.tensor_parallel, cluster.gpus_per_node)
 
 
-def seconds_between_replicas(job: Job, cluster: Cluster, ranks: int, nbytes: float) -> float:
+def _between_replicas(job: Job, cluster: Cluster, ranks: int, nbytes: float) -> float:
     """Seconds to reduce and gather a shard over neighbouring ranks; ``nbytes`` per parameter in both directions together."""
     if ranks == 1:
         return 0.0
@@ -256,14 +240,6 @@ def seconds_between_replicas(job: Job, cluster: Cluster, ranks: int, nbytes: flo
         return between_nodes
     # The rings of all shards cross the boundary of a site once.
     return max(between_nodes, traffic * job.model_parallel / cluster.site_rate)
-
-
-def bandwidth_between_stages(gpus: int, cluster: Cluster) -> float:
-    """Bytes per second of one GPU's messages to another stage: on another node, unless all ``gpus`` of the job are on one.
-
-    All GPUs of a node send at once.
-    """
-    return cluster.gpu_bandwidth if gpus <= cluster.gpus_per_node else cluster.node_rate / cluster.gpus_per_node
 
 
 def _exchange(job: Job, cluster: Cluster, nbytes: float) -> float:
@@ -288,11 +264,6 @@ def _ring_latency(job: Job, cluster: Cluster) -> float:
     return 2 * (far * cluster.site_latency + (hops - far) * cluster.latency)
 
 
-def _message(job: Job, cluster: Cluster) -> float:
-    """Seconds of the slowest message between two groups."""
-    return cluster.site_latency if cluster.sites(job.gpus) > 1 else cluster.latency
-
-
 def _pairs(job: Job, cluster: Cluster) -> float:
     """Seconds to exchange all weights between two groups; all pairs at once, and none of them inside a node."""
     if job.groups == 1:
@@ -305,4 +276,4 @@ def _pairs(job: Job, cluster: Cluster) -> float:
         # Pairs are drawn at random: of the groups of a site so many meet one elsewhere.
         leaving = job.groups / sites * (1 - 1 / sites)
         seconds = max(seconds, leaving * job.shard * job.model_parallel * 4 / cluster.site_rate)
-    return seconds + _message(job, cluster)
+    return seconds + (cluster.site_latency if sites > 1 else cluster.latency)

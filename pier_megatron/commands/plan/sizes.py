@@ -4,7 +4,6 @@ import argparse
 
 from pier_megatron.commands.plan.model import Job
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import settings_of
 
 
@@ -14,29 +13,24 @@ def sizes_of(args: argparse.Namespace) -> Job:
     Raises:
         PierConfigError: If the vocabulary's size is unknown.
     """
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
     from pier_megatron.integration.inner.requirements import are_shared_out
 
-    flops, shard = planned_sizes.operations(args), planned_sizes.parameters_of_first_shard(args)
-    if flops is None or shard is None:
-        raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
     return Job(
-        flops=flops,
-        shard=sum(shard),
+        flops=planned_sizes.operations(args),
+        shard=sum(planned_sizes.parameters_of_first_shard(args)),
         gpus=args.world_size * settings_of(args).launches,
         tensor_parallel=args.tensor_model_parallel_size,
         replicas=args.data_parallel_size * args.context_parallel_size,
         groups=args.pier_groups or 1,
-        sent_between_stages=planned_sizes.elements_between_stages(args),
         is_shared_out=are_shared_out(args),
     )
 
 
 def outer_memory(args: argparse.Namespace, config: PierConfig) -> dict[str, float]:
     """Bytes of a GPU's memory that Pier takes on a rank of a job whose sizes are known, by purpose."""
-    from pier_megatron.integration import planned_sizes
+    from pier_megatron.commands import planned_sizes
 
     takes = planned_sizes.taken_by_outer_loop(args, config)
-    assert takes is not None
     state = {} if config.offload else {"outer state, --pier-offload to move it": float(takes.state)}
     return state | {"chunks of an outer step on their way": float(takes.work)}

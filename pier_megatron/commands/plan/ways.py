@@ -1,32 +1,49 @@
-"""The ways to train a job, each with its mean iteration, and how they change with the interval, the link and the GPUs."""
+"""The rows of a plan: synchronous training, the job itself, and the job with one setting changed."""
 
+import argparse
 import dataclasses
 
+from pier_megatron.commands.plan import fit
 from pier_megatron.commands.plan.cluster import Cluster
-from pier_megatron.commands.plan.model import Job, Prediction, Way, predict
+from pier_megatron.commands.plan.model import Job, Way, predict
 from pier_megatron.config import PierConfig
 
-_INTERVALS = (10, 50, 200, 500)
+SYNCHRONOUS, OWN, COMPUTE = "synchronous", "this job", "compute alone"
 
-# Intervals, and multiples of the link's rate, of the picture.
-_SWEPT_INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+# Multiples of the link's rate, of the picture.
 _SWEPT_RATES = tuple(10 ** (power / 4) for power in range(-8, 9))
 
-SYNCHRONOUS, HIDDEN = "synchronous", "synchronous, overlap flags"
 
-BLOCKING, OVERLAPPED, COMPUTE = "Pier, blocking", "Pier, overlapped by H / 2", "compute alone"
-"""Ways of a sweep."""
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to train, over the whole run, lazy start included.
+
+    Attributes:
+        seconds: Mean iteration.
+        gain: How many times as fast as synchronous training with the same flags.
+        low: Lowest gain within the spread of published runs, :meth:`Cluster.spread`.
+        high: Highest gain within it.
+        gain_with_flags: Gain where both have Megatron's overlap flags.
+        days: Days of the run.
+        memory: Bytes that a GPU must have; None for synchronous training, which is not counted.
+        fits: Whether a GPU has them.
+    """
+
+    seconds: float
+    gain: float
+    low: float
+    high: float
+    gain_with_flags: float
+    days: float
+    memory: float | None = None
+    fits: bool = True
 
 
 def of_job(config: PierConfig) -> Way:
     """The job's own outer steps."""
     in_pairs = config.subgroup == 2
-    return Way(config.sync_interval, config.overlap, config.fragments, config.exchange_dtype, in_pairs, config.offload)
-
-
-def half_overlapped(way: Way) -> Way:
-    """The same with each exchange hidden behind half an interval."""
-    return dataclasses.replace(way, overlap=way.interval // 2)
+    dtype = "fp32" if in_pairs else config.exchange_dtype
+    return Way(config.sync_interval, config.overlap, config.fragments, dtype, in_pairs, config.offload)
 
 
 def lazy_share(config: PierConfig) -> float:
@@ -34,99 +51,80 @@ def lazy_share(config: PierConfig) -> float:
     return config.lazy_start / config.train_iters
 
 
-def modes(prediction: Prediction, config: PierConfig) -> tuple[dict[str, float], str]:
-    """Seconds of the mean iteration of a whole run, by the way it is trained; and which of them is the job itself."""
-    own, lazy = of_job(config), lazy_share(config)
-    found = {SYNCHRONOUS: prediction.synchronous, HIDDEN: prediction.synchronous_hidden}
-    is_own: dict[Way, str] = {}
-    # With fewer than two outer steps there is nothing to compare.
-    intervals = {interval for interval in _INTERVALS if interval <= config.train_iters / 2}
-    for interval in sorted({*intervals, own.interval}):
-        blocking = Way(interval, offload=own.offload)
-        found[f"DiLoCo from the first iteration, H = {interval}"] = prediction.mean_of_run(blocking, 0.0)
-        for name, way in _ways(blocking).items():
-            # With H = 1 half an interval is none.
-            is_own.setdefault(way, name)
-            found[name] = prediction.mean_of_run(way, lazy)
-        if interval == own.interval and own not in is_own:
-            is_own[own] = f"Pier, H = {interval}, {_name(own)}"
-            found[is_own[own]] = prediction.mean_of_run(own, lazy)
-    return found, is_own[own]
+def is_hidden(args: argparse.Namespace) -> bool:
+    """Whether Megatron's overlap flags hide the communication of an iteration: all of it, as the model counts."""
+    return bool(args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer))
 
 
-def _ways(blocking: Way) -> dict[str, Way]:
-    interval = blocking.interval
-    return {
-        f"Pier, H = {interval}, blocking": blocking,
-        f"Pier, H = {interval}, overlapped by H / 2": half_overlapped(blocking),
-        f"Pier, H = {interval}, 4 fragments, each overlapped by H / 8": dataclasses.replace(
-            blocking, overlap=interval // 8, fragments=4
-        ),
-        f"Pier, H = {interval}, blocking, int8": dataclasses.replace(blocking, dtype="int8"),
-        f"NoLoCo, H = {interval}, blocking": dataclasses.replace(blocking, in_pairs=True),
-    }
+def rows(
+    args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster, is_measured: bool, fix: fit.Fix | None
+) -> dict[str, Row]:
+    """Predicts all ways to train, by name: ``SYNCHRONOUS``, ``OWN`` or the flags that are added to the job's own.
 
-
-def _name(way: Way) -> str:
-    parts = [f"overlapped by {way.overlap}" if way.overlap else "blocking"]
-    parts += [f"{way.fragments} fragments"] if way.fragments > 1 else []
-    parts += [way.dtype] if way.dtype != "fp32" else []
-    return ", ".join([*parts, "in pairs"] if way.in_pairs else parts)
-
-
-def sites(job: Job, cluster: Cluster, config: PierConfig) -> dict[str, float]:
-    """The same where sites are no nearer than nodes, and with one group per site; nothing for a job inside one site."""
-    number = cluster.sites(job.gpus)
-    if number == 1:
-        return {}
-    own, lazy = of_job(config), lazy_share(config)
-    near = predict(job, dataclasses.replace(cluster, nodes_per_site=0, site_bandwidth=0.0))
-    found = {
-        f"{HIDDEN}, all in one site": near.synchronous_hidden,
-        f"this job, H = {own.interval}, all in one site": near.mean_of_run(own, lazy),
-    }
-    if number != job.groups and job.replicas % number == 0:
-        apart = predict(dataclasses.replace(job, groups=number), cluster)
-        found[f"this job, H = {own.interval}, --pier-groups {number}: one per site"] = apart.mean_of_run(own, lazy)
+    Args:
+        args: Megatron's, validated.
+        config: Settings of the job.
+        job: Its sizes.
+        cluster: Cluster on which it runs.
+        is_measured: Whether the cluster's TFLOP/s are of this job.
+        fix: What makes a job fit that does not.
+    """
+    hidden, ways = is_hidden(args), {OWN: (args, config)}
+    if fix is not None:
+        # Recomputed iterations are others than these.
+        ways |= {} if fix.recomputes else {fix.flags: (fix.args, fix.config or config)}
+    elif job.groups > 1:
+        other = 0 if config.overlap else config.sync_interval // 2
+        changes: dict[str, dict[str, object]] = {
+            f"--pier-overlap {other}": {"overlap": other},
+            "--pier-exchange-dtype int8": {"exchange_dtype": "int8"},
+        }
+        for flags, change in changes.items():
+            changed = fit.changed_settings(args, config, **change)
+            if changed is not None and of_job(changed) != of_job(config):
+                ways[flags] = (args, changed)
+    synchronous = predict(job, cluster).of_synchronous(hidden)
+    found = {SYNCHRONOUS: synchronous_row(synchronous, config.train_iters)}
+    for name, (changed_args, changed) in ways.items():
+        memory = fit.needed(fit.memory_of(changed_args, changed), changed_args)
+        row = gain_of(of_job(changed), job, cluster, config, is_measured, hidden)
+        found[name] = dataclasses.replace(row, memory=memory, fits=memory <= cluster.memory)
     return found
 
 
-def over_intervals(prediction: Prediction, config: PierConfig) -> dict[float, dict[str, float]]:
-    """Mean iterations in seconds, by the interval."""
-    swept = sorted({*_SWEPT_INTERVALS, config.sync_interval})
-    return {interval: _swept(prediction, dataclasses.replace(of_job(config), interval=interval), config) for interval in swept}
+def gain_of(way: Way, job: Job, cluster: Cluster, config: PierConfig, is_measured: bool, hidden: bool) -> Row:
+    """Predicts one way to train.
+
+    Args:
+        way: Outer steps.
+        job: The job.
+        cluster: Cluster on which it runs.
+        config: Lazy start and length of the run.
+        is_measured: Whether the cluster's TFLOP/s are of this job.
+        hidden: Whether it has Megatron's overlap flags, see :func:`is_hidden`; synchronous training has them then, too.
+    """
+    lazy = lazy_share(config)
+    predictions = [predict(job, each) for each in (cluster, *cluster.spread(is_measured))]
+    gain, *ends = (each.of_synchronous(hidden) / each.mean_of_run(way, lazy, hidden) for each in predictions)
+    seconds = predictions[0].mean_of_run(way, lazy, hidden)
+    with_flags = predictions[0].of_synchronous(True) / predictions[0].mean_of_run(way, lazy)
+    # Where Pier loses, the end at which it saves most is also the one at which an outer step costs most.
+    return Row(seconds, gain, min(gain, *ends), max(gain, *ends), with_flags, seconds * config.train_iters / 86400)
 
 
-def over_rates(job: Job, cluster: Cluster, config: PierConfig) -> dict[float, dict[str, float]]:
+def synchronous_row(seconds: float, iterations: int) -> Row:
+    """The row of synchronous training, whose iterations take so long."""
+    return Row(seconds, 1.0, 1.0, 1.0, 1.0, seconds * iterations / 86400)
+
+
+def over_rates(args: argparse.Namespace, job: Job, cluster: Cluster, config: PierConfig) -> dict[float, dict[str, float]]:
     """Mean iterations in seconds, by the bytes per second of the slowest link that the job uses."""
     name = "site_bandwidth" if cluster.sites(job.gpus) > 1 else "node_bandwidth"
-    rate = getattr(cluster, name)
-    found = {}
-    for factor in _SWEPT_RATES:
-        prediction = predict(job, dataclasses.replace(cluster, **{name: factor * rate}))
-        found[factor * rate] = _swept(prediction, of_job(config), config)
+    found, own, lazy, hidden = {}, of_job(config), lazy_share(config), is_hidden(args)
+    overlapped = dataclasses.replace(own, overlap=own.overlap or own.interval // 2)
+    for rate in (factor * getattr(cluster, name) for factor in _SWEPT_RATES):
+        each = predict(job, dataclasses.replace(cluster, **{name: rate}))
+        found[rate] = {SYNCHRONOUS: each.of_synchronous(hidden), OWN: each.mean_of_run(own, lazy, hidden)}
+        found[rate] |= {f"--pier-overlap {overlapped.overlap}": each.mean_of_run(overlapped, lazy, hidden)}
+        found[rate] |= {COMPUTE: each.compute}
     return found
-
-
-def over_gpus(job: Job, global_batch: int, cluster: Cluster, config: PierConfig) -> dict[int, dict[str, float]]:
-    """Mean iterations in seconds of more and fewer groups of the same size on the same global batch, by the number of GPUs."""
-    found = {}
-    for factor in (2.0**power for power in range(-10, 11)):
-        groups = job.groups * factor
-        # More replicas than the batch has sequences would have nothing to train on.
-        if groups != int(groups) or job.replicas * factor > global_batch:
-            continue
-        scaled = dataclasses.replace(job, gpus=int(job.gpus * factor), replicas=int(job.replicas * factor), groups=int(groups))
-        found[scaled.gpus] = _swept(predict(scaled, cluster), of_job(config), config)
-    return found
-
-
-def _swept(prediction: Prediction, way: Way, config: PierConfig) -> dict[str, float]:
-    lazy, blocking = lazy_share(config), dataclasses.replace(way, overlap=0)
-    return {
-        SYNCHRONOUS: prediction.synchronous,
-        HIDDEN: prediction.synchronous_hidden,
-        BLOCKING: prediction.mean_of_run(blocking, lazy),
-        OVERLAPPED: prediction.mean_of_run(half_overlapped(way), lazy),
-        COMPUTE: prediction.compute,
-    }

@@ -105,7 +105,7 @@ class _Batches:
             raise PierConfigError(
                 f"--pier-skip-routes: the training script reads data in stage {self._own.stage}, between the ends of the "
                 f"pipeline, as for packed sequences; what it reads is of replica {self._own.replica}, and the micro-batch of "
-                f"replica {micro_batch.replica}. Plan routes that stay in their replica: --stay of `pier-megatron plan`."
+                f"replica {micro_batch.replica}. Search routes that stay in their replica: --stay of examples/skip_routes.py."
             )
         while len(self._read) <= micro_batch.number:
             self._read.append(next(data))

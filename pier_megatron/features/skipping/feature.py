@@ -63,7 +63,7 @@ class Settings:
     skip_routes: str | None = setting(
         None,
         "File with routes by which micro-batches go past the stages that they skip, and through the ranks of other replicas "
-        "of their group; in place of --pier-skip-fraction. pier-megatron plan with --routes writes it. Default: none.",
+        "of their group; in place of --pier-skip-fraction. examples/skip_routes.py writes it. Default: none.",
         metavar="FILE",
         accepts=any_path,
     )
@@ -220,16 +220,15 @@ def paths(args: argparse.Namespace, micro_batches: int) -> Paths:
     return search(pipeline(args, micro_batches), args.pier_skip_fraction, seed, costs, backward_cost(args))
 
 
-def share_of_whole_step(args: argparse.Namespace, table: Paths, link: float = 0.0) -> float:
+def share_of_whole_step(args: argparse.Namespace, table: Paths) -> float:
     """Simulated time of a step, as a multiple of that of a step which skips nothing.
 
     Args:
         args: Megatron's, validated.
         table: Stages that each micro-batch of the step visits.
-        link: Time of a message between stages, in forward passes through a layer.
     """
     step, costs, backward = pipeline(args, table.micro_batches), layers_of_stages(args), backward_cost(args)
-    return makespan(step, costs, table.skipped, backward, link) / makespan(step, costs, (), backward, link)
+    return makespan(step, costs, table.skipped, backward) / makespan(step, costs, (), backward)
 
 
 def omitted_in_evaluation(args: argparse.Namespace) -> frozenset[int]:

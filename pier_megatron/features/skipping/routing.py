@@ -49,9 +49,7 @@ def read(path: str) -> Routes:
     try:
         return Routes.of_text(existing_file(path).read_text())
     except (PierConfigError, argparse.ArgumentTypeError, OSError, UnicodeDecodeError) as error:
-        raise PierConfigError(
-            f"--pier-skip-routes {path}: {error}. pier-megatron plan with --routes writes such a file."
-        ) from error
+        raise PierConfigError(f"--pier-skip-routes {path}: {error}. examples/skip_routes.py writes such a file.") from error
 
 
 def replicas_of_group(args: argparse.Namespace) -> int:

@@ -32,15 +32,23 @@ def load_whole_files[R](
     """Looks at a checkpoint's files first: a rank that misses one stops, and the others would wait for it."""
     folder = Path(str(checkpoint_dir))
     if folder.is_dir():
-        finding: list[str | None] = [damage(folder) if dist.get_rank() == 0 else None]
+        finding: list[str | None] = [refusal(folder) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(finding)
         if finding[0]:
-            whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
-            raise DamagedCheckpointError(
-                f"--load: {folder} is damaged: {finding[0]}. Choose another iteration with --ckpt-step; whole ones there: "
-                f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
-            )
+            raise DamagedCheckpointError(finding[0])
     return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
+def refusal(folder: Path) -> str | None:
+    """What start-up and doctor say of a checkpoint that is damaged; None if it is whole."""
+    found = damage(folder)
+    if found is None:
+        return None
+    whole = [path.name for path in sorted(folder.parent.glob("iter_*")) if not damage(path)]
+    return (
+        f"--load {folder} is damaged: {found}. Choose another iteration with --ckpt-step; whole ones there: "
+        f"{', '.join(str(int(name.removeprefix('iter_'))) for name in whole) or 'none'}."
+    )
 
 
 def damage(folder: Path) -> str | None:

@@ -5,26 +5,27 @@ import math
 
 from pier_megatron import features
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.inner.requirements import are_shared_out
 from pier_megatron.integration.startup import Takes
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.args import ranks_of_activations
 
 _MEMORY = "megatron.training.theoretical_memory_usage"
 
 
-def parameters_of_first_shard(args: argparse.Namespace) -> tuple[int, int, int] | None:
+def parameters_of_first_shard(args: argparse.Namespace) -> tuple[int, int, int]:
     """Parameters of a validated job's model on rank 0, which holds a part of the first pipeline stage.
 
     What Megatron's own estimate leaves out is added: biases, norms of queries and keys, position embeddings.
 
     Returns:
         Numbers of those that are split over tensor-parallel ranks, that each of these ranks copies, and that the first and the
-        last pipeline stage share; None if they depend on the tokenizer, which has not been loaded.
+        last pipeline stage share.
+
+    Raises:
+        PierConfigError: If they depend on the tokenizer, which has not been loaded; so do all functions here.
     """
     sized = _with_vocabulary(args)
-    if sized is None:
-        return None
     tensor, stages = sized.tensor_model_parallel_size, sized.pipeline_model_parallel_size
     hidden, norm = sized.hidden_size, 1 if sized.normalization == "RMSNorm" else 2
     embedding = sized.padded_vocab_size * hidden // tensor
@@ -66,26 +67,20 @@ def owners(args: argparse.Namespace) -> int:
     return replicas if are_shared_out(args) else 1
 
 
-def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes | None:
-    """What start-up will say that the outer loop takes of rank 0 of a validated job, or None as above.
+def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
+    """What start-up will say that the outer loop takes of rank 0 of a validated job.
 
     Where ranks of a group shard the parameters, Megatron pads the buffers that it divides, and a rank may hold fewer.
     """
-    held = parameters_of_first_shard(args)
-    if held is None:
-        return None
     has_copies = args.tensor_model_parallel_size > 1 or not are_shared_out(args)
-    owned = [-(-numel // owners(args)) for numel in held]
+    owned = [-(-numel // owners(args)) for numel in parameters_of_first_shard(args)]
     return Takes.planned(config, owned, has_copies, device_type(args))
 
 
 def lines_of_outer_loop(args: argparse.Namespace, config: PierConfig) -> list[str]:
-    """The lines of start-up's block on it; none of a job whose vocabulary is unknown."""
-    takes = taken_by_outer_loop(args, config)
-    if takes is None:
-        return []
+    """The lines of start-up's block on it."""
     about = "up to the padding of buffers, " if owners(args) > 1 else ""
-    return [f"{about}{line}" for line in takes.lines(config, device_type(args))]
+    return [f"{about}{line}" for line in taken_by_outer_loop(args, config).lines(config, device_type(args))]
 
 
 def device_type(args: argparse.Namespace) -> str:
@@ -93,75 +88,52 @@ def device_type(args: argparse.Namespace) -> str:
     return "cuda" if args.distributed_backend == "nccl" else "cpu"
 
 
-def parameters_of_model(args: argparse.Namespace) -> int | None:
-    """Parameters of a validated job's whole model; None as above."""
-    sized = _with_vocabulary(args)
-    held = (
-        None
-        if sized is None
-        else parameters_of_first_shard(
-            _with(
-                sized, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, world_size=1, expert_model_parallel_size=1
-            )
-        )
-    )
-    return None if held is None else sum(held)
+def parameters_of_model(args: argparse.Namespace) -> int:
+    """Parameters of a validated job's whole model."""
+    alone = {f"{what}_model_parallel_size": 1 for what in ("tensor", "pipeline", "expert")}
+    return sum(parameters_of_first_shard(_with(_with_vocabulary(args), world_size=1, **alone)))
 
 
 def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | changes)
 
 
-def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace | None:
-    """The arguments as they are once the tokenizer is built, as far as its size is given."""
-    padded = getattr(args, "padded_vocab_size", None)
-    if padded is None and args.vocab_size is not None:
-        pad = versions.require("megatron.core.tokenizers.utils.build_tokenizer", "vocab_size_with_padding")
-        padded = pad(args.vocab_size, args, logging_enabled=False)
-    return None if padded is None else _with(args, padded_vocab_size=padded)
+def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments as they are once the tokenizer is built."""
+    if getattr(args, "padded_vocab_size", None) is not None:
+        return args
+    if args.vocab_size is None:
+        raise PierConfigError("the vocabulary's size comes from the tokenizer, which is not loaded here: add --vocab-size.")
+    pad = versions.require("megatron.core.tokenizers.utils.build_tokenizer", "vocab_size_with_padding")
+    return _with(args, padded_vocab_size=pad(args.vocab_size, args, logging_enabled=False))
 
 
-def operations(args: argparse.Namespace) -> float | None:
-    """Floating-point operations of the mean iteration, all ranks together, by Megatron's own count; None as above."""
+def operations(args: argparse.Namespace) -> float:
+    """Floating-point operations of the mean iteration, all ranks together, by Megatron's own count."""
     batch = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
     return _operations(args, batch)
 
 
-def operations_done(args: argparse.Namespace) -> float | None:
+def operations_done(args: argparse.Namespace) -> float:
     """The same of all iterations behind a checkpoint, by the arguments stored in it."""
     return _operations(args, args.consumed_train_samples)
 
 
-def _operations(args: argparse.Namespace, samples: float) -> float | None:
-    sized = _with_vocabulary(args)
-    if sized is None:
-        return None
-    return float(versions.require("megatron.training.training", "num_floating_point_operations")(sized, samples))
-
-
-def elements_between_stages(args: argparse.Namespace) -> float:
-    """Elements that a rank in the middle of a pipeline sends in an iteration: activations onwards, their gradients back."""
-    if args.pipeline_model_parallel_size == 1:
-        return 0.0
-    microbatches = args.global_batch_size / (args.micro_batch_size * args.data_parallel_size)
-    return float(2 * microbatches * (args.virtual_pipeline_model_parallel_size or 1)) * elements_of_message(args)
-
-
-def elements_of_message(args: argparse.Namespace) -> float:
-    """Elements that a rank sends to the next stage for one micro-batch."""
-    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks_of_activations(args))
+def _operations(args: argparse.Namespace, samples: float) -> float:
+    count = versions.require("megatron.training.training", "num_floating_point_operations")
+    return float(count(_with_vocabulary(args), samples))
 
 
 def memory(args: argparse.Namespace) -> dict[str, float]:
     """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes."""
-    sized = _with_vocabulary(args) or args
+    sized = _with_vocabulary(args)
     # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
     sizes = _with(sized, data_parallel_size=args.data_parallel_size // (args.pier_groups or 1))
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     compute_activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
     costs = [feature.cost(args) for feature in features.used(args)]
     activations = compute_activations(sized, microbatches) * math.prod(cost.activations for cost in costs)
-    parameters = sum(parameters_of_first_shard(args) or ())
+    parameters = sum(parameters_of_first_shard(args))
     return {
         "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
         "activations, without recomputation": activations,

@@ -17,7 +17,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
-from pier_megatron.integration.checkpoint.files import damage
+from pier_megatron.integration.checkpoint.files import refusal
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import flag
@@ -179,9 +179,8 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     folder = None if args.load is None else stored_checkpoint(Path(args.load), args.ckpt_step)
     if folder is None:
         return None
-    found = damage(folder)
-    if found:
-        raise PierConfigError(f"--load: {folder} is damaged: {found}. Choose another iteration with --ckpt-step.")
+    if found := refusal(folder):
+        raise PierConfigError(found)
     metadata = versions.require("megatron.core", "dist_checkpointing").load_content_metadata(str(folder)) or {}
     if ENTRY not in metadata:
         return f"{folder}: a stock checkpoint; Pier begins from its weights, without outer momentum"

@@ -1,4 +1,4 @@
-"""The planner against every published iteration time of Pier and its synchronous baseline: ``python planner_accuracy.py``.
+"""The planner against every published iteration time of Pier and its synchronous baseline: ``tools/planner_accuracy.py``.
 
 Each point is predicted twice. "as a user gets it": with the cluster's one TFLOP/s figure and the planner's own outer step, as
 `plan --cluster` does. "TFLOP/s measured": with what a GPU achieved on the smallest published run of the same model and layout,
