@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from expected import SETTLED_AFTER, noise_to_signal, shares
 from rows import ADAM, MUON
 from simulation import Run
 from small_gpt import SEQUENCE
@@ -20,8 +21,6 @@ from survey import Survey
 from surveyed import CRITICAL, OTHERS, SCHEDULES, SETTINGS, Setting, of_all_seeds
 
 from pier_megatron import PierConfig
-from pier_megatron.outer.expectation import shares
-from pier_megatron.outer.noise import SETTLED_AFTER, noise_to_signal
 
 _UNSETTLED = 4
 

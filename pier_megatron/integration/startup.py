@@ -10,7 +10,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.exchange.topology import Topology, some_of
-from pier_megatron.outer import OuterLoop, Shards, expectation
+from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.state import ANCHOR, OuterState
 
@@ -190,7 +190,6 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     ]
     groups = f"{'group' if config.lighthouse is None else 'island'}{'' if config.groups == 1 else 's'}"
     copying = "overlapped steps wait for copies of offloaded state: pier-megatron plan says whether blocking ones are faster"
-    expected = expectation.at_start(config)
     return [
         f"{config.groups} {groups} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}",
         *who,
@@ -202,7 +201,6 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
         *taken,
         *([copying] if config.overlap and config.offload else ()),
         f"momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
-        *([] if expected is None else [expected]),
     ]
 
 

@@ -32,7 +32,7 @@ from pier_megatron.integration.samples import (
 )
 from pier_megatron.megatron_api import log, versions
 from pier_megatron.megatron_api.args import uses_pier
-from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport, expectation
+from pier_megatron.outer import GroupExchange, OuterLoop, OuterStepReport
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -180,9 +180,6 @@ def _report(report: OuterStepReport) -> None:
     optimizer = current.pier_optimizer()
     assert optimizer is not None
     report.write(log.print_last, log.tensorboard(), log.wandb(), optimizer.loop.iteration)
-    expected = expectation.after(optimizer.loop.config, report.noise_to_signal, report.iteration)
-    if expected is not None:
-        log.print_last(expected)
 
 
 @current.in_pier_runs

@@ -12,7 +12,6 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.exchange.topology import NAMED, ranges_of
 from pier_megatron.outer.arithmetic import PRODUCTS
-from pier_megatron.outer.noise import IntervalNoise
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, OuterRound
 from pier_megatron.outer.rules import OptimizerRule
 from pier_megatron.outer.training_sums import TrainingSums
@@ -41,9 +40,6 @@ class OuterStepReport:
         cosine_min: Smallest cosine, over the contributing groups, of a group's pseudo-gradient to the mean one. 1 means
             that all groups moved the same way; groups that moved at random are near ``1 / sqrt(groups)``.
         cosine_mean: Mean of those cosines.
-        noise_to_signal: Noise of the whole sync interval, as :func:`pier_megatron.outer.noise.noise_to_signal`; fragments
-            report it with the last one's outer step. None where fewer than two groups have met, and where groups have
-            anchors of their own, and in elastic islands, which know their own pseudo-gradient only.
         mu: Outer momentum coefficient.
         eta: Outer learning rate.
         bytes_sent: Bytes that one rank sent to other groups.
@@ -74,7 +70,6 @@ class OuterStepReport:
     loss_min: float | None = None
     loss_max: float | None = None
     grad_norm: float | None = None
-    noise_to_signal: float | None = None
     spread: float | None = None
     not_finite: tuple[int, ...] = ()
     restarted: tuple[int, ...] = ()
@@ -94,7 +89,6 @@ class OuterStepReport:
             + f"pseudo-gradient norm: {self.pseudo_gradient_norm:.4E} | "
             + (f"momentum norm: {self.momentum_norm:.4E} | " if self.momentum_norm is not None else "")
             + f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
-            + (f"noise to signal: {self.noise_to_signal:.2f} | " if self.noise_to_signal is not None else "")
             + (f"spread of weights: {self.spread:.3E} | " if self.spread is not None else "")
             + f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |"
             + left_out
@@ -147,7 +141,6 @@ class OuterStepReports:
         """Begins with none under way; training is noted on the ``device``."""
         self._config, self.write = config, write
         self.training = TrainingSums(device)
-        self._noise = IntervalNoise(config.fragments)
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
@@ -193,9 +186,6 @@ class OuterStepReports:
             momentum_norm=momentum if is_built_in else None,
             cosine_min=cosine_min,
             cosine_mean=cosine_mean,
-            noise_to_signal=self._noise.add(
-                self._config.fragments_due(round_.begun), _squares(round_, sums[contributes], counted)
-            ),
             **TrainingSums.means(sums[contributes]),
             mu=self._config.momentum_at(round_.begun) if is_built_in else None,
             eta=self._config.learning_rate_at(round_.begun) if is_built_in else None,
@@ -211,15 +201,6 @@ class OuterStepReports:
         size = 1 if self._config.sites is None else self._config.groups_in_site
         of_sites = (member for group in groups for member in range(group - group % size, group - group % size + size))
         return tuple(sorted({*of_sites, *in_sites}))
-
-
-def _squares(round_: OuterRound, sums: Tensor, counted: Sequence[bool]) -> tuple[float, float, int] | None:
-    """What the noise of pseudo-gradients follows from, of the sums of all that count: one of them does not tell it."""
-    met = sum(counted)
-    if not round_.rule.has_common_anchor or len(sums) < max(met, 2):
-        return None
-    own, _, mean, *_ = sums[:, :PRODUCTS].mean(0).tolist()
-    return own, mean, met
 
 
 def _check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:

@@ -151,7 +151,6 @@ def test_operator_sees_every_outer_step(two_nodes: tuple[str, Path]) -> None:
         "pier/pseudo-gradient-norm",
         "pier/momentum-norm",
         "pier/cosine-min",
-        "pier/noise-to-signal",
         "pier/bytes-sent",
     } < scalars
     assert [event.step for event in accumulator.Scalars("pier/mu")] == [4, 6]

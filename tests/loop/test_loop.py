@@ -261,14 +261,6 @@ def test_spread_of_groups_that_agree_is_logged_in_every_outer_step(ranks: Ranks)
     assert all(report.spread is not None for report in results[0]["reports"])
 
 
-def test_fragments_report_the_noise_of_whole_intervals(ranks: Ranks) -> None:
-    # `pier-megatron plan --log` takes each noise for that of an interval. After iteration 21 all fragments are due.
-    results = program((21, QUIET), train_iters=21, sync_interval=4, lazy_start_iters=4, fragments=2).run(ranks)
-    reports = results[0]["reports"]
-    assert [report.iteration for report in reports] == [6, 8, 10, 12, 14, 16, 18, 20, 21]
-    assert [report.iteration for report in reports if report.noise_to_signal is not None] == [8, 12, 16, 20]
-
-
 # Other lengths at a resume.
 
 

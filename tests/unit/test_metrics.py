@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pier_megatron import PierConfig
-from pier_megatron.outer.report import OuterStepReport, OuterStepReports, _squares, norms_and_cosines, spread
+from pier_megatron.outer.report import OuterStepReport, OuterStepReports, norms_and_cosines, spread
 from pier_megatron.outer.rounds import DISTANCE, ELEMENTS
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.training_sums import TrainingSums
@@ -76,10 +76,10 @@ def test_page_has_every_metric() -> None:
     literal = re.findall(r'f"\{SCALAR_PREFIX\}([^"]+)"|SCALAR_PREFIX \+ "([^"]+)"', code)
     names = {f"pier/{formatted or plain}" for formatted, plain in literal} | set(re.findall(r'f"(compressed/[^"]+)"', code))
     # Every report with all that it may have.
-    names |= dataclasses.replace(_REPORT, noise_to_signal=1.0, spread=1.0, **_TRAINING).scalars().keys()
+    names |= dataclasses.replace(_REPORT, spread=1.0, **_TRAINING).scalars().keys()
     shown = set(re.findall(r"^\| `((?:pier|compressed)/[^`]+)`", page, re.MULTILINE))
     assert shown == {re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), name) for name in names}
-    line = dataclasses.replace(_REPORT, noise_to_signal=1.0, spread=1.0, not_finite=(1,), **_TRAINING).line()
+    line = dataclasses.replace(_REPORT, spread=1.0, not_finite=(1,), **_TRAINING).line()
     labels = re.findall(r"(?<=\| )[a-zA-Z][\w -]*[\w]|(?<=\| )[A-Z ,]+(?=:)", line)
     assert [label for label in labels if label.split(", see")[0] not in page] == []
 
@@ -146,15 +146,6 @@ def test_spread_is_the_deviation_of_weights() -> None:
     sums[:, DISTANCE] = 4 * (own - mean).square().sum(1)
     assert spread(sums, 3, of_slow_weights=True) == pytest.approx(2 * expected)
     assert spread(sums[:1], 1) is None
-
-
-def test_noise_is_not_told_from_one_pseudo_gradient() -> None:
-    round_ = mock.Mock(rule=Nesterov(0.9, 0.7))
-    sums = torch.tensor([[9.0, 4.5, 6.25, 4.0], [16.0, 8.0, 6.25, 4.0]])
-    assert _squares(round_, sums, [True, True]) == (12.5, 6.25, 2)
-    # An elastic island knows its own only.
-    assert _squares(round_, sums[:1], [True, True]) is None
-    assert _squares(round_, sums[:1], [True, False]) is None
 
 
 def test_elastic_island_logs_the_spread_of_those_that_count() -> None:

@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable
 
 from pier_megatron.config import PierConfig
-from pier_megatron.outer.noise import SETTLED_AFTER
+
+SETTLED_AFTER = 10
+"""Outer steps after which the noise is what expectations were fitted to; later it grows, as the loss falls."""
 
 LOST_PER_NOISE = 0.13
 """With AdamW: logarithm of the share of iterations that groups lose, per noise that they do not share."""
@@ -89,28 +91,21 @@ def shares(config: PierConfig, noise: float | None = None, measured_groups: int 
     return None if noise is None or noise < LEAST_NOISE else lambda groups: share_by_noise(noise, measured_groups, groups)
 
 
-def fewer(groups: int) -> list[int]:
-    """Half as many groups, half of that and so on, down to two."""
-    return [groups >> halved for halved in range(1, groups.bit_length() - 1)]
+def noise_to_signal(own_square: float, mean_square: float, groups: int) -> float:
+    """Variance of a group's pseudo-gradient, over the square of what it would be without noise.
 
+    The gradient noise scale of McCandlish et al. (arXiv 1812.06162, appendix A.1) with pseudo-gradients in the place of
+    gradients, one group as the small batch and all of them as the large one; in units of the tokens that a group trains on
+    between outer steps.
 
-def at_start(config: PierConfig) -> str | None:
-    """What to expect of the loss, for the start-up block; None where the settings do not say it."""
-    share_of = shares(config)
-    return None if share_of is None or config.groups == 1 else _text("expect about", config, share_of)
+    Args:
+        own_square: Squared norm of a group's pseudo-gradient, mean over the groups.
+        mean_square: Squared norm of the mean pseudo-gradient.
+        groups: Number of groups whose mean that is, at least 2.
 
-
-def after(config: PierConfig, noise: float | None, iteration: int) -> str | None:
-    """What to expect of the loss, for the log; None where nothing is known, or nothing to be said after this iteration."""
-    is_due = iteration == config.lazy_start + SETTLED_AFTER * config.sync_interval
-    is_said_already = shares(config) is not None
-    share_of = shares(config, noise, config.groups)
-    if share_of is None or is_said_already or not is_due:
-        return None
-    return _text(f" after {SETTLED_AFTER} outer steps: expect", config, share_of)
-
-
-def _text(what: str, config: PierConfig, share_of: Callable[[int], float]) -> str:
-    of_fewer = "".join(f", with {groups} groups {share_of(groups):.1%}" for groups in fewer(config.groups))
-    share = f"{share_of(config.groups):.1%}"
-    return f"{what} the loss of a synchronous run of {share} of the iterations{of_fewer} (docs/study.md#what-to-expect)"
+    Returns:
+        0 where all groups moved alike; infinity where nothing that they have in common can be told from noise.
+    """
+    variance = (own_square - mean_square) * groups / (groups - 1)
+    signal = (groups * mean_square - own_square) / (groups - 1)
+    return max(variance, 0.0) / signal if signal > 0 else math.inf
