@@ -146,6 +146,9 @@ def missing_flags(args: argparse.Namespace) -> list[str]:
     if args.use_checkpoint_args or args.yaml_cfg is not None or args.heterogeneous_layers_config_path is not None:
         return []
     needed = [*_NEEDED, *(["seq_length"] if args.encoder_seq_length is None else [])]
+    if args.hybrid_layer_pattern is not None or args.hybrid_override_pattern is not None:
+        # Megatron counts the layers of the pattern.
+        needed.remove("num_layers")
     needed += [] if args.train_samples is not None else ["train_iters"]
     return [flag(name) for name in needed if getattr(args, name) is None]
 

@@ -13,6 +13,16 @@ from pier_megatron.megatron_api import versions
 _MEMORY = "megatron.training.theoretical_memory_usage"
 
 
+def why_unknown(args: argparse.Namespace) -> str | None:
+    """Why a job's sizes cannot be known before it starts; None if they can."""
+    if getattr(args, "hybrid_layer_pattern", None) is None:
+        return None
+    return (
+        "--hybrid-layer-pattern: Megatron's estimate of memory, which Pier's follows, does not know hybrid models. The start-up "
+        "block says what the job takes"
+    )
+
+
 def parameters_of_first_shard(args: argparse.Namespace) -> tuple[int, int, int]:
     """Parameters of a validated job's model on rank 0, which holds a part of the first pipeline stage.
 
@@ -23,8 +33,11 @@ def parameters_of_first_shard(args: argparse.Namespace) -> tuple[int, int, int]:
         last pipeline stage share.
 
     Raises:
-        PierConfigError: If they depend on the tokenizer, which has not been loaded; so do all functions here.
+        PierConfigError: If they depend on the tokenizer, which has not been loaded, or are not known at all; so do all
+            functions here.
     """
+    if (unknown := why_unknown(args)) is not None:
+        raise PierConfigError(f"{unknown}.")
     sized = _with_vocabulary(args)
     tensor, stages = sized.tensor_model_parallel_size, sized.pipeline_model_parallel_size
     hidden, norm = sized.hidden_size, 1 if sized.normalization == "RMSNorm" else 2
@@ -50,6 +63,10 @@ def parameters_of_first_shard(args: argparse.Namespace) -> tuple[int, int, int]:
     copied += copied_of_layer * sized.num_layers / stages
     if sized.position_embedding_type == "learned_absolute":
         copied += sized.max_position_embeddings * hidden
+    if sized.num_experts is not None and sized.moe_router_enable_expert_bias:
+        frequency = sized.moe_layer_freq
+        routers = sum(frequency) if isinstance(frequency, list) else -(-sized.num_layers // frequency)
+        copied += sized.num_experts * routers / stages
     tied = embedding if stages > 1 and not sized.untie_embeddings_and_output_weights else 0
     return round(split) - tied, round(copied), tied
 

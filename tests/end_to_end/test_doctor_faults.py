@@ -134,6 +134,11 @@ _CASES: dict[str, tuple[str, ...]] = {
         "ERROR: --pier-overlap 60: must be from 0",
         "ERROR: --ckpt-format torch cannot be used",
     ),
+    "hybrid": (
+        _JOB.replace("--num-layers 12", "--hybrid-layer-pattern M-M*-")
+        + " --pier-offload --save FOLDER/hybrid --save-interval 100",
+        "--hybrid-layer-pattern: Megatron's estimate of memory, which Pier's follows, does not know hybrid models",
+    ),
     "short": (
         _JOB.replace("--train-iters 100000", "--train-iters 24"),
         "WARNING: the run has no lazy start: ",

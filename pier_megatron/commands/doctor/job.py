@@ -85,9 +85,11 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
 
 
 def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    taken = planned_sizes.lines_of_outer_loop(args, config)
+    unknown = planned_sizes.why_unknown(args)
+    taken = [unknown] if unknown is not None else planned_sizes.lines_of_outer_loop(args, config)
     ranks = describe_groups(args, config, command.ranks_per_node, findings, taken)
-    _look_at_host_memory(args, config, command, findings)
+    if unknown is None:
+        _look_at_host_memory(args, config, command, findings)
     look_at_checkpoint(args, config, ranks, findings)
 
 
@@ -138,7 +140,7 @@ def _look_at_machine(args: argparse.Namespace, config: PierConfig | None, comman
 
 def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings: Findings) -> None:
     """Compares a checkpoint with the room for it."""
-    if args.save is None or job_files.is_in_object_store(args.save):
+    if args.save is None or job_files.is_in_object_store(args.save) or planned_sizes.why_unknown(args) is not None:
         return
     parameters, parts = planned_sizes.parameters_of_model(args), bytes_per_parameter(args, config)
     each, free = sum(parts.values()), shutil.disk_usage(job_files.nearest(Path(args.save))).free
