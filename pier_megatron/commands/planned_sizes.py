@@ -18,8 +18,8 @@ def why_unknown(args: argparse.Namespace) -> str | None:
     if getattr(args, "hybrid_layer_pattern", None) is None:
         return None
     return (
-        "--hybrid-layer-pattern: Megatron's estimate of memory, which Pier's follows, does not know hybrid models. The start-up "
-        "block says what the job takes"
+        "--hybrid-layer-pattern: Megatron's estimate of memory, which Pier's follows, does not know hybrid models. The "
+        "start-up block says what the job takes"
     )
 
 
