@@ -114,7 +114,8 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
         config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
     if args.num_experts is not None:
         with problems.collecting():
-            _check_expert_data_parallel_size(args, config.groups)
+            # The world of an elastic island is one group.
+            _check_expert_data_parallel_size(args, config.groups // config.launches)
     remedy, meetings = ", or use --pier-save-inner-state all", []
     if first:
         meetings = [

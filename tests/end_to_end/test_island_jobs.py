@@ -128,7 +128,10 @@ def check_that_the_last_step_is_taken_when_the_others_are_back(first: Island, se
 
 
 def test_island_dies_and_comes_back(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
+    """With experts, whose routers balance by biases in each island."""
     flags = (
+        "--num-experts 2 --disable-bias-linear --moe-router-load-balancing-type none --moe-router-enable-expert-bias "
+        "--moe-router-score-function sigmoid "
         f"--pier-groups {_ISLANDS} --global-batch-size {4 * _ISLANDS} --pier-lazy-start-iters 0 "
         f"--pier-island-timeout 60 --save-interval {_SAVE} "
     )
