@@ -39,6 +39,12 @@ _MUON = (
     "optimizer.use_distributed_optimizer=False ddp.use_distributed_optimizer=False"
 )
 
+_EXPERTS = (
+    "model.num_moe_experts=4 model.moe_router_topk=2 model.add_bias_linear=False model.moe_router_enable_expert_bias=True "
+    "model.moe_router_score_function=sigmoid model.moe_router_load_balancing_type=none model.moe_ffn_hidden_size=128 "
+    "model.moe_token_dispatcher_type=alltoall model.moe_router_dtype=None model.moe_grouped_gemm=False"
+)
+
 # Each with flags and as settings.
 _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
     "TP 2": ("--tensor-model-parallel-size 2", "model.tensor_model_parallel_size=2", {}),
@@ -65,6 +71,12 @@ _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
         {},
     ),
     "Muon": ("--pier-inner-optimizer muon --muon-fp32-matmul-prec high", _MUON, {}),
+    "experts": (
+        "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-router-enable-expert-bias "
+        "--moe-router-score-function sigmoid --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall",
+        _EXPERTS,
+        {},
+    ),
     "skipped": ("--iterations-to-skip 5 6", "train.iterations_to_skip=[5,6]", {}),
 }
 _ASKING = (
@@ -116,6 +128,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
     trainings += [
         Run("silent", with_config("logger.log_interval=1 train.check_weight_hash_across_dp_replicas_interval=1"), ["census"]),
         Run("asking", with_config(_ASKING), ["census"]),
+        Run("experts, silent", with_config(f"{_EXPERTS} logger.log_interval=1"), ["census"]),
         Run("Muon, silent", with_config(f"{_MUON} logger.log_interval=1"), ["census"]),
         Run("stock", "stock ddp.num_distributed_optimizer_instances=2 logger.log_interval=1000", ["census"]),
         Run("saving", with_config(f"{_SAVING} logger.tensorboard_dir={{directory}}/tensorboard"), probes),
@@ -204,7 +217,7 @@ def crossing(run: Recorded, iteration: int) -> list[Collective]:
     ]
 
 
-@pytest.mark.parametrize("name", ["silent", "asking", "Muon, silent"])
+@pytest.mark.parametrize("name", ["silent", "asking", "experts, silent", "Muon, silent"])
 def test_nothing_crosses_the_groups_between_outer_steps(runs: dict[str, Recorded], name: str) -> None:
     for iteration in _SILENT:
         assert crossing(runs[name], iteration) == []
