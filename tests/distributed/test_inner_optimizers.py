@@ -89,6 +89,7 @@ def _runs() -> list[Run]:
             _MUON + _TWO + _TP2 + _WHOLE_MATRICES + "--pier-override-checkpoint --make-vocab-size-divisible-by 32 " + from_fp32,
             ["outer weights"],
         ),
+        Run("stock goes on", "--train-iters 12 --optimizer muon --muon-fp32-matmul-prec high " + _PP2 + from_fp32),
         Run("another optimizer", _PIER + _TWO + _PP2 + from_fp32 + "--pier-override-checkpoint ", fails=True),
         Run("stale", _MUON + _TWO + _STOPPED["bf16"][0], ["stale"], ["no commit"]),
         *(
@@ -180,6 +181,10 @@ def test_another_layout_goes_on_with_the_same_outer_state(runs: dict[str, Record
         one, other = (oracle.gpt_reference.trainable(runs[run].weights(name)) for run in ("PP 2 at 8", "TP 2 at 8"))
         for key, tensor in one.items():
             assert torch.equal(tensor, other[key][: len(tensor)])
+
+
+def test_stock_megatron_goes_on_with_what_all_groups_agree_on(runs: dict[str, Recorded]) -> None:
+    assert set(runs["stock goes on"].losses) == set(range(9, 13))
 
 
 def test_another_inner_optimizer_is_refused(runs: dict[str, Recorded]) -> None:
