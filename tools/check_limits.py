@@ -9,14 +9,14 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 1888,
-    "bridge": 522,
+    "": 1887,
+    "bridge": 539,
     "commands": 7375,
     "cpu": 663,
     "exchange": 2297,
     "features": 2939,
-    "integration": 5914,
-    "megatron_api": 490,
+    "integration": 5442,
+    "megatron_api": 477,
     "outer": 4080,
     "pipeline": 940,
 }
