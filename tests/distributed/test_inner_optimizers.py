@@ -1,5 +1,6 @@
 """Inner optimizers other than AdamW: Muon, whole and shared out by Megatron's layer-wise optimizer."""
 
+import re
 from pathlib import Path
 
 import oracle
@@ -57,10 +58,10 @@ _STOCKS = {"TP 2": _TP2, "four": "--global-batch-size 8 "}
 _HIDDEN = "--pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier-offload "
 # By name: settings, and after which iterations it is stopped.
 _STOPPED = {
-    "bf16": (_DP2 + "--bf16 ", (8, 9)),
+    "bf16": (_DP2 + "--bf16 --log-params-norm ", (8, 9)),
     "fp32": (_PP2, (8,)),
     "bf16, hidden": (_TP2 + "--bf16 " + _HIDDEN, (7,)),
-    "layer-wise": (_LAYER_WISE + _OVERLAPPED, (2, 8)),
+    "layer-wise": (_LAYER_WISE + _OVERLAPPED + "--log-params-norm ", (2, 8)),
     "layer-wise, hidden": (_LAYER_WISE + _HIDDEN, (7,)),
 }
 _PROBES = ["main", "outer"]
@@ -164,6 +165,15 @@ def layer_wise_trains_as_whole_does(layer_wise: Recorded, whole: Recorded) -> No
 
 def test_layer_wise_trains_as_whole_does(runs: dict[str, Recorded]) -> None:
     layer_wise_trains_as_whole_does(runs["layer-wise, saved"], runs["bf16, saved"])
+
+
+def test_layer_wise_counts_each_parameter_once(runs: dict[str, Recorded]) -> None:
+    norms = [
+        [float(norm) for norm in re.findall(r"params norm: (\S+)", runs[name].printed)]
+        for name in ("layer-wise, saved", "bf16, saved")
+    ]
+    assert len(norms[0]) == 12
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 def test_layer_wise_that_trains_otherwise_is_seen(runs: dict[str, Recorded]) -> None:
