@@ -34,7 +34,7 @@ _MODEL = (
     f"--muon-extra-scale-factor 5 --global-batch-size {_BATCH} --log-interval {_LOGGED} --log-timers-to-tensorboard "
     f"--eval-iters {VALIDATION_SEQUENCES // _BATCH}"
 )
-_PIER = "--optimizer pier --pier-islands --pier-inner-optimizer muon --pier-lazy-start-iters 0"
+_PIER = "--optimizer pier --pier-inner-optimizer muon --pier-lazy-start-iters 0"
 
 SYNCHRONOUS = "synchronous Muon"
 ROWS = {

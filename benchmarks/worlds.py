@@ -48,7 +48,6 @@ _KINDS = {
     "instances": f"{_PIER} {{groups}}",
     "int4": f"{_PIER} {{groups}} --pier-exchange-dtype int4",
     "pairs": f"{_PIER} {{groups}} --pier-preset noloco",
-    "islands": f"{_PIER} {{groups}} --pier-islands",
 }
 
 
@@ -79,18 +78,10 @@ class Case:
 
     def keys_of(self, rank: int) -> tuple[int, int, int]:
         """Group of a rank, first rank of its tensor-parallel group, first of the ranks that own the same parameters."""
-        if self.kind == "islands":
-            size = self.world // self.groups
-            return rank // size, rank - rank % _TENSOR, rank % size
         replicas = self.world // (_TENSOR * self.pipeline)
         stage, replica, place = rank // (_TENSOR * replicas), rank // _TENSOR % replicas, rank % _TENSOR
         group, number = divmod(replica, replicas // self.groups)
         return group, rank - place, (stage * replicas + number) * _TENSOR + place
-
-    def over_all_islands(self, rank: int) -> int:
-        """First rank of a rank's data-parallel group in its island."""
-        size = self.world // self.groups
-        return rank % size // (size // self.pipeline) * (size // self.pipeline) + rank % _TENSOR
 
 
 def main() -> None:
@@ -99,7 +90,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 1024, 4096, 16384], help="ranks (%(default)s)")
     parser.add_argument("--ranks", choices=("first", "middle", "last"), nargs="+", default=["first"], help="(%(default)s)")
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 16, 1024], help="up to the replicas (%(default)s)")
-    parser.add_argument("--kinds", choices=_KINDS, nargs="+", default=["stock", "instances", "islands"], help="(%(default)s)")
+    parser.add_argument("--kinds", choices=_KINDS, nargs="+", default=["stock", "instances"], help="(%(default)s)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=1, help="of each case; medians count (%(default)s)")
     parser.add_argument("--save", action="store_true", help="also count what the rank writes into a checkpoint")
@@ -282,9 +273,7 @@ def _said_by_others(case: Case) -> Iterator[dict[str, float]]:
 
     gather, spent = dist.all_gather_object, {"seconds": 0.0}
 
-    def said_by(rank: int, own: Any) -> Any:
-        if not isinstance(own, Rank):
-            return (case.over_all_islands(rank),) * len(own)
+    def said_by(rank: int, own: "Rank") -> "Rank":
         group, tensor_parallel, peers = case.keys_of(rank)
         node = f"node {rank // _PER_NODE}"
         return dataclasses.replace(
@@ -294,7 +283,7 @@ def _said_by_others(case: Case) -> Iterator[dict[str, float]]:
     def gather_from_all(objects: list[Any], own: Any, group: Any = None) -> None:
         gather(objects, own, group)
         begun = time.process_time()
-        if isinstance(own, Rank) or (case.kind == "islands" and isinstance(own, tuple)):
+        if isinstance(own, Rank):
             objects[:] = [said_by(rank, own) for rank in range(len(objects))]
             assert objects[case.rank] == own, (objects[case.rank], own)
         spent["seconds"] += time.process_time() - begun

@@ -135,7 +135,7 @@ class Study:
             return [*arguments, *(("--optimizer", MUON) if row.inner == MUON else ("--use-distributed-optimizer",))]
         return [
             *arguments,
-            *(("--pier-islands", "--pier-inner-optimizer", MUON) if row.inner == MUON else ()),
+            *(("--pier-inner-optimizer", MUON) if row.inner == MUON else ()),
             *("--optimizer", "pier", "--pier-preset", row.method, "--pier-groups", str(row.groups)),
             *("--pier-sync-interval", str(row.interval), "--pier-lazy-start-fraction", str(row.lazy_start)),
             *("--pier-exchange-dtype", row.dtype, "--pier-overlap", str(row.overlap)),

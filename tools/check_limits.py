@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 1888,
-    "bridge": 522,
-    "commands": 6597,
-    "cpu": 663,
+    "": 1886,
+    "bridge": 538,
+    "commands": 6620,
+    "cpu": 673,
     "exchange": 2297,
     "features": 2936,
-    "integration": 5542,
-    "megatron_api": 490,
-    "outer": 4064,
+    "integration": 5151,
+    "megatron_api": 477,
+    "outer": 3454,
     "pipeline": 933,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")

@@ -69,9 +69,9 @@ def _process_group_collection(module: "DistributedDataParallel") -> "ProcessGrou
     return getattr(module, "pg_collection", None)
 
 
-@current.in_the_local_phase
+@current.in_pier_runs
 def in_the_group[**P, R](function: Callable[P, R], optimizer: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Sums over the own group what differs between groups in the local phase."""
+    """Sums over the own group what is sharded in each group: it differs between groups, or would count once for each."""
     with confined_to_group(optimizer.model_chunks[0]):
         return function(*args, **kwargs)
 

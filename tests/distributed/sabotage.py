@@ -8,9 +8,7 @@ import functools
 import importlib
 import itertools
 import multiprocessing
-import os
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -527,10 +525,6 @@ def _overflow(optimizer: Any) -> None:
         next(chunk.parameters()).main_grad.fill_(float("inf"))
 
 
-def _signal(optimizer: Any) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _nan(optimizer: Any) -> None:
     next(optimizer.loop.states[0].slices())[0].detach()[0] = float("nan")
 
@@ -550,7 +544,6 @@ _ALL = {
     "unaware of nan": _unaware_of_nan,
     "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
-    "signal in group 1 at 7": lambda directory: _fault(1, (7,), before=_signal),
     "biases take outer steps": _biases_take_outer_steps,
     "nan in group 1 at 8": lambda directory: _fault(1, (8,), after=_nan),
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),

@@ -1,5 +1,6 @@
 """Inner optimizers other than AdamW: Muon, whole and shared out by Megatron's layer-wise optimizer."""
 
+import re
 from pathlib import Path
 
 import oracle
@@ -57,10 +58,10 @@ _STOCKS = {"TP 2": _TP2, "four": "--global-batch-size 8 "}
 _HIDDEN = "--pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier-offload "
 # By name: settings, and after which iterations it is stopped.
 _STOPPED = {
-    "bf16": (_DP2 + "--bf16 ", (8, 9)),
+    "bf16": (_DP2 + "--bf16 --log-params-norm ", (8, 9)),
     "fp32": (_PP2, (8,)),
     "bf16, hidden": (_TP2 + "--bf16 " + _HIDDEN, (7,)),
-    "layer-wise": (_LAYER_WISE + _OVERLAPPED, (2, 8)),
+    "layer-wise": (_LAYER_WISE + _OVERLAPPED + "--log-params-norm ", (2, 8)),
     "layer-wise, hidden": (_LAYER_WISE + _HIDDEN, (7,)),
 }
 _PROBES = ["main", "outer"]
@@ -89,6 +90,7 @@ def _runs() -> list[Run]:
             _MUON + _TWO + _TP2 + _WHOLE_MATRICES + "--pier-override-checkpoint --make-vocab-size-divisible-by 32 " + from_fp32,
             ["outer weights"],
         ),
+        Run("stock goes on", "--train-iters 12 --optimizer muon --muon-fp32-matmul-prec high " + _PP2 + from_fp32),
         Run("another optimizer", _PIER + _TWO + _PP2 + from_fp32 + "--pier-override-checkpoint ", fails=True),
         Run("stale", _MUON + _TWO + _STOPPED["bf16"][0], ["stale"], ["no commit"]),
         *(
@@ -165,6 +167,15 @@ def test_layer_wise_trains_as_whole_does(runs: dict[str, Recorded]) -> None:
     layer_wise_trains_as_whole_does(runs["layer-wise, saved"], runs["bf16, saved"])
 
 
+def test_layer_wise_counts_each_parameter_once(runs: dict[str, Recorded]) -> None:
+    norms = [
+        [float(norm) for norm in re.findall(r"params norm: (\S+)", runs[name].printed)]
+        for name in ("layer-wise, saved", "bf16, saved")
+    ]
+    assert len(norms[0]) == 12
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
 def test_layer_wise_that_trains_otherwise_is_seen(runs: dict[str, Recorded]) -> None:
     with pytest.raises(AssertionError):
         layer_wise_trains_as_whole_does(runs["layer-wise, hidden, saved"], runs["bf16, saved"])
@@ -180,6 +191,10 @@ def test_another_layout_goes_on_with_the_same_outer_state(runs: dict[str, Record
         one, other = (oracle.gpt_reference.trainable(runs[run].weights(name)) for run in ("PP 2 at 8", "TP 2 at 8"))
         for key, tensor in one.items():
             assert torch.equal(tensor, other[key][: len(tensor)])
+
+
+def test_stock_megatron_goes_on_with_what_all_groups_agree_on(runs: dict[str, Recorded]) -> None:
+    assert set(runs["stock goes on"].losses) == set(range(9, 13))
 
 
 def test_another_inner_optimizer_is_refused(runs: dict[str, Recorded]) -> None:

@@ -264,7 +264,7 @@ def test_elastic_islands_and_other_runs_load_each_other(tmp_path: Path, corpus: 
 
 
 def check_that_one_launch_begins_from_the_weights_only(folder: Path, corpus: tuple[Path, Path], saved: Job) -> None:
-    flags = "--pier-lazy-start-iters 0 --pier-override-checkpoint --exit-interval 2 --load "
+    flags = "--pier-lazy-start-iters 0 --pier-override-checkpoint --save-interval 100 --exit-interval 2 --load "
     for part, island in (("", 0), ("/islands/1", 1)):
         refused = Job(folder, corpus, 2, f"{flags}{saved.folder}/checkpoints{part}").run()
         assert f"/checkpoints{part}: island {island} has saved its own part of a run there" in refused.log

@@ -91,6 +91,21 @@ def test_slow_weights_that_older_plugins_sent_ahead_are_refused() -> None:
         Description.from_metadata(older | {"pulled": (0,)})
 
 
+def test_islands_that_older_plugins_had_in_one_launch_are_refused() -> None:
+    older = described().to_metadata() | {"format": 7, "holds_outer_state": True}
+    older["settings"] = {**older["settings"], "islands": False}
+    assert Description.from_metadata(older).is_exact_for(described())
+    with pytest.raises(PierConfigError, match=r"part of island 1 of a launch .* no more.*with --finetune"):
+        Description.from_metadata(older | {"island": 1, "holds_outer_state": False})
+
+
+def test_an_elastic_island_is_alone_in_its_folder() -> None:
+    island = described(own=(0,), lighthouse="http://h:1", island=1)
+    assert island.sources(1, 2, "mean") == [0]
+    with pytest.raises(PierConfigError, match="run in one launch is now in elastic islands"):
+        described().check(island, accepts_changes=False)
+
+
 @pytest.mark.parametrize(
     ("saved", "own", "groups", "rule", "expected"),
     [

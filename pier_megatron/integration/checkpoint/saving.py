@@ -105,7 +105,9 @@ class Saving:
             "trained": snapshot.progress.trained,
         }
         entry["objects"] = sharded_object(group, place.ranks.rank(), objects, copy=(0, 0))
-        entry["tensors"] = place.sharded_tensors(group, place.exact_tensors(snapshot))
+        if exact := place.sharded_tensors(group, place.exact_tensors(snapshot)):
+            # Not if there are none: Megatron would store the empty dict, for one of the optimizers that it counts in a chain.
+            entry["tensors"] = exact
         if versions.megatron_args().async_save:
             parts = (part for round_ in snapshot.rounds for part in (round_.own, round_.sum, round_.slow))
             _copy_host_memory(entry, {part.data_ptr() for part in parts if part is not None})

@@ -29,16 +29,15 @@ class WholeOptimizer(InnerOptimizer):
     Attributes:
         is_shared_out: Whether data-parallel ranks shard the parameters, each stepping some for all: Megatron's layer-wise
             optimizer. Otherwise each steps all of them.
-        is_expert: Whether the parameters are those of experts.
     """
 
     def __init__(self, optimizer: "MegatronOptimizer", is_shared_out: bool) -> None:
         """Wraps one of Megatron's optimizers."""
         super().__init__(optimizer)
         self.is_shared_out = is_shared_out
-        self.is_expert = any(not getattr(model, "allreduce", True) for model, _ in self.parameters())
         if not is_shared_out:
-            self.copies = own_data_parallel_ranks(self.is_expert).size()
+            is_expert = any(not getattr(model, "allreduce", True) for model, _ in self.parameters())
+            self.copies = own_data_parallel_ranks(is_expert).size()
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The model's parameters, each with its main parameter: in FP32 itself."""
