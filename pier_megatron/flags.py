@@ -85,8 +85,6 @@ def sound_words(words: Sequence[str]) -> tuple[list[str], Problems]:
         before, name = len(problems.found), piece[0].partition("=")[0]
         if name.startswith("--pier-") and " " not in name:
             with problems.collecting():
-                if name in _REMOVED:
-                    raise PierConfigError(f"{name} was removed: {_REMOVED[name]}. Drop it.")
                 if name not in parser.flags:
                     raise PierConfigError(f"{piece[0]}: no such flag{suggestion(name, parser.flags)}")
                 parser.parse_known_args(piece)
