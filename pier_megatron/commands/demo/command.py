@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     saving = ["--save-interval", str(options.iterations), "--save", str(output / "pier" / "checkpoint")]
     runs = {"synchronous": _SYNCHRONOUS, "pier": [*pier, *saving]}
     if importlib.util.find_spec("emerging_optimizers"):
-        inside = ["--pier-islands", "--pier-inner-optimizer", "muon"]
+        inside = ["--pier-inner-optimizer", "muon"]
         runs |= {"synchronous-muon": _SYNCHRONOUS_MUON, "pier-muon": [*pier, *inside, *_MUON]}
     _check_settings([*pier, *options.arguments], options.iterations)
     for name in runs:

@@ -63,7 +63,7 @@ class Settings:
     skip_routes: str | None = setting(
         None,
         "File with routes by which micro-batches go past the stages that they skip, and through the ranks of other replicas "
-        "of their group; in place of --pier-skip-fraction. examples/skip_routes.py writes it. Default: none.",
+        "of their group; replaces --pier-skip-fraction. examples/skip_routes.py writes it. Default: none.",
         metavar="FILE",
         accepts=any_path,
     )
