@@ -62,7 +62,7 @@ def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
 
 
 def test_summary_of_scale_is_the_last_row_of_its_table() -> None:
-    page = " ".join((_DOCS / "scale.md").read_text().split())
+    page = " ".join((_DOCS / "performance.md").read_text().split())
     [(ranks, groups, seconds, megabytes)] = re.findall(
         r"At ([\d,]+) ranks and ([\d,]+) groups Pier adds ([\d.]+) s and (\d+) MB", page
     )
