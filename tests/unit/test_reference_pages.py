@@ -54,7 +54,7 @@ _FIGURES: dict[str, Callable[[], int]] = {
 
 @pytest.mark.parametrize("words", _FIGURES)
 def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
-    files = (_REPOSITORY / "CONTRIBUTING.md", *_DOCS.glob("*.md"))
+    files = (_REPOSITORY / "CONTRIBUTING.md", _REPOSITORY / "SECURITY.md", *_DOCS.glob("*.md"))
     pages = {page.name: " ".join(page.read_text().split()) for page in files}
     found = [(name, int(number)) for name, text in pages.items() for number in re.findall(words, text)]
     assert found
