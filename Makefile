@@ -79,7 +79,7 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_docstrings.py pier_megatron
 	$(BIN)/python tools/check_limits.py pier_megatron
-	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md docs examples pier_megatron
+	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md SECURITY.md docs examples pier_megatron
 
 typecheck: setup
 	$(BIN)/mypy

@@ -21,11 +21,11 @@ project_copyright = f"{datetime.date.today().year}, {author}"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 # The source directory is the repository's root, so that links are the same here and where the repository is browsed.
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "examples/README.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "examples/README.md", "study/tables.md"]
 # Sphinx looks into every folder, behind links too, unless it is told not to.
 exclude_patterns = [".git", ".venv", "runs"]
-# For contributors and lawyers: other pages link them, and the side bar leaves them out.
-_NOT_IN_SIDE_BAR = ("CONTRIBUTING", "SECURITY", "docs/architecture", "docs/patents")
+# For contributors, lawyers and doubters: other pages link them, and the side bar leaves them out.
+_NOT_IN_SIDE_BAR = ("CONTRIBUTING", "SECURITY", "docs/architecture", "docs/patents", "study/tables")
 
 # A fence that names no language is output or a diagram.
 highlight_language = "none"

@@ -114,5 +114,7 @@ def test_diffs_of_the_architecture_apply(diff: str) -> None:
 def test_prose_is_checked_outside_of_code() -> None:
     page = "The job goes\non without it.\n\n```\nanew\n```\n`anew` [a](anew.md) is foretold\n"
     assert [(line, word) for line, word, _ in check_prose.of_page(page)] == [(1, "goes on without"), (7, "foretold")]
+    page = "It takes some 2.3 in place\nof 3, else `beside` none, of which besides: some text"
+    assert [word for _, word, _ in check_prose.of_page(page)] == ["some", "in place of", "else", "of which"]
     module = 'def f():\n    """Begins anew."""\n    x = "anew"\n    p.add_argument("--a", help="in vain")\n'
     assert [(line, word) for line, word, _ in check_prose.of_module(module)] == [(2, "anew"), (4, "in vain")]
