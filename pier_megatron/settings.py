@@ -73,8 +73,8 @@ class Settings:
     train_iters: int
     groups: int = setting(
         dataclasses.MISSING,
-        "Number of groups. They train independently between outer steps, each with DP / groups model replicas. Default: one per "
-        "node, or per domain of --pier-ranks-per-domain.",
+        "Number of groups. They train independently between outer steps, each with DP / groups model replicas. Default: one "
+        "per node, or per domain of --pier-ranks-per-domain.",
         accepts=whole(1),
     )
     ranks_per_domain: int | None = setting(
@@ -190,8 +190,8 @@ class Settings:
     sites: int | None = setting(
         None,
         "Number of sites, each of consecutive groups that share a good network. The groups of a site average their parameters "
-        "every --pier-site-interval iterations. Only outer steps cross the links between sites, and a site sends as much as one "
-        "group. Default: groups exchange in outer steps only.",
+        "every --pier-site-interval iterations. Only outer steps cross the links between sites, and a site sends as much as "
+        "one group. Default: groups exchange in outer steps only.",
         metavar="N",
         accepts=whole(2, why="or left out for groups that meet in outer steps only"),
     )
@@ -204,8 +204,8 @@ class Settings:
     )
     overlap: int = setting(
         0,
-        "Number of iterations that hide an exchange, at most the sync interval. Its result is applied that much later, on top of "
-        "the inner steps taken meanwhile. Default: 0, wait for it.",
+        "Number of iterations that hide an exchange, at most the sync interval. Its result is applied that much later, on top "
+        "of the inner steps taken meanwhile. Default: 0, wait for it.",
         metavar="ITERS",
         accepts=whole(0),
     )

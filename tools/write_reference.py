@@ -360,7 +360,7 @@ def options_list(command: str) -> str:
 def accepted_by(action: argparse.Action) -> str:
     """What an option of a command accepts, in words."""
     if action.choices:
-        return "a [preset](running.md#presets)" if set(action.choices) == set(PRESETS) else ", ".join(f"`{c}`" for c in action.choices)
+        return ", ".join(f"`{choice}`" for choice in action.choices)
     return accepted(action.type) if action.nargs != 0 else ""
 
 

@@ -36,8 +36,8 @@ class Settings:
     )
     log_codec_errors: bool = setting(
         False,
-        "Log at each --log-interval the mean error of each codec on the traffic of that iteration, by dimension, and propose the "
-        "--pier-compress of fewest bits whose error is at most a tenth of a number. Losses and weights do not change. "
+        "Log at each --log-interval the mean error of each codec on the traffic of that iteration, by dimension, and propose "
+        "the --pier-compress of fewest bits whose error is at most a tenth of a number. Losses and weights do not change. "
         "Default: nothing is measured.",
     )
 

@@ -55,8 +55,8 @@ class Settings:
 
     skip_fraction: float = setting(
         0.0,
-        "Fraction of the pairs of a micro-batch and a virtual pipeline stage that training skips. The same table holds in every "
-        "step (SkipPipe, arXiv 2502.19913). Trades model quality for time.",
+        "Fraction of the pairs of a micro-batch and a virtual pipeline stage that training skips. The same table holds in "
+        "every step (SkipPipe, arXiv 2502.19913). Trades model quality for time.",
         metavar="SHARE",
         accepts=share("such as 0.25"),
     )
