@@ -95,7 +95,7 @@ def test_jobs_shown_whole(tmp_path: Path) -> None:
 def test_jobs_shown_in_part(tmp_path: Path) -> None:
     """Each in new ranks of one process, which has imported Megatron and trained nothing."""
     _, jobs = shown()
-    assert len(jobs) >= 5
+    assert len(jobs) >= 4
     lines = [[word.replace("runs/a", str(tmp_path / "a")) for word in job] for job in jobs.values()]
     (tmp_path / "lines.json").write_text(json.dumps(lines))
     trainer = str(Path(__file__).with_name("shown_ranks.py"))
