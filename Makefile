@@ -79,7 +79,7 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_docstrings.py pier_megatron
 	$(BIN)/python tools/check_limits.py pier_megatron
-	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md docs examples pier_megatron
+	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md SECURITY.md docs examples pier_megatron
 
 typecheck: setup
 	$(BIN)/mypy
@@ -88,7 +88,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site goes to runs/docs. A link that leads nowhere in this repository is an error, and so is a page without a place.
+# The site goes to runs/docs. A link that leads nowhere in this repository is an error, and so is a page without a place that conf.py does not name.
 SPHINX = $(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --conf-dir docs
 docs: setup
 	$(SPHINX) --builder dirhtml . runs/docs

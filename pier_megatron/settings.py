@@ -73,8 +73,8 @@ class Settings:
     train_iters: int
     groups: int = setting(
         dataclasses.MISSING,
-        "Number of groups, which train apart between outer steps. Each holds DP / groups model replicas. Default: one per "
-        "node, or per domain of --pier-ranks-per-domain.",
+        "Number of groups. They train independently between outer steps, each with DP / groups model replicas. Default: one "
+        "per node, or per domain of --pier-ranks-per-domain.",
         accepts=whole(1),
     )
     ranks_per_domain: int | None = setting(
@@ -190,8 +190,8 @@ class Settings:
     sites: int | None = setting(
         None,
         "Number of sites, each of consecutive groups that share a good network. The groups of a site average their parameters "
-        "every --pier-site-interval iterations, so that only outer steps cross the links between sites, and a site sends what "
-        "one group would. Default: groups meet in outer steps only.",
+        "every --pier-site-interval iterations. Only outer steps cross the links between sites, and a site sends as much as "
+        "one group. Default: groups exchange in outer steps only.",
         metavar="N",
         accepts=whole(2, why="or left out for groups that meet in outer steps only"),
     )
@@ -204,15 +204,15 @@ class Settings:
     )
     overlap: int = setting(
         0,
-        "Number of iterations behind which an exchange is hidden, at most the sync interval. Its result is applied that much "
-        "later, on top of the inner steps taken meanwhile. Default: 0, wait for it.",
+        "Number of iterations that hide an exchange, at most the sync interval. Its result is applied that much later, on top "
+        "of the inner steps taken meanwhile. Default: 0, wait for it.",
         metavar="ITERS",
         accepts=whole(0),
     )
     fragments: int = setting(
         1,
-        "Number of fragments of the parameters, which are exchanged in turn over the sync interval; divides the peak bandwidth "
-        "by as much.",
+        "Number of fragments of the parameters. They are exchanged in turn over the sync interval, which divides the peak "
+        "bandwidth by their number.",
         accepts=whole(1),
     )
     exchange_dtype: str = setting(
@@ -235,8 +235,8 @@ class Settings:
     )
     save_inner_state: str = setting(
         "all",
-        "Groups whose inner optimizer state a checkpoint holds: all, which resumes exactly, or only the first, from whose "
-        "state all groups then continue.",
+        "Groups whose inner optimizer state a checkpoint holds: all, which resumes exactly, or only the first. Then all groups "
+        "continue from its state.",
         accepts=one_of(("all", "first")),
     )
     load_inner_state: str = setting(

@@ -37,7 +37,7 @@ _COLORS = {"diloco": "C0", "pier": "C1", "pier-rising": "C2", "pier-muon-anneale
 _SYNCHRONOUS_ADAMW = "synchronous AdamW"
 _GROUPS = (2, 4, 8, 16)
 
-_LEGEND = """Explanations: [study.md](study.md). Losses
+_LEGEND = """Explanations: [study.md](../docs/study.md). Losses
 are nats per byte, mean ± standard deviation over three paired seeds.
 
 | column | meaning |
@@ -54,7 +54,7 @@ _RISE_STEPS = 5
 
 
 def main() -> None:
-    """Writes ``study-tables.md``, ``study.json`` and ``study.png``."""
+    """Writes ``tables.md``, ``study.json`` and ``study.png``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of the runs (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder for what it writes (%(default)s)")
@@ -69,7 +69,7 @@ def main() -> None:
         return
     sections = [_sweep(results), *(_section(results, table) for table in TABLES), _spreads(results)]
     heading = f"# Study tables\n\n`make study` or `python study/report.py`, {date.today().isoformat()}. {_LEGEND}"
-    (options.output / "study-tables.md").write_text("\n\n".join([heading, *sections]) + "\n")
+    (options.output / "tables.md").write_text("\n\n".join([heading, *sections]) + "\n")
     (options.output / "study.json").write_text(json.dumps(results.raw(), indent=1, sort_keys=True))
     _plot(results, options.output / "study.png")
     print("\n\n".join(sections))

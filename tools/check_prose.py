@@ -33,7 +33,15 @@ _WORDS = {
     r"what of the paper": "not implemented from the paper",
     r"(?:is|are|be|was|were) taken again|takes? (?:that|the) (?:outer )?step again": "retried",
 }
-_FOUND = re.compile(r"\b(?:" + "|".join(f"({words})" for words in _WORDS) + r")(?!\w)", re.IGNORECASE)
+_ON_PAGES = _WORDS | {
+    r"in (?:the )?place of": "instead of",
+    r"beside": "next to, with, during, or drop it",
+    r"some(?= \d)": "about",
+    r"of which": "begin a new sentence",
+    r"or else|(?<=, )else": "otherwise, or",
+}
+"""Words for pages, which translate well and read badly."""
+
 _HELPERS = ("add_argument", "setting")
 
 
@@ -42,18 +50,19 @@ def blank(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", "#", match[0])
 
 
-def found_in(text: str) -> Iterator[tuple[int, str, str]]:
+def found_in(text: str, words: dict[str, str] = _WORDS) -> Iterator[tuple[int, str, str]]:
     """Line within the text, word and replacement of each word that should be another one; code between backticks is skipped."""
     text = re.sub(r"``?[^`]+``?", blank, text)
-    for match in _FOUND.finditer(re.sub(r"\s", " ", text)):
-        yield text[: match.start()].count("\n"), match[0], list(_WORDS.values())[(match.lastindex or 1) - 1]
+    wrong = r"\b(?:" + "|".join(f"({word})" for word in words) + r")(?!\w)"
+    for match in re.finditer(wrong, re.sub(r"\s", " ", text), re.IGNORECASE):
+        yield text[: match.start()].count("\n"), match[0], list(words.values())[(match.lastindex or 1) - 1]
 
 
 def of_page(text: str) -> Iterator[tuple[int, str, str]]:
     """Words in a page of Markdown, without blocks of code and without addresses of links."""
     for pattern in (r"^```.*?^```$", r"\]\([^)]*\)"):
         text = re.sub(pattern, blank, text, flags=re.MULTILINE | re.DOTALL)
-    yield from ((line + 1, word, better) for line, word, better in found_in(text))
+    yield from ((line + 1, word, better) for line, word, better in found_in(text, _ON_PAGES))
 
 
 def of_module(text: str) -> Iterator[tuple[int, str, str]]:

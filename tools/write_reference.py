@@ -50,20 +50,42 @@ _TEXTS: dict[Callable[..., Any], str] = {
 """Values that parsers of ``pier_megatron.values`` accept, where these do not say so themselves."""
 
 _START_UP = ("config.py", "integration/arguments.py", "integration/refusals.py", "integration/inner/requirements.py")
-"""Modules whose refusals the start of every run with Pier checks, beside those of features."""
+"""Modules whose refusals the start of every run with Pier checks, besides those of features."""
+
+_WISHES = {
+    "Form the groups": ("groups", "ranks_per_domain", "inner_optimizer"),
+    "Time the outer steps": ("sync_interval", "lazy_start_fraction", "lazy_start_iters"),
+    "Choose the outer schedule": ("preset", "outer_lr", "outer_momentum"),
+    "Hide or shrink the exchange": (
+        *("overlap", "exchange_dtype", "no_error_feedback", "fragments"),
+        *("offload", "chunk_mib"),
+    ),
+    "Train between sites": ("sites", "site_interval"),
+    "Let islands join and leave": (
+        *("lighthouse", "island", "island_address", "secret_file"),
+        *("island_timeout", "island_wait", "sync_seconds"),
+    ),
+    "Exchange in gossip pairs": ("subgroup_size", "subgroup_gamma", "subgroup_seed", "evaluate_mean"),
+    "Save and resume": ("save_inner_state", "load_inner_state", "override_checkpoint"),
+    "Accumulate gradients layer by layer": ("layered",),
+    "Skip pipeline stages": ("skip_fraction", "skip_routes", "skip_seed", "eval_skip"),
+    "Compress the traffic inside a group": ("compress", "log_codec_errors"),
+    "Run another release": ("try_any_megatron",),
+}
+"""Settings by what a user wants, in the order of the page."""
 
 _FLAGS_OF_SKIPPING = ["--pier-skip-fraction, --pier-skip-routes or --pier-eval-skip"]
 
 _PURPOSES = {
-    "pier": ("arXiv 2511.17849, section 4", "thousands of outer steps: the paper's runs have some 1800"),
+    "pier": ("arXiv 2511.17849, section 4", "thousands of outer steps: the paper's runs have about 1800"),
     "pier-cosine": ("the later code of the paper's authors", "comparison with that code"),
-    "pier-rising": ("[study](study.md#how-pier-rising-was-found)", "fewer than 25 outer steps, AdamW inside"),
+    "pier-rising": ("[study](study.md)", "fewer than 25 outer steps, AdamW inside"),
     "pier-annealed": ("[study](study.md)", "25 outer steps and more, AdamW inside"),
     "pier-muon": ("[study](study.md#muon-inside)", "few outer steps, Muon inside"),
     "pier-muon-annealed": ("[study](study.md#muon-inside)", "Muon inside"),
     "pier-frequent": ("[frontier](frontier.md)", "outer steps every few iterations"),
     "diloco": ("arXiv 2311.08105", "comparison with DiLoCo"),
-    "noloco": ("arXiv 2506.10911", "[gossip pairs](pairs.md): heavy ball among two groups at a time"),
+    "noloco": ("arXiv 2506.10911", "[gossip pairs](deploy.md#gossip-pairs): heavy ball among two groups at a time"),
     "local-sgd": ("plain averaging", "comparison: the mean of the groups, no outer momentum"),
 }
 """Source of each preset, and what it is for."""
@@ -92,22 +114,35 @@ def accepted(accepts: Any) -> str:
     return f"{least}{'to below' if accepts.open_high else 'up to' if accepts.open_low else 'to'} {accepts.high:.15g}"
 
 
-def settings_table(settings: Sequence[dataclasses.Field[Any]]) -> str:
-    """Flags of settings: what each does, accepts and defaults to, and the flags that start-up checks it with."""
-    checked = checked_together()
-    rows = []
-    for field in (setting for setting in settings if setting.metadata):
-        flag, accepts = flag_of(field.name), field.metadata["accepts"]
-        text, _, default = field.metadata["help"].partition(" Default: ")
-        is_switch = field.type in (bool, "bool")
-        metavar = "" if is_switch else " " + (field.metadata["metavar"] or ("NAME" if isinstance(accepts, Choice) else "N"))
-        metavar = metavar if field.metadata["alone"] is None else f" [{metavar.strip()}]"
-        others = ", ".join(f"`{other}`" for other in sorted(checked.get(flag, ())))
-        given = default.removesuffix(".")
-        is_value = given == str(field.default)
-        shown = "off" if given == "False" else f"`{given}`" if is_value else code_flags(given)
-        rows.append([f"`{flag}{metavar}`", code_flags(text), "" if is_switch else accepted(accepts), shown, others])
-    return table(["flag", "what it does", "accepts", "default", "checked with"], rows)
+def entry(name: str, text: str, *facts: str) -> str:
+    """A flag or an option as an entry of a list, which breaks no name at its hyphens as a narrow column does."""
+    shown = "; ".join(fact for fact in facts if fact)
+    return f"- {name}: {text.rstrip('.')}." + (f" {shown[0].upper()}{shown[1:]}." if shown else "") + "\n"
+
+
+def settings_entries(settings: Sequence[dataclasses.Field[Any]]) -> str:
+    """Flags of settings under headings, which are their anchors: what each accepts, its default and what it does."""
+    described = {setting.name: setting for setting in settings if setting.metadata}
+    missing = described.keys() - {name for names in _WISHES.values() for name in names}
+    assert not missing, f"_WISHES lacks {', '.join(sorted(missing))}"
+    parts = []
+    for wish, names in _WISHES.items():
+        entries = [_setting(described[name]) for name in names if name in described]
+        parts += [f"### {wish}\n", *entries] if entries else []
+    return "\n".join(parts)
+
+
+def _setting(field: dataclasses.Field[Any]) -> str:
+    """The heading and the text of a flag."""
+    accepts = field.metadata["accepts"]
+    text, _, default = field.metadata["help"].partition(" Default: ")
+    is_switch = field.type in (bool, "bool")
+    metavar = field.metadata["metavar"] or ("NAME" if isinstance(accepts, Choice) else "N")
+    shown = f"`{metavar}`" if field.metadata["alone"] is None else f"`{metavar}`, optional"
+    given = default.removesuffix(".")
+    value = "off" if given == "False" else f"`{given}`" if given == str(field.default) else code_flags(given)
+    takes = "" if is_switch else f"{shown}: {accepted(accepts)}. "
+    return f"#### `{flag_of(field.name)}`\n\n{takes}Default: {value}.\n\n{code_flags(text)}\n"
 
 
 def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
@@ -240,38 +275,33 @@ def _without_gaps(why: str) -> str:
     return " ".join(sentence for sentence in sentences if sentence.count("…") <= 1 and sentence.strip("…. ")) or why
 
 
-def checked_together() -> dict[str, set[str]]:
-    """For each flag of Pier's, the other flags that one and the same refusal names before it gives its reason."""
-    found: dict[str, set[str]] = {}
-    for what, _ in start_up_refusals():
-        named = set(re.findall(r"--[a-z][\w-]*", what))
-        for flag in named:
-            found.setdefault(flag, set()).update(named - {flag, "--optimizer"})
-    return found
-
-
-def refusals_table() -> str:
+def refusals_list() -> str:
     """What start-up refuses, apart from the flags of Megatron's that no run with Pier may have."""
     flags = ", ".join(map(megatron_args.flag, refusals._REFUSED))
-    rows = [[code_flags(what), code_flags(why)] for what, why in start_up_refusals() if not what.startswith(flags)]
-    return table(["refused", "reason and remedy"], rows)
+    return "".join(
+        entry(code_flags(what), code_flags(why)) if why else f"- {code_flags(what)}.\n"
+        for what, why in start_up_refusals()
+        if not what.startswith(flags)
+    )
 
 
-def refused_flags_table() -> str:
+def refused_flags_list() -> str:
     """Flags of Megatron's that no run with Pier may have."""
-    reasons = [[f"`{megatron_args.flag(name)}`", code_flags(reason)] for name, reason in refusals._REFUSED.items()]
-    return table(["flag of Megatron", "reason"], reasons)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in refusals._REFUSED.items():
+        reasons.setdefault(reason, []).append(f"`{megatron_args.flag(name)}`")
+    return "".join(entry(", ".join(names), code_flags(reason)) for reason, names in reasons.items())
 
 
 def parameters_table() -> str:
-    """Parameters of ``PierConfig``: each with its type, its default and the flag that sets it."""
-    rows = [["`train_iters`", "`int`", "", "`--train-iters`", "Number of iterations of the run."]]
+    """Parameters of ``PierConfig``: each with its type, its default and the flag that sets it, which is described elsewhere."""
+    rows = [["`train_iters`", "`int`", "", "`--train-iters`"]]
     for field in (field for field in dataclasses.fields(Settings) if field.metadata):
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-        text = code_flags(field.metadata["help"].partition(" Default: ")[0])
-        rows.append([f"`{field.name}`", f"`{kind}`", default, f"`{flag_of(field.name)}`", text])
-    return table(["parameter", "type", "default", "flag", "meaning"], rows)
+        flag = flag_of(field.name)
+        rows.append([f"`{field.name}`", f"`{kind}`", default, f"[`{flag}`](flags.md#{flag})"])
+    return table(["parameter", "type", "default", "flag"], rows)
 
 
 def _described(segments: Sequence[Segment]) -> str:
@@ -312,9 +342,9 @@ def _parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def options_table(command: str) -> str:
+def options_list(command: str) -> str:
     """Options of a command."""
-    rows = []
+    lines = []
     for action in _parser_of(command.split())._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
             continue
@@ -322,14 +352,15 @@ def options_table(command: str) -> str:
         metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
         shown = f"{name} {metavar}".strip() if action.nargs != 0 and not (name and action.choices) else name
         text = str(action.help or "") % {"default": action.default, "prog": "pier-megatron"}
-        rows.append([f"`{shown}`" + (" (needed)" if action.required and name else ""), code_flags(text), accepted_by(action)])
-    return table(["option", "what it does", "accepts"], rows)
+        needed = "needed" if action.required and name else ""
+        lines.append(entry(f"`{shown}`", code_flags(text), needed, accepted_by(action)))
+    return "".join(lines)
 
 
 def accepted_by(action: argparse.Action) -> str:
     """What an option of a command accepts, in words."""
     if action.choices:
-        return "a [preset](presets.md)" if set(action.choices) == set(PRESETS) else ", ".join(f"`{c}`" for c in action.choices)
+        return ", ".join(f"`{choice}`" for choice in action.choices)
     return accepted(action.type) if action.nargs != 0 else ""
 
 
@@ -338,17 +369,17 @@ def generated(name: str) -> str:
     kind, _, rest = name.partition(" ")
     match kind:
         case "flags":
-            return settings_table(dataclasses.fields(Settings)) if rest == "of Pier" else settings_table(WITH_ANY_OPTIMIZER)
+            return settings_entries(dataclasses.fields(Settings) if rest == "of Pier" else WITH_ANY_OPTIMIZER)
         case "refusals":
-            return refusals_table()
+            return refusals_list()
         case "refused":
-            return refused_flags_table()
+            return refused_flags_list()
         case "parameters":
             return parameters_table()
         case "presets":
             return presets_table()
         case "options":
-            return options_table(rest)
+            return options_list(rest)
     raise ValueError(f"{name}: no generated part of that name.")
 
 

@@ -167,7 +167,7 @@ def test_flags_of_recipes_need_one(flag: str, script: Path, capsys: pytest.Captu
 
 
 def test_scripts_of_the_page(script: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     scripts = [text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
     assert len(scripts) >= 2
     for text in scripts:

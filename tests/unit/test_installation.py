@@ -19,7 +19,7 @@ def installed_anew(*options: str) -> list[str]:
 
 
 def test_the_image_keeps_its_pytorch_and_megatron(tmp_path: Path) -> None:
-    page = (_REPOSITORY / "docs" / "slurm.md").read_text()
+    page = (_REPOSITORY / "docs" / "deploy.md").read_text()
     [pattern] = re.findall(r"pip list --format freeze \| grep -E '(.+?)' > /tmp/kept.txt", page)
     [extras] = re.findall(r"pip install --no-cache-dir --constraint /tmp/kept.txt '/opt/pier_megatron(.*?)'", page)
     listed = subprocess.run([*_PIP, "list", "--format", "freeze"], capture_output=True, text=True, check=True).stdout

@@ -38,7 +38,7 @@ def test_direction_of_published_speedups_between_nodes_is_right() -> None:
 
 
 def test_page_says_what_the_tool_prints() -> None:
-    page = _page("planner-accuracy")
+    page = _page("planner")
     for line in planner_accuracy.summary():
         assert line in page.splitlines() if line.startswith("|") else line in " ".join(page.split()), line
 
@@ -49,7 +49,7 @@ def test_spreads_hold_every_published_run_and_no_more() -> None:
         (LINK_SPREAD, planner_accuracy.link_spread()),
     ):
         assert spread == (math.floor(low * 100) / 100, math.ceil(high * 100) / 100)
-        assert f"{spread[0]} to {spread[1]} x" in _page("planner-accuracy")
+        assert f"{spread[0]} to {spread[1]} x" in _page("planner")
 
 
 def _page(name: str) -> str:

@@ -54,7 +54,7 @@ _FIGURES: dict[str, Callable[[], int]] = {
 
 @pytest.mark.parametrize("words", _FIGURES)
 def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
-    files = (_REPOSITORY / "CONTRIBUTING.md", *_DOCS.glob("*.md"))
+    files = (_REPOSITORY / "CONTRIBUTING.md", _REPOSITORY / "SECURITY.md", *_DOCS.glob("*.md"))
     pages = {page.name: " ".join(page.read_text().split()) for page in files}
     found = [(name, int(number)) for name, text in pages.items() for number in re.findall(words, text)]
     assert found
@@ -62,7 +62,7 @@ def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
 
 
 def test_summary_of_scale_is_the_last_row_of_its_table() -> None:
-    page = " ".join((_DOCS / "scale.md").read_text().split())
+    page = " ".join((_DOCS / "performance.md").read_text().split())
     [(ranks, groups, seconds, megabytes)] = re.findall(
         r"At ([\d,]+) ranks and ([\d,]+) groups Pier adds ([\d.]+) s and (\d+) MB", page
     )
@@ -112,5 +112,7 @@ def test_diffs_of_the_architecture_apply(diff: str) -> None:
 def test_prose_is_checked_outside_of_code() -> None:
     page = "The job goes\non without it.\n\n```\nanew\n```\n`anew` [a](anew.md) is foretold\n"
     assert [(line, word) for line, word, _ in check_prose.of_page(page)] == [(1, "goes on without"), (7, "foretold")]
+    page = "It takes some 2.3 in place\nof 3, else `beside` none, of which besides: some text"
+    assert [word for _, word, _ in check_prose.of_page(page)] == ["some", "in place of", "else", "of which"]
     module = 'def f():\n    """Begins anew."""\n    x = "anew"\n    p.add_argument("--a", help="in vain")\n'
     assert [(line, word) for line, word, _ in check_prose.of_module(module)] == [(2, "anew"), (4, "in vain")]

@@ -32,7 +32,11 @@ def shown(text: str) -> Iterator[list[str]]:
     """The words of each command in the code of a page, without what a reader fills in or leaves out."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     unmarked = [re.sub(r"^[+-] ", "", block, flags=re.MULTILINE) for block in blocks]  # marks of a diff
-    lines = [line for block in unmarked for line in block.replace("\\\n", " ").splitlines()]
+    joined = [block.replace("\\\n", " ") for block in unmarked]
+    for number, block in enumerate(joined):
+        for name, value in re.findall(r'^ *([A-Z]+)="(.+)"$', block, re.MULTILINE):
+            joined[number] = joined[number].replace(f"${name}", value)
+    lines = [line for block in joined for line in block.splitlines()]
     rest = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
     for code in (*lines, *spans):

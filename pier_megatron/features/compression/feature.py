@@ -36,9 +36,9 @@ class Settings:
     )
     log_codec_errors: bool = setting(
         False,
-        "Log at each --log-interval how far each codec is from the traffic of that iteration, by dimension, and the codecs of "
-        "fewest bits whose mean error is a tenth of a number at most, as --pier-compress takes them. Nothing that is computed "
-        "changes. Default: nothing is measured.",
+        "Log at each --log-interval the mean error of each codec on the traffic of that iteration, by dimension, and propose "
+        "the --pier-compress of fewest bits whose error is at most a tenth of a number. Losses and weights do not change. "
+        "Default: nothing is measured.",
     )
 
 

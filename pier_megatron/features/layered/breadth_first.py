@@ -49,7 +49,7 @@ def prepare(args: argparse.Namespace) -> None:
         raise PierConfigError(
             f"--pier-layered {args.pier_layered} with --pipeline-model-parallel-size {ranks}: virtual stages take all "
             "micro-batches of a step at a time, or with Megatron's own "
-            f"--microbatch-group-size-per-virtual-pipeline-stage {args.pier_layered} in place of --pier-layered so many."
+            f"--microbatch-group-size-per-virtual-pipeline-stage {args.pier_layered}, without --pier-layered, so many."
         )
     if ranks == 2 and not args.overlap_p2p_comm:
         raise PierConfigError(
@@ -61,7 +61,7 @@ def prepare(args: argparse.Namespace) -> None:
         raise PierConfigError(
             f"--use-megatron-fsdp cannot be used with --pier-layered, which needs --pipeline-model-parallel-size {ranks}: "
             "Megatron lays its FSDP over data-, expert- and tensor-parallel ranks alone, and fails to build the model where "
-            "there are pipeline ranks beside them. Use --use-distributed-optimizer, or drop --pier-layered and the pipeline."
+            "there are pipeline ranks too. Use --use-distributed-optimizer, or drop --pier-layered and the pipeline."
         )
     given = getattr(args, _GROUP_SIZE)
     if given is not None:

@@ -30,8 +30,8 @@ class Settings:
         False,
         "Layered gradient accumulation (arXiv 2106.02679): all micro-batches of a step, or N at a time, pass a layer before "
         "any passes the next one; in a pipeline, all of them a virtual stage (breadth-first, arXiv 2211.05953). "
-        "--overlap-grad-reduce can hide more, and more activations are kept. Losses equal those of the default bit for bit; in "
-        "a pipeline only without dropout. Without a pipeline, tied embeddings are added up in another order. Default: "
+        "--overlap-grad-reduce hides more, and the ranks keep more activations. Losses equal those of the default bit for bit; "
+        "in a pipeline only without dropout. Without a pipeline, tied embeddings are added up in another order. Default: "
         "Megatron's order.",
         metavar="N",
         accepts=whole(1),

@@ -55,15 +55,15 @@ class Settings:
 
     skip_fraction: float = setting(
         0.0,
-        "Fraction of the pairs of a micro-batch and a virtual pipeline stage that training skips, by a table that is the same "
-        "in every step (SkipPipe, arXiv 2502.19913). Trades model quality for time.",
+        "Fraction of the pairs of a micro-batch and a virtual pipeline stage that training skips. The same table holds in "
+        "every step (SkipPipe, arXiv 2502.19913). Trades model quality for time.",
         metavar="SHARE",
         accepts=share("such as 0.25"),
     )
     skip_routes: str | None = setting(
         None,
-        "File with routes by which micro-batches go past the stages that they skip, and through the ranks of other replicas "
-        "of their group; in place of --pier-skip-fraction. examples/skip_routes.py writes it. Default: none.",
+        "File with the routes of micro-batches past the stages that they skip and through the ranks of other replicas of their "
+        "group; replaces --pier-skip-fraction. examples/skip_routes.py writes it. Default: none.",
         metavar="FILE",
         accepts=any_path,
     )
