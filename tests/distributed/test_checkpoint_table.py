@@ -108,9 +108,7 @@ def _outcome(runs: dict[str, Recorded], source: Shape, target: Shape, groups: in
 
 def _outcomes(runs: dict[str, Recorded], source: Sequence[str], target: Sequence[str], groups: int) -> str:
     """The outcome of a load in the bits of the save, and of one in others."""
-    same, other = (
-        _outcome(runs, (*source, before), (*target, after), groups) for before, after in _SAME_AND_OTHER[source[0]]
-    )
+    same, other = (_outcome(runs, (*source, before), (*target, after), groups) for before, after in _SAME_AND_OTHER[source[0]])
     return same if same == other else f"{same}; in other bits: {other}"
 
 

@@ -85,10 +85,7 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     keeping = ["small pieces", "dropped gradients survive saves"]
     # Megatron would end a run that receives garbage.
     unchecked = f"{_ROUTES['interleaved'][0]} --rerun-mode disabled --no-check-for-nan-in-loss-and-grad{_EXACT}"
-    trainings += [
-        Run(f"{name}, measured", _ROUTES[name][0] + _LOGGING, ["weights"])
-        for name in _MEASURED
-    ]
+    trainings += [Run(f"{name}, measured", _ROUTES[name][0] + _LOGGING, ["weights"]) for name in _MEASURED]
     trainings += [
         Run("measured", f"{_PIPELINE}{_SHARDED}--train-iters 1 --global-batch-size 16 --bf16{_LOGGING}", ["weights"]),
         Run("measured in buckets", f"{_STEPS}--overlap-grad-reduce --ddp-bucket-size 2000{_LOGGING}"),

@@ -24,7 +24,6 @@ _SITES = {"groups": 4, "preset": "pier", "sites": 2, "site_interval": 1}
 
 # By name: ranks, settings, layout. Odd numbers of groups, so that one sits out.
 _TRAININGS: dict[str, tuple[int, dict[str, Any], str]] = {
-    "3 groups, TP 2": (6, {"groups": 3}, _TP2),
     "3 groups, PP 2, pulled": (6, {"groups": 3, "subgroup_gamma": 0.9, "fragments": 2, "overlap": 1}, _PP2),
     "6 groups in threes": (6, {"groups": 6, "subgroup_size": 3, "subgroup_seed": 1}, ""),
     "4 groups, TP 2, offloaded": (8, {"groups": 4, "offload": True, "overlap": 2}, _TP2),
@@ -47,6 +46,7 @@ def _argv(settings: dict[str, Any], layout: str, world: int) -> str:
 _IN_PAIRS = _argv(_LAZY | {"groups": 6}, "", 6)
 _HIDDEN = "--bf16 --pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier-offload "
 _SAVED = "--load {directory}/pairs --ckpt-step 8 "
+_STARTS = "--exit-interval 9 "
 _CHANGED = "--pier-override-checkpoint "
 _PROBES = ["main", "outer"]
 _LONGER = "--train-iters 15 --override-opt_param-scheduler --exit-interval 9"
@@ -63,8 +63,8 @@ _IN_SIX = [
     Run("pairs again", _IN_PAIRS + _SAVED, _PROBES),
     Run("hidden", _IN_PAIRS + _HIDDEN + "--save {directory}/hidden --save-interval 12", _PROBES, saves=[7, 11]),
     *(Run(f"hidden from {at}", f"{_IN_PAIRS}{_HIDDEN}--load {{directory}}/hidden --ckpt-step {at}", _PROBES) for at in (7, 11)),
-    Run("three of six", _argv(_LAZY | {"groups": 3}, "", 6) + _CHANGED + _SAVED, ["start anchor"]),
-    Run("all meet", _argv(_LAZY | {"groups": 6, "preset": "diloco"}, "", 6) + _CHANGED + _SAVED, ["start anchor"]),
+    Run("three of six", _argv(_LAZY | {"groups": 3}, "", 6) + _CHANGED + _SAVED + _STARTS, ["start anchor"]),
+    Run("all meet", _argv(_LAZY | {"groups": 6, "preset": "diloco"}, "", 6) + _CHANGED + _SAVED + _STARTS, ["start anchor"]),
     Run("pulled", _IN_PAIRS + _PULLED + "--save {directory}/pulled --save-interval 12", _PROBES, saves=[8]),
     Run("pulled, other chunks", _IN_PAIRS + _PULLED + _FROM_PULLED + "--pier-chunk-mib 9", _PROBES),
     Run("pulled, longer", _IN_PAIRS + _PULLED + _FROM_PULLED + _CHANGED + _LONGER, _PROBES),

@@ -16,12 +16,12 @@ _HIDDEN = "--pier-overlap 3 --pier-exchange-dtype int1 --pier-offload "
 _FP16 = "--fp16 --initial-loss-scale 1024 "
 _PROBES = ["main", "outer"]
 
-# Layout by name, and how many of four ranks make a group's data-parallel size: the global batch follows from it.
+# One micro-batch for each replica.
 _LAYOUTS = {
-    "TP 2": "--tensor-model-parallel-size 2 --global-batch-size 8 ",
-    "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 8 ",
-    "inner DP 2": "--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather ",
-    "EP 2": "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --global-batch-size 16 "
+    "TP 2": "--tensor-model-parallel-size 2 --global-batch-size 4 ",
+    "PP 2": "--pipeline-model-parallel-size 2 --global-batch-size 4 ",
+    "inner DP 2": "--global-batch-size 8 --overlap-grad-reduce --overlap-param-gather ",
+    "EP 2": "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --global-batch-size 8 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.05 ",
 }
 

@@ -60,7 +60,7 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
         Run("depth-first", overlapped + _SKIPPING, _PROBES),
         Run(
             "recomputed, nothing hidden",
-            _STOCK + _INTERLEAVED + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" + _SKIPPING,
+            f"{_STOCK}{_INTERLEAVED}--recompute-granularity full --recompute-method uniform --recompute-num-layers 1{_SKIPPING}",
             _PROBES,
         ),
         Run("breadth-first", f"{breadth_first} {_SAVING}", [*_PROBES, "samples"]),

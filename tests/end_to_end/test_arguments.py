@@ -72,7 +72,7 @@ _REFUSED = {
         "Use 100 or 150",
     ],
     f"{_PIER} --pier-save-inner-state first --pier-overlap 10": ["--pier-overlap 10", "Save all"],
-    f"{_PIER} --pier-outlier-zscore 3": ["--pier-outlier-zscore: no such flag any more: groups that are not finite are excluded"],
+    f"{_PIER} --pier-outlier-zscore 3": ["--pier-outlier-zscore: no such flag any more: groups that are not finite"],
     f"{_PIER} --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type local", "Use global"],
     f"{_PIER} --save /nowhere --save-interval 100 --ckpt-format torch": [
         "--ckpt-format torch",

@@ -283,9 +283,7 @@ def rehearsed(config: PierConfig, sizes: Sequence[int]) -> Iterator[loop.OuterLo
             yield trained
 
 
-@pytest.mark.parametrize("sizes", [(30, 30), (58, 2), (10, 50)])
-@pytest.mark.parametrize("overlap", [1, 3, 8])
-@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize(("sizes", "overlap", "dtype"), [((30, 30), 8, "fp32"), ((58, 2), 3, "int8"), ((10, 50), 1, "int8")])
 def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
     sizes: tuple[int, int], overlap: int, dtype: str
 ) -> None:
