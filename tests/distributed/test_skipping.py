@@ -34,6 +34,7 @@ _RAMP_UP = (
 _SAVING = "--save {directory}/skipped --save-interval 3 "
 _EVALUATING = "--eval-interval 4 --eval-iters 1 --eval-global-batch-size 8 "
 _EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none "
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _PROBES = ["weights", "pipeline"]
 
 # What skips, with the pipeline that it is.
@@ -60,7 +61,7 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
         Run("depth-first", overlapped + _SKIPPING, _PROBES),
         Run(
             "recomputed, nothing hidden",
-            f"{_STOCK}{_INTERLEAVED}--recompute-granularity full --recompute-method uniform --recompute-num-layers 1{_SKIPPING}",
+            _STOCK + _INTERLEAVED + _RECOMPUTED + _SKIPPING,
             _PROBES,
         ),
         Run("breadth-first", f"{breadth_first} {_SAVING}", [*_PROBES, "samples"]),
