@@ -296,35 +296,6 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
             trained.skip_iteration()
 
 
-def test_rounds_of_several_fragments_take_the_buffers_that_are_free() -> None:
-    config = PierConfig(
-        120,
-        groups=2,
-        sync_interval=24,
-        lazy_start_iters=0,
-        preset="diloco",
-        overlap=6,
-        fragments=3,
-        exchange_dtype="int8",
-        offload=True,
-    )
-    with rehearsed(config, (40, 84)) as trained:
-        for _ in range(118):
-            trained.skip_iteration()
-
-
-def test_a_save_of_several_rounds_takes_no_buffer() -> None:
-    """It lets one after the other arrive, more chunks at a time than a round has on the wire."""
-    config = PierConfig(
-        train_iters=120, groups=2, sync_interval=30, lazy_start_iters=30, overlap=29, fragments=3, offload=True, preset="pier"
-    )
-    with rehearsed(config, [84]) as trained:
-        for iteration in range(1, config.train_iters + 1):
-            trained.skip_iteration()
-            if iteration == 81:
-                trained.snapshot()
-
-
 def test_what_fails_in_a_rehearsal_says_so() -> None:
     config = PierConfig(train_iters=8, groups=2, sync_interval=4, lazy_start_iters=0)
     running = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange())
