@@ -49,7 +49,7 @@ test: setup $(RELEASES)
 
 # What most mistakes break, in a minute: the sources, the unit tests that are quick, one job of the pages from a cold start.
 quick: setup
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target quick-unit quick-training typecheck lint
+	@$(MAKE) --no-print-directory --jobs 2 quick-training quick-unit typecheck lint
 
 quick-unit: setup
 	$(BIN)/python -m pytest -q -m "not slow" tests/unit
