@@ -10,7 +10,7 @@ export PATH := $(BIN):$(PATH)
 MEGATRON_RELEASES := 0.17.1 0.18.2
 RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
-.PHONY: setup demo test test-newest-torch test-newest-megatron torture bench gpu study lint typecheck format docs links package clean
+.PHONY: setup demo test quick quick-unit quick-training test-newest-torch test-newest-megatron torture bench gpu study lint typecheck format docs links package clean
 
 setup: $(VENV)/.ready
 
@@ -46,6 +46,16 @@ $(VENV)/bridge: $(VENV)/.ready tests/bridge-requirements.txt
 test: setup $(RELEASES)
 	@$(MAKE) --no-print-directory $(VENV)/bridge || echo "Megatron-Bridge cannot be installed here: its tests are skipped."
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# What most mistakes break, in a minute: the sources, the unit tests that are quick, one job of the pages from a cold start.
+quick: setup
+	@$(MAKE) --no-print-directory --jobs 2 quick-training quick-unit typecheck lint
+
+quick-unit: setup
+	$(BIN)/python -m pytest -q -m "not slow" tests/unit
+
+quick-training: setup
+	$(BIN)/python -m pytest -q "tests/end_to_end/test_shown_jobs.py::test_jobs_shown_whole[0]"
 
 # On the newest PyTorch of the registry instead of the pinned one; by hand, since it is a download of gigabytes.
 test-newest-torch: setup

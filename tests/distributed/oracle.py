@@ -1,16 +1,20 @@
 """Trains with ``pier_megatron.reference`` on the samples that a distributed run recorded."""
 
+import json
+import os
 from collections.abc import Collection, Sequence
 
 import gpt_reference
 import muon_reference
+import pytest
 import torch
-from launch import Recorded
+from launch import REPOSITORY, Recorded
 from torch import Tensor
 
 from pier_megatron import PierConfig, reference
 
 LEARNING_RATE, ADAM_EPS, WEIGHT_DECAY, CLIP_GRAD = 2e-3, 1e-4, 0.01, 1.0
+_GOLDEN = REPOSITORY / "tests" / "golden"
 
 
 def train(
@@ -63,6 +67,18 @@ def train(
         masks = [[fragment_of[name] == fragment for name in names] for fragment in range(config.fragments)]
     final = reference.train(list(initial.values()), gradient, inner_optimizer, config, CLIP_GRAD, masks, skipped=skipped)
     return dict(zip(names, final, strict=True))
+
+
+def check_golden(name: str, run: Recorded, argv: str) -> None:
+    """Compares losses with ``tests/golden``; ``UPDATE_GOLDEN=1`` writes them, which belongs into the changelog."""
+    path, arguments = _GOLDEN / f"{name}.json", " ".join(argv.split())
+    losses = {str(iteration): loss for iteration, loss in sorted(run.losses.items())}
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(json.dumps({"arguments": arguments, "losses": losses}, indent=1) + "\n")
+    golden = json.loads(path.read_text())
+    assert golden["arguments"] == arguments
+    # Another processor orders its sums differently.
+    assert losses == pytest.approx(golden["losses"], rel=2e-4)
 
 
 def _samples_of_group(recorded: Recorded, group: int, count: int | None) -> dict[int, list[tuple[Tensor, Tensor]]]:

@@ -47,7 +47,6 @@ _EXPERTS = (
 
 # Each with flags and as settings.
 _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
-    "TP 2": ("--tensor-model-parallel-size 2", "model.tensor_model_parallel_size=2", {}),
     "PP 2": (
         "--pipeline-model-parallel-size 2",
         "model.pipeline_model_parallel_size=2 model.pipeline_dtype=torch.float32",
@@ -58,8 +57,16 @@ _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
         "mixed_precision=bf16_mixed ddp.overlap_grad_reduce=True ddp.overlap_param_gather=True ddp.average_in_collective=True",
         {"exchange_dtype": "int4", "offload": True, "preset": "diloco"},
     ),
-    "pairs": ("--eval-interval 4 --eval-iters 2", "validation.eval_interval=4 validation.eval_iters=2", {"preset": "noloco"}),
-    "evaluation": ("--eval-interval 4 --eval-iters 2", "validation.eval_interval=4 validation.eval_iters=2", {}),
+    "pairs": (
+        "--eval-interval 4 --eval-iters 2 --iterations-to-skip 5 6",
+        "validation.eval_interval=4 validation.eval_iters=2 train.iterations_to_skip=[5,6]",
+        {"preset": "noloco"},
+    ),
+    "evaluation": (
+        "--tensor-model-parallel-size 2 --eval-interval 4 --eval-iters 2",
+        "model.tensor_model_parallel_size=2 validation.eval_interval=4 validation.eval_iters=2",
+        {},
+    ),
     "Llama": (
         "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --group-query-attention "
         "--num-query-groups 2 --untie-embeddings-and-output-weights --init-method-std 0.3 --ffn-hidden-size 88 "
@@ -77,7 +84,6 @@ _PAIRS: dict[str, tuple[str, str, dict[str, object]]] = {
         _EXPERTS,
         {},
     ),
-    "skipped": ("--iterations-to-skip 5 6", "train.iterations_to_skip=[5,6]", {}),
 }
 _ASKING = (
     "logger.log_interval=1 logger.log_params_norm=True optimizer.log_num_zeros_in_grad=True train.exit_signal_handler=True "

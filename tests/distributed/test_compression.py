@@ -27,7 +27,6 @@ _PIER = "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interva
 
 # What is trained with and without, and the dimensions that are compressed in it.
 _ROUTES = {
-    "1F1B": (_PIPELINE + _STEPS + _SHARDED, "dp pp"),
     "1F1B, overlapped": (_PIPELINE + _STEPS + _HIDDEN + "--bf16", "dp pp gather"),
     "interleaved": (_VIRTUAL + _STEPS + _HIDDEN, "dp pp"),
     "breadth-first, some skipped": (
@@ -37,24 +36,21 @@ _ROUTES = {
     "whole optimizer on each rank": (_PIPELINE + _STEPS + "--overlap-grad-reduce", "dp pp"),
     "mean in the collective": (_TENSOR + _STEPS + _HIDDEN + "--ddp-average-in-collective", "dp tp"),
     "tensor-parallel": (_TENSOR + _PIPELINE + _STEPS, "pp tp"),
-    "instances": (_STEPS + _SHARDED + _INSTANCES, "dp"),
     "instances, overlapped": (_STEPS + _HIDDEN + _INSTANCES + "--bf16", "dp gather"),
     "bf16 gradients": (_STEPS + _HIDDEN + _TENSOR + "--bf16 --grad-reduce-in-bf16", "dp tp gather"),
-    "dropout": (_TENSOR + _STEPS + _HIDDEN + "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1", "dp tp gather"),
     "experts": (_PIPELINE + _STEPS + _HIDDEN + "--num-experts 2 --expert-model-parallel-size 2", "dp pp"),
     "lengths that vary": (_PIPELINE + _STEPS, "dp pp"),
     "pier": (_LONGER + _PIER + _OVERLAPPED + "--bf16", "dp gather"),
-    "pier, waiting": (_LONGER + _PIER, "dp"),
 }
+_UNHIDDEN = _PIPELINE + _STEPS + _SHARDED
 _EXACT = " --pier-compress naive,outer=off"
 # Where the errors of codecs are logged beside a training that is not compressed.
-_MEASURED = ["breadth-first, some skipped", "tensor-parallel", "lengths that vary", "pier"]
+_MEASURED = ["breadth-first, some skipped", "tensor-parallel"]
 _LOGGING = " --pier-log-codec-errors"
 _AGGRESSIVE = _LONGER + _PIER + _OVERLAPPED + "--bf16 --pier-compress aggressive,gather=int8 --save-interval 100 "
 # Tensor-parallel ranks hold copies of some parameters beside their own part of others, in one buffer.
 _COPIES = _LONGER + "--bf16 --save-interval 100 " + _TENSOR
 _COPIED = {
-    "hybrid": _COPIES + _HIDDEN + "--pier-compress hybrid,gather=int4",
     "aggressive": _COPIES + _HIDDEN + "--pier-compress aggressive,gather=int8",
     "whole": _COPIES + "--overlap-grad-reduce --pier-compress aggressive",
     "groups": _COPIES
@@ -62,7 +58,7 @@ _COPIED = {
     + "--pier-compress aggressive,outer=int4",
 }
 # Where blocks that ignore parameters bring copies apart within these iterations.
-_DRIFTING = ["hybrid", "aggressive", "whole"]
+_DRIFTING = ["aggressive", "whole"]
 _CENSUS = ["census"]
 # One all-reduce, over all groups in the lazy start and over the own one after it, of gradients that are scaled alike.
 _SWITCHING = (
@@ -84,21 +80,19 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
         shapes = ["lengths that vary"] if name == "lengths that vary" else []
         trainings.append(Run(name, argv, ["weights"], shapes))
         trainings.append(Run(f"{name}, exact", argv + _EXACT, ["weights"], ["lossless codecs", *shapes]))
-    pipeline, overlapped, pier = (_ROUTES[name][0] for name in ("1F1B", "1F1B, overlapped", "pier"))
+    overlapped, pier = _ROUTES["1F1B, overlapped"][0], _ROUTES["pier"][0]
     resumed = _AGGRESSIVE + "--load {directory}/aggressive "
     keeping = ["small pieces", "dropped gradients survive saves"]
     # Megatron would end a run that receives garbage.
     unchecked = f"{_ROUTES['interleaved'][0]} --rerun-mode disabled --no-check-for-nan-in-loss-and-grad{_EXACT}"
-    trainings += [
-        Run(f"{name}, measured", _ROUTES[name][0] + _LOGGING, ["weights"], ["lengths that vary"] if "vary" in name else [])
-        for name in _MEASURED
-    ]
+    trainings += [Run(f"{name}, measured", _ROUTES[name][0] + _LOGGING, ["weights"]) for name in _MEASURED]
     trainings += [
         Run("measured", f"{_PIPELINE}{_SHARDED}--train-iters 1 --global-batch-size 16 --bf16{_LOGGING}", ["weights"]),
         Run("measured in buckets", f"{_STEPS}--overlap-grad-reduce --ddp-bucket-size 2000{_LOGGING}"),
         Run("measured at once", f"{_STEPS}--overlap-grad-reduce{_LOGGING}"),
         Run("measured alone", (_LONGER + _PIER).replace("--pier-groups 2", "--pier-groups 4") + _LOGGING),
-        Run("hybrid", f"{pipeline} --pier-compress hybrid", ["census"]),
+        Run("hybrid", _UNHIDDEN + " --pier-compress hybrid", ["census"]),
+        Run("1F1B", _UNHIDDEN),
         Run("naive", f"{overlapped} --pier-compress naive"),
         Run("naive pier", f"{pier} --pier-compress naive", ["census"]),
         Run("aggressive", _AGGRESSIVE + "--save {directory}/aggressive", ["main"], ["small pieces"], saves=[3, 5]),

@@ -15,7 +15,7 @@ from pier_megatron import PierConfig
 
 pytestmark = pytest.mark.processes
 
-_STOCK = "--train-iters 12 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
+_STOCK = "--train-iters 12 --exit-interval 9 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
 _PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6"
 _PIER_BY_SAMPLES = _PIER.replace("--train-iters 12", "--train-samples 96")
 _TP2 = "--tensor-model-parallel-size 2 --global-batch-size 8 "
@@ -25,7 +25,7 @@ _ONE_GROUP = (
     "--train-iters 8 --optimizer pier --pier-preset pier --pier-groups 1 --pier-sync-interval 1 --pier-lazy-start-iters 1 "
     "--pier-outer-lr 1 --pier-outer-momentum 0"
 )
-_FOUR_GROUPS = "--global-batch-size 8 --train-iters 8 --clip-grad 0 "
+_FOUR_GROUPS = "--global-batch-size 8 --train-iters 8 --exit-interval 5 --clip-grad 0 "
 _FOUR_PIER = "--optimizer pier --pier-preset pier --pier-groups 4 --pier-sync-interval 4 --pier-lazy-start-iters 4"
 _FOUR_STOCK = "--use-distributed-optimizer --num-distributed-optimizer-instances 4"
 _PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
@@ -50,7 +50,12 @@ _RUNS = [
     Run("overlap stock", _DP2 + "--bf16 " + _OVERLAP + _STOCK),
     Run("pier never synchronous", _TP2 + "--bf16 " + _PIER, [], ["never synchronous"], fails=True),
     Run("between", _TP2 + "--bf16 --eval-interval 5 " + _PIER, ["main"]),
-    Run("between without anchor", _TP2 + "--bf16 --eval-interval 5 " + _PIER, ["main"], ["no anchor for evaluation"]),
+    Run(
+        "between without anchor",
+        _TP2 + "--bf16 --eval-interval 5 --exit-interval 10 " + _PIER,
+        ["main"],
+        ["no anchor for evaluation"],
+    ),
     Run("iterations", _TP2 + _PIER + " --lr-decay-style linear --lr-decay-iters 12 --lr-warmup-iters 3", ["main"]),
     Run("samples", _TP2 + _PIER_BY_SAMPLES + " --lr-decay-style linear --lr-decay-samples 96 --lr-warmup-samples 24", ["main"]),
     Run("one stock", _TP2 + "--bf16 --train-iters 8 --use-distributed-optimizer", ["main"]),
@@ -72,7 +77,7 @@ _RUNS = [
         Run(f"{fault} unseen", argv + _NO_LAZY_START + "--exit-interval 3", [], [fault, "nobody compares copies"], fails=True)
         for fault, argv in _DRIFTS.items()
     ),
-    Run("poisoned", _DP2 + _UNCHECKED + _PIER, ["outer"], ["nan in group 1 at 9", "unaware of nan"]),
+    Run("poisoned", _DP2 + _UNCHECKED + _PIER + " --exit-interval 9", ["outer"], ["nan in group 1 at 9", "unaware of nan"]),
 ]
 
 

@@ -22,10 +22,8 @@ _PIER = (
 
 # What is trained in both orders.
 _BOTH = {
-    "plain": _PIPELINE + _STEPS,
     "overlapped": _PIPELINE + _STEPS + _OVERLAPPED,
     "pier, 2 groups": _PIPELINE + _STEPS.replace("4", "6") + _PIER + "--pier-groups 2 --bf16",
-    "pier, 1 group": _PIPELINE + _STEPS.replace("4", "6") + _PIER + "--pier-groups 1",
     "evaluation": _PIPELINE + _STEPS + _OVERLAPPED + "--eval-interval 2 --eval-iters 2 --eval-global-batch-size 8",
     "ramp-up": _PIPELINE
     + _OVERLAPPED
@@ -44,11 +42,9 @@ _WITHOUT_PIPELINE = {
     "layers": _LAYERS + _BY_LAYER,
     "layers, dropout, TP 2": _LAYERS + _BY_LAYER + f"--tensor-model-parallel-size 2 --bf16 {_RECOMPUTED} 1 "
     "--recompute-method uniform --eval-interval 2 --eval-iters 2" + _DROPOUT,
-    "layers, nothing overlapped": _LAYERS,
-    "layers, TP 2": _LAYERS + _BY_LAYER + "--tensor-model-parallel-size 2 --calculate-per-token-loss --timing-log-level 2",
+    "layers, nothing overlapped": _LAYERS + "--calculate-per-token-loss --timing-log-level 2",
     "layers, experts": _LAYERS + _BY_LAYER + "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1 "
     "--moe-router-load-balancing-type aux_loss --moe-input-jitter-eps 0.01 --moe-router-force-biased -0.5",
-    "layers, recomputed": _LAYERS + _BY_LAYER + f"{_RECOMPUTED} 1 --recompute-method uniform",
     "layers, two recomputed, evaluation": _LAYERS + _BY_LAYER + f"{_RECOMPUTED} 2 --recompute-method block "
     "--eval-interval 2 --eval-iters 2",
     "layers, ramp-up": _LAYERS.replace(_FIXED, "") + _BY_LAYER + "--train-samples 80 --step-batch-size-schedule 0:8,512:32",
@@ -205,7 +201,6 @@ _BREADTH_FIRST = [
     [
         ("overlapped", _DEPTH_FIRST),
         ("overlapped, layered", _BREADTH_FIRST),
-        ("pier, 1 group, layered", _BREADTH_FIRST),
         ("unchanged", _DEPTH_FIRST),
     ],
 )

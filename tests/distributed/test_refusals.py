@@ -9,7 +9,7 @@ from launch import Recorded, Run, launch
 pytestmark = pytest.mark.processes
 
 _BASE = (
-    "--bf16 --tensor-model-parallel-size 2 --global-batch-size 8 --train-iters 12 --optimizer pier --pier-preset pier "
+    "--bf16 --tensor-model-parallel-size 2 --global-batch-size 4 --train-iters 12 --optimizer pier --pier-preset pier "
     "--pier-groups 2 "
 )
 _PIER = _BASE + "--pier-sync-interval 3 --pier-lazy-start-iters 6 "

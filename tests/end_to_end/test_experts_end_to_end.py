@@ -48,7 +48,7 @@ _PIER = (
     "--pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 --pier-outer-momentum 0 "
     "--overlap-grad-reduce --overlap-param-gather"
 )
-_TEXTS = {"licence": REPOSITORY / "LICENSE", "code": REPOSITORY / "pier_megatron" / "reference.py"}
+_TEXTS = {"licence": REPOSITORY / "LICENSE", "code": REPOSITORY / "tests" / "distributed" / "muon_reference.py"}
 # Of the small size, which is that of all trainings that are launched so.
 _SEED = Run("seed", "--train-iters 2 --global-batch-size 16 --save {directory}/seed --save-interval 2")
 

@@ -142,6 +142,6 @@ def test_anything_goes(ranks: Ranks, number: int | None) -> None:
 
     Here.ranks = ranks
     health = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    how = settings(max_examples=20, stateful_step_count=6, deadline=None, database=None, suppress_health_check=health)
+    how = settings(max_examples=12, stateful_step_count=6, deadline=None, database=None, suppress_health_check=health)
     chosen = int(os.environ["PIER_TEST_SEED"]) if number is None else number
     run_state_machine_as_test(seed(chosen)(Here), settings=how)

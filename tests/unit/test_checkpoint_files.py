@@ -68,7 +68,8 @@ def test_metadata_whose_end_was_never_written(folder: Path, filler: bytes) -> No
         assert str(damage(folder)).startswith(".metadata cannot be read")
 
 
-@pytest.mark.parametrize("bit", range(8))
+@pytest.mark.slow
+@pytest.mark.parametrize("bit", [0, 3, 4, 7])
 def test_flipped_bits_never_stop_the_look(folder: Path, bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # The one in C spends a minute on some of them, filling memory with an empty table before it fails.
     monkeypatch.setattr(pickle, "load", pickle._load)  # type: ignore[attr-defined]

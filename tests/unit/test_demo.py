@@ -19,6 +19,8 @@ from pier_megatron.cpu.nodes import EmulatedNodes, NoNetworkError
 from pier_megatron.errors import PierConfigError
 from pier_megatron.processes import running
 
+pytestmark = pytest.mark.slow
+
 
 def curve(*points: tuple[float, float]) -> Curve:
     seconds, losses = zip(*points, strict=True)

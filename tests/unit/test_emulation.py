@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 _UNDER_ANOTHER_DEVICE = """
 import torch
 from pier_megatron.cpu import emulation

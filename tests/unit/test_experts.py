@@ -27,6 +27,8 @@ from pier_megatron.commands.plan.sizes import sizes_of
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
+pytestmark = pytest.mark.slow
+
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
 # Of seed models: as large as 900 iterations of each size.
 _SEEDS = {name: 900 * of_one for name, of_one in _OPERATIONS.items()}

@@ -14,6 +14,8 @@ from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import PierConfigError
 
+pytestmark = pytest.mark.slow
+
 _NAMES = ["law", "history"]
 
 

@@ -21,6 +21,8 @@ from table import Results, Row, SkippedError, write_whole
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 
+pytestmark = pytest.mark.slow
+
 _REPOSITORY = Path(__file__).parents[2]
 _RUN = _REPOSITORY / "benchmarks" / "gpu" / "run.py"
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _REPOSITORY = Path(__file__).parents[2]
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
@@ -18,6 +20,7 @@ def installed_anew(*options: str) -> list[str]:
     return [re.sub(r"-\d.*", "", each) for line in found for each in line.split()]
 
 
+@pytest.mark.slow
 def test_the_image_keeps_its_pytorch_and_megatron(tmp_path: Path) -> None:
     page = (_REPOSITORY / "docs" / "deploy.md").read_text()
     [pattern] = re.findall(r"pip list --format freeze \| grep -E '(.+?)' > /tmp/kept.txt", page)

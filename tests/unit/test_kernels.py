@@ -21,6 +21,8 @@ from pier_megatron.exchange import coding
 from pier_megatron.exchange import kernels as codec_kernels
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 
+pytestmark = pytest.mark.slow
+
 DEVICE = one_gpu.device()
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 

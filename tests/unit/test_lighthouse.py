@@ -11,6 +11,8 @@ import pytest
 
 from pier_megatron.exchange.membership import keep_quiet
 
+pytestmark = pytest.mark.slow
+
 _ISLANDS = 100
 
 

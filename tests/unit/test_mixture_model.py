@@ -27,6 +27,8 @@ from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
+pytestmark = pytest.mark.slow
+
 _PRIOR = [0.5, 0.3, 0.2]
 _TOKENS = 12
 # Of float32 sums in another order: a tenth of the tolerance at which Megatron's and Hugging Face's likelihoods are compared.

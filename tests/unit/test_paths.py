@@ -12,6 +12,8 @@ from pier_megatron.pipeline.paths import Paths, draw, most, search, wanted
 from pier_megatron.pipeline.schedule import Pass, Pipeline
 from pier_megatron.pipeline.simulator import makespan
 
+pytestmark = pytest.mark.slow
+
 # Ranks, virtual stages of each, groups of micro-batches in a step, and how much longer than the ranks each group is.
 _SIZES = st.tuples(*(st.integers(*limits) for limits in ((2, 6), (1, 4), (1, 4), (0, 6))))
 

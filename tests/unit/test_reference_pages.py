@@ -32,7 +32,7 @@ def test_every_preset_has_a_purpose() -> None:
 def literal(path: str, name: str) -> int:
     """Number of entries of a dictionary in a test file, which is not imported: it starts processes."""
     for node in ast.parse((_REPOSITORY / path).read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith((f"{name} =", f"{name}:")):
             return len(node.value.keys) if isinstance(node.value, ast.Dict) else 0
     raise AssertionError(f"{path} has no {name}")
 
@@ -44,10 +44,11 @@ def default(path: str, flag: str) -> int:
 
 
 _FIGURES: dict[str, Callable[[], int]] = {
-    r"(\d+) refused command lines": lambda: literal("tests/end_to_end/test_arguments.py", "_REFUSED"),
+    r"(\d+) (?:refused )?command lines": lambda: literal("tests/end_to_end/test_arguments.py", "_REFUSED"),
     r"FP32 scale for every (\d+) elements": lambda: codecs.BLOCK,
     r"of at least (\d+) bytes": lambda: authentication._LEAST_SECRET,
-    r"(\d+) refused checkpoints and set-ups": lambda: literal("tests/distributed/test_refusals.py", "_REFUSED"),
+    r"(\d+) (?:refused )?checkpoints and set-ups": lambda: literal("tests/distributed/test_refusals.py", "_REFUSED"),
+    r"`test_loop.py` has (\d+) more runs": lambda: literal("tests/loop/test_loop.py", "_CASES"),
     r"(\d+) (?:random )?faults from each of three": lambda: default("tests/loop/islands_torture.py", "--events"),
 }
 

@@ -23,6 +23,8 @@ from pier_megatron.pipeline.schedule import Pipeline
 from pier_megatron.pipeline.search import Wishes, search
 from pier_megatron.pipeline.simulator import makespan
 
+pytestmark = pytest.mark.slow
+
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _WHOLE = grids.whole(4, 2, 2)
 _TEXT = _WHOLE.text()

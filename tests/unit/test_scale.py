@@ -24,6 +24,8 @@ from pier_megatron.outer.elastic import _refusals, _those_present
 from pier_megatron.outer.report import AnchorsDifferError, OuterStepReport, _check_anchors
 from pier_megatron.outer.verdicts import NOT_FINITE, DivergedError, Verdicts
 
+pytestmark = pytest.mark.slow
+
 _RANKS, _GROUPS, _TENSOR = 16384, 1024, 4
 
 # Times that each element may be looked at, whatever for.

@@ -200,6 +200,7 @@ print(len(symbols), "symbols")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_each_symbol_that_a_release_may_lack_is_named_at_the_start() -> None:
     ran = subprocess.run([sys.executable, "-c", _EACH_IN_TURN], cwd=REPOSITORY, capture_output=True, text=True)

@@ -18,6 +18,8 @@ from pier_megatron import PierConfig, reference
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.exchange.coding import decode, encode
 
+pytestmark = pytest.mark.slow
+
 _RUN = Run(method="pier-rising", groups=2, interval=2, iterations=10, batch=4, layers=1, width=16, lazy_start=0.2)
 
 

@@ -283,9 +283,7 @@ def rehearsed(config: PierConfig, sizes: Sequence[int]) -> Iterator[loop.OuterLo
             yield trained
 
 
-@pytest.mark.parametrize("sizes", [(30, 30), (58, 2), (10, 50)])
-@pytest.mark.parametrize("overlap", [1, 3, 8])
-@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize(("sizes", "overlap", "dtype"), [((30, 30), 8, "fp32"), ((58, 2), 3, "int8"), ((10, 50), 1, "int8")])
 def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
     sizes: tuple[int, int], overlap: int, dtype: str
 ) -> None:
@@ -296,35 +294,6 @@ def test_states_of_several_optimizers_take_no_buffer_after_the_rehearsal(
     with rehearsed(config, sizes) as trained:
         for _ in range(config.train_iters):
             trained.skip_iteration()
-
-
-def test_rounds_of_several_fragments_take_the_buffers_that_are_free() -> None:
-    config = PierConfig(
-        120,
-        groups=2,
-        sync_interval=24,
-        lazy_start_iters=0,
-        preset="diloco",
-        overlap=6,
-        fragments=3,
-        exchange_dtype="int8",
-        offload=True,
-    )
-    with rehearsed(config, (40, 84)) as trained:
-        for _ in range(118):
-            trained.skip_iteration()
-
-
-def test_a_save_of_several_rounds_takes_no_buffer() -> None:
-    """It lets one after the other arrive, more chunks at a time than a round has on the wire."""
-    config = PierConfig(
-        train_iters=120, groups=2, sync_interval=30, lazy_start_iters=30, overlap=29, fragments=3, offload=True, preset="pier"
-    )
-    with rehearsed(config, [84]) as trained:
-        for iteration in range(1, config.train_iters + 1):
-            trained.skip_iteration()
-            if iteration == 81:
-                trained.snapshot()
 
 
 def test_what_fails_in_a_rehearsal_says_so() -> None:

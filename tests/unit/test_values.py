@@ -263,6 +263,7 @@ def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
     assert (given.pier_groups, given.pier_outer_lr, given.pier_preset) == (4, 0.7, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
