@@ -25,6 +25,13 @@ COMMANDS = {
 _REMOVED = {"plot": "TensorBoard shows runs side by side: tensorboard --logdir_spec NAME:FOLDER,NAME:FOLDER"}
 
 
+_FIRST = """first steps:
+  pier-megatron demo
+  pier-megatron doctor torchrun --nnodes 2 --nproc-per-node 8 ... -m pier_megatron pretrain_gpt.py ... --optimizer pier
+
+Pages: README.md and docs/quickstart.md of the repository."""
+
+
 def parser() -> argparse.ArgumentParser:
     """Builds the parser, which shtab, for one, makes shell completion of."""
     from pier_megatron.commands import evaluate, export, lighthouse
@@ -35,7 +42,12 @@ def parser() -> argparse.ArgumentParser:
 
     modules = {"demo": demo, "doctor": doctor, "plan": plan, "export": export, "evaluate": evaluate}
     modules |= {"experts": experts, "lighthouse": lighthouse}
-    parser = argparse.ArgumentParser(prog="pier-megatron", description="Tools around --optimizer pier for Megatron-LM.")
+    parser = argparse.ArgumentParser(
+        prog="pier-megatron",
+        description="Tools around --optimizer pier for Megatron-LM.",
+        epilog=_FIRST,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"pier-megatron {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="name")
     for name, purpose in COMMANDS.items():
@@ -49,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand, or lists them if none is given; returns the exit status."""
     # Nine modules of Megatron say that Transformer Engine is absent. No command needs it, and doctor says so in one line.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    # What Python says of Megatron's sources when it compiles them.
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     words = sys.argv[1:] if argv is None else list(argv)
     understood = parser()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:

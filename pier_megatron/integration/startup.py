@@ -149,13 +149,14 @@ class Takes:
         """What start-up, doctor and plan print."""
         synchronous = round(8 * self.parameters * (config.groups - 1) / config.groups)
         sites = "" if self.between_sites is None else f", {self.between_sites / 1e6:,.2f} MB of them to other sites"
+        memory = "device memory" if device_type == "cuda" else "memory"
         communicator = ", beside the buffers of one more NCCL communicator" if device_type == "cuda" else ""
         return [
             f"per rank: {self.parameters:,} FP32 parameters; sends {self.sent / 1e6:,.2f} MB to other groups in "
             f"{config.sync_interval} iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 "
             f"gradients){sites}",
-            f"outer state per rank: {self.state / 1e6:,.2f} MB of {'host' if config.offload else 'device'} memory, and up to "
-            f"{self.work / 1e6:,.2f} MB of device memory for chunks on their way{communicator}",
+            f"outer state per rank: {self.state / 1e6:,.2f} MB of {'host memory' if config.offload else memory}, and up to "
+            f"{self.work / 1e6:,.2f} MB of {memory} for chunks on their way{communicator}",
         ]
 
 
@@ -200,7 +201,7 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
         *schedule(config),
         *taken,
         *([copying] if config.overlap and config.offload else ()),
-        f"momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run",
+        f"momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run; start-up warns where it may overshoot",
     ]
 
 

@@ -78,12 +78,12 @@ class Saving:
             weights = "the anchor, from the last outer step"
         else:
             weights = "the mean of the groups' slow weights"
-        whose = f"{own} group{'' if own == 1 else 's'} apart" if own else "group 0, for all"
-        if place.config.island is not None:
-            whose = "this island" + (", apart" if own else "")
+        more = f"{own * inner_state:,.1f} MB more for the inner state of {own} group{'' if own == 1 else 's'}"
+        if not own:
+            more = "nothing more for the inner state, which Megatron stores"
         return (
             f" checkpoint of iteration {self.description.iteration}: model weights are {weights}; outer state "
-            f"{len(self._holders) * outer:,.1f} MB; inner state of {whose}: {own * inner_state:,.1f} MB beside Megatron's own"
+            f"{len(self._holders) * outer:,.1f} MB; {more}"
         )
 
     def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
