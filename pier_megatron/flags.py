@@ -16,11 +16,11 @@ WITH_ANY_OPTIMIZER = tuple(
 )
 """Settings that work with every ``--optimizer``."""
 
-# Flags that are no more, with what to do instead.
-_REMOVED = {
+REMOVED = {
     "--pier-islands": "every kind of inner optimizer, Muon too, trains in groups of one launch without it. Drop it.",
     "--pier-outlier-zscore": "groups that are not finite are excluded without it. Drop it.",
 }
+"""Flags that are no more, with what to do instead."""
 
 
 class _Removed(argparse.Action):
@@ -40,7 +40,7 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     for setting in dataclasses.fields(Settings):
         if setting.metadata:
             _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
-    for name, remedy in _REMOVED.items():
+    for name, remedy in REMOVED.items():
         group.add_argument(name, action=_Removed, nargs="?", const=remedy, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
     inside = parser.add_argument_group("pier inside a group", "These flags work with every --optimizer.")
     for setting in WITH_ANY_OPTIMIZER:

@@ -10,14 +10,14 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
     "": 1886,
-    "bridge": 538,
-    "commands": 6620,
+    "bridge": 542,
+    "commands": 6635,
     "cpu": 673,
     "exchange": 2297,
     "features": 2936,
-    "integration": 5151,
+    "integration": 5155,
     "megatron_api": 477,
-    "outer": 3454,
+    "outer": 3465,
     "pipeline": 933,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")

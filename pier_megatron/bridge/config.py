@@ -9,6 +9,7 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 
 from pier_megatron.bridge.arguments import BridgeLoop
 from pier_megatron.errors import PierConfigError, suggestion
+from pier_megatron.flags import REMOVED
 from pier_megatron.integration.arguments import check_arguments
 from pier_megatron.integration.own_group import own_process_groups, trains_as_one_instance
 from pier_megatron.integration.training import with_outer_loop
@@ -34,6 +35,7 @@ _NOT_HERE = {
         ),
         _ISLANDS,
     ),
+    **{name.removeprefix("--pier-").replace("-", "_"): f"it is no more: {why}" for name, why in REMOVED.items()},
 }
 """Settings of the flags that are none under Megatron-Bridge, with the reason."""
 
@@ -133,7 +135,9 @@ def with_pier(config: ConfigContainer, **pier: Any) -> ConfigContainer:
     """
     for name in pier.keys() - {*settings()}:
         if name in _NOT_HERE:
-            raise PierConfigError(f"{name}={pier[name]!r} is not supported under Megatron-Bridge: {_NOT_HERE[name]}.")
+            raise PierConfigError(
+                f"{name}={pier[name]!r} is not supported under Megatron-Bridge: {_NOT_HERE[name].rstrip('.')}."
+            )
         raise PierConfigError(f"{name}={pier[name]!r}: Pier has no such setting{suggestion(name, settings())}")
     optimizer = config.optimizer
     if type(optimizer) not in (OptimizerConfig, PierOptimizerConfig):

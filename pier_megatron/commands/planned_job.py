@@ -188,6 +188,8 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     if ENTRY not in metadata:
         return f"{folder}: a stock checkpoint; Pier begins from its weights, without outer momentum"
     saved = Description.from_metadata(metadata[ENTRY])
+    if (no := saved.refusal_in_one_launch(config, args.load)) is not None:
+        raise PierConfigError(no)
     present = Description.of_run(config, saved.iteration, layout_of(args, ranks_in_group), "cuda")
     changes = saved.check(present, config.override_checkpoint) + features.changes(metadata, args)
     how = f"with changes: {', '.join(changes)}" if changes else "and the job resumes exactly, if gradient buckets are the same"

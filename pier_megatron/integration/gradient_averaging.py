@@ -46,6 +46,8 @@ class GradientAveraging:
         # Routers of experts keep the ranks over which they count tokens.
         modules = (module for chunk in model_chunks for module in chunk.modules())
         self._routers = [(module, module.tp_dp_cp_group) for module in modules if hasattr(module, "tp_dp_cp_group")]
+        if self._routers:
+            own_balancing_ranks()
         self._scaling = [(bucket, bucket.gradient_scaling_factor) for group in dense + expert for bucket in group.buckets]
         self._configs: list[DistributedDataParallelConfig] = []
         self._all_reduced: list[tuple[_ParamAndGradBucketGroup, dist.ProcessGroup, dist.ProcessGroup]] = []

@@ -6,10 +6,12 @@ group where it asks for all data-parallel ranks.
 """
 
 import dataclasses
+import datetime
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from pier_megatron.megatron_api import run, versions
@@ -65,9 +67,12 @@ def own_balancing_ranks() -> dist.ProcessGroup:
         stage, own = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True), own_ranks()
         members = dist.get_process_group_ranks(own)
         ranks = [rank for rank in dist.get_process_group_ranks(stage) if rank in members]
+        timeout = datetime.timedelta(minutes=versions.megatron_args().distributed_timeout_minutes)
         found.ranks = {stage.size(): stage, own.size(): own}.get(len(ranks)) or dist.new_group(
-            ranks, use_local_synchronization=True, group_desc="PIER_INSIDE_STAGE"
+            ranks, timeout=timeout, use_local_synchronization=True, group_desc="PIER_INSIDE_STAGE"
         )
+        # NCCL connects with the first collective: what does not connect had better fail at start.
+        dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=found.ranks)
     return found.ranks
 
 

@@ -128,7 +128,7 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
             config.check_interval(given, iteration, "saving the first group only", remedy)
     # All ranks take part, hence only where the groups meet.
     for switch, name, what in _OF_ALL_RANKS:
-        if (interval := getattr(args, name, None)) and getattr(args, switch, None) and config.groups > 1:
+        if (interval := getattr(args, name, None)) and getattr(args, switch, None) and config.groups > config.launches:
             with problems.collecting():
                 config.check_interval(flag(name), interval, f"{what}, a meeting of all ranks,")
     problems.report()

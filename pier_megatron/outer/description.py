@@ -238,6 +238,16 @@ class Description:
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
 
+    def refusal_in_one_launch(self, config: PierConfig, load: str | None) -> str | None:
+        """Why groups of one launch cannot continue from this checkpoint in the folder ``load``; None if they can."""
+        if self.island is None or config.island is not None:
+            return None
+        return (
+            f"--load {load}: island {self.island} has saved its own part of a run there. Groups of one launch cannot continue "
+            "from it. Continue with elastic islands (--pier-lighthouse), or begin from the weights with --finetune, all "
+            "that folders of --pier-islands allow."
+        )
+
     def sources(self, group: int, groups: int, rule: str) -> list[int]:
         """Saved groups of whose inner states a group takes the mean.
 

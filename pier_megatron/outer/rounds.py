@@ -304,10 +304,11 @@ class OuterRound:
     def _apply(self, staged: Staged, keep_progress: bool) -> None:
         counts, counted = self.verdicts.own_counts(), sum(self.verdicts.counted())
         products = arithmetic.descend(staged, self._rule_of(staged), self.exchange.size, counts, counted, keep_progress)
-        if staged.chunk.shards.is_counted:
+        shards = staged.chunk.shards
+        if shards.is_counted:
             self.sums[:PRODUCTS] += products
             self.sums[ELEMENTS] += staged.chunk.numel
             if self.rule.sends_slow_weights:
                 self.sums[DISTANCE] += torch.dot(staged.slow, staged.slow)
-            if staged.chunk in self._compared:
-                self.sums[CHECKSUM] += sum_of_bits(staged.anchor) % _CHECKSUMS_BELOW
+        if (shards.is_counted or shards.is_averaged) and staged.chunk in self._compared:
+            self.sums[CHECKSUM] += sum_of_bits(staged.anchor) % _CHECKSUMS_BELOW

@@ -243,13 +243,13 @@ class OuterState:
             chunk.set_parameters(chunk.of(flat))
 
     def checksum(self, name: str) -> Tensor:
-        """Sum of the bits of a flat buffer, over the chunks that this rank counts; an int64 scalar on the shards' device.
+        """Sum of the bits of a flat buffer, over the chunks that this rank counts and what is averaged; an int64 scalar.
 
-        The same however the ranks of a group share the model.
+        The same however the ranks of a group share the model, unless something is averaged: each rank adds its copy.
         """
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for chunk in self.chunks:
-            if chunk.shards.is_counted:
+            if chunk.shards.is_counted or chunk.shards.is_averaged:
                 total += sum_of_bits(chunk.of(self.flats[name])).to(self.device)
         return total
 

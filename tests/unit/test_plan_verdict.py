@@ -77,7 +77,7 @@ def test_what_overlap_flags_would_win_alone_is_no_gain_of_pier() -> None:
     quick = dataclasses.replace(_A100, node_bandwidth=50e9)
     assert rows(quick, hidden=False)[ways.OWN].gain > 1.15
     assert line(quick, hidden=False).startswith(
-        "First give --overlap-grad-reduce and --overlap-param-gather: with them Pier is 1.0"
+        ("First give --overlap-grad-reduce and --overlap-param-gather: with them Pier is ",)
     )
     assert line(quick).startswith(("Measure first", "Do not use it"))
 

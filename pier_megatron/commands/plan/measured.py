@@ -47,9 +47,8 @@ def operations_per_second(path: Path, args: argparse.Namespace, job: Job, cluste
         what = ", ".join(missing) or "no iteration is logged"
         raise PierConfigError(f"--log {path}: {what} there. Give all that the run printed, its arguments included.")
     groups = _number(there.get("pier_groups"), 1)
-    # The log of one island, whose batch is that of all.
-    worlds = groups if there.get("pier_lighthouse", "None") != "None" else 1
-    gpus, batch = int(there["world_size"]) * worlds, int(there["global_batch_size"])
+    # An elastic island logs ranks and batch of the whole run.
+    gpus, batch = int(there["world_size"]), int(there["global_batch_size"])
     in_group = gpus // job.model_parallel // groups
     if in_group * job.tensor_parallel > cluster.gpus_per_node and in_group > job.replicas_in_group:
         raise PierConfigError(

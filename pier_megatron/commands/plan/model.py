@@ -16,8 +16,8 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
 _HIDING = 2 / 3
 
-# How often an outer step's kernels read or write a number of every owned parameter, as docs/gpu.md counts them.
-_BLOCKING_PASSES, _OVERLAPPED_PASSES = 11, 14
+# How often the operators of pier_megatron/outer/arithmetic.py read or write a number of every owned parameter, by count.
+_BLOCKING_PASSES, _OVERLAPPED_PASSES = 26, 33
 
 # Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
 # and their sum when it decodes. On a GPU each is one kernel; see pier_megatron/exchange/kernels.py.

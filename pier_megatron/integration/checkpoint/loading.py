@@ -111,12 +111,8 @@ class Loading:
         place, loop = self._place, self._loop
         config, present = place.config, place.describe(saved.iteration)
         lacking = []
-        if saved.island is not None and config.island is None:
-            raise PierConfigError(
-                f"--load {versions.megatron_args().load}: island {saved.island} has saved its own part of a run there. Groups "
-                "of one launch cannot continue from it. Continue with elastic islands (--pier-lighthouse), or begin from the "
-                "weights with --finetune."
-            )
+        if (refusal := saved.refusal_in_one_launch(config, versions.megatron_args().load)) is not None:
+            raise PierConfigError(refusal)
         if saved.island not in (None, config.island):
             lacking = [
                 f"there is no checkpoint of iteration {saved.iteration} of island {config.island}, which takes the inner state "
