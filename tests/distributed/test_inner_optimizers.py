@@ -166,7 +166,8 @@ def test_layer_wise_counts_each_parameter_once(runs: dict[str, Recorded]) -> Non
         for name in ("layer-wise, saved", "bf16, saved")
     ]
     assert len(norms[0]) == 12
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    # With overlapped gathers Megatron looks at parts of other ranks that are of the iteration before.
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
 
 
 def test_layer_wise_that_trains_otherwise_is_seen(runs: dict[str, Recorded]) -> None:
