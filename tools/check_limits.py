@@ -10,7 +10,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
     "": 1886,
-    "bridge": 542,
+    "bridge": 541,
     "commands": 6635,
     "cpu": 673,
     "exchange": 2297,

@@ -35,7 +35,6 @@ _NOT_HERE = {
         ),
         _ISLANDS,
     ),
-    **{name.removeprefix("--pier-").replace("-", "_"): f"it is no more: {why}" for name, why in REMOVED.items()},
 }
 """Settings of the flags that are none under Megatron-Bridge, with the reason."""
 
@@ -134,10 +133,10 @@ def with_pier(config: ConfigContainer, **pier: Any) -> ConfigContainer:
         PierConfigError: If there is no such setting, or the recipe has an optimizer of its own.
     """
     for name in pier.keys() - {*settings()}:
+        if (why := REMOVED.get(f"--pier-{name.replace('_', '-')}")) is not None:
+            raise PierConfigError(f"{name}={pier[name]!r}: no such setting any more: {why}")
         if name in _NOT_HERE:
-            raise PierConfigError(
-                f"{name}={pier[name]!r} is not supported under Megatron-Bridge: {_NOT_HERE[name].rstrip('.')}."
-            )
+            raise PierConfigError(f"{name}={pier[name]!r} is not supported under Megatron-Bridge: {_NOT_HERE[name]}.")
         raise PierConfigError(f"{name}={pier[name]!r}: Pier has no such setting{suggestion(name, settings())}")
     optimizer = config.optimizer
     if type(optimizer) not in (OptimizerConfig, PierOptimizerConfig):

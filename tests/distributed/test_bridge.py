@@ -119,6 +119,7 @@ _REFUSED = {
     "soap": (with_config("optimizer.optimizer=soap"), "config.optimizer.optimizer='soap' cannot .* not one of adam, muon"),
     "manager": (with_config("checkpoint.custom_manager_class=a.B"), "config.checkpoint.custom_manager_class cannot be used"),
     "islands": (with_config(lighthouse="x"), "lighthouse='x' is not supported under Megatron-Bridge: elastic islands replace"),
+    "removed": (with_config(outlier_zscore=3), "outlier_zscore=3: no such setting any more: groups that are not finite"),
     "misspelt": (with_config(sync_intervall=4), r"sync_intervall=4: Pier has no such setting. Did you mean sync_interval\?"),
 }
 
