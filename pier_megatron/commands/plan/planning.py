@@ -45,7 +45,7 @@ def make_plan(
             f"{config.sites} in place of --pier-sites and --pier-site-interval: the links between sites carry the same."
         )
     source = "given" if is_given else "not measured: give --tflops, or --log of a short run"
-    if log is not None:
+    if log is not None and not is_given:
         cluster = dataclasses.replace(cluster, flops=measured.operations_per_second(log, args, job, cluster))
         is_given, source = True, f"measured in {log}"
     memory = fit.memory_of(args, config)
