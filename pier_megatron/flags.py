@@ -9,7 +9,7 @@ from typing import NoReturn
 from pier_megatron.errors import PierConfigError, Problems, suggestion
 from pier_megatron.features import FEATURES
 from pier_megatron.settings import PluginSettings, Settings, flag_of
-from pier_megatron.values import Choice
+from pier_megatron.values import Choice, Removed
 
 WITH_ANY_OPTIMIZER = tuple(
     setting for kind in (*(feature.Settings for feature in FEATURES), PluginSettings) for setting in dataclasses.fields(kind)
@@ -23,13 +23,6 @@ REMOVED = {
 """Flags that are no more, with what to do instead."""
 
 
-class _Removed(argparse.Action):
-    """A flag that is refused with what to do instead."""
-
-    def __call__(self, *_: object) -> None:
-        raise argparse.ArgumentError(self, f"no such flag any more: {self.const}")
-
-
 def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
     group = parser.add_argument_group(
@@ -41,7 +34,8 @@ def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
         if setting.metadata:
             _add_argument(lazy_start if setting.name in ("lazy_start_fraction", "lazy_start_iters") else group, setting)
     for name, remedy in REMOVED.items():
-        group.add_argument(name, action=_Removed, nargs="?", const=remedy, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        refusal = f"argument {name}: no such flag any more: {remedy}"
+        group.add_argument(name, action=Removed, nargs="?", const=refusal, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
     inside = parser.add_argument_group("pier inside a group", "These flags work with every --optimizer.")
     for setting in WITH_ANY_OPTIMIZER:
         _add_argument(inside, setting)

@@ -23,6 +23,14 @@ LONGEST = 366 * 24 * 3600
 """Longest time-out in seconds, a year; far beyond it, clocks overflow."""
 
 
+class Removed(argparse.Action):
+    """A flag that is no more; ``const`` is the refusal, which says what to do instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Refuses the flag as the parser refuses what is wrong."""
+        parser.error(str(self.const))
+
+
 @dataclasses.dataclass(frozen=True)
 class Number:
     """Numbers in a range, as the ``type`` of an argparse argument.

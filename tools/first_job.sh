@@ -38,7 +38,7 @@ run pier-megatron plan --cluster perlmutter torchrun --nnodes 8 --nproc-per-node
 	--seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 512 --train-iters 100000 \
 	--eval-interval 1000 --lr 3e-4 --lr-decay-style cosine --bf16 --mock-data --tokenizer-type NullTokenizer \
 	--vocab-size 50257 --overlap-grad-reduce --overlap-param-gather --optimizer pier
-# Stopped in the middle, saved by its last interval.
+# Stopped by Ctrl-C; what it saved is not what is resumed below.
 run timeout --foreground --signal INT 45 "${launch[@]}" "${model[@]}" "${saves[@]}" --train-iters 100000
 run rm -rf "$folder/checkpoints"
 run "${launch[@]}" "${model[@]}" "${saves[@]}" --exit-interval 130

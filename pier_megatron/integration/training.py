@@ -21,7 +21,6 @@ from pier_megatron.integration.arguments import config_from_args, settle_iterati
 from pier_megatron.integration.communication import confined_to_group
 from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
-from pier_megatron.integration.inner.routers import router_biases
 from pier_megatron.integration.own_group import own_process_groups, own_ranks, trains_as_one_instance
 from pier_megatron.integration.resting import Clock
 from pier_megatron.integration.samples import (
@@ -85,7 +84,7 @@ def with_outer_loop(
     from pier_megatron.integration.optimizer import PierOptimizer
 
     config = config_from_args(args)
-    members = [*owners(optimizer), *router_biases(model_chunks)]
+    members = owners(optimizer, model_chunks)
     shards = [member.main_parameters() for member in members]
     numels = [sum(tensor.numel() for alike in of_member for tensor in alike.tensors) for of_member in shards]
     device = optimizer.get_loss_scale().device

@@ -254,7 +254,7 @@ class OuterLoop:
         self._weights.commit()
 
     def checksums(self) -> list[dict[str, int]]:
-        """Of each group, sums of the bits of anchor and momentum over all its ranks, however they share the model."""
+        """Of each group, sums of the bits of anchor and momentum over all its ranks; see :meth:`OuterState.checksum`."""
         sums = self._share.over_group(self._share.checksums(COMMON))
         return [dict(zip(COMMON, of_group, strict=True)) for of_group in self.exchange.gather(sums).result().tolist()]
 

@@ -8,7 +8,7 @@ from pier_megatron.commands import batch_script
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
 from pier_megatron.errors import PierConfigError
-from pier_megatron.values import existing_file, png_to_write
+from pier_megatron.values import Removed, existing_file, png_to_write
 
 # What imports torch is imported once the flags are right.
 
@@ -22,13 +22,6 @@ _REMOVED = {
 """Flags of releases before, with what to do instead."""
 
 
-class _Removed(argparse.Action):
-    """Refuses a flag."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error(f"{self.option_strings[0]} was removed: {self.const}")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own flags."""
     clusters.add_arguments(parser)
@@ -37,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot", type=png_to_write, metavar="PNG", help="draw the time to finish over the link's rate (--optimizer pier)"
     )
     for flag, instead in _REMOVED.items():
-        parser.add_argument(flag, action=_Removed, const=instead, nargs="?", help=argparse.SUPPRESS)
+        parser.add_argument(flag, action=Removed, const=f"{flag} was removed: {instead}", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--details", action="store_true", help="print more than one screen")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_command_argument(parser)

@@ -15,7 +15,6 @@ from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.checkpoint.stored_run import find
 from pier_megatron.integration.inner.choice import owners
-from pier_megatron.integration.inner.routers import router_biases
 from pier_megatron.integration.own_group import own_ranks
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer.description import ENTRY
@@ -32,7 +31,7 @@ def _place(optimizer: "PierOptimizer") -> RunPosition:
         # An elastic island is alone in the launch.
         group=(loop.config.island or 0) + loop.exchange.rank,
         ranks=own_ranks(),
-        owners=[*owners(optimizer), *router_biases(optimizer.model_chunks)],
+        owners=owners(optimizer, optimizer.model_chunks),
         slices=[list(state.slices()) for state in loop.states],
     )
 

@@ -1,9 +1,10 @@
-"""Which inner optimizers a rank has, and how their main parameters reach the model."""
+"""What a rank trains, by which optimizer, and how their main parameters reach the model."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.integration.inner.routers import router_biases
 from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.megatron_api import versions
@@ -13,9 +14,10 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
 
-def owners(optimizer: "MegatronOptimizer") -> list[InnerOptimizer]:
-    """Those of Megatron's optimizers in a chain that own parameters on this rank, in order."""
-    return [owner for owner in _links(optimizer) if not owner.optimizer.is_stub_optimizer]
+def owners(optimizer: "MegatronOptimizer", chunks: "Sequence[DistributedDataParallel]" = ()) -> list[InnerOptimizer]:
+    """Those of Megatron's optimizers in a chain that own parameters on this rank, in order, then biases of routers."""
+    stepped = [owner for owner in _links(optimizer) if not owner.optimizer.is_stub_optimizer]
+    return [*stepped, *router_biases(chunks)]
 
 
 def _links(optimizer: "MegatronOptimizer", is_shared_out: bool = False) -> Iterator[InnerOptimizer]:
