@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import against_stock
 import first_step
 import inner_optimizers
 import inventory
@@ -53,8 +54,9 @@ class Check:
 
 _PARTS: dict[str, dict[str, Check]] = {
     "1": {
-        "inventory": Check(inventory.look, 60),
-        "an outer step of 7B": Check(first_step.rows, 480),
+        "inventory": Check(inventory.look, 40),
+        "an outer step of 7B": Check(first_step.rows, 260),
+        "Megatron against stock": Check(against_stock.compare, 240),
     },
     "2": {
         "tests of updates and codecs": Check(suites.unit, 60),

@@ -1,0 +1,119 @@
+"""Megatron with Pier against stock Megatron, on one rank and on two: losses of the lazy start, time, memory, host's waits."""
+
+import collections
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import inventory
+import limits
+import one_gpu
+from measuring import is_gpu
+from table import Row, Rows, SkippedError, checked
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_LAZY, _INTERVAL, _END = 10, 5, 30
+_OUTER = range(_LAZY + _INTERVAL, _END + 1, _INTERVAL)
+
+# 350 M parameters, and something small for a CPU.
+_GPT = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 2 --global-batch-size 8 --make-vocab-size-divisible-by 51200"
+)
+_SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 8 --make-vocab-size-divisible-by 16"
+)
+_COMMON = (
+    "--tokenizer-type NullTokenizer --vocab-size 257 --mock-data --lr 3e-4 --lr-decay-style constant --bf16 --log-interval 1 "
+    f"--eval-interval 1000000 --eval-iters 0 --num-workers 0 --train-iters {_END} --use-distributed-optimizer "
+    "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0 --deterministic-mode"
+)
+_PIER = f"--optimizer pier --pier-sync-interval {_INTERVAL} --pier-lazy-start-iters {_LAZY}"
+_HIDDEN = "--pier-overlap 3 --pier-offload --pier-exchange-dtype int8"
+_WAYS: dict[str, tuple[int, str]] = {
+    "stock, one rank": (1, ""),
+    "Pier, one group of one rank": (1, f"{_PIER} --pier-groups 1"),
+    "stock, two ranks": (2, ""),
+    "Pier, two groups of one rank": (2, f"{_PIER} --pier-groups 2"),
+    "Pier, two groups, int8 overlapped and offloaded": (2, f"{_PIER} --pier-groups 2 {_HIDDEN}"),
+}
+_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_LINE = re.compile(r" iteration +(\d+)/.* elapsed time per iteration \(ms\): ([\d.]+) .* lm loss: (\S+) ")
+
+
+def compare() -> Rows:
+    """Rows of each way to train."""
+    for module in ("megatron.core", "einops", "psutil", "pybind11"):
+        if not inventory.has(module):
+            raise SkippedError(f"{module}: {inventory.version(module) or 'missing'}")
+    stock: dict[int, dict[int, str]] = {}
+    for place, (name, (ranks, flags)) in enumerate(_WAYS.items()):
+        seconds = limits.share(limits.left(), [1.0] * (len(_WAYS) - place))
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                printed, watched = _train(Path(folder), ranks, flags.split(), seconds)
+            except one_gpu.RanksFailedError as error:
+                yield Row(name, "", "failed", str(error))
+                continue
+        lines = {int(at): (float(milliseconds), loss) for at, milliseconds, loss in _LINE.findall(printed)}
+        losses = {at: loss for at, (_, loss) in lines.items()}
+        if flags:
+            same = all(stock.get(ranks, {}).get(at) == losses[at] for at in range(1, _LAZY + 1))
+            yield checked(f"{name}: losses of the lazy start", same, f"{losses[1]} to {losses[_LAZY]}", "not those of stock")
+        else:
+            stock[ranks] = losses
+        yield Row(f"{name}: time and memory", _times({at: of for at, (of, _) in lines.items()}, bool(flags), watched["bytes"]))
+        yield from _waits(name, {int(at): counted for at, counted in watched["waits"].items()}, bool(flags))
+
+
+def _times(milliseconds: Mapping[int, float], has_outer_steps: bool, nbytes: int) -> str:
+    local = [of for at, of in milliseconds.items() if at > _LAZY + _INTERVAL and at not in _OUTER]
+    found = f"iteration {statistics.median(local):.1f} ms"
+    if has_outer_steps:
+        found += f", one with an outer step {statistics.median(milliseconds[at] for at in _OUTER[1:]):.1f} ms"
+    lazy = statistics.median(of for at, of in milliseconds.items() if 2 < at <= _LAZY)
+    return f"{found}, one of the lazy start {lazy:.1f} ms; {nbytes / 1e9:.2f} GB of the device at most"
+
+
+def _waits(name: str, waits: Mapping[int, Mapping[str, int]], has_outer_steps: bool) -> Rows:
+    """The host's waits for the device in an iteration without an outer step, and what an outer step adds."""
+    if not is_gpu():
+        yield Row(f"{name}: waits for the device", "", "skipped", "needs a GPU")
+        return
+    # Checks of loss and weights come at intervals; what is usual is what most iterations do.
+    inner = [collections.Counter(waits.get(at, {})) for at in range(_LAZY + _INTERVAL + 1, _END) if at not in _OUTER]
+    usual = collections.Counter(
+        {place: statistics.mode(of[place] for of in inner) for place in {p for of in inner for p in of}}
+    )
+    yield Row(f"{name}: waits in an inner iteration", _listed(usual))
+    if has_outer_steps:
+        outer = collections.Counter(waits.get(_OUTER[2], {}))
+        yield Row(f"{name}: further waits in an iteration with an outer step", _listed(outer - usual))
+
+
+def _listed(counted: collections.Counter[str]) -> str:
+    return f"{counted.total()}: " + "; ".join(f"{number} x {place}" for place, number in counted.most_common() if number)
+
+
+def _train(folder: Path, ranks: int, flags: list[str], seconds: float) -> tuple[str, Any]:
+    from pier_megatron.cpu.preparations import missing_cpu_flags
+
+    backend = ["--distributed-backend", one_gpu.backend()]
+    given = [*(_GPT if is_gpu() else _SMALL).split(), *_COMMON.split(), *backend]
+    launcher = [sys.executable, "-m", "pier_megatron", "--device", one_gpu.device().type]
+    script = [str(Path(__file__).with_name("watched.py")), str(folder / "watched.json")]
+    one_gpu.run([*launcher, *script, *given, *missing_cpu_flags(given), *flags], ranks, folder, seconds, **_ENVIRONMENT)
+    for log in sorted(folder.glob("*.log")):
+        print(log.read_text(errors="replace"), flush=True)
+    return (folder / f"rank{ranks - 1}.log").read_text(), json.loads((folder / "watched.json").read_text())
