@@ -26,6 +26,9 @@ _NCCL = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
     "NCCL_MNNVL_ENABLE": "0",
+    # One socket of the loopback interface is a tenth of what several carry.
+    "NCCL_SOCKET_NTHREADS": "4",
+    "NCCL_NSOCKS_PERTHREAD": "2",
 }
 
 _PROBE_SECONDS = 90

@@ -49,6 +49,7 @@ _ENVIRONMENT = {
     "NCCL_ALGO": "Ring",
     "TORCHDYNAMO_DISABLE": "1",
 }
+_SAID = re.compile(r"([\d,.]+) MB of device memory")
 _LINE = re.compile(r" iteration +(\d+)/.* elapsed time per iteration \(ms\): ([\d.]+) .* lm loss: (\S+) ")
 
 
@@ -58,6 +59,7 @@ def compare() -> Rows:
         if not inventory.has(module):
             raise SkippedError(f"{module}: {inventory.version(module) or 'missing'}")
     stock: dict[int, dict[int, str]] = {}
+    stock_bytes: dict[int, int] = {}
     for place, (name, (ranks, flags)) in enumerate(_WAYS.items()):
         seconds = limits.share(limits.left(), [1.0] * (len(_WAYS) - place))
         with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +74,13 @@ def compare() -> Rows:
             same = all(stock.get(ranks, {}).get(at) == losses[at] for at in range(1, _LAZY + 1))
             yield checked(f"{name}: losses of the lazy start", same, f"{losses[1]} to {losses[_LAZY]}", "not those of stock")
         else:
-            stock[ranks] = losses
+            stock[ranks], stock_bytes[ranks] = losses, watched["bytes"]
         yield Row(f"{name}: time and memory", _times({at: of for at, (of, _) in lines.items()}, bool(flags), watched["bytes"]))
+        if flags and ranks == 1 and is_gpu():
+            more = (watched["bytes"] - stock_bytes.get(ranks, 0)) / 1e6
+            yield Row(
+                f"{name}: more memory than stock", f"{more:,.1f} MB; start-up said {' and '.join(_SAID.findall(printed))} MB"
+            )
         yield from _waits(name, {int(at): counted for at, counted in watched["waits"].items()}, bool(flags))
 
 
@@ -103,7 +110,7 @@ def _waits(name: str, waits: Mapping[int, Mapping[str, int]], has_outer_steps: b
 
 
 def _listed(counted: collections.Counter[str]) -> str:
-    return f"{counted.total()}: " + "; ".join(f"{number} x {place}" for place, number in counted.most_common() if number)
+    return f"{counted.total()}: " + "; ".join(f"{number} x {place}" for place, number in counted.most_common(12) if number)
 
 
 def _train(folder: Path, ranks: int, flags: list[str], seconds: float) -> tuple[str, Any]:
@@ -116,4 +123,5 @@ def _train(folder: Path, ranks: int, flags: list[str], seconds: float) -> tuple[
     one_gpu.run([*launcher, *script, *given, *missing_cpu_flags(given), *flags], ranks, folder, seconds, **_ENVIRONMENT)
     for log in sorted(folder.glob("*.log")):
         print(log.read_text(errors="replace"), flush=True)
-    return (folder / f"rank{ranks - 1}.log").read_text(), json.loads((folder / "watched.json").read_text())
+    printed = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in {0, ranks - 1}]
+    return "\n".join(printed), json.loads((folder / "watched.json").read_text())

@@ -30,7 +30,7 @@ from pier_megatron.outer import GroupExchange, OuterLoop, Shards
 
 PARAMETERS = 1_750_000_000
 _PARAMETERS_ON_CPU = 2_000_000
-_RANKS, _INTERVAL, _OVERLAP = 2, 12, 10
+_RANKS, _INTERVAL, _OVERLAP = 2, 6, 4
 MODES = {
     f"{exchange}, {where}": {"overlap": overlap, "offload": offload}
     for exchange, overlap in (("blocking", 0), ("overlapped", _OVERLAP))
@@ -48,7 +48,7 @@ def shards(parameters: int) -> list[torch.Tensor]:
 
 def measured(mode: str, parameters: int) -> dict[str, float]:
     """Two outer steps in this process, which is one of two ranks."""
-    work, of_rank = matrix_products(1.0 if is_gpu() else 0.02), shards(parameters)
+    work, of_rank = matrix_products(0.25 if is_gpu() else 0.02), shards(parameters)
     config = PierConfig(10**9, groups=_RANKS, sync_interval=_INTERVAL, lazy_start_iters=0, **MODES[mode])
     begin = time.perf_counter()
     loop = OuterLoop([[Shards(of_rank)]], config, GroupExchange(dist.group.WORLD, config.codec))

@@ -22,14 +22,24 @@ _SOURCES = ("pier_megatron", "megatron")
 
 def _place() -> str:
     """The innermost lines of the plugin and of Megatron on the stack, and the line that waited."""
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.endswith(("watched.py", "warnings.py"))]
-    found = []
+    found = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
+    frames = [frame for frame in found if not frame.filename.endswith(("watched.py", "traceback.py", "warnings.py"))]
+    places = []
     for source in _SOURCES:
         own = [frame for frame in frames if f"/{source}/" in frame.filename and "/commands/" not in frame.filename]
         if own:
-            name = own[-1].filename.rpartition(f"/{source}/")[2]
-            found.append(f"{source}/{name}:{own[-1].lineno} {own[-1].name}")
-    return " < ".join(found) or f"{frames[-1].filename}:{frames[-1].lineno}"
+            # Innermost first.
+            name = own[0].filename.rpartition(f"/{source}/")[2]
+            places.append(f"{source}/{name}:{own[0].lineno} {own[0].name}")
+    return " < ".join(places) or f"{frames[0].filename}:{frames[0].lineno}"
+
+
+def _iteration() -> int:
+    """That is trained now; Megatron counts an iteration when it is done, and has no arguments at first."""
+    try:
+        return int(getattr(get_args(), "curr_iteration", -1)) + 1
+    except AssertionError:
+        return 0
 
 
 def main() -> None:
@@ -38,8 +48,7 @@ def main() -> None:
     waits: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     def count(what: str) -> None:
-        # Megatron counts an iteration when it is done.
-        waits[getattr(get_args(), "curr_iteration", -1) + 1][f"{what} {_place()}"] += 1
+        waits[_iteration()][f"{what} {_place()}"] += 1
 
     def wait_seen(name: str, wait: Any) -> Any:
         def counted(*arguments: Any, **named: Any) -> Any:
