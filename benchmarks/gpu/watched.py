@@ -6,6 +6,7 @@ the reads that PyTorch sees (``torch.cuda.set_sync_debug_mode``), and waits for 
 
 import collections
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -72,7 +73,8 @@ def main() -> None:
         pretrain_bytes.main()
     finally:
         most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        answer.write_text(json.dumps({"bytes": most, "waits": waits}))
+        if os.environ["RANK"] == "0":
+            answer.write_text(json.dumps({"bytes": most, "waits": waits}))
 
 
 if __name__ == "__main__":
