@@ -17,7 +17,7 @@ from measuring import is_gpu
 from table import Row, Rows, SkippedError, checked
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_LAZY, _INTERVAL, _END = 10, 5, 30
+_LAZY, _INTERVAL, _END = 5, 5, 20
 _OUTER = range(_LAZY + _INTERVAL, _END + 1, _INTERVAL)
 
 # 350 M parameters, and something small for a CPU.
@@ -120,8 +120,10 @@ def _train(folder: Path, ranks: int, flags: list[str], seconds: float) -> tuple[
     given = [*(_GPT if is_gpu() else _SMALL).split(), *_COMMON.split(), *backend]
     launcher = [sys.executable, "-m", "pier_megatron", "--device", one_gpu.device().type]
     script = [str(Path(__file__).with_name("watched.py")), str(folder / "watched.json")]
-    one_gpu.run([*launcher, *script, *given, *missing_cpu_flags(given), *flags], ranks, folder, seconds, **_ENVIRONMENT)
-    for log in sorted(folder.glob("*.log")):
-        print(log.read_text(errors="replace"), flush=True)
+    try:
+        one_gpu.run([*launcher, *script, *given, *missing_cpu_flags(given), *flags], ranks, folder, seconds, **_ENVIRONMENT)
+    finally:
+        for log in sorted(folder.glob("*.log")):
+            print(log.read_text(errors="replace"), flush=True)
     printed = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in {0, ranks - 1}]
     return "\n".join(printed), json.loads((folder / "watched.json").read_text())
