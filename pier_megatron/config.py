@@ -66,6 +66,12 @@ class PierConfig(RunSchedule):
                 f"--pier-overlap {self.overlap}: must be from 0 to --pier-sync-interval {self.sync_interval}, because an "
                 "exchange has to be applied before the next one of its fragment begins."
             )
+        if self.outer_rule is not None and not self.has_common_anchor:
+            yield (
+                f"--pier-outer-rule {self.outer_rule} with outer steps of {self.subgroup} groups (--pier-preset {self.preset}, "
+                "--pier-subgroup-size): groups then keep anchors of their own, which only NoLoCo's rule pulls together. Drop "
+                "one of them."
+            )
         if self.no_error_feedback and self.codec.needs_error_feedback:
             yield (
                 f"--pier-exchange-dtype {self.exchange_dtype} with --pier-no-error-feedback: of {self.codec.bits} bits a "

@@ -67,9 +67,9 @@ class RunSchedule(Settings):
         return self.subgroup is None
 
     @property
-    def outer_rule(self) -> str:
-        """Name of the built-in rule by which outer steps are taken."""
-        return "nesterov" if self.has_common_anchor else "noloco"
+    def rule_name(self) -> str:
+        """Name of the rule by which outer steps are taken, as checkpoints record it."""
+        return self.outer_rule or ("nesterov" if self.has_common_anchor else "noloco")
 
     @property
     def groups_in_site(self) -> int:

@@ -13,6 +13,7 @@ from pier_megatron.values import (
     Number,
     address,
     any_path,
+    class_name,
     one_of,
     positive,
     share,
@@ -166,6 +167,13 @@ class Settings:
         "Constant outer momentum coefficient (mu), also in the momentum warmup, instead of the preset's schedule. Default: the "
         "preset's.",
         accepts=share("because the momentum sums about 1 / (1 - mu) pseudo-gradients, which has no limit at 1"),
+    )
+    outer_rule: str | None = setting(
+        None,
+        "Rule of the outer step: a class of your own, a subclass of pier_megatron.outer.OuterRule, as package.module:Class. "
+        "Default: Nesterov momentum; with random subgroups, NoLoCo's rule.",
+        metavar="CLASS",
+        accepts=class_name,
     )
     subgroup_size: int | None = setting(
         None,

@@ -118,7 +118,7 @@ class Description:
         """Describes a run as it is, and what of it is stored."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
         settings = {name: value for name, value in settings.items() if name not in _LATER or value is not None}
-        content |= {"rule": config.outer_rule, "island": config.island}
+        content |= {"rule": config.rule_name, "island": config.island}
         return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), **content)
 
     @classmethod
@@ -192,7 +192,8 @@ class Description:
     def in_common(self) -> dict[str, object]:
         """Settings that must be equal in all elastic islands, by the user's names."""
         settings = {flag_of(name): value for name, value in self.settings.items()}
-        return settings | dict(self.layout) | {flag_of("chunk_mib"): self.chunk_mib, "pier_megatron": self.version}
+        own = {flag_of("chunk_mib"): self.chunk_mib, "pier_megatron": self.version, "outer rule": self.rule}
+        return settings | dict(self.layout) | own
 
     def has_layout_of(self, present: "Description") -> bool:
         """Whether the ranks of a group share the model as they did."""

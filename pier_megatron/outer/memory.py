@@ -8,8 +8,8 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Wire
 from pier_megatron.exchange.pairs import DirectWire
 from pier_megatron.exchange.sites import SiteWire
+from pier_megatron.outer.rules import rule_class
 from pier_megatron.outer.staging import SLOW, WORK
-from pier_megatron.outer.state import state_names
 
 _FP32 = 4
 
@@ -43,7 +43,12 @@ def bytes_of_outer_step(config: PierConfig, numel: int, exactly: bool = False) -
 
 def bytes_per_parameter(config: PierConfig) -> int:
     """What the outer state takes for each parameter that a rank owns: FP32 in each flat buffer."""
-    return _FP32 * len(state_names(config.has_error_feedback))
+    return _FP32 * _flat_buffers(config)
+
+
+def _flat_buffers(config: PierConfig) -> int:
+    # The anchor, and with error feedback the residual.
+    return 1 + len(rule_class(config).memory) + config.has_error_feedback
 
 
 def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
@@ -58,7 +63,7 @@ def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
 
     chunk = min(numel, config.chunk_numel_on("cuda" if is_pinned else "cpu"))
     in_flight = math.ceil(numel / config.fragments / chunk) * _rounds_kept(config) if chunk else 0
-    return len(state_names(config.has_error_feedback)) * taken(numel) + in_flight * taken(chunk)
+    return _flat_buffers(config) * taken(numel) + in_flight * taken(chunk)
 
 
 def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from pier_megatron.exchange.sites import SitedExchange
 from pier_megatron.outer.memory import bytes_of_site_average
 from pier_megatron.outer.restarts import Restarts, hand_over
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
-from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OptimizerRule, OuterRule
+from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.verdicts import DivergedError, KnownVerdicts, Verdicts, own_verdict
@@ -27,18 +27,14 @@ class Participants:
     """All groups take part in every outer step, and agree after it.
 
     Attributes:
-        optimizer: Rule of every outer step, in place of the built-in ones; None unless the caller has chosen it.
         audience: Groups whose sums the report of an outer step is made of.
         restarts: Restarts of groups that were excluded.
         is_deserted: Whether too few groups have come for longer than this one waits.
     """
 
-    def __init__(
-        self, config: PierConfig, share: Share, everyone: GroupExchange, optimizer: OptimizerRule | None = None
-    ) -> None:
+    def __init__(self, config: PierConfig, share: Share, everyone: GroupExchange) -> None:
         """Begins with healthy groups; ``everyone`` connects all groups that are known beforehand."""
         self._config, self._share, self._everyone = config, share, everyone
-        self.optimizer = optimizer
         self.audience = everyone
         self.restarts = Restarts(config, everyone.size, share)
         self.is_deserted = False
@@ -50,10 +46,6 @@ class Participants:
     def exchanges(self, iteration: int) -> Sequence[Exchange]:
         """Returns everything that outer steps which begin after ``iteration``, and what comes before them, exchange over."""
         return (self.at(iteration),)
-
-    def rule_at(self, iteration: int) -> OuterRule:
-        """Returns the rule of outer steps that begin after ``iteration``."""
-        return self.optimizer or Nesterov(self._config.momentum_at(iteration), self._config.learning_rate_at(iteration))
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
         """Brings the participants of an outer step together.
@@ -89,7 +81,7 @@ class Participants:
 
     def round(self, begun: int, exchange: Exchange, verdicts: Verdicts, stopwatch: Stopwatch) -> OuterRound:
         """Prepares the round of an outer step that begins after an iteration."""
-        fragments, rule = self._config.fragments_due(begun), self.rule_at(begun)
+        fragments, rule = self._config.fragments_due(begun), rule_at(self._config, begun)
         return OuterRound(self._share.stagings, exchange, fragments, rule, verdicts, begun, stopwatch, self._share.device)
 
     def resume(self, saved: RoundBuffers) -> OuterRound:
@@ -190,11 +182,3 @@ class DrawnParticipants(Participants):
         """See :meth:`Participants.exchanges`."""
         # In the end all groups agree.
         return self._everyone, self.at(iteration)
-
-    def rule_at(self, iteration: int) -> OuterRule:
-        """See :meth:`Participants.rule_at`."""
-        alpha, beta = self._config.momentum_at(iteration), self._config.learning_rate_at(iteration)
-        if self._config.sends_differences:
-            pull = self._config.pull_at(iteration) if self._config.pulls else 0.0
-            return NoLoCoOfDifferences(alpha, beta, pull)
-        return NoLoCo(alpha, beta)

@@ -6,12 +6,11 @@ group and iteration, so ``pier_megatron.reference`` can train on the same.
 
 import contextlib
 import dataclasses
-import functools
 import io
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -29,7 +28,7 @@ from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants
 from pier_megatron.outer.participants import SiteParticipants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
-from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule
+from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
@@ -56,7 +55,6 @@ class Settings:
         ranks_in_group: That share the parameters of each.
         config: Of Pier, beside the groups.
         sabotage: Name of a bug planted in it, see :data:`BUGS`.
-        outer_optimizer: Whether PyTorch's SGD takes the outer steps, with the learning rate and the momentum of the config.
         averages: Whether outer steps take the mean of the last parameter, as of a router's biases.
     """
 
@@ -64,7 +62,6 @@ class Settings:
     ranks_in_group: int
     config: dict[str, Any]
     sabotage: str | None = None
-    outer_optimizer: bool = False
     averages: bool = False
 
     def pier(self) -> PierConfig:
@@ -107,6 +104,14 @@ def _update_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -
         staged.anchor[0:1].view(torch.int32).bitwise_xor_(1)
 
 
+_restore = OuterState.restore
+
+
+def _restore_without_memory(state: OuterState, saved: Mapping[str, Tensor]) -> None:
+    """What a rule keeps beside the momentum begins again."""
+    _restore(state, {name: tensor for name, tensor in saved.items() if name not in state.common[2:]})
+
+
 def _the_same_partners(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
     """Neighbours meet, again and again."""
     return [tuple(range(begin, min(begin + size, groups))) for begin in range(0, groups, size)]
@@ -130,7 +135,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "the anchor stays where the run began": (Weights, "become_anchor", lambda weights: None),
     "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
     "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
-    "the outer optimizer begins again": (OptimizerRule, "load_state_dicts", lambda rule, saved: None),
+    "what a rule remembers is not restored": (OuterState, "restore", _restore_without_memory),
     "sites do not average": (SiteParticipants, "average", lambda participants, iteration: None),
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
     "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
@@ -195,14 +200,8 @@ class Rank:
         _, inside = self._communicators.of(settings)
         config = settings.pier()
         exchange, report = self._communicators.exchange(settings), self.reports.append
-        outer: OptimizerFactory | None = None
-        if settings.outer_optimizer:
-            assert config.outer_lr is not None
-            assert config.outer_momentum is not None
-            outer = functools.partial(torch.optim.SGD, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True)
-            config = dataclasses.replace(config, outer_lr=None, outer_momentum=None)
         if settings.ranks_in_group == 1 and not settings.averages:
-            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report, outer_optimizer=outer)
+            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report)
         else:
             last = len(copied) - int(settings.averages)
             shards = [Shards(split), Shards(copied[:last], is_counted=self._part == 0)]

@@ -15,6 +15,7 @@ from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.description import ENTRY, Description, Metadata, checksum_name, group_prefix
 from pier_megatron.outer.snapshot import Progress
+from pier_megatron.outer.state import ANCHOR, MOMENTUM
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
@@ -124,6 +125,10 @@ class Loading:
         progress = Progress(saved.iteration, bool(saved.is_local), bool(saved.is_synchronised), last_common_step)
         snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})
         snapshot.restarted = saved.restarted if is_exact else {}
+        if saved.rule != present.rule:
+            # The momentum of another rule is read and forgotten; what else it remembered is not even asked for.
+            snapshot.rule = saved.rule
+            snapshot.states = [{name: state[name] for name in (ANCHOR, MOMENTUM)} for state in snapshot.states]
         return _Request(
             saved,
             present,
