@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 1886,
+    "": 1909,
     "bridge": 541,
-    "commands": 6635,
+    "commands": 6628,
     "cpu": 673,
     "exchange": 2297,
     "features": 2936,
-    "integration": 5155,
+    "integration": 5165,
     "megatron_api": 477,
-    "outer": 3465,
+    "outer": 3323,
     "pipeline": 933,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")

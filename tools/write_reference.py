@@ -55,7 +55,7 @@ _START_UP = ("config.py", "integration/arguments.py", "integration/refusals.py",
 _WISHES = {
     "Form the groups": ("groups", "ranks_per_domain", "inner_optimizer"),
     "Time the outer steps": ("sync_interval", "lazy_start_fraction", "lazy_start_iters"),
-    "Choose the outer schedule": ("preset", "outer_lr", "outer_momentum"),
+    "Choose the outer schedule": ("preset", "outer_lr", "outer_momentum", "outer_rule"),
     "Hide or shrink the exchange": (
         *("overlap", "exchange_dtype", "no_error_feedback", "fragments"),
         *("offload", "chunk_mib"),

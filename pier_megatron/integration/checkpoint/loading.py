@@ -121,8 +121,7 @@ class Loading:
             ]
         changes = saved.check(present, config.override_checkpoint, lacking)
         is_exact = saved.is_exact_for(present) and not lacking
-        last_common_step = saved.iteration if saved.last_common_step is None else saved.last_common_step
-        progress = Progress(saved.iteration, bool(saved.is_local), bool(saved.is_synchronised), last_common_step)
+        progress = Progress(saved.iteration, saved.is_local, saved.is_synchronised, saved.last_common_step)
         snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})
         snapshot.restarted = saved.restarted if is_exact else {}
         if saved.rule != present.rule:
@@ -172,8 +171,7 @@ class Loading:
         outer_mean.take()
         assert request.objects is not None
         snapshot, progress = request.snapshot, request.snapshot.progress
-        # Older plugins do not say: all of them, as far as they knew.
-        progress.trained = request.objects.get("trained", progress.iteration - progress.last_common_step)
+        progress.trained = request.objects["trained"]
         self._loop.restore(snapshot)
         return True
 
@@ -224,6 +222,9 @@ class Loading:
 
     def _verify(self, request: _Request) -> None:
         saved, found = request.saved, self._loop.checksums()[self._loop.exchange.rank]
+        if saved.rule != request.present.rule:
+            # Nothing else has been kept.
+            found = {ANCHOR: found[ANCHOR]}
         [source, *others] = request.outer_sources
         expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]
