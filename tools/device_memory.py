@@ -11,19 +11,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pier_megatron import PierConfig
+from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.integration import startup
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards
 
 _INTERVALS = 3
 
 
-def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tuple[int, int]:
+def used_and_said(
+    config: PierConfig, exchange: GroupExchange, numel: int, sites: SiteExchange | None = None
+) -> tuple[int, int]:
     """Trains for some intervals; every rank of ``exchange`` calls it.
 
     Args:
         config: Of the outer loop; without a lazy start.
         exchange: Between the groups.
         numel: Number of parameters.
+        sites: Between the sites, if groups are in some.
 
     Returns:
         Most bytes that the loop took at once beside the parameters, and the bytes of the start-up block.
@@ -31,7 +35,7 @@ def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tu
     here = one_gpu.device()
     parameters = [torch.zeros(numel // 8, device=here) for _ in range(8)]
     with _peak() as peak:
-        loop = OuterLoop([[Shards(parameters)]], config, exchange)
+        loop = OuterLoop([[Shards(parameters)]], config, exchange, sites=sites)
         loop.rehearse()
         for _ in range(_INTERVALS * config.sync_interval):
             loop.skip_iteration()

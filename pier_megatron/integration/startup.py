@@ -8,7 +8,6 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
@@ -122,7 +121,7 @@ class Takes:
             state=sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states),
             work=working_bytes(config, states),
             sent=sum(bytes_of_outer_step(config, *chunk) for chunk in chunks),
-            between_sites=sum(wire.bytes_between_sites(*chunk) for chunk in chunks) if isinstance(wire, SiteWire) else None,
+            between_sites=sum(wire.bytes_between_sites(*chunk) for chunk in chunks) if config.sites else None,
         )
 
     @classmethod

@@ -104,9 +104,8 @@ class ElasticParticipants(Participants):
             islands: Islands among which it is.
             weights: Parameters of this rank.
         """
-        super().__init__(config, share, alone)
+        super().__init__(config, share, alone, weights)
         self._quorums, self._island, self._wait_seconds = islands.quorums, islands.own, islands.wait_seconds
-        self._weights = weights
         self._has_own_anchor, self._is_new = True, True
         self._restarted: Sequence[int] = ()
         self._attempted: OuterRound | None = None

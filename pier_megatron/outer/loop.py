@@ -13,6 +13,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.rehearsal import rehearse
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
@@ -48,6 +49,7 @@ class OuterLoop:
         on_change: Callable[[], None] = lambda: None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
         islands: ElasticMembership | None = None,
+        sites: SiteExchange | None = None,
     ) -> None:
         """Takes over parameters that are the same in all groups.
 
@@ -62,6 +64,7 @@ class OuterLoop:
             on_change: Called after the parameters have changed, on all ranks of the group.
             report: Called for each outer step once its numbers are there, on every rank.
             islands: Elastic islands; ``exchange`` is then that of this group alone.
+            sites: Collectives between sites, with ``config.sites``.
 
         Raises:
             TypeError: If a parameter is not float32.
@@ -74,7 +77,7 @@ class OuterLoop:
         coding.compile_for(config.codec, self.device)
         self._weights = Weights(self._share, exchange, on_change)
         self.reports = OuterStepReports(config, report, self.device)
-        self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands)
+        self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands, sites)
 
     @classmethod
     def for_optimizer(
@@ -85,6 +88,7 @@ class OuterLoop:
         *,
         group: dist.ProcessGroup | None = None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
+        sites: SiteExchange | None = None,
     ) -> Self:
         """Builds the loop over the parameters of an inner optimizer, of which every rank of a group holds all.
 
@@ -94,12 +98,13 @@ class OuterLoop:
             exchange: Collectives between the ranks that have the same place in their groups, one rank of each group.
             group: Ranks of this group, which train copies of the same parameters; None if it is this rank alone.
             report: Called for each outer step once its numbers are there, on every rank.
+            sites: Collectives between sites, with ``config.sites``.
 
         Raises:
             TypeError: If a parameter is not float32, or is sharded over ranks.
         """
         shards, moments = [[whole_parameters(optimizer, group)]], functools.partial(moments_of, optimizer)
-        return cls(shards, config, exchange, group=group, inner_state=moments, report=report)
+        return cls(shards, config, exchange, group=group, inner_state=moments, report=report, sites=sites)
 
     @torch.no_grad()
     def rehearse(self) -> None:

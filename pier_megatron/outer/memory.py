@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.exchange.collectives import Wire
-from pier_megatron.exchange.pairs import DirectWire
-from pier_megatron.exchange.sites import SiteWire
+from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.rules import rule_class
 from pier_megatron.outer.staging import SLOW, WORK
 
@@ -19,9 +17,9 @@ PIPELINE_DEPTH = 4
 
 def wire_of(config: PierConfig) -> Wire:
     """Returns what sums cost in the outer steps of a run."""
-    if config.sites is not None:
-        return SiteWire(config.codec, config.sites, config.groups_in_site)
-    return DirectWire(config.codec, config.subgroup) if config.subgroup else Wire(config.codec, config.groups)
+    if config.subgroup is not None:
+        return Wire(config.codec, config.subgroup, is_direct=True)
+    return Wire(config.codec, config.sites or config.groups, config.groups_in_site if config.sites else 1)
 
 
 def bytes_of_site_average(config: PierConfig, numel: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import Exchange
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.verdicts import ABSENT
@@ -73,7 +73,7 @@ class Restarts:
 
 
 def hand_over(
-    moments: Sequence[Tensor], exchange: Exchange, groups: Sequence[int], source: int | None, device: torch.device
+    moments: Sequence[Tensor], exchange: GroupExchange, groups: Sequence[int], source: int | None, device: torch.device
 ) -> None:
     """Gives ``groups`` the inner optimizer's moments of the ``source``; called by all groups of the exchange.
 

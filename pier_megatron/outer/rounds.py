@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
+from pier_megatron.exchange.collectives import Gathered, GroupExchange, Sum
 from pier_megatron.outer import arithmetic
 from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.memory import PIPELINE_DEPTH
@@ -115,7 +115,7 @@ class OuterRound:
     def __init__(
         self,
         stagings: Sequence[Staging],
-        exchange: Exchange,
+        exchange: GroupExchange,
         fragments: Sequence[int],
         rule: OuterRule,
         verdicts: Verdicts,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import Exchange
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.memory import wire_of, work_names
 from pier_megatron.outer.rules import rule_class
 from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
@@ -64,7 +64,7 @@ class Share:
             for _, moment in sorted(self._inner_state(parameter).items())
         ]
 
-    def hand_over(self, exchange: Exchange, source: int, targets: Sequence[int]) -> None:
+    def hand_over(self, exchange: GroupExchange, source: int, targets: Sequence[int]) -> None:
         """Copies what all groups agree on from one group to others, in place; called by all groups of the exchange.
 
         By way of the device, chunk by chunk: NCCL takes no tensors in host memory, where offloaded state is.

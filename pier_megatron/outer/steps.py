@@ -8,9 +8,9 @@ import torch
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.exchange.sites import SitedExchange
+from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.elastic import ElasticMembership, ElasticParticipants
-from pier_megatron.outer.participants import DrawnParticipants, Participants, SiteParticipants
+from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.restarts import NEVER
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
@@ -37,6 +37,7 @@ class OuterSteps:
         weights: Weights,
         reports: OuterStepReports,
         islands: ElasticMembership | None,
+        sites: SiteExchange | None,
     ) -> None:
         """Begins with none under way.
 
@@ -47,23 +48,18 @@ class OuterSteps:
             weights: Parameters of this rank.
             reports: Takes note of outer steps.
             islands: Elastic islands, of which this is one; None for groups of one launch.
+            sites: Collectives between sites, if groups are in some.
         """
         self._config, self._share, self._exchange, self._weights, self._reports = config, share, exchange, weights, reports
-        if (config.sites is not None) != isinstance(exchange, SitedExchange):
+        if (config.sites is not None) != (sites is not None):
             raise PierConfigError(
-                f"--pier-sites {config.sites}, but the loop was built over a {type(exchange).__name__}. Sites need a "
-                "SitedExchange (pier_megatron.exchange.sites), and nothing else takes one."
+                f"--pier-sites {config.sites}, but the loop was built {'without' if sites is None else 'with'} a SiteExchange "
+                "(OuterLoop(..., sites=)). A run has both or neither."
             )
-        self.participants: Participants
+        self.participants = Participants(config, share, exchange, weights, sites)
         if islands is not None:
             config.check_elastic()
             self.participants = ElasticParticipants(config, share, exchange, islands, weights)
-        elif isinstance(exchange, SitedExchange):
-            self.participants = SiteParticipants(config, share, exchange, weights)
-        elif config.has_common_anchor:
-            self.participants = Participants(config, share, exchange)
-        else:
-            self.participants = DrawnParticipants(config, share, exchange)
         self.rounds: list[OuterRound] = []
 
     def proceed(self, progress: Progress) -> None:

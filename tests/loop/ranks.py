@@ -23,9 +23,9 @@ from torch import Tensor
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
-from pier_megatron.exchange.sites import SitedExchange, SiteExchange, new_site_communicators
+from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants, rounds
-from pier_megatron.outer.participants import SiteParticipants
+from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
@@ -136,7 +136,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
     "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
     "what a rule remembers is not restored": (OuterState, "restore", _restore_without_memory),
-    "sites do not average": (SiteParticipants, "average", lambda participants, iteration: None),
+    "sites do not average": (Participants, "average", lambda participants, iteration: None),
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
     "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
     "the rehearsal takes no buffers": (Staging, "reserve", lambda staging, work, kept: None),
@@ -199,14 +199,16 @@ class Rank:
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
         _, inside = self._communicators.of(settings)
         config = settings.pier()
-        exchange, report = self._communicators.exchange(settings), self.reports.append
+        (exchange, sites), report = self._communicators.exchanges(settings), self.reports.append
         if settings.ranks_in_group == 1 and not settings.averages:
-            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report)
+            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report, sites=sites)
         else:
             last = len(copied) - int(settings.averages)
             shards = [Shards(split), Shards(copied[:last], is_counted=self._part == 0)]
             shards += [Shards(copied[last:], is_counted=False, is_averaged=True)]
-            self.loop = OuterLoop([shards], config, exchange, group=inside, inner_state=self._moments, report=report)
+            self.loop = OuterLoop(
+                [shards], config, exchange, group=inside, inner_state=self._moments, report=report, sites=sites
+            )
 
     def rehearse(self) -> None:
         """Rehearses before the first iteration, and whenever it starts again; whatever is taken later is an error."""
@@ -323,9 +325,9 @@ class Rank:
 
     def device_memory(self) -> tuple[int, int]:
         """Most memory that a loop of these settings over more parameters takes, and what the start-up block says of it."""
-        config, exchange = self._settings.pier(), self._communicators.exchange(self._settings)
+        config, (exchange, sites) = self._settings.pier(), self._communicators.exchanges(self._settings)
         with mock.patch.object(PierConfig, "chunk_numel_on", return_value=LONG_CHUNK_NUMEL):
-            return device_memory.used_and_said(config, exchange, 16 * LONG_CHUNK_NUMEL)
+            return device_memory.used_and_said(config, exchange, 16 * LONG_CHUNK_NUMEL, sites)
 
     def result(self) -> dict[str, Any]:
         """What has happened so far."""
@@ -354,12 +356,11 @@ class Communicators:
     def of(self, settings: Settings) -> tuple[Any, Any]:
         return self._own[settings.groups, settings.ranks_in_group]
 
-    def exchange(self, settings: Settings) -> GroupExchange:
-        """Collectives between the groups of a run."""
+    def exchanges(self, settings: Settings) -> tuple[GroupExchange, SiteExchange | None]:
+        """Collectives between the groups of a run, and between its sites."""
         (between, _), config = self.of(settings), settings.pier()
-        if config.sites is None:
-            return GroupExchange(between, config.codec)
-        return SitedExchange(between, config.codec, *self._of_sites)
+        everyone = GroupExchange(between, config.codec)
+        return everyone, None if config.sites is None else SiteExchange(everyone, *self._of_sites)
 
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:

@@ -11,7 +11,8 @@ from pier_megatron.commands.plan import model
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Way, predict
 from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.exchange.collectives import GroupExchange, Wire
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staged, Staging

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
-from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum, Wire
+from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
 from pier_megatron.exchange.encoded import Payloads, ReduceScatter
 from pier_megatron.exchange.layout import Piece
+from pier_megatron.exchange.wire import Wire
 from pier_megatron.features.compression import quantization_error
 from pier_megatron.features.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.features.compression.policy import has_feedback

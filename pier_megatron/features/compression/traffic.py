@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.coding import compile_for
-from pier_megatron.exchange.collectives import Wire
+from pier_megatron.exchange.wire import Wire
 from pier_megatron.features.compression import quantization_error
 from pier_megatron.features.compression.policy import DIMENSIONS
 from pier_megatron.megatron_api import log as megatron_log
