@@ -55,7 +55,7 @@ class Islands:
         log = self._logs[place] = self._folder / f"{place}-{self._starts}.txt"
         address, lighthouse = self._nodes.address(place), f"http://{self._nodes.address(_ISLANDS)}:{_PORT}"
         if place == _ISLANDS:
-            command = ["-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(_ISLANDS), "--address", address]
+            command = ["-m", "pier_megatron.cli", "lighthouse", "--islands", str(_ISLANDS), "--address", address]
         else:
             paths = " ".join(f"--{kind}-data-path {self._data}" for kind in ("train", "valid", "test"))
             own = f"--pier-lighthouse {lighthouse} --pier-island {place} --pier-island-address {address} "

@@ -87,7 +87,7 @@ def main() -> None:
 def _measure(number: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(number), "--port", "0"]
+    command = [sys.executable, "-m", "pier_megatron.cli", "lighthouse", "--islands", str(number), "--port", "0"]
     lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert lighthouse.stdout is not None
     address = lighthouse.stdout.readline().split()[1].rstrip(":")

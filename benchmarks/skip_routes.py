@@ -20,9 +20,9 @@ from interconnect import run
 
 from pier_megatron.commands.demo import corpus
 from pier_megatron.cpu.nodes import EmulatedNodes
-from pier_megatron.pipeline.play import Grid, Link, play
-from pier_megatron.pipeline.routes import Routes, plain
-from pier_megatron.pipeline.search import Wishes, search
+from pier_megatron.experiments.skipping.pipeline.play import Grid, Link, play
+from pier_megatron.experiments.skipping.pipeline.routes import Routes, plain
+from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
 
 _STAGES, _MICRO_BATCHES, _SEQUENCES, _HIDDEN, _TOKENS = 4, 8, 16, 128, 128
 _TRAINING = (

@@ -25,11 +25,11 @@ import yaml
 from experts import installed_files
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
-from pier_megatron.commands.experts.jobs import ExpertJob, run_all
+from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
 from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-_COMMAND = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
+_COMMAND = [sys.executable, "-m", "pier_megatron.cli", "experts"]
 _SEQUENCE = 128
 _MODEL = (
     f"--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length {_SEQUENCE} --max-position-embeddings {_SEQUENCE} "

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
-from pier_megatron.commands.experts.jobs import ExpertJob, run_all
+from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
 from pier_megatron.megatron_api.tracker import tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
@@ -104,7 +104,7 @@ def _seed(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]]) -> dic
     print(f"Seed {seed}", flush=True)
     _train_seeds(folder, seed, data)
     file.write_text(yaml.safe_dump(description, sort_keys=False))
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
+    command = [sys.executable, "-m", "pier_megatron.cli", "experts"]
     subprocess.run([*command, "plan", str(file), "--output", str(runs)], check=True)
     for step in ("train", "score", "mix"):
         subprocess.run([*command, step, str(runs)], check=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from run import SET_UP, VALIDATION_SEQUENCES, data_arguments, run_worker
 
-from pier_megatron.pipeline.paths import search
-from pier_megatron.pipeline.schedule import Pipeline
-from pier_megatron.pipeline.simulator import makespan
+from pier_megatron.experiments.skipping.pipeline.paths import search
+from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
+from pier_megatron.experiments.skipping.pipeline.simulator import makespan
 
 FRACTIONS = (0.0, 0.25, 0.33)
 LEARNING_RATE = 4e-3

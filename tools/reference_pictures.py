@@ -120,7 +120,9 @@ def floors() -> dict[str, Any]:
 
 _JOBS = {
     "__main__": "python -m pier_megatron",
-    "commands": "pier-megatron",
+    "cli": "pier-megatron",
+    "experiments": "other papers' systems",
+    "commands": "demo, doctor, plan ...",
     "launcher": "runs a training script",
     "cpu": "stands in for CUDA",
     "bridge": "Megatron-Bridge's loop",
@@ -134,13 +136,14 @@ _JOBS = {
     "run_schedule": "which iteration does what",
     "settings": "flags, defaults, help",
     "exchange": "collectives, codecs",
-    "pipeline": "routes, orders, simulated",
     "schedules": "mu and eta",
     "values": "what flags accept",
 }
 _PLACES = {
     "__main__": 0.3,
-    "commands": 1.9,
+    "cli": 1.9,
+    "experiments": 1.9,
+    "commands": 1.1,
     "launcher": 0.3,
     "cpu": 0.9,
     "bridge": 2.9,
@@ -154,7 +157,6 @@ _PLACES = {
     "run_schedule": 2.9,
     "settings": 2.1,
     "exchange": 3.1,
-    "pipeline": 1.75,
     "schedules": 2.1,
     "values": 0.3,
 }

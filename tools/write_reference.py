@@ -20,9 +20,12 @@ sys.path[:0] = [str(REPOSITORY), str(Path(__file__).parent)]
 
 import reference_pictures  # noqa: E402
 
-from pier_megatron import features, values  # noqa: E402
-from pier_megatron.commands import cli  # noqa: E402
-from pier_megatron.features.compression.policy import DIMENSIONS, POLICIES, policy  # noqa: E402
+from pier_megatron import (  # noqa: E402
+    cli,
+    features,
+    values,
+)
+from pier_megatron.experiments.compression.policy import DIMENSIONS, POLICIES, policy  # noqa: E402
 from pier_megatron.flags import WITH_ANY_OPTIMIZER  # noqa: E402
 from pier_megatron.integration import arguments, refusals  # noqa: E402
 from pier_megatron.integration.inner import requirements  # noqa: E402
@@ -169,7 +172,7 @@ def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
 
 
 def _refused_beside(call: ast.Call, function: ast.FunctionDef, module: ModuleType | None) -> Iterator[str]:
-    """Texts of :func:`pier_megatron.features.feature.refuse`."""
+    """Texts of :func:`pier_megatron.features.refuse`."""
     _, refused, beside, *of_graphs = call.args
     known = {"_flags(args)": _FLAGS_OF_SKIPPING, "_GRAPHS": [getattr(module, "_GRAPHS", "")]}
     [flags] = _texts(beside, known)

@@ -13,9 +13,9 @@ from typing import Concatenate
 
 import torch.distributed as dist
 
+from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.compression import traffic
 from pier_megatron.integration import current
 from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.megatron_api import run, versions
@@ -68,13 +68,13 @@ class _Look:
         begun: Number of iterations that have begun.
         census: Collectives of the iteration.
         looking: What ends the census.
-        sent: Bytes that compressed traffic had sent before it.
+        told: What says what features did in it.
     """
 
     begun: int = 0
     census: CollectiveCensus = dataclasses.field(default_factory=CollectiveCensus)
     looking: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    sent: traffic.Bytes = dataclasses.field(default_factory=traffic.Bytes)
+    told: list[Callable[[], list[str]]] = dataclasses.field(default_factory=list)
 
 
 def leave_out(function: Callable[..., object], /, *args: object, **kwargs: object) -> None:
@@ -93,7 +93,7 @@ def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kw
     look.begun += 1
     if look.begun == examined:
         look.looking.enter_context(look.census)
-        look.sent = traffic.counted()
+        look.told = [feature.look() for feature in features.used(versions.megatron_args())]
     elif look.begun == examined + 1:
         look.looking.close()
         group_of = [0] * dist.get_world_size()
@@ -114,7 +114,7 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
         f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
-        *(f"Pier doctor: compressed, {line}" for line in traffic.table(look.sent)),
+        *(f"Pier doctor: {line}" for tell in look.told for line in tell()),
     ]
 
 

@@ -30,9 +30,10 @@ from torch.multiprocessing import reductions
 from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.exchange import codecs, layout
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.features import compression
-from pier_megatron.features.layered import breadth_first, segments
-from pier_megatron.features.skipping import feature as skipping
+from pier_megatron.experiments import compression
+from pier_megatron.experiments.layered import breadth_first, segments
+from pier_megatron.experiments.skipping import feature as skipping
+from pier_megatron.experiments.skipping.pipeline.paths import Paths
 from pier_megatron.integration import current, gradient_averaging, training
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
@@ -40,7 +41,6 @@ from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
 from pier_megatron.outer.restarts import Restarts
-from pier_megatron.pipeline.paths import Paths
 
 Patch = contextlib.AbstractContextManager[Any]
 

@@ -311,7 +311,7 @@ def test_refusals_name_the_setting(runs: dict[str, Recorded], name: str) -> None
 
 _DOCTOR = """
 import json, sys
-from pier_megatron.commands.cli import main
+from pier_megatron.cli import main
 sys.path.insert(0, sys.argv[2])
 for words in json.loads(sys.argv[1]):
     print(f"status {main(['doctor', *words])}")

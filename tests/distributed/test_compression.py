@@ -9,7 +9,7 @@ from launch import Recorded, Run, launch
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.encoded import as_rows
-from pier_megatron.features.compression import quantization_error
+from pier_megatron.experiments.compression import quantization_error
 from pier_megatron.integration.census import CollectiveCensus
 
 pytestmark = pytest.mark.processes

@@ -100,7 +100,7 @@ class Job:
         """What the doctor says of the job: exit status and words."""
         script = str(Path(__file__).parent / "faulty_pretrain.py")
         job = ["torchrun", "--nproc-per-node", str(self._ranks), "-m", "pier_megatron", "--device", "cpu", script]
-        command = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor", *job, *self._arguments, *flags.split()]
+        command = [sys.executable, "-m", "pier_megatron.cli", "doctor", *job, *self._arguments, *flags.split()]
         process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         return process.returncode, process.stdout + process.stderr
 

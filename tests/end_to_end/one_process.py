@@ -13,7 +13,7 @@ from launch import REPOSITORY
 
 _LOOP = """
 import contextlib, io, json, sys
-from pier_megatron.commands import cli
+from pier_megatron import cli
 
 for line in sys.stdin:
     out, err = io.StringIO(), io.StringIO()

@@ -17,7 +17,7 @@ from pier_megatron.commands.plan.cluster import CLUSTERS
 
 pytestmark = pytest.mark.processes
 
-_DOCTOR = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor"]
+_DOCTOR = [sys.executable, "-m", "pier_megatron.cli", "doctor"]
 _JOB = (
     "torchrun --nnodes 4 --nproc-per-node 4 --master-addr first -m pier_megatron "
     "pier_megatron/commands/demo/pretrain_bytes.py --num-layers 12 --hidden-size 768 --num-attention-heads 12 "

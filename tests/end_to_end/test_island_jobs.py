@@ -44,7 +44,7 @@ def lighthouse(least: int) -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "pier_megatron.commands.cli",
+        "pier_megatron.cli",
         "lighthouse",
         "--islands",
         str(_ISLANDS),

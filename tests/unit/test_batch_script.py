@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands import batch_script, cli
+from pier_megatron import cli
+from pier_megatron.commands import batch_script
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import PierConfigError
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.compression import feature as compression
-from pier_megatron.features.compression import quantization_error, traffic
-from pier_megatron.features.compression.policy import DIMENSIONS, POLICIES, parse_policy
+from pier_megatron.experiments.compression import feature as compression
+from pier_megatron.experiments.compression import quantization_error, traffic
+from pier_megatron.experiments.compression.policy import DIMENSIONS, POLICIES, parse_policy
 from pier_megatron.megatron_api import run
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pier_megatron.commands import cli
+from pier_megatron import cli
 from pier_megatron.commands.demo import command, comparison
 from pier_megatron.commands.demo.comparison import Curve, verdict
 from pier_megatron.commands.tensorboard_log import TensorBoardLog

@@ -14,17 +14,17 @@ import pytest
 import torch
 import yaml
 
-from pier_megatron.commands import cli
-from pier_megatron.commands.experts import jobs, mix, mixture, score, seeds, train
-from pier_megatron.commands.experts.budget import apportioned, shares
-from pier_megatron.commands.experts.ensemble import VARIANTS, Ensemble
-from pier_megatron.commands.experts.jobs import ExpertJob, run_all
-from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _check_scoring, _places, _write_scripts
-from pier_megatron.commands.experts.planned import Expert, Model, Plan
-from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
+from pier_megatron import cli
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.sizes import sizes_of
 from pier_megatron.errors import PierConfigError
+from pier_megatron.experiments.experts import jobs, mix, mixture, score, seeds, train
+from pier_megatron.experiments.experts.budget import apportioned, shares
+from pier_megatron.experiments.experts.ensemble import VARIANTS, Ensemble
+from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
+from pier_megatron.experiments.experts.plan import _check_nothing_is_lost, _check_scoring, _places, _write_scripts
+from pier_megatron.experiments.experts.planned import Expert, Model, Plan
+from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -368,7 +368,7 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
     model = Model(tuple(f"{_MODEL} --overlap-grad-reduce --overlap-param-gather".split()), None, 1, 4)
     _check_scoring(read(content), "small", model)
     # As if nobody had thought of that flag.
-    monkeypatch.setattr("pier_megatron.commands.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
+    monkeypatch.setattr("pier_megatron.experiments.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
     with pytest.raises(PierConfigError, match=r"scoring experts of size small: .* --overlap-param-gather only supported with"):
         _check_scoring(read(content), "small", model)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.layered import accumulation, breadth_first, segments
-from pier_megatron.features.layered import feature as layered
+from pier_megatron.experiments.layered import accumulation, breadth_first, segments
+from pier_megatron.experiments.layered import feature as layered
 from pier_megatron.megatron_api import batches, versions
 
 

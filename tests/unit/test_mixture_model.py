@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pier_megatron.commands.experts import exporting, mixture, mixture_model
-from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.errors import PierConfigError
+from pier_megatron.experiments.experts import exporting, mixture, mixture_model
+from pier_megatron.experiments.experts.planned import Expert, Model, Plan
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
 pytestmark = pytest.mark.slow

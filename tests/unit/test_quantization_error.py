@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS
-from pier_megatron.features.compression import activations, gradients, quantization_error, tensor_parallel, traffic
+from pier_megatron.experiments.compression import activations, gradients, quantization_error, tensor_parallel, traffic
 from pier_megatron.megatron_api import run
 
 _TRIED = [CODECS[name] for name in ("bf16", "int12", "int8", "int4")]

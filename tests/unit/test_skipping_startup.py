@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.skipping import feature as skipping
+from pier_megatron.experiments.skipping import feature as skipping
+from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
 from pier_megatron.megatron_api import batches, versions
-from pier_megatron.pipeline.schedule import Pipeline
 
 
 def args(**changes: Any) -> argparse.Namespace:
