@@ -28,9 +28,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
 
 from pier_megatron.commands.demo import pretrain_bytes
-from pier_megatron.exchange import codecs, layout
+from pier_megatron.exchange import codecs
 from pier_megatron.exchange.pairs import draw_subgroups
 from pier_megatron.experiments import compression
+from pier_megatron.experiments.compression import layout
 from pier_megatron.experiments.layered import breadth_first, segments
 from pier_megatron.experiments.skipping import feature as skipping
 from pier_megatron.experiments.skipping.pipeline.paths import Paths
