@@ -2,8 +2,8 @@
 
 ``make bench``, on Linux, as root or where user namespaces are allowed. Real Megatron on the CPU and gloo, one process per
 node; the links are emulated, see ``pier_megatron/cpu/nodes.py``. Prints a table and leaves it, the raw numbers and a plot in
-the output folder. Compare numbers of one run only, as ratios. On a machine that others share, noise only ever adds: beside
-the medians stand the fastest tenth of all iterations and the best interval, which are what ratios should be taken of.
+the output folder. Compare numbers of one run only, as ratios. On a shared machine noise only ever adds time, so take ratios of
+the fastest tenth of all iterations or of the best interval, not of the medians.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 80], help="of the links, in Mbit/s")
     parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="ROW", help="these rows, beside those that others are compared with"
+        "--only", nargs="+", default=[], metavar="ROW", help="these rows, and the baselines of all rows"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     parser.add_argument(

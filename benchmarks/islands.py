@@ -1,6 +1,6 @@
-"""What misfortunes of islands cost the others, in seconds: three jobs of two tensor-parallel ranks on emulated nodes.
+"""What faults of an island cost the others, in seconds: three jobs of two tensor-parallel ranks on emulated nodes.
 
-``python benchmarks/islands.py``; takes some five minutes on two cores. Nothing is asserted but that everything goes on.
+``python benchmarks/islands.py``; takes about five minutes on two cores. It asserts only that training continues.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def misfortunes(islands: Islands, nodes: EmulatedNodes, timeout: int) -> Iterato
 
 
 def main() -> None:
-    """Prints a line for each misfortune."""
+    """Prints a line for each fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--timeout", type=int, default=40, help="--pier-island-timeout. Default: %(default)s")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from interconnect import run
 from pier_megatron.commands.demo import corpus
 from pier_megatron.cpu.nodes import EmulatedNodes
 
-# Many tokens, and a bucket of gradients for each of many layers: little beside the two that are compared takes time.
+# Many tokens, and a bucket of gradients for each of many layers: almost all time goes into the two that are compared.
 _SEQUENCES = 64
 _TRAINING = (
     "--num-layers 16 --hidden-size 128 --train-iters 7 --use-distributed-optimizer --overlap-grad-reduce "

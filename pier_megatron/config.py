@@ -249,7 +249,7 @@ class PierConfig(RunSchedule):
         fitting = iteration // self.sync_interval * self.sync_interval
         raise PierConfigError(
             f"--train-iters {self.train_iters}: the lazy start would last to iteration {self.lazy_start}, but at iteration "
-            f"{iteration}, where the run goes on, it is over: the groups hold different parameters, and averaging their "
+            f"{iteration}, where the run resumes, it is over: the groups hold different parameters, and averaging their "
             "gradients would never bring them together. Add --pier-lazy-start-iters with the value that the run began with, "
             f"or {fitting}."
         )
@@ -314,7 +314,7 @@ class PierConfig(RunSchedule):
             if not low < gamma < high:
                 return [
                     f"at the outer step after iteration {step} gamma = {gamma:.3g} is not between {low:.3g} and {high:.3g} "
-                    f"(outer momentum {alpha:.3g}, {n} groups that meet; arXiv 2506.10911): the groups may drift apart. Change "
+                    f"(outer momentum {alpha:.3g}, subgroups of {n}; arXiv 2506.10911): the groups may drift apart. Change "
                     "--pier-subgroup-gamma, or take the momentum of --pier-preset noloco, 0.5."
                 ]
         return []

@@ -113,7 +113,7 @@ def _execute(script: Path, namespace: dict[str, object]) -> None:
 def _be_script(namespace: dict[str, object]) -> None:
     """Gives a helper process what the script defines at module level."""
     script = Path(os.environ[_SCRIPT_VARIABLE])
-    # By it, scripts find what stands beside them.
+    # Scripts use it to find files in their own folder.
     namespace["__file__"] = str(script)
     _prepare(script)
     _execute(script, namespace)

@@ -30,8 +30,8 @@ def running(
     Args:
         command: The command.
         log: File for its output, as ``subprocess.Popen`` takes it.
-        environment: Beside this process's own.
-        before: Called in its process before it begins.
+        environment: Environment variables, added to this process's own.
+        before: Function that its process calls before it begins.
     """
     import psutil
 

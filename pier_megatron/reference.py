@@ -55,7 +55,7 @@ def train(
         fragment_masks: Masks of the elements that belong to each fragment, by parameter; None: one fragment, all of them.
         on_iteration: Called at the end of each iteration with all groups' parameters.
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
-        averaged: Indices of parameters of which outer steps take the mean, without momentum: the biases of routers.
+        averaged: Indices of parameters that outer steps average without momentum: the biases of routers.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -84,7 +84,7 @@ def train(
                     theta.copy_(torch.where(mask, new_anchor + (theta - since), theta))
                     momenta[group][i] = torch.where(mask, new_momentum, momenta[group][i])
                     anchors[group][i] = torch.where(mask, new_anchor, anchors[group][i])
-            # A group that was left out is restarted as a whole, once for all exchanges that saw it in trouble.
+            # An excluded group is restarted as a whole, once for all exchanges that excluded it.
             for group in (group for group in met if group not in good and restarted[group] <= exchange.begun):
                 for parameter, anchor in zip(groups[group], anchors[group], strict=True):
                     parameter.copy_(anchor)

@@ -41,7 +41,7 @@ class Run:
         return f"{self.policy.replace(',', '-').replace('=', '-')}-seed{self.seed}"
 
     def arguments(self, iterations: int) -> str:
-        """Its command line, beside model and data."""
+        """Its command line, without model and data."""
         compress = "--pier-log-codec-errors" if self.policy == "none" else f"--pier-compress {self.policy}"
         micro_batch = BATCH // (2 * _MICRO_BATCHES)
         return (

@@ -1,4 +1,4 @@
-"""What groups lose, and whether their noise foretells it: ``python study/law.py [--runs FILE] [--train]``.
+"""What groups lose, and whether their noise predicts it: ``python study/law.py [--runs FILE] [--train]``.
 
 Simulated runs over groups, tokens per group, length, interval, size of the model and inner optimizer, each against synchronous
 training at the best of the rates that were tried for its setting. What is lost is counted in iterations: a run that loses ``x``

@@ -191,7 +191,7 @@ def _section(results: Results, table: Table) -> str:
 
 
 def _spreads(results: Results) -> str:
-    """Spread of the weights over groups that meet in pairs, against the inner learning rate."""
+    """Spread of the weights over gossip pairs, against the inner learning rate."""
     columns = ("", "spread after 5 outer steps", "at the end", "over the learning rate", "at the end", "correlation")
     lines = ["## Spread of weights over gossip pairs\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for groups, interval in itertools.product((4, 8, 16), (20, 10)):

@@ -46,7 +46,7 @@ ABLATIONS: dict[str, Preset] = {
 }
 
 
-# What a run and the synchronous one that it is compared with have alike, beside the seed.
+# What a run and its synchronous baseline have in common, apart from the seed.
 _COMPARED = ("learning_rate", "batch_scale", "inner", "muon_rate")
 
 
@@ -110,8 +110,8 @@ class Table:
 
     Attributes:
         title: What is varied.
-        methods: Of its columns.
-        variants: Of its lines: what a line is called, and what it has in place of a :class:`Row`'s defaults.
+        methods: Method of each column.
+        variants: Name of each line, and what it changes in a :class:`Row`'s defaults.
     """
 
     title: str

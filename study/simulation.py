@@ -24,7 +24,7 @@ _MUON_MOMENTUM, _MUON_STEPS = 0.95, 5
 
 _EVALUATION_INTERVAL = 20
 
-# Anchors at the end, of which the mean is evaluated too.
+# Numbers of last anchors whose mean is evaluated too.
 _AVERAGED = (2, 4, 8, 16, 32)
 
 
@@ -52,8 +52,8 @@ class Run:
         own_share: Share of its own pseudo-gradient that a group keeps while its exchange is under way.
         predicted_share: Share of the last mean pseudo-gradients' mean that it adds meanwhile, as what is to be expected.
         prediction_decay: Of that mean, an outer step; 0 for the last pseudo-gradient alone.
-        outer_momentum: In place of the preset's.
-        outer_lr: In place of the preset's.
+        outer_momentum: Outer momentum, which overrides the preset's.
+        outer_lr: Outer learning rate, which overrides the preset's.
         divides_noise: Whether groups divide the noise in AdamW's second moment by their number, to have the steps of all.
         slow_share: Of an AdamW step that follows a momentum which groups average when they meet (MT-DAO, arXiv 2510.05361).
         slow_beta: Of that momentum.
@@ -146,7 +146,7 @@ class _Inner:
         self._slow = {name: torch.zeros_like(value) for name, value in parameters.items()} if run.slow_share else {}
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Puts what a function makes of them in the place of all moments, when groups part or join."""
+        """Applies a function to all moments, when groups part or join."""
         for state in (self._first, self._second, self._slow):
             state.update({name: function(tensor) for name, tensor in state.items()})
 
@@ -209,7 +209,7 @@ class _Flight:
     Attributes:
         begun: Iteration after which it began.
         delta: Mean pseudo-gradient that will arrive.
-        left: Parameters from which the groups went on, flat.
+        left: Parameters from which the groups continued, flat.
     """
 
     begun: int
@@ -218,7 +218,7 @@ class _Flight:
 
 
 class _Outer:
-    """Anchor and momentum of groups that meet: all of them, or those of each site; flat, as the plugin's chunks are."""
+    """Anchor and momentum of the participants: all groups, or those of each site; flat, as the plugin's chunks are."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
         self._run, self.config = run, config_of(run)
@@ -295,7 +295,7 @@ class _Outer:
 
 
 class _Sites(_Outer):
-    """Groups that meet in their site, and sites that meet more rarely: each site is a group whose parameters are its anchor."""
+    """Groups that average in their site, and sites that average less often; a site counts as a group whose weights are its anchor."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
         super().__init__(run, parameters)

@@ -1,7 +1,7 @@
 """What skipping pipeline stages costs in loss: ``python study/skipping.py [--seeds N]``, printed as tables.
 
-Real Megatron on the CPU and gloo, 2 pipeline ranks of 4 virtual stages of one layer. Goes on where it was interrupted. The time
-of a step is simulated, not measured; the losses are measured.
+Real Megatron on the CPU and gloo, 2 pipeline ranks of 4 virtual stages of one layer. An interrupted study resumes. Losses are
+measured; the time of a step is simulated.
 """
 
 import argparse

@@ -13,11 +13,11 @@ class Setting:
     """What synchronous training is tuned for, and what is compared with it.
 
     Attributes:
-        changes: What its runs have in place of a :class:`Run`'s defaults.
-        rates: Of AdamW that were tried.
-        muon_rates: Of Muon and AdamW that were tried together.
-        groups: What groups have in place of the defaults.
-        shorter: Synchronous training of so many of the iterations says what iterations are worth.
+        changes: Changes of its runs to a :class:`Run`'s defaults.
+        rates: Learning rates of AdamW that were tried.
+        muon_rates: Pairs of learning rates, of Muon and of AdamW, that were tried.
+        groups: Changes of runs with groups to the defaults.
+        shorter: Lengths of synchronous runs, which show what iterations are worth.
     """
 
     changes: Mapping[str, Any]

@@ -34,7 +34,7 @@ class BatchScript:
     Attributes:
         path: Its file.
         variables: Shell variables that it sets and whose values can be seen, as text for a shell.
-        environment: Environment variables of its commands, beside those that are set here.
+        environment: Environment variables that it sets for its commands.
         words: Launch command in it.
         unseen: Words of the launch command that only the running job knows.
         folder: Folder in which the launch command runs, as far as it can be seen.
@@ -86,7 +86,7 @@ class BatchScript:
 
         def number(*names: str) -> str | None:
             found = re.sub(r"\(.*?\)", "", next((options[name] for name in names if name in options), ""))
-            # Other resources stand beside GPUs.
+            # The list may also name other resources than GPUs.
             found = next((each for each in found.split(",") if each.startswith("gpu:")), found)
             return last if (last := re.split("[-:]", found)[-1]).isdigit() else None
 

@@ -160,7 +160,7 @@ class LaunchCommand:
 def _stand_in_for_a_gpu() -> None:
     import torch
 
-    # Megatron decorates functions with it, none of which run here; the compiler behind it takes as long to import as Megatron.
+    # Megatron decorates functions with it, but none of them runs here; its compiler takes as long to import as Megatron.
     torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     from pier_megatron.cpu import emulation
 

@@ -123,7 +123,7 @@ class Membership:
                     f"--pier-lighthouse {lighthouse} and --pier-island-address {address}: no answer from the lighthouse, or "
                     "the address is none of this node. Start a lighthouse with pier-megatron lighthouse."
                 )
-        # An island may span nodes, each of which was given an address of its own.
+        # An island may span nodes, and each node has its own --pier-island-address.
         dist.broadcast_object_list(host, group=world, group_src=0, device=self._device)
         name, port = host
         if not port:
@@ -279,7 +279,7 @@ class Membership:
             )
         if strangers and 2 * len(known) <= self._most:
             # The lighthouse has counted strangers, so that these alone may be fewer than its --min-islands.
-            raise RuntimeError(f"strangers beside {len(known)} of {self._most} islands, must be more than half")
+            raise RuntimeError(f"strangers in a quorum with {len(known)} of {self._most} islands, must be more than half")
         common, others = _common_run(list(known.values()))
         if own in [list(known)[place] for place in others] and self._is_new:
             different = [
@@ -302,7 +302,7 @@ class Membership:
         while True:
             quorum = self._client._quorum(
                 group_rank=0,
-                # The greatest of all islands' is that of no other quorum, while a new lighthouse counts quorums anew.
+                # The highest of all islands' numbers identifies a quorum; a new lighthouse restarts its own count.
                 step=time.time_ns(),
                 checkpoint_metadata="",
                 shrink_only=False,
@@ -332,7 +332,7 @@ def _members(quorum: Said) -> tuple[int, tuple[str, ...]]:
 
 
 def _common_run(said: Sequence[Said]) -> tuple[Said, list[int]]:
-    """The run of those who have met before, or else of most; and the places of those of another one."""
+    """The run that most islands are in, counting only those who have met before if any have; and the places of the others."""
     met_before = [each for each in said if not each["is_new"]] or said
     [(text, _)] = collections.Counter(json.dumps(each["run"], sort_keys=True) for each in met_before).most_common(1)
     common: Said = json.loads(text)

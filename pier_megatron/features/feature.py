@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a feature takes on the fullest rank, beside what Megatron takes.
+    """Memory that a feature adds to Megatron's on the fullest rank.
 
     Attributes:
         activations: Activations as a multiple of Megatron's.
@@ -55,7 +55,7 @@ class Feature(Protocol):
 
     @property
     def Settings(self) -> "type[DataclassInstance]":  # noqa: N802
-        """Dataclass of its settings, of which the flags are made. Checkpoints do not hold those that begin with log_."""
+        """Dataclass of its settings, which become flags. Checkpoints do not hold those that begin with log_."""
 
     @property
     def REFUSED(self) -> Collection[str]:  # noqa: N802

@@ -82,7 +82,7 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
                 f"--pier-inner-optimizer {config.inner_optimizer}: each of the {copies} data-parallel ranks of a group "
                 f"({replicas} / --pier-groups {config.groups}) steps, keeps and exchanges all parameters of its part of the "
                 f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
-                "layer-wise optimizer shares them out."
+                "layer-wise optimizer divides them."
             )
     if args.save is not None and config.groups // config.launches > NAMED:
         sizes = bytes_per_parameter(args, config)

@@ -78,7 +78,7 @@ class _Look:
 
 
 def leave_out(function: Callable[..., object], /, *args: object, **kwargs: object) -> None:
-    """Does nothing in place of a function that parses the command line for itself and writes into the folder of ``--save``."""
+    """Replaces a function by nothing: that one parses the command line itself and writes into the folder of ``--save``."""
 
 
 def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -110,7 +110,7 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
     inside = [found for found in look.census.collectives if found not in crossing]
     megabytes = sum(found.nbytes for found in inside) / 1e6
     return [
-        "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
+        "Pier doctor: started from fresh weights, after the lazy start; nothing was loaded, saved or evaluated",
         f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),

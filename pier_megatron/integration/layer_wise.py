@@ -49,7 +49,7 @@ def number_copies(
 
 
 def prepare(optimizer: "ChainedOptimizer") -> None:
-    """Prepares the layer-wise optimizer, and what steps beside it, before it has stepped; nothing in runs without it."""
+    """Prepares the layer-wise optimizer, and the optimizers chained with it, before the first step."""
     layer_wise = versions.require("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer")
     if not any(isinstance(link, layer_wise) for link in (optimizer, *optimizer.chained_optimizers)):
         return

@@ -98,7 +98,7 @@ TABLE = (
     Seam(_INITIALIZE, "init_persistent_async_worker", helpers.start),
     *CORE,
 )
-"""What every run under Pier replaces, beside the rows of :data:`pier_megatron.features.FEATURES`, which come after these."""
+"""What every run under Pier replaces; the rows of :data:`pier_megatron.features.FEATURES` come after these."""
 
 EXAMINATION = (
     Seam(_ARGUMENTS, "validate_args", examination.confine, over=arguments.validate, imported_by=_INITIALIZE),

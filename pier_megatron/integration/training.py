@@ -78,7 +78,7 @@ def with_outer_loop(
     Args:
         optimizer: Megatron's optimizer, which has not stepped.
         model_chunks: Virtual stages of the model on this rank, in order.
-        args: Megatron's arguments, of which ``train_iters`` is known.
+        args: Megatron's arguments, with ``train_iters`` set.
         words: Names of flags in what is printed, put into the user's words.
     """
     from pier_megatron.integration.optimizer import PierOptimizer

@@ -65,7 +65,7 @@ class _Formed:
         iteration: Iteration of those who were there before; this island continues from it.
         has_joined: Whether this island was not, and holds the anchor and the momentum of the others now.
         last_common_step: Iteration of the last outer step of all, this one included.
-        round: Outer step, of which only :meth:`OuterRound.finish` is left to do; None if none was due.
+        round: Outer step that still needs :meth:`OuterRound.finish`; None if none was due.
         restarted: Islands that go back to the anchor with moments of another one, by their index in the quorum.
     """
 
@@ -171,7 +171,7 @@ class ElasticParticipants(Participants):
                 # A ValueError is what PyTorch raises when it logs an error of a communicator that it has not made itself.
                 print(f" Pier: {where}: {_first_line(error)}; tries again", flush=True)
                 outcome = Outcome.FAILED if time.monotonic() < deadline else Outcome.GIVES_UP
-            # By the ranks of an island together: one that ended or went on alone would leave the others waiting.
+            # The ranks of an island decide together: one that ended or continued alone would leave the others waiting.
             of_rank, outcome = outcome, self._quorums.agree(exchange, outcome)
             attempted, self._attempted = self._attempted, None
             if attempted is not None and outcome != Outcome.SUCCEEDED:

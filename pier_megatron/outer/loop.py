@@ -90,7 +90,7 @@ class OuterLoop:
         report: Callable[[OuterStepReport], None] = lambda report: None,
         sites: SiteExchange | None = None,
     ) -> Self:
-        """Builds the loop over the parameters of an inner optimizer, of which every rank of a group holds all.
+        """Builds the loop over the parameters of an inner optimizer; every rank of a group must hold all of them.
 
         Args:
             optimizer: Inner optimizer over FP32 parameters, which are the same in all groups.

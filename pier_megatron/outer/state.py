@@ -16,7 +16,7 @@ ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
-# Numbers of which the bits are summed at once, in 8 MiB.
+# Numbers whose bits are summed at once, in 8 MiB.
 _SUMMED_AT_ONCE = 2**20
 
 
@@ -184,7 +184,7 @@ class OuterState:
 
     @property
     def copies_on_streams(self) -> bool:
-        """Whether chunks are copied to the device and back beside the work on others."""
+        """Whether chunks are copied to the device and back during the work on others."""
         return self.offload and self.device.type == "cuda"
 
     @property

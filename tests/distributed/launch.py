@@ -38,10 +38,10 @@ class Run:
 
     Attributes:
         name: Of the run, unique within a launch.
-        argv: Its command line, beside the model's; ``{directory}`` stands for the launch's.
+        argv: Its command line, without the model's; ``{directory}`` stands for the launch's.
         probes: What to record of it, see ``worker.Recorder``.
         sabotage: Names of bugs and faults planted in it, see ``sabotage.py``.
-        saves: Iterations after which it saves, beside those of its command line.
+        saves: Iterations after which it saves, in addition to those of its command line.
         fails: Whether every rank must end with an error, which is recorded.
     """
 

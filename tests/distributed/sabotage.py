@@ -239,7 +239,7 @@ def _nobody_compares_copies(directory: Path) -> Patch:
 
 
 def _dropped_gradients_survive_saves(directory: Path) -> Patch:
-    """A run goes on with what its codec has dropped before a save, which one that resumes there does not have."""
+    """A run keeps the residual of its codec across a save, and a resumed run does not have it."""
     return mock.patch.object(compression.gradients._Kept, "forget")
 
 
@@ -292,7 +292,7 @@ def _view_of_the_input(directory: Path) -> Iterator[None]:
 
 
 def _another_table(directory: Path) -> Patch:
-    """The table of a run is not that of the run that it goes on with."""
+    """A resumed run draws another table than the run that saved."""
     search = skipping.paths
 
     def redrawn(settings: Any, micro_batches: int) -> Paths:
@@ -455,7 +455,7 @@ def _moments_stay_behind(directory: Path) -> Patch:
 
 
 def _nobody_is_restarted(directory: Path) -> Patch:
-    """A group that was left out goes on with what it had."""
+    """An excluded group keeps its weights."""
     return mock.patch.object(Restarts, "restart_excluded", return_value=[])
 
 

@@ -137,7 +137,7 @@ def test_one_rank() -> None:
 
 def test_breadth_first_pipeline() -> None:
     findings = accepted(_LAYERED)
-    assert "breadth-first over 4 pipeline ranks of 3 virtual stages, each of which takes all 16 micro-batches" in findings
+    assert "breadth-first over 4 pipeline ranks of 3 virtual stages: a stage runs all 16 micro-batches" in findings
     assert "up to 39 of 48 stage-micro-batches at once; depth-first, of 15 (2.60 x)" in findings
     assert "WARNING: --pier-layered without --overlap-grad-reduce" in findings
     assert "WARNING: --pier-layered with one model replica per group" in findings

@@ -319,7 +319,7 @@ metric_list:
 
 
 def written_task(model: Any, folder: Path) -> None:
-    """Writes a task of eight questions, of which a model gets six right."""
+    """Writes a task of eight questions; the model gets six right."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     questions = []
     for place in range(1000, 9000, 1000):

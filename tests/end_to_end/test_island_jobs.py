@@ -1,4 +1,4 @@
-"""Islands that are jobs of their own, with real Megatron: one dies in an exchange, comes back, and all start again."""
+"""Elastic islands with real Megatron: one dies in an exchange, comes back, and all start again."""
 
 import contextlib
 import os
@@ -207,7 +207,7 @@ def test_island_that_only_evaluates_meets_nobody(tmp_path: Path, corpus: tuple[P
 
 
 class Relay:
-    """Runs of two groups, each of which loads what another kind of run has saved between two outer steps.
+    """Runs of two groups that load what another kind of run has saved between two outer steps.
 
     Attributes:
         rows: What each kind of run has taken over, as rows of the table in the documentation.

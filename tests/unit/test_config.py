@@ -232,7 +232,7 @@ def test_constants_under_which_groups_drift_apart_are_said() -> None:
     assert "gamma = 0.4 is not between 0.5 and 1.5" in weak
     [strong] = said(subgroup_gamma=1.6, subgroup_size=2)
     assert "1.6 is not between" in strong
-    # Three groups that meet: sqrt(3 / 4) * 0.5.
+    # Subgroups of three: sqrt(3 / 4) * 0.5.
     assert "between 0.433 and" in said(subgroup_gamma=0.4, subgroup_size=3)[0]
 
 
@@ -242,7 +242,7 @@ def test_groups_in_pairs_have_a_partner_each_and_the_last_sits_out() -> None:
             drawn = draw_subgroups(groups, size, 0, iteration)
             assert sorted(itertools.chain(*drawn)) == list(range(groups))
             assert [len(met) for met in drawn[:-1]] == [size] * (len(drawn) - 1)
-    # A drawing is part of what a checkpoint goes on from: it must be the same for ever.
+    # A resumed run repeats the drawing, so it must stay the same for ever.
     assert [draw_subgroups(5, 2, 0, t) for t in (50, 100)] == _DRAWN
     assert draw_subgroups(5, 2, 1, 50) != draw_subgroups(5, 2, 0, 50)
     # Everybody meets everybody.

@@ -26,7 +26,7 @@ from pier_megatron.outer.verdicts import GOOD
 
 
 class _Lost(GroupExchange):
-    """Two islands, of which the other is due to take an outer step, hands over all of its state and then dies."""
+    """Two islands: the other is due to take an outer step, hands over all of its state and then dies."""
 
     def __init__(self) -> None:
         super().__init__(codec=CODECS["fp32"])

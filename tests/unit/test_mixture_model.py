@@ -65,7 +65,7 @@ def folder(experts: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> PreTrainedModel:
-    """As a user loads it, with the code that is beside the weights."""
+    """As a user loads it, with the code in the folder of the weights."""
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     assert type(loaded) is not mixture_model.MixtureForCausalLM
     return loaded
@@ -114,7 +114,7 @@ def test_cache_changes_nothing(model: PreTrainedModel, tokens: Tensor, pieces: l
     cache, found = None, []
     for piece in tokens.split(pieces, dim=1):
         output = model(piece, past_key_values=cache)
-        # As others do, a cache is changed in place: whoever holds it can go on.
+        # As in other models, the cache is changed in place: its holder can continue.
         cache = cache or output.past_key_values
         assert output.past_key_values is cache
         found.append(output.logits)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also start the job on this machine, without its lazy start, loading and saving nothing, for one iteration "
         "between outer steps, and list the collectives of that iteration",
     )
-    recipe = parser.add_argument_group("a recipe of Megatron-Bridge, in place of a launch command")
+    recipe = parser.add_argument_group("a recipe of Megatron-Bridge, instead of a launch command")
     recipe.add_argument(
         "--recipe",
         type=function_name,
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 def _examine_recipe(options: argparse.Namespace) -> int:
     if options.command or options.start:
         raise PierConfigError(
-            f"--recipe {options.recipe} stands in place of a launch command, and starts nothing: drop the command and --start."
+            f"--recipe {options.recipe} replaces the launch command, and starts nothing: drop the command and --start."
         )
     from pier_megatron.commands.doctor import recipe
 

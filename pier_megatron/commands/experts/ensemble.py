@@ -27,7 +27,7 @@ class Size:
     """A shape of model.
 
     Attributes:
-        arguments: Megatron's, beside those of all experts.
+        arguments: Megatron's arguments for this size; those of all experts are added.
         seed: ``--save`` folder of the model that experts of this size begin from; None for random weights.
     """
 

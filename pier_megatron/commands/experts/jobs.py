@@ -29,7 +29,7 @@ class ExpertJob:
         command: Its words.
         devices: Numbers of what it takes of the machine for itself.
         log: File that its output is appended to.
-        environment: Beside this process's.
+        environment: Environment variables, added to this process's.
     """
 
     name: str

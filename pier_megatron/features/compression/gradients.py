@@ -121,7 +121,7 @@ class _Reduction:
         output: Gradients that it leaves on this rank.
         group: Ranks that take part.
         op: Sum or mean.
-        whole: Gradients of which each rank gets its part; None if ``output`` is reduced as a whole.
+        whole: Gradients to scatter over the ranks; None if ``output`` is reduced as a whole.
     """
 
     output: Tensor

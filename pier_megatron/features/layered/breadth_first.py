@@ -160,9 +160,9 @@ def describe(args: argparse.Namespace) -> list[str]:
     most = counts[-1]
     held, depth_first = (in_flight(args, most, size) for size in (most, ranks))
     return [
-        f"Pier layered: breadth-first over {ranks} pipeline ranks of {stages} virtual stages, each of which takes all "
-        f"{'-'.join(map(str, dict.fromkeys((counts[0], most))))} micro-batches of a step before the next one",
-        f"  activations on the first pipeline rank: of up to {held} of {stages * most} stage-micro-batches at once; "
+        f"Pier layered: breadth-first over {ranks} pipeline ranks of {stages} virtual stages: a stage runs all "
+        f"{'-'.join(map(str, dict.fromkeys((counts[0], most))))} micro-batches of a step before the next stage begins",
+        f"  the first pipeline rank keeps activations of up to {held} of {stages * most} stage-micro-batches at once; "
         f"depth-first, of {depth_first} ({held / depth_first:.2f} x)",
     ]
 

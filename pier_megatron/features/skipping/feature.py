@@ -28,10 +28,10 @@ from pier_megatron.values import any_path, numbers, share
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_FSDP = "it gathers and reduces parameters around layers, all of which it expects to run"
+_FSDP = "it gathers and reduces parameters around layers, and expects all of them to run"
 _REFUSED = {
     "overlap_moe_expert_parallel_comm": "it runs the layers of two micro-batches in turns, past their block",
-    "mtp_num_layers": "stages of multi-token prediction have layers beside the block that would be skipped",
+    "mtp_num_layers": "stages of multi-token prediction have layers outside the block that would be skipped",
     "hybrid_layer_pattern": "the layers of a hybrid model are in another block than the one that can be skipped",
     "fine_grained_activation_offloading": "it expects every micro-batch in every stage",
     "use_megatron_fsdp": _FSDP,

@@ -28,10 +28,10 @@ REFUSED = {
     "fp4": _UNTRIED,
     "variable_seq_lengths": "messages have the shape of a whole sequence",
     "defer_embedding_wgrad_compute": "it counts the passes of Megatron's own order",
-    "export_kd_teacher_load": "a teacher's messages go beside those of the student",
+    "export_kd_teacher_load": "stages send a teacher's messages too, not only those of the student",
     "moe_paged_stash": "it counts the passes of Megatron's own order",
 }
-"""What does not go with routes, with the reason; beside what does not go with skipping at all."""
+"""Arguments that routes refuse, with the reason; they come on top of those that skipping refuses."""
 
 
 def is_used(args: argparse.Namespace) -> bool:

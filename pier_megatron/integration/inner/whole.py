@@ -79,8 +79,8 @@ class WholeOptimizer(InnerOptimizer):
                 if group.get(name) != taken.get(name, group.get(name)):
                     raise PierConfigError(
                         f"{flag}: parameters had {name} {taken.get(name)} in the run that was saved, and have "
-                        f"{group.get(name)} now. Megatron knows groups of parameters by it, and finds them no more, also under "
-                        f"--override-opt_param-scheduler. Restore {flag}, or begin anew from the weights with --finetune."
+                        f"{group.get(name)} now. Megatron identifies groups of parameters by it and finds no match, even with "
+                        f"--override-opt_param-scheduler. Restore {flag}, or restart from the weights with --finetune."
                     )
             counts_for_all = _STEP in group
             group |= {name: value for name, value in taken.items() if name != _STEP or counts_for_all}
