@@ -40,7 +40,7 @@ _CONFIGURATIONS = {
 def main() -> None:
     """Measures and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved; medians count (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions; medians count (%(default)s)")
     options = parser.parse_args()
     saves: dict[str, list[float]] = {}
     loads: dict[str, list[float]] = {}

@@ -84,11 +84,9 @@ _LIMIT, _SYNCHRONISED = "one group alone", "stock, 2 instances"
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 80], help="of the links, in Mbit/s")
-    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="ROW", help="these rows, and the baselines of all rows"
-    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 80], help="rates of the links, Mbit/s")
+    parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions (%(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows, and the baselines of all rows")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     parser.add_argument(
         "--from", dest="measured", type=Path, metavar="JSON", help="print tables of docs/interconnect.json, measure nothing"

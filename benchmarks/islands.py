@@ -74,7 +74,7 @@ class Islands:
         return [*first.children(recursive=True), first]
 
     def kill(self, place: int) -> None:
-        """As the kernel does."""
+        """Kills all processes of an island, as the kernel does."""
         for process in self.processes(place):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

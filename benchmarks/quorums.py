@@ -1,8 +1,8 @@
 """Quorums of up to 1,000 elastic islands at the real lighthouse: ``python benchmarks/quorums.py [--islands 10 100 1000]``.
 
-Each island is what the first rank of a job has: torchft's manager with its heartbeat, the client that asks it for a quorum, and
-the door at which other islands ask it who it is. All of them share the cores of this machine, so that seconds are upper bounds
-for islands with machines of their own. Nothing trains, and no communicator is made.
+An island here is the first rank of a job: torchft's manager with its heartbeat, the client that asks for a quorum, and the port
+where other islands ask who it is. All islands share the cores of this machine, so seconds are upper bounds for islands on
+separate machines. Nothing trains, and no communicator is made.
 """
 
 import argparse

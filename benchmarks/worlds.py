@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 16, 1024], help="up to the replicas (%(default)s)")
     parser.add_argument("--kinds", choices=_KINDS, nargs="+", default=["stock", "instances"], help="(%(default)s)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=1, help="of each case; medians count (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=1, help="repetitions of each case; medians count (%(default)s)")
     parser.add_argument("--save", action="store_true", help="also count what the rank writes into a checkpoint")
     parser.add_argument("--profile", type=Path, help="folder for profiles of the starts")
     parser.add_argument("--one", help=argparse.SUPPRESS)

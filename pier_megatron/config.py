@@ -114,14 +114,14 @@ class PierConfig(RunSchedule):
             (
                 not self.has_common_anchor,
                 f"--pier-preset {self.preset} in subgroups of {self.subgroup}",
-                "islands that never agree have nothing in common that one which joins could take over. Use another preset, "
-                "without --pier-subgroup-size",
+                "islands that never agree have no common state for a joining island to take over. Use another preset, without "
+                "--pier-subgroup-size",
             ),
             (
                 self.has_error_feedback,
                 f"--pier-exchange-dtype {self.exchange_dtype}",
-                "what the codec drops cannot be made up for after an outer step that is retried. Add --pier-no-error-feedback, "
-                "which takes int4 at least",
+                "after a retried outer step, what the codec drops is lost. Add --pier-no-error-feedback, which needs int4 at "
+                "least",
             ),
         )
         beside = "cannot be used with elastic islands (--pier-lighthouse)"

@@ -94,8 +94,8 @@ def _prepare(script: Path) -> None:
 def _run_as_main(script: Path) -> None:
     """Runs the script as ``__main__``.
 
-    Unlike ``runpy.run_path`` this names the present module in ``__spec__``, and ``multiprocessing`` imports what stands
-    there in the processes that it spawns.
+    Unlike ``runpy.run_path``, this puts the present module into ``__spec__``; spawned processes of ``multiprocessing`` import
+    the module named there.
     """
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(

@@ -99,9 +99,9 @@ def end_with_one_message() -> None:
                 said = ""
         else:
             status, said = INTERRUPTED, "" if rank() else _INTERRUPTED
-        # Not sys.stderr: where the load of a checkpoint fails, that is a buffer which nobody reads.
+        # Not sys.stderr: when loading a checkpoint fails, that is a buffer that nobody reads.
         print(said, end="", file=sys.__stderr__, flush=True)
-        # Not by way of the interpreter's end, which would wait for communicators that others hold.
+        # A normal end of the interpreter would wait for communicators that others hold.
         os._exit(status)
 
     sys.excepthook = hook

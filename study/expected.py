@@ -59,7 +59,7 @@ def share_by_noise(noise: float, measured_groups: int, groups: int) -> float:
 
 
 def share_by_settings(config: PierConfig, groups: int) -> float:
-    """As :func:`share_by_noise`, with Muon inside: it loses so many intervals at least, however long the run.
+    """Does the same as :func:`share_by_noise` with Muon inside: it loses at least so many intervals, however long the run.
 
     Args:
         config: Settings of the run.

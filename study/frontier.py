@@ -54,7 +54,7 @@ class Point:
     """A run over its seeds.
 
     Attributes:
-        run: Of seed 0.
+        run: Settings, with seed 0.
         losses: Final losses, by seed.
         gaps: What they are above synchronous training, by seed.
         correlation: Mean cosine of successive mean pseudo-gradients; None for what was not recorded.
@@ -114,7 +114,7 @@ def bits(run: Run) -> float:
 
 
 class Points:
-    """What came out of runs, by what they have alike but for the seed."""
+    """Results of runs, grouped by all settings except the seed."""
 
     def __init__(self, *surveys: Survey) -> None:
         """Takes what there is."""
@@ -136,7 +136,7 @@ class Points:
         return points
 
     def frontier(self, inner: str, groups: int) -> list[Point]:
-        """Exchanges of the plugin in the open, from few bits to many, but for those that send more and lose more."""
+        """Exchanges of the plugin that wait, from few bits to many, without those that send more and lose more than another."""
         best: list[Point] = []
         for point in sorted(self.of(self.comparable(inner, groups)), key=lambda point: (point.bits, point.gap)):
             if not best or point.gap < best[-1].gap:

@@ -84,7 +84,7 @@ class Results:
 
     @property
     def learning_rate(self) -> float:
-        """Of AdamW in all rows but those of its sweep."""
+        """Learning rate of AdamW in all rows except those of its sweep."""
         return self._study.learning_rate
 
     def curve(self, row: Row) -> dict[int, float] | None:

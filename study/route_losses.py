@@ -139,7 +139,7 @@ def train(folder: Path, iterations: int, row: Row) -> dict[str, float]:
 
 
 def train_in_megatron(folder: Path, iterations: int, row: Row) -> dict[str, float]:
-    """As :func:`train`, in Megatron, with the files of its runs in ``folder``."""
+    """Does the same as :func:`train` in Megatron, with the files of its runs in ``folder``."""
     found, place = routes(row), folder / f"{row.name}-files"
     place.mkdir(parents=True, exist_ok=True)
     (place / "routes.json").write_text(found.text())

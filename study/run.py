@@ -90,8 +90,8 @@ class Study:
         """Opens a study.
 
         Args:
-            folder: As the attribute.
-            iterations: Of its runs.
+            folder: Folder of the runs.
+            iterations: Length of its runs.
             known: Curves of rows that have been trained elsewhere, by name: losses by iteration.
         """
         self.folder = folder
@@ -159,7 +159,7 @@ class Study:
         return validation_curve(self.log(row))
 
     def known_curve(self, row: Row) -> dict[int, float] | None:
-        """As :meth:`validation`, of a row that has been trained elsewhere; None if it has not."""
+        """Validation losses of a row that has been trained elsewhere; None if it has not."""
         found = self._known.get(row.name)
         return None if found is None else {int(iteration): loss for iteration, loss in found.items()}
 

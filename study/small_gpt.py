@@ -56,7 +56,7 @@ def losses(parameters: Parameters, tokens: Tensor, layers: Sequence[int] | None 
     """Mean loss of each group in nats per byte, shape ``[groups]``.
 
     Args:
-        parameters: Of all groups.
+        parameters: Parameters of all groups.
         tokens: int64 of shape ``[groups, sequences, SEQUENCE + 1]``.
         layers: Layers that are passed, in order; by default, all.
     """

@@ -1,6 +1,7 @@
 """Finds descriptions in docstrings that begin without their noun, where "Seed of the pairing" says more than "Of it".
 
-Looks at each entry of the sections Args, Attributes, Returns and Yields of Google's style, and at the help of flags.
+Looks at the first words of a docstring, at each entry of the sections Args, Attributes, Returns and Yields of Google's style,
+and at the help of flags.
 """
 
 import ast
@@ -20,6 +21,8 @@ def clipped(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             line = node.body[0].lineno if node.body else 1
+            if _CLIPPED_HELP.match(text := (ast.get_docstring(node) or "").partition("\n")[0]):
+                yield line, text
             for offset, text in _described(ast.get_docstring(node) or ""):
                 if _CLIPPED.match(text):
                     yield line + offset, text

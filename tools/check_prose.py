@@ -40,11 +40,15 @@ _WORDS = {
     r"some(?= \d)": "about",
     r"of which": "begin a new sentence",
     r"or else|(?<=, )else": "otherwise, or",
+    r"but for": "except",
+    r"(?:that|which|whose) (?:[\w'-]+ ){1,7}?(?:(?:in|of|by|from|to|with|at|on|over|after|before) )?(?:which|whose|whom)": (
+        "two sentences: a relative clause stands in another one"
+    ),
 }
 
 
 def blank(match: re.Match[str]) -> str:
-    """As many characters and lines, which hold no word."""
+    """Text of as many characters and lines without a word."""
     return re.sub(r"[^\n]", "#", match[0])
 
 
@@ -52,8 +56,13 @@ def found_in(text: str) -> Iterator[tuple[int, str, str]]:
     """Line within the text, word and replacement of each word that should be another one; code between backticks is skipped."""
     text = re.sub(r"``?[^`]+``?", blank, text)
     wrong = r"\b(?:" + "|".join(f"({word})" for word in _WORDS) + r")(?!\w)"
-    for match in re.finditer(wrong, re.sub(r"\s", " ", text), re.IGNORECASE):
-        yield text[: match.start()].count("\n"), match[0], list(_WORDS.values())[(match.lastindex or 1) - 1]
+    lines, line = [], 0
+    for piece in re.finditer(r"\s+|\S", text):
+        lines.append(line)
+        line += piece[0].count("\n")
+    squeezed = re.sub(r"\s+", lambda space: "\n" if space[0].count("\n") > 1 else " ", text)
+    for match in re.finditer(wrong, squeezed, re.IGNORECASE):
+        yield lines[match.start()], match[0], list(_WORDS.values())[(match.lastindex or 1) - 1]
 
 
 def of_page(text: str) -> Iterator[tuple[int, str, str]]:

@@ -24,7 +24,7 @@ def used_and_said(
     """Trains for some intervals; every rank of ``exchange`` calls it.
 
     Args:
-        config: Of the outer loop; without a lazy start.
+        config: Settings of the outer loop, without a lazy start.
         exchange: Between the groups.
         numel: Number of parameters.
         sites: Between the sites, if groups are in some.

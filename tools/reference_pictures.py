@@ -93,7 +93,7 @@ def paint_curves(data: dict[str, Any]) -> Any:
 
 
 def floors() -> dict[str, Any]:
-    """Floors of the package and which of them import which, without imports that a longer way implies."""
+    """Floors of the package and their imports, without an import that other imports imply."""
     import grimp
 
     project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text())

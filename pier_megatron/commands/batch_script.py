@@ -33,7 +33,7 @@ class BatchScript:
 
     Attributes:
         path: Its file.
-        variables: Shell variables that it sets and whose values can be seen, as text for a shell.
+        variables: Shell variables that it sets to a value that can be seen, as text for a shell.
         environment: Environment variables that it sets for its commands.
         words: Launch command in it.
         unseen: Words of the launch command that only the running job knows.
@@ -182,7 +182,7 @@ def _named(words: Sequence[str]) -> tuple[Path, dict[str, str], list[str]] | Non
 
 @contextlib.contextmanager
 def opened(words: Sequence[str], command: str = "doctor", flags: Collection[str] = ()) -> Iterator[tuple[list[str], list[str]]]:
-    """Gives the launch command that words are, or that the batch script has that they name, and what was read of it.
+    """Gives a launch command and notes on how it was read: the words themselves, or the command in the batch script they name.
 
     Inside, environment and folder are those of the script's commands.
 

@@ -124,7 +124,7 @@ class EmulatedNodes:
             self._at_switch(f"ip link set port{node} {'up' if up else 'down'}")
 
     def running_on(self, node: int) -> Callable[..., contextlib.AbstractContextManager["subprocess.Popen[str]"]]:
-        """As :func:`running`, on a node."""
+        """Runs a process on a node, like :func:`running`."""
         before = functools.partial(_settle, self._holders[1 + node].pid, node)
 
         def start(

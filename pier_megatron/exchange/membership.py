@@ -213,7 +213,7 @@ class Membership:
         return complaint(islands[:1] if self._communicator.is_connected else islands, step, self._secret)
 
     def _announce(self, index: int, lighthouse: str, address: str) -> tuple[Any, Any]:
-        """Makes the island known; on its first rank. Returns its store, and whom it asks who is there."""
+        """Registers the island, on its first rank. Returns its store and its client of the lighthouse."""
         store = store_at(address)
         self._door = Door(index, address, self._secret, self._said)
         self._at = [address, store.port]
@@ -261,7 +261,7 @@ class Membership:
         return {"is_new": self._is_new, "run": self._run, "store": self._at, "left": list(self._left)}
 
     def _admit(self, quorum: Said) -> Said:
-        """Asks the islands of a quorum who they are, and leaves out those that do not prove that they belong to the run.
+        """Asks the islands of a quorum who they are, and excludes those without proof that they belong to the run.
 
         Islands of another run are kept apart, since a collective of tensors of unequal size can end the process of either.
         """

@@ -52,8 +52,8 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
         )
     if config.lighthouse is not None and config.secret_file is None and not is_loopback(config.island_address):
         found.append(
-            f"--pier-island-address {config.island_address} without --pier-secret-file: whoever reaches the lighthouse can "
-            "join the run, and what it sends is averaged into the model. Make a secret with pier-megatron lighthouse "
+            f"--pier-island-address {config.island_address} without --pier-secret-file: any process that reaches the "
+            "lighthouse can join the run and change the model. Make a secret with pier-megatron lighthouse "
             "--new-secret FILE, copy it to all islands and pass --pier-secret-file FILE."
         )
     if config.lighthouse is not None and config.lazy_start and args.load is None:

@@ -119,10 +119,10 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
 
 
 def examined_iteration(config: PierConfig) -> tuple[int, str]:
-    """The iteration to look at, 1-based, of a run without a lazy start, and where in the run that is.
+    """The iteration to look at, 1-based, of a run without a lazy start, and a description of it.
 
-    It is the first one in which no outer step begins or is under way, but for iteration 1, which may still set something up.
-    Two sync intervals have every kind of iteration; the last one has an outer step whatever the interval.
+    It is the first iteration with no outer step beginning or under way; iteration 1 does not count, since it may still set
+    something up. Two sync intervals have every kind of iteration; the last one always has an outer step.
     """
     first = _first(config.train_iters)
     kinds = range(first, min(2 * config.sync_interval + 1, config.train_iters))

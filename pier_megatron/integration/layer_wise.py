@@ -55,7 +55,7 @@ def prepare(optimizer: "ChainedOptimizer") -> None:
         return
     for link in optimizer.chained_optimizers:
         if hasattr(link, "distributed_optimizer_instance_id"):
-            # By it checkpoints tell copies. Megatron gives all instances 0 here.
+            # Checkpoints use this number to tell copies apart. Megatron gives all instances 0 here.
             link.distributed_optimizer_instance_id = own_group.own_number()
     if versions.is_between("0.19", None):
         # Asked of all ranks in the first step, once: a group had better not wait for others there.

@@ -74,7 +74,7 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
 
 
 def preset(config: PierConfig) -> str:
-    """Names the preset, and says for what it is or which one would be chosen."""
+    """Names the preset and its purpose, or the one that ``auto`` would choose."""
     suited, why = config.suited_preset
     return f"preset {config.preset} " + (
         f"(suits {why})" if config.preset == suited else f"(auto would be {suited}, for {why})"

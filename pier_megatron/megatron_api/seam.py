@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from pier_megatron.megatron_api import versions
 
-# By it a function that a row has put in place is known.
+# Attribute that marks a function as installed by a row.
 _MARK = "_pier_seam"
 
 

@@ -1,7 +1,7 @@
 """Outer steps of elastic islands: survivors retry a step that failed, until all of them have it.
 
-An outer step is applied only when every rank of every island has all that it needs. Until then nothing has changed, so that a
-step which failed is simply retried. An island that joins takes over the anchor and the momentum from one that is there,
+An outer step is applied only when every rank of every island has all that it needs. Until then nothing has changed, so a failed
+step is simply retried. An island that joins takes over the anchor and the momentum from another island,
 sends nothing, and comes to the same new anchor by the same update.
 """
 
@@ -80,7 +80,7 @@ class _Formed:
 _ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW = range(7)
 Standing = Sequence[int]
 
-# Where an island is whose anchor is neither its own nor yet that of the others.
+# Standing of an island that has dropped its own anchor and does not hold that of the others yet.
 _NOWHERE = -1
 
 # Time to come together after the last failure.

@@ -171,7 +171,7 @@ class Recorder:
         self.census.__enter__()
 
     def save_fragments(self) -> None:
-        """Saves weights that say which fragment they belong to."""
+        """Saves a model whose weights are the numbers of their fragments."""
         flats = [torch.empty(state.numel) for state in self.optimizer.loop.states]
         for state, flat in zip(self.optimizer.loop.states, flats, strict=True):
             for chunk in state.chunks:

@@ -55,7 +55,7 @@ def planted(names: list[str], directory: Path) -> Iterator[None]:
 
 
 def _losses_are_averaged(directory: Path) -> Patch:
-    """As pretrain_bert.py does, which imports the function by name."""
+    """Imports the function by name, as pretrain_bert.py does."""
     average = importlib.import_module("megatron.training.utils").average_losses_across_data_parallel_group
 
     def loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -488,7 +488,7 @@ def _same_data(directory: Path) -> Patch:
 
 @contextlib.contextmanager
 def _middle_stages_read_nothing(directory: Path) -> Iterator[None]:
-    """As with Megatron-LM's ``pretrain_gpt.py``: only the first and the last pipeline stage have data."""
+    """Gives data to the first and the last pipeline stage only, like Megatron-LM's ``pretrain_gpt.py``."""
     build, forward = pretrain_bytes.build_datasets, pretrain_bytes.forward_step
 
     def build_datasets(*args: Any, **kwargs: Any) -> Any:

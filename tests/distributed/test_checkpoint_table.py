@@ -74,7 +74,7 @@ def _is_of(loaded: torch.Tensor, parents: list[torch.Tensor]) -> bool:
 
 
 def _of_whom(loaded: list[torch.Tensor], saved: list[torch.Tensor]) -> str:
-    """Whose state the groups have: that of their own number, or a mean of those that were saved."""
+    """Name of the state that the groups have: that of their own number, or a mean of the saved ones."""
     groups = range(len(loaded))
     if all(_is_of(loaded[group], [saved[group]]) for group in groups):
         return "own"

@@ -35,7 +35,7 @@ class Job:
     """A training that saves to a folder and resumes from there whenever it is started again.
 
     Attributes:
-        folder: Of its checkpoints and process numbers.
+        folder: Folder of its checkpoints and process numbers.
     """
 
     def __init__(self, folder: Path, corpus: tuple[Path, Path], ranks: int = 2, flags: str = "") -> None:

@@ -334,7 +334,7 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert "Pier: 2 groups of 2 ranks" in log
-    # Doctor, start-up and plan say the same, but for the lazy start, which the started job has not.
+    # Doctor, start-up and plan print the same, except for the lazy start: the started job has none.
     same = r"^ *(?:Pier: )?(2 groups of 2 ranks, .*|group \d: .*|exchange: .*|momentum horizon .*)$"
     words = re.findall(same, log, re.MULTILINE)
     assert words[:5] == words[5:10]

@@ -26,7 +26,7 @@ from pier_megatron.errors import PierConfigError
 
 pytestmark = pytest.mark.processes
 
-# Large weights, so that it shows which GELU is computed.
+# Large weights, so that the two kinds of GELU differ.
 _COMMON = "--init-method-std 0.3 --global-batch-size 8 "
 _RUNS = [
     Run(

@@ -21,8 +21,7 @@ from pier_megatron.exchange.authentication import new_secret
 pytestmark = pytest.mark.processes
 
 _ISLANDS = 3
-# The iteration before which the others wait for an island, that in which it dies, and that before which they wait for it to
-# come back.
+# Iterations: the others wait for an island before _START, it dies in _DEATH, and they wait for its return before _PAUSE.
 _START, _DEATH, _PAUSE, _SAVE = 3, 8, 14, 22
 
 
@@ -219,7 +218,7 @@ class Relay:
         self._runs = 0
 
     def run(self, kind: str, until: int, source: tuple[str, Job, int] | None = None) -> tuple[str, Job]:
-        """Trains until an outer step, and compares the one after the load with that of the run which has saved."""
+        """Trains until an outer step, and compares the one after the load with that of the saved run."""
         self._runs += 1
         folder = self._folder / str(self._runs)
         flags = (

@@ -78,7 +78,7 @@ class Plan:
     Attributes:
         index: Its number.
         train_iters: Iterations after which it ends.
-        seconds: That an iteration takes.
+        seconds: Time of an iteration.
         islands: Most that there may be.
         wait_seconds: How long it waits for enough others.
         timeout: Seconds that a collective may take.
@@ -87,7 +87,7 @@ class Plan:
         halts_connecting: Whether it stands still when it connects with the others for the first time, until it is woken.
         bad_at: Iteration in which its first rank's parameters become nan.
         rests_after: Iterations of an interval after which it rests.
-        seed: Of its parameters.
+        seed: Seed of its parameters.
         layout: What it says of itself to the others.
         fails_alone_in: Its meeting, from 1, in which its first rank fails and the others do not.
         skips: Iterations that nobody trains.
@@ -545,7 +545,7 @@ class Island:
 
     @property
     def session(self) -> int:
-        """Of all its processes."""
+        """Session of all its processes."""
         return self._process.pid
 
     @property

@@ -253,7 +253,7 @@ def torture(folder: Path, events: Sequence[Event]) -> Outcome:
     """Does things to islands and checks what they come to.
 
     Args:
-        folder: For what they write down.
+        folder: Folder for what they record.
         events: What is done to them.
     """
     with archipelago(folder, LEAST, JOIN_TIMEOUT) as sea:
@@ -268,7 +268,7 @@ def shrunk(events: Sequence[Event], fails: Callable[[Sequence[Event]], bool], at
     """Fewer events that still fail: stretches are left out as long as that lasts, ever shorter ones.
 
     Args:
-        events: That fail.
+        events: Events that fail.
         fails: Tries some of them.
         attempts: Most of these tries.
     """

@@ -52,7 +52,7 @@ class Settings:
 
     Attributes:
         groups: Number of groups.
-        ranks_in_group: That share the parameters of each.
+        ranks_in_group: Number of ranks that share the parameters of a group.
         config: Settings of Pier, without the groups.
         sabotage: Name of a bug planted in it, see :data:`BUGS`.
         averages: Whether outer steps take the mean of the last parameter, as of a router's biases.
@@ -312,7 +312,7 @@ class Rank:
         return {"seen": seen, "untouched": untouched}
 
     def fragments(self) -> list[Tensor]:
-        """Of every element of every parameter, the fragment that it belongs to."""
+        """Fragment of every element of every parameter."""
         state = self.loop.states[0]
         flat = torch.empty(state.numel)
         for chunk in state.chunks:

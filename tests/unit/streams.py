@@ -41,7 +41,7 @@ class Timeline:
 
 @dataclasses.dataclass
 class _Access:
-    """Of one timeline to a stretch of memory, at its own time."""
+    """Access of one timeline to a stretch of memory, at its own time."""
 
     timeline: str
     time: int

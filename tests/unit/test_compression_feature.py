@@ -15,7 +15,7 @@ from pier_megatron.megatron_api import run
 
 
 def args(**changes: Any) -> argparse.Namespace:
-    """Of two tensor-parallel ranks, two stages and four replicas, in bf16."""
+    """Arguments of two tensor-parallel ranks, two stages and four replicas, in bf16."""
     given = {
         "pier_compress": "naive",
         "pier_log_codec_errors": None,

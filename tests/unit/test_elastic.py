@@ -1,4 +1,4 @@
-"""An island that takes over from another one which is lost before both have taken the outer step."""
+"""An island takes over the state of another one, and that one dies before both have taken the outer step."""
 
 import datetime
 import functools

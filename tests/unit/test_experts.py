@@ -426,7 +426,7 @@ def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pyt
 
 @pytest.fixture(scope="module")
 def logits() -> torch.Tensor:
-    """Of three experts, ``[experts, sequences, tokens, vocabulary]``: unlike, so that the posterior moves."""
+    """Logits of three experts, ``[experts, sequences, tokens, vocabulary]``: unlike, so that the posterior moves."""
     return 2 * torch.randn(3, 4, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 

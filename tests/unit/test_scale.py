@@ -61,7 +61,7 @@ class CountedList(list[Any]):
 
 
 def topology() -> Topology:
-    """As Megatron lays them out: a group is 16 ranks in order."""
+    """Megatron's layout: a group is 16 ranks in order."""
     size = _RANKS // _GROUPS
     return Topology(
         [

@@ -41,7 +41,7 @@ class Curve:
     losses: list[float]
 
     def seconds_to(self, loss: float) -> float | None:
-        """When the loss was reached, on the straight lines between the points; None if it never was."""
+        """Time at which the loss was reached, interpolated between the points; None if it never was."""
         points = list(zip(self.seconds, self.losses, strict=True))
         if points and points[0][1] <= loss:
             return points[0][0]

@@ -1,9 +1,9 @@
 """Micro-batches that skip pipeline stages in training, and evaluation without some of the stages.
 
-SkipPipe (arXiv 2502.19913) in two ways. By a table, a stage that is skipped hands its input on: schedule and messages remain
-Megatron's, so compute is saved, and no transfer. By routes (:mod:`routing`), micro-batches go past it to the rank of another
-stage, of any replica of the group. A stage learns from the micro-batches that have visited it, whose gradients are summed and
-divided by the number of all, as in the paper.
+SkipPipe (arXiv 2502.19913) in two ways. With a table, a skipped stage passes its input on: schedule and messages remain
+Megatron's, so this saves compute but no transfer. With routes (:mod:`routing`), micro-batches go past it to the rank of another
+stage, of any replica of the group. A stage learns from the micro-batches that visit it; their gradients are summed and divided
+by the number of all micro-batches, as in the paper.
 """
 
 import argparse
@@ -221,7 +221,7 @@ def paths(args: argparse.Namespace, micro_batches: int) -> Paths:
 
 
 def share_of_whole_step(args: argparse.Namespace, table: Paths) -> float:
-    """Simulated time of a step, as a multiple of that of a step which skips nothing.
+    """Simulated time of a step, as a multiple of a step without skipping.
 
     Args:
         args: Megatron's, validated.

@@ -59,7 +59,7 @@ def replicas_of_group(args: argparse.Namespace) -> int:
 
 
 def check_job(args: argparse.Namespace) -> None:
-    """Refuses what does not go with routes, whatever they are.
+    """Refuses what no routes support.
 
     Raises:
         PierConfigError: With the flag, the values and a remedy.
@@ -171,7 +171,7 @@ def run(
 
 
 def check_copies(args: argparse.Namespace) -> None:
-    """Refuses nodes whose files differ, which would wait for messages that nobody sends.
+    """Refuses nodes with different files: they would wait for each other's messages for ever.
 
     Raises:
         PierConfigError: On every rank, with the ranks that have another file than rank 0.

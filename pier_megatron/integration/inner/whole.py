@@ -54,7 +54,7 @@ class WholeOptimizer(InnerOptimizer):
             self.optimizer._copy_main_params_to_model_params()
 
     def is_counted(self, is_expert: bool) -> bool:
-        """Whether this is the one of the ranks that hold the same main parameters whose are counted."""
+        """Whether this rank's main parameters count; among ranks with equal ones, one rank's do."""
         return self.is_shared_out or own_data_parallel_ranks(is_expert).rank() == 0
 
     def settings(self) -> "StateDict":
