@@ -110,7 +110,7 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
     inside = [found for found in look.census.collectives if found not in crossing]
     megabytes = sum(found.nbytes for found in inside) / 1e6
     return [
-        "Pier doctor: started from fresh weights, after the lazy start; nothing was loaded, saved or evaluated",
+        "Pier doctor: started from fresh weights, without a lazy start; nothing was loaded, saved or evaluated",
         f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),

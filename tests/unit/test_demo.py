@@ -165,7 +165,7 @@ def test_lines_name_preset_seed_and_final_loss(tmp_path: Path, monkeypatch: pyte
                 writer.add_scalar(scalar, 6.0 - index - step / 4, step, walltime=100 + step)
         writer.close()
     drawn: dict[str, str] = {}
-    monkeypatch.setattr(comparison, "_draw", lambda path, logs, validation, labels, title, rate: drawn.update(labels))
+    monkeypatch.setattr(comparison, "_draw", lambda path, logs, validation, labels, rate: drawn.update(labels))
     said = comparison.summarise(tmp_path, runs, 100)
     assert "Pier (pier-rising) reached a validation loss of 5.000 " in said
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous Muon after ", said)

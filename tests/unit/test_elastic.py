@@ -134,7 +134,7 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
     [
         ({"overlap": 3}, "--pier-overlap 3 cannot be used with elastic islands .*retried"),
         ({"fragments": 2}, "--pier-fragments 2 cannot .*all parameters at once"),
-        ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*nothing in common"),
+        ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*no common state"),
         ({"exchange_dtype": "int8"}, "--pier-exchange-dtype int8 cannot .*Add --pier-no-error-feedback"),
     ],
 )

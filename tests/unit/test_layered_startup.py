@@ -203,5 +203,5 @@ def test_a_second_way_for_gradients_is_refused() -> None:
     layer.register_forward_pre_hook(segments._pause, with_kwargs=True)
     bias = torch.ones(4, requires_grad=True)
     passing = segments._MicroBatch(lambda: layer(hidden_states=torch.ones(2, 4, requires_grad=True), attention_bias=bias))
-    with pytest.raises(PierConfigError, match="layers pass gradients through attention_bias"):
+    with pytest.raises(PierConfigError, match="layers also pass gradients through attention_bias"):
         passing.switch()
