@@ -28,7 +28,7 @@ SEED = whole(0, 2**63 - 1)
 """Seeds of random numbers."""
 
 INNER_OPTIMIZERS = ("adam", "muon")
-"""By Megatron's names."""
+"""Inner optimizers, by Megatron's names."""
 
 
 def flag_of(setting: str) -> str:

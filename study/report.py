@@ -112,7 +112,7 @@ class Results:
         return (self.curve(row) or {}).get(_config(row).lazy_start)
 
     def rise(self, row: Row) -> float | None:
-        """By how much the loss exceeds that at the switch in the first outer steps after it; negative if it only falls."""
+        """Highest loss of the first outer steps after the switch, minus the loss at the switch; negative if it only falls."""
         curve, switch = self.curve(row), _config(row).lazy_start
         if curve is None or switch not in curve:
             return None

@@ -236,7 +236,7 @@ class _Outer:
             self._anchor = own
 
     def anchor(self, parameters: Parameters) -> Parameters:
-        """By the names and in the shapes of parameters of one group."""
+        """Tensors with the names and shapes of the parameters of one group."""
         return _like(self._anchor[:1], parameters)
 
     def step(self, iteration: int, parameters: Parameters, outcome: Outcome) -> bool:

@@ -16,7 +16,7 @@ _HEAD = 16
 _SPREAD = 0.02
 
 Parameters = dict[str, Tensor]
-"""By name; each of shape ``[groups, ...]``, FP32."""
+"""Tensors by name, each of shape ``[groups, ...]`` in FP32."""
 
 MATRIX = ".matrix"
 """What the names of those end with that are neither embeddings nor vectors: Muon's."""

@@ -69,7 +69,7 @@ SCHEDULES = {ADAM: ("diloco", "pier-rising", "pier-annealed"), MUON: ("diloco", 
 _replace = dataclasses.replace
 
 CRITICAL = ((ADAM, 32, 64, 256), (ADAM, 32, 64, 1024), (ADAM, 64, 64, 256), (MUON, 64, 64, 256))
-"""Of synchronous training: inner optimizer, width, a batch, and a larger one that saves iterations."""
+"""Synchronous trainings: inner optimizer, width, a batch, and a larger one that saves iterations."""
 
 _RISING, _ANNEALED = Run("pier-rising"), Run("pier-annealed")
 _MUON, _MUON_ANNEALED = Run("pier-muon", inner=MUON), Run("pier-muon-annealed", inner=MUON)

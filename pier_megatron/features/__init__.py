@@ -16,7 +16,7 @@ from pier_megatron.settings import flag_of, given
 __all__ = ["ENTRY", "FEATURES", "Cost", "Feature", "changes", "settings", "used"]
 
 ENTRY = "pier_features"
-"""Of Megatron's content metadata: :func:`settings` of the run that saved."""
+"""Key of Megatron's content metadata that holds :func:`settings` of the run that saved."""
 
 FEATURES: tuple[Feature, ...] = (_layered, _skipping, _compression)
 """All features, in the order in which they check a run and speak of it."""

@@ -20,7 +20,7 @@ FORMAT = 9
 """Raised when what is written changes: a plugin reads its own format alone."""
 
 ENTRY = "pier"
-"""Of Megatron's content metadata and of the optimizer's state dict: where the plugin's own things are."""
+"""Key of the plugin's own content, in Megatron's content metadata and in the optimizer's state dict."""
 
 OUTER = "pier.outer"
 """Prefix of the outer state: the anchor where Megatron has ``param``, the outer momentum where it has ``exp_avg``."""

@@ -121,7 +121,7 @@ def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"], baselin
     gap = pier.losses[-1] - synchronous.losses[-1]
     ratio = f"{slow / fast:.1f} x sooner" if slow >= fast > 0 else "no sooner"
     return [
-        f"{name} reached a validation loss of {loss:.3f} {ratio}: after {fast:.0f} s, {baseline} after {slow:.0f} s",
+        f"{name} reached a validation loss of {loss:.3f}, {ratio}: after {fast:.0f} s, {baseline} after {slow:.0f} s",
         f"After the same tokens: {pier.losses[-1]:.3f} and {synchronous.losses[-1]:.3f} nats per byte, {name} {gap:+.3f}, "
         f"in {pier.seconds[-1]:.0f} s and {synchronous.seconds[-1]:.0f} s",
     ]
