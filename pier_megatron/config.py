@@ -74,8 +74,8 @@ class PierConfig(RunSchedule):
             )
         if self.no_error_feedback and self.codec.needs_error_feedback:
             yield (
-                f"--pier-exchange-dtype {self.exchange_dtype} with --pier-no-error-feedback: of {self.codec.bits} bits a "
-                "number most is dropped, and without error feedback it is lost. Drop --pier-no-error-feedback, or use int4."
+                f"--pier-exchange-dtype {self.exchange_dtype} with --pier-no-error-feedback: {self.codec.bits} bits drop most "
+                "of a number, and without error feedback that is lost. Drop --pier-no-error-feedback, or use int4."
             )
         if self.save_inner_state == "first" and (self.overlap or self.fragments > 1):
             yield (
@@ -104,7 +104,7 @@ class PierConfig(RunSchedule):
             (
                 self.overlap,
                 f"--pier-overlap {self.overlap}",
-                "an exchange that fails has to be retried before anything has been learned on top of it. Drop it",
+                "a failed exchange must be retried before training continues on its result. Drop it",
             ),
             (
                 self.fragments > 1,
@@ -297,7 +297,7 @@ class PierConfig(RunSchedule):
         if outer_steps < _FEW_OUTER_STEPS:
             found.append(
                 f"the run has {outer_steps} outer step{'s' * (outer_steps > 1)}: {self.train_iters - self.lazy_start} "
-                f"iterations behind the lazy start / --pier-sync-interval {interval}. Shorten --pier-sync-interval, or train "
+                f"iterations after the lazy start / --pier-sync-interval {interval}. Shorten --pier-sync-interval, or train "
                 "for longer."
             )
         return found

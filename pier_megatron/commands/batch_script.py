@@ -200,7 +200,7 @@ def opened(words: Sequence[str], command: str = "doctor", flags: Collection[str]
         return
     path, options, arguments = named
     behind = [name for word in arguments if (name := word.partition("=")[0]) in flags]
-    Problems([f"{name} behind {path.name} goes to the script. Put it before {path.name}." for name in behind]).report()
+    Problems([f"{name} after {path.name} goes to the script. Put it before {path.name}." for name in behind]).report()
     script, before, folder = BatchScript.read(path, options, arguments), dict(os.environ), Path.cwd()
     sized = any(f"SLURM_{name}" in script.environment | os.environ for name in _NODES)
     if not sized and re.search(rf"\$\{{?SLURM_({'|'.join(_NODES)})\b(?!:?-)", " ".join(script.words)):

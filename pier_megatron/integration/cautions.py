@@ -16,7 +16,7 @@ from pier_megatron.megatron_api.args import flag
 # Flags that are turned off with a warning, and why: what they do for a stock run has no place in this one.
 _TURNED_OFF = {
     "ckpt_assume_constant_structure": "what a checkpoint holds depends on the phase and on whether the groups have just met, "
-    "so that each save is planned by itself",
+    "so Megatron must plan each save again",
     "check_weight_hash_across_dp_replicas_interval": "it compares all groups, whose weights differ between outer steps. Pier "
     "compares copies inside a group itself, some of them at each outer step",
 }
@@ -59,13 +59,13 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
     if config.lighthouse is not None and config.lazy_start and args.load is None:
         found.append(
             f"--pier-lighthouse with a lazy start of {config.lazy_start} iterations and without --load: this job can only join "
-            "islands that have it behind them. For the first ones, run it in one launch and --load its checkpoint, or pass "
-            "--pier-lazy-start-iters 0."
+            "islands that have finished theirs. For the first islands, run the lazy start in one launch and --load its "
+            "checkpoint, or pass --pier-lazy-start-iters 0."
         )
     if args.data_parallel_size == 1:
         found.append(
-            "one model replica (data-parallel size 1): nobody to train apart from, so that outer steps act on this replica "
-            "alone and nothing is exchanged. Use more ranks, or less tensor, pipeline or context parallelism."
+            "one model replica (data-parallel size 1): nothing is exchanged, and outer steps act on this replica alone. Use "
+            "more ranks, or less tensor, pipeline or context parallelism."
         )
     elif config.groups == 1:
         replicas = args.data_parallel_size

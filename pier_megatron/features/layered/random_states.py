@@ -67,8 +67,8 @@ class RandomStates:
         if not is_equal and not self.has_complained:
             self.has_complained = True
             log.print_last(
-                " Pier: WARNING: --pier-layered: a micro-batch has drawn more or fewer random numbers than another one, as of "
-                "sequences of unequal lengths: from here on losses are not those of Megatron's order, as with another seed"
+                " Pier: WARNING: --pier-layered: a micro-batch has drawn more or fewer random numbers than another one (of "
+                "unequal sequences?): from here on losses differ from Megatron's order, as with another seed"
             )
 
 

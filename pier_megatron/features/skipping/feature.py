@@ -288,11 +288,11 @@ def describe(args: argparse.Namespace) -> list[str]:
         for count, table in zip(counts, tables, strict=True):
             lines.append(
                 f"Pier skipping: {len(table.skipped)} of {table.stages} stages x {count} micro-batches = {table.fraction:.1%} "
-                f"are skipped; {share_of_whole_step(args, table):.3f} x the time of a whole step expected"
+                f"are skipped; predicted: {share_of_whole_step(args, table):.3f} x the time of a whole step"
             )
         lines.append(
-            "  expected, not measured: passes in Megatron's order, as long as their layers are many, backward ones "
-            f"{backward_cost(args):g} x forward ones, no time for messages, for the ends of the model or between steps"
+            f"  predicted, not measured: passes in Megatron's order, by layers, backward {backward_cost(args):g} x forward,"
+            " and no time for messages, for the ends of the model or between steps"
         )
         shown = tables[-1]
         ranks, cut = args.pipeline_model_parallel_size, "..." if counts[-1] > _SHOWN else ""
@@ -320,7 +320,7 @@ def warnings(args: argparse.Namespace) -> list[str]:
     if share <= _WORTH:
         return []
     return [
-        f"--pier-skip-fraction {args.pier_skip_fraction}: a step is expected to take {share:.3f} x as long as a whole one: "
+        f"--pier-skip-fraction {args.pier_skip_fraction}: a step is predicted to take {share:.3f} x as long as a whole one: "
         "the ranks of the first and the last stage, which are never skipped, have as much to do as before. Make these stages "
         "smaller: --num-virtual-stages-per-pipeline-rank, or fewer layers at the ends by --pipeline-model-parallel-layout."
     ]

@@ -18,8 +18,8 @@ from pier_megatron.values import existing_file
 if TYPE_CHECKING:
     from torch import nn
 
-_IN_PASSES = "its ranks of several replicas meet inside each pass, and routes give them passes of different micro-batches"
-_UNTRIED = "it has not been tried, and scales that are delayed are reduced over replicas inside each pass"
+_IN_PASSES = "its ranks of several replicas communicate inside each pass, but routes give them different micro-batches"
+_UNTRIED = "it has not been tried, and delayed scales are reduced over replicas inside each pass"
 REFUSED = {
     "pier_skip_fraction": "the file says what is skipped",
     "pier_layered": "it is another order of the passes",
@@ -127,8 +127,8 @@ def describe(args: argparse.Namespace) -> list[str]:
     hosts = f"; planned for the hosts {', '.join(routes.hosts)}, in the order of ranks" if routes.hosts else ""
     return [
         f"Pier skipping: by routes, {routes.fraction:.1%} of {routes.stages} stages x {len(routes.paths)} micro-batches of "
-        f"{routes.replicas} replica{'s' * (routes.replicas > 1)} are skipped; {routes.messages} messages in a step, where all "
-        f"stages need {whole}",
+        f"{routes.replicas} replica{'s' * (routes.replicas > 1)} are skipped; {routes.messages} messages in a step, "
+        f"{whole} through all stages",
         f"  {routes.swaps} visits of a stage after a later one, {routes.crossings} messages one way to another replica, "
         f"activations of {routes.held} micro-batches at most on a rank{hosts}",
     ]
