@@ -250,7 +250,7 @@ class OuterLoop:
         self._weights.commit()
 
     def checksums(self) -> list[dict[str, int]]:
-        """Of each group, sums of the bits of what all groups agree on, over its ranks; see :meth:`OuterState.checksum`."""
+        """Sums of the bits of what all groups agree on, for each group over its ranks; see :meth:`OuterState.checksum`."""
         names = self._share.common
         sums = self._share.over_group(self._share.checksums(names))
         return [dict(zip(names, of_group, strict=True)) for of_group in self.exchange.gather(sums).result().tolist()]

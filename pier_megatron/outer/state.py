@@ -116,7 +116,7 @@ class OuterState:
         common: Names of the flat buffers that all groups agree on: the anchor, then the memory of the rule.
         flats: The flat buffers by name; float32, shape ``[numel]`` each. With error feedback one is the residual: what this
             group's own pseudo-gradients lost on the wire.
-        reduced_residuals: Values that the sums lost which this group computes for all, by chunk start, with error feedback.
+        reduced_residuals: Values lost by the sums that this group computes for all, by chunk start, with error feedback.
         chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
     """
 

@@ -169,8 +169,7 @@ def _draw(
         found = validation[name]
         over_time.plot(found.seconds, found.losses, marker=".", label=labels[name], **_STYLES[name])
         over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, marker=".", **_STYLES[name])
-    link = "" if megabits is None else f", {megabits:g} Mbit/s between two nodes"
-    over_time.set(xlabel=f"seconds of training{link}")
+    over_time.set(xlabel="seconds of training" + ("" if megabits is None else f", {megabits:g} Mbit/s between two nodes"))
     over_tokens.set(xlabel="tokens, in millions")
     for axes in (over_time, over_tokens):
         axes.set(xlim=(0, None), ylabel="nats per byte")
