@@ -108,7 +108,7 @@ _restore = OuterState.restore
 
 
 def _restore_without_memory(state: OuterState, saved: Mapping[str, Tensor]) -> None:
-    """Restores anchor and momentum only: the rest of a rule's state restarts."""
+    """Restores everything except what a rule keeps besides the momentum."""
     _restore(state, {name: tensor for name, tensor in saved.items() if name not in state.common[2:]})
 
 
