@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a feature takes on the fullest rank, beside what Megatron takes.
+    """Memory that a feature adds to Megatron's on the fullest rank.
 
     Attributes:
         activations: Activations as a multiple of Megatron's.
@@ -60,7 +60,7 @@ class Feature(Protocol):
 
     @property
     def Settings(self) -> "type[DataclassInstance]":  # noqa: N802
-        """Dataclass of its settings, of which the flags are made. Checkpoints do not hold those that begin with log_."""
+        """Dataclass of its settings, which become flags. Checkpoints do not hold those that begin with log_."""
 
     @property
     def REFUSED(self) -> Collection[str]:  # noqa: N802
@@ -100,7 +100,7 @@ class Feature(Protocol):
 
 
 ENTRY = "pier_features"
-"""Of Megatron's content metadata: :func:`settings` of the run that saved."""
+"""Key of Megatron's content metadata that holds :func:`settings` of the run that saved."""
 
 FEATURES: list[Feature] = []
 """All features, in the order in which they check a run and speak of it."""

@@ -33,7 +33,7 @@ class RunSchedule(Settings):
     def suited_preset(self) -> tuple[str, str]:
         """The preset that ``--pier-preset auto`` takes, and why, in words that follow "for"."""
         if self.subgroup_size is not None:
-            return "noloco", "groups that meet in subgroups"
+            return "noloco", "groups that exchange in subgroups"
         # A momentum of the user's own has a use for its warmup.
         if self.sync_interval <= _SHORT_INTERVAL and self.outer_momentum is None:
             if self.sync_interval == 1 and not self.overlap:
@@ -96,7 +96,7 @@ class RunSchedule(Settings):
 
     @property
     def pulls(self) -> bool:
-        """Whether slow weights cross the groups, beside pseudo-gradients."""
+        """Whether groups exchange slow weights as well as pseudo-gradients."""
         return not self.has_common_anchor and self.sends_differences and self.subgroup_gamma != 0
 
     def pull_at(self, iteration: int) -> float:

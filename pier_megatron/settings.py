@@ -28,7 +28,7 @@ SEED = whole(0, 2**63 - 1)
 """Seeds of random numbers."""
 
 INNER_OPTIMIZERS = ("adam", "muon")
-"""By Megatron's names."""
+"""Inner optimizers, by Megatron's names."""
 
 
 def flag_of(setting: str) -> str:
@@ -201,7 +201,7 @@ class Settings:
         "every --pier-site-interval iterations. Only outer steps cross the links between sites, and a site sends as much as "
         "one group. Default: groups exchange in outer steps only.",
         metavar="N",
-        accepts=whole(2, why="or left out for groups that meet in outer steps only"),
+        accepts=whole(2, why="or omitted: groups then exchange in outer steps only"),
     )
     site_interval: int | None = setting(
         None,

@@ -1,4 +1,4 @@
-"""What flags accept: numbers, paths and addresses, declared beside the flag and checked when it is parsed.
+"""What flags accept: numbers, paths and addresses, declared with the flag and checked when it is parsed.
 
 Nothing heavy is imported, so that a refusal comes at once.
 """

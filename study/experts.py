@@ -1,9 +1,9 @@
 """Unequal experts against equal ones and one dense model, at equal operations: ``python study/experts.py``.
 
 Three domains of real text, from the packages installed here: code, prose and structured data; headers of C and C++ are only
-scored. For each seed: seed models of three sizes on all domains, then ``pier-megatron experts`` from plan to table. Goes on
-where it was interrupted, also with variants that are added at the end. Which domain gets which size and how much of the
-iterations was chosen beforehand and not by result: structured data repeats itself most, prose least.
+scored. For each seed: seed models of three sizes on all domains, then ``pier-megatron experts`` from plan to table. An
+interrupted study resumes, also with variants that are added at the end. Sizes and shares of the iterations were assigned to
+domains before any result: structured data repeats itself most, prose least.
 """
 
 import argparse

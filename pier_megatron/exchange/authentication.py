@@ -72,7 +72,7 @@ def read_secret(path: str | None) -> bytes:
 
 
 class Door:
-    """Port of an island, at which it answers who asks whether it belongs.
+    """Port where an island proves to other islands that it belongs to the run.
 
     Attributes:
         name: Number, a random part, address and port of the island, by which the lighthouse knows it.

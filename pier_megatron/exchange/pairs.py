@@ -100,7 +100,7 @@ class _DirectSum(Sum):
             work.wait()
         for vector, (sent, received) in zip(self._vectors, self._payloads, strict=True):
             in_order = [*received[: self._subgroup.rank], sent, *received[self._subgroup.rank :]]
-            # One decoded at a time beside the sum.
+            # Memory holds the sum and one decoded vector at a time.
             decoded = (self._decoded(payload, len(vector)) for payload in in_order)
             total = next(decoded)
             for other in decoded:

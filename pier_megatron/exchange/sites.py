@@ -16,7 +16,7 @@ from pier_megatron.exchange.wire import Wire
 
 
 class SiteExchange(GroupExchange):
-    """Collectives between sites, each of which is represented by every one of its groups, for a part of the parameters.
+    """Collectives between sites; every group of a site sends and receives its part of the parameters.
 
     Attributes:
         inside: Collectives between the groups of this site, in FP32.

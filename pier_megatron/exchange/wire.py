@@ -25,11 +25,11 @@ class Wire:
     is_direct: bool = False
 
     def part_numel(self, numel: int) -> int:
-        """Elements of which each group of a site carries the sum, of ``numel`` in all."""
+        """Number of elements, out of ``numel``, whose sum each group of a site sends to the other sites."""
         return -(-numel // self.groups_in_site)
 
     def segment_numel(self, numel: int) -> int:
-        """Elements of which each rank computes the sum for others, of ``numel`` in all: whole blocks."""
+        """Number of elements, out of ``numel``, that each rank sums for others: whole blocks."""
         return 0 if self.is_direct else _whole_blocks(self.part_numel(numel), self.groups)
 
     def bytes_between_sites(self, numel: int, exactly: bool = False) -> int:

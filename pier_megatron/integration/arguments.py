@@ -29,7 +29,7 @@ def uses_group_settings(args: argparse.Namespace) -> bool:
 
 
 def config_from_args(args: argparse.Namespace) -> PierConfig:
-    """Builds the configuration of a run from Megatron's arguments, of which ``train_iters`` must be known.
+    """Builds the configuration of a run from Megatron's arguments; ``train_iters`` must be set.
 
     Raises:
         PierConfigError: See :class:`PierConfig`.

@@ -78,7 +78,7 @@ class _Look:
 
 
 def leave_out(function: Callable[..., object], /, *args: object, **kwargs: object) -> None:
-    """Does nothing in place of a function that parses the command line for itself and writes into the folder of ``--save``."""
+    """Replaces a function by nothing: that one parses the command line itself and writes into the folder of ``--save``."""
 
 
 def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -110,7 +110,7 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
     inside = [found for found in look.census.collectives if found not in crossing]
     megabytes = sum(found.nbytes for found in inside) / 1e6
     return [
-        "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
+        "Pier doctor: started from fresh weights, without a lazy start; nothing was loaded, saved or evaluated",
         f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
@@ -119,10 +119,10 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
 
 
 def examined_iteration(config: PierConfig) -> tuple[int, str]:
-    """The iteration to look at, 1-based, of a run without a lazy start, and where in the run that is.
+    """The iteration to look at, 1-based, of a run without a lazy start, and a description of it.
 
-    It is the first one in which no outer step begins or is under way, but for iteration 1, which may still set something up.
-    Two sync intervals have every kind of iteration; the last one has an outer step whatever the interval.
+    It is the first iteration with no outer step beginning or under way; iteration 1 does not count, since it may still set
+    something up. Two sync intervals have every kind of iteration; the last one always has an outer step.
     """
     first = _first(config.train_iters)
     kinds = range(first, min(2 * config.sync_interval + 1, config.train_iters))

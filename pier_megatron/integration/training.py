@@ -78,7 +78,7 @@ def with_outer_loop(
     Args:
         optimizer: Megatron's optimizer, which has not stepped.
         model_chunks: Virtual stages of the model on this rank, in order.
-        args: Megatron's arguments, of which ``train_iters`` is known.
+        args: Megatron's arguments, with ``train_iters`` set.
         words: Names of flags in what is printed, put into the user's words.
     """
     from pier_megatron.integration.optimizer import PierOptimizer
@@ -133,8 +133,8 @@ def with_outer_loop(
     faulthandler.enable()
     if config.overlap:
         for chunk in pier.model_chunks:
-            # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages: against a
-            # race that PyTorch mended long before the releases that are supported.
+            # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages. It guards
+            # against a race that PyTorch fixed long before the supported releases.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if dist.get_rank() == 0:
         who = elastic_island.describe(config) if is_elastic else topology.describe()

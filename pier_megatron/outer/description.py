@@ -1,7 +1,7 @@
-"""What a checkpoint of a Pier run holds beside Megatron's own content, and which runs may resume from it.
+"""What a checkpoint of a Pier run holds in addition to Megatron's own content, and which runs may resume from it.
 
 Megatron's keys hold the weights that all groups agree on and the inner optimizer's state of group 0, so that everything
-that reads a stock checkpoint reads this one. Beside them stand the outer state, once, and what each group has of its own; where
+that reads a stock checkpoint reads this one. Pier adds the outer state, once, and what each group has of its own; where
 groups never agree, the outer state is of each group too, and Megatron's keys hold the mean.
 """
 
@@ -20,7 +20,7 @@ FORMAT = 9
 """Raised when what is written changes: a plugin reads its own format alone."""
 
 ENTRY = "pier"
-"""Of Megatron's content metadata and of the optimizer's state dict: where the plugin's own things are."""
+"""Key of the plugin's own content, in Megatron's content metadata and in the optimizer's state dict."""
 
 OUTER = "pier.outer"
 """Prefix of the outer state: the anchor where Megatron has ``param``, the outer momentum where it has ``exp_avg``."""
@@ -159,7 +159,7 @@ class Description:
         return not self.is_local or self.island is not None or len(self.own_inner_state) >= self.settings["groups"] - 1
 
     def is_apart(self, group: int) -> bool:
-        """Whether the inner state of a group is stored beside that of Megatron's own keys."""
+        """Whether the inner state of a group is stored apart from Megatron's own keys."""
         return group in self._apart
 
     @functools.cached_property
@@ -196,7 +196,7 @@ class Description:
         if foreign:
             raise PierConfigError(
                 f"--load: the checkpoint of iteration {self.iteration} has the state of another inner optimizer: "
-                f"{', '.join(foreign)}. Restore the setting, or begin anew from the weights with --finetune."
+                f"{', '.join(foreign)}. Restore the setting, or restart from the weights with --finetune."
             )
         if changes and not accepts_changes:
             raise PierConfigError(

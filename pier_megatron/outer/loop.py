@@ -90,7 +90,7 @@ class OuterLoop:
         report: Callable[[OuterStepReport], None] = lambda report: None,
         sites: SiteExchange | None = None,
     ) -> Self:
-        """Builds the loop over the parameters of an inner optimizer, of which every rank of a group holds all.
+        """Builds the loop over the parameters of an inner optimizer; every rank of a group must hold all of them.
 
         Args:
             optimizer: Inner optimizer over FP32 parameters, which are the same in all groups.
@@ -250,7 +250,7 @@ class OuterLoop:
         self._weights.commit()
 
     def checksums(self) -> list[dict[str, int]]:
-        """Of each group, sums of the bits of what all groups agree on, over its ranks; see :meth:`OuterState.checksum`."""
+        """Sums of the bits of what all groups agree on, for each group over its ranks; see :meth:`OuterState.checksum`."""
         names = self._share.common
         sums = self._share.over_group(self._share.checksums(names))
         return [dict(zip(names, of_group, strict=True)) for of_group in self.exchange.gather(sums).result().tolist()]

@@ -72,8 +72,7 @@ def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -
         in_fragments: Number of chunks in each fragment of each state.
 
     Returns:
-        Numbers for each state: of those on the device, and of those beside them that wait between iterations where the state is
-        offloaded.
+        Numbers of buffers for each state: on the device, and in host memory between iterations if the state is offloaded.
     """
     found = []
     for own in in_fragments:
@@ -102,7 +101,7 @@ def work_bytes(config: PierConfig, longest: Sequence[int], in_fragments: Sequenc
 
 
 def work_names(config: PierConfig) -> tuple[str, ...]:
-    """Names of what the buffers of a run hold beside the state."""
+    """Names of the vectors in the work buffers of a run."""
     return (*WORK, SLOW) if config.pulls else WORK
 
 

@@ -63,7 +63,7 @@ class Participants:
         return Subgroup(everyone, next(groups for groups in drawn if everyone.rank in groups))
 
     def exchanges(self, iteration: int) -> Sequence[GroupExchange]:
-        """Returns everything that outer steps which begin after ``iteration``, and what comes before them, exchange over."""
+        """Returns every exchange that outer steps after ``iteration``, and the averages before them, use."""
         if self._sites is not None:
             return self._sites.inside, self._sites
         # In the end all groups agree.

@@ -49,7 +49,7 @@ class OuterStepReport:
         seconds: Time that training stood still for it, the wait for the slowest group included; on a GPU that of its stream.
         not_finite: Groups that were excluded because their parameters were not finite.
         spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
-            parameters: of the weights that they met with, or of their slow weights if those cross beside. None for one group;
+            parameters: of the weights that they met with, or of their slow weights if those are exchanged. None for one group;
             where pseudo-gradients alone cross between groups with anchors of their own; and where it is measured by the own
             group alone and that does not count: it is excluded, or an island that has just joined.
         restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
@@ -240,11 +240,11 @@ def spread(sums: Tensor, groups: int, of_slow_weights: bool = False) -> float | 
     Args:
         sums: Sums of the groups; a single row stands for its meeting.
         groups: Number of groups to whose mean the distances are.
-        of_slow_weights: Whether it is that of the slow weights, in place of the weights that groups met with.
+        of_slow_weights: Whether it is the spread of the slow weights; otherwise, of the weights that groups met with.
     """
     if groups == 1 or not sums[:, ELEMENTS].any():
         return None
     own, product, mean, *_ = sums[:, :PRODUCTS].unbind(1)
-    # All measured from the anchor: what is left of the difference is where the weights are.
+    # All are measured from the anchor, which cancels in the difference.
     distance = sums[:, DISTANCE] if of_slow_weights else (own - 2 * product + mean).clamp(min=0)
     return math.sqrt((distance / sums[:, ELEMENTS]).mean().item() * groups / (groups - 1))

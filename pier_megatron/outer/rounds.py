@@ -194,7 +194,7 @@ class OuterRound:
         return RoundBuffers(self.begun, copies[OWN], copies[SHARED], slow=copies.get(SLOW))
 
     def resume(self, saved: RoundBuffers) -> None:
-        """Continues where :meth:`settle` has left another round; in place of :meth:`begin`."""
+        """Continues where :meth:`settle` has left another round; replaces :meth:`begin`."""
         self._kept, self._under_way, self._is_sent_on = [staging.keep() for staging, _ in self._chunks], [], True
         sizes = [chunk.numel for _, chunk in self._chunks]
         for name, whole in ((OWN, saved.own), (SHARED, saved.sum), (SLOW, saved.slow)):

@@ -106,7 +106,7 @@ class Share:
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> Shards:
-    """Returns the parameters of an optimizer, of which every rank of a ``group`` holds all.
+    """Returns the parameters of an optimizer; every rank of a ``group`` must hold all of them.
 
     Raises:
         TypeError: If one is sharded over ranks.

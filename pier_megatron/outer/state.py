@@ -16,7 +16,7 @@ ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
-# Numbers of which the bits are summed at once, in 8 MiB.
+# Numbers whose bits are summed at once, in 8 MiB.
 _SUMMED_AT_ONCE = 2**20
 
 
@@ -116,7 +116,7 @@ class OuterState:
         common: Names of the flat buffers that all groups agree on: the anchor, then the memory of the rule.
         flats: The flat buffers by name; float32, shape ``[numel]`` each. With error feedback one is the residual: what this
             group's own pseudo-gradients lost on the wire.
-        reduced_residuals: Values that the sums lost which this group computes for all, by chunk start, with error feedback.
+        reduced_residuals: Values lost by the sums that this group computes for all, by chunk start, with error feedback.
         chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
     """
 
@@ -184,7 +184,7 @@ class OuterState:
 
     @property
     def copies_on_streams(self) -> bool:
-        """Whether chunks are copied to the device and back beside the work on others."""
+        """Whether chunks are copied to the device and back during the work on others."""
         return self.offload and self.device.type == "cuda"
 
     @property

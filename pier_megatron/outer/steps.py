@@ -47,7 +47,7 @@ class OuterSteps:
             exchange: Collectives between all groups that are known beforehand.
             weights: Parameters of this rank.
             reports: Takes note of outer steps.
-            islands: Elastic islands, of which this is one; None for groups of one launch.
+            islands: Elastic islands that include this one; None for groups of one launch.
             sites: Collectives between sites, if groups are in some.
         """
         self._config, self._share, self._exchange, self._weights, self._reports = config, share, exchange, weights, reports

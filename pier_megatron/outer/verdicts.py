@@ -26,7 +26,7 @@ class Verdicts:
     """
 
     def __init__(self, exchange: GroupExchange, own: int, device: torch.device) -> None:
-        """Begins to collect the verdicts, of which this rank gives its ``own``; waits for none."""
+        """Sends this rank's ``own`` verdict and begins to collect those of the others; waits for none."""
         self._exchange, self.own = exchange, own
         self._under_way = exchange.gather(torch.tensor([own], device=device))
         self._known: tuple[int, ...] | None = None

@@ -177,7 +177,7 @@ def test_a_configuration_trains_as_the_flags_do(runs: dict[str, Recorded], name:
 
 
 def outer_steps(run: Recorded) -> list[str]:
-    """What is logged of outer steps, but for times."""
+    """Log lines of outer steps, without times."""
     lines = re.findall(r"outer step after iteration.*?(?= \| elapsed)", run.printed)
     return [line for line in lines if "sent" in line]
 

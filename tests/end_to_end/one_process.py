@@ -39,7 +39,7 @@ def pier_megatron(**variables: str) -> Callable[[str], Said]:
     """Returns a function that runs a command line; equal ones are run once.
 
     Args:
-        variables: Environment variables, beside those of this process without what a scheduler sets.
+        variables: Environment variables, added to those of this process that no scheduler sets.
     """
     alien = ("SLURM_", "NCCL_", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(alien)}

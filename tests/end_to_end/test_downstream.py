@@ -26,7 +26,7 @@ from pier_megatron.errors import PierConfigError
 
 pytestmark = pytest.mark.processes
 
-# Large weights, so that it shows which GELU is computed.
+# Large weights, so that the two kinds of GELU differ.
 _COMMON = "--init-method-std 0.3 --global-batch-size 8 "
 _RUNS = [
     Run(
@@ -319,7 +319,7 @@ metric_list:
 
 
 def written_task(model: Any, folder: Path) -> None:
-    """Writes a task of eight questions, of which a model gets six right."""
+    """Writes a task of eight questions; the model gets six right."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     questions = []
     for place in range(1000, 9000, 1000):

@@ -182,7 +182,7 @@ def test_scores_are_what_megatron_prints(
 def test_every_sequence_is_scored_once(scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> None:
     for by_domain in scores.values():
         for (_, labels), text in zip(by_domain.values(), _TEXTS.values(), strict=True):
-            # The text and the end of the document, of which the last token has no label.
+            # The text and the end of the document; the last token has no label.
             assert len(labels) == text.stat().st_size // _SEQUENCE
             assert len(distinct(labels)) == len(labels)
 

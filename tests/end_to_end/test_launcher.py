@@ -178,7 +178,7 @@ def test_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pier_megatron.cli", "demo", "--iterations", "12", "--output", str(output)]
     command += "--sync-interval 4 -- --pier-preset diloco --eval-iters 1 --eval-interval 6 --pier-lazy-start-iters 4".split()
     said = execute(command, tmp_path / "log.txt")
-    assert re.search(r"Pier \(diloco\) reached a validation loss of \d\.\d+ ", said)
+    assert re.search(r"Pier \(diloco\) reached a validation loss of \d\.\d+, ", said)
     assert re.search(r"After the same tokens: \d\.\d+ and \d\.\d+ nats per byte", said)
     assert re.search(r"Pier, Muon inside \(diloco\) reached a validation loss of .* synchronous Muon after ", said)
     assert "(4 synchronous iterations, 2 outer steps)" in said

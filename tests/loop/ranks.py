@@ -52,8 +52,8 @@ class Settings:
 
     Attributes:
         groups: Number of groups.
-        ranks_in_group: That share the parameters of each.
-        config: Of Pier, beside the groups.
+        ranks_in_group: Number of ranks that share the parameters of a group.
+        config: Settings of Pier, without the groups.
         sabotage: Name of a bug planted in it, see :data:`BUGS`.
         averages: Whether outer steps take the mean of the last parameter, as of a router's biases.
     """
@@ -108,7 +108,7 @@ _restore = OuterState.restore
 
 
 def _restore_without_memory(state: OuterState, saved: Mapping[str, Tensor]) -> None:
-    """What a rule keeps beside the momentum begins again."""
+    """Restores everything except what a rule keeps besides the momentum."""
     _restore(state, {name: tensor for name, tensor in saved.items() if name not in state.common[2:]})
 
 
@@ -273,7 +273,7 @@ class Rank:
         self._optimizer.step()
 
     def stop_and_resume(self, changes: dict[str, Any] | None = None) -> None:
-        """Stores everything as a file would, forgets it, and goes on from there; perhaps with other settings."""
+        """Stores everything as a file would, forgets it, and resumes from there; perhaps with other settings."""
         file = io.BytesIO()
         stored = {
             "loop": self.loop.snapshot(),
@@ -312,7 +312,7 @@ class Rank:
         return {"seen": seen, "untouched": untouched}
 
     def fragments(self) -> list[Tensor]:
-        """Of every element of every parameter, the fragment that it belongs to."""
+        """Fragment of every element of every parameter."""
         state = self.loop.states[0]
         flat = torch.empty(state.numel)
         for chunk in state.chunks:
@@ -337,7 +337,7 @@ class Rank:
 
 
 class Communicators:
-    """Those of every layout, made once: making them anew for every run would leave thousands behind."""
+    """Process groups of every layout, made once: a new set for every run would leave thousands behind."""
 
     def __init__(self) -> None:
         self._own: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -400,7 +400,7 @@ class Ranks:
     """Processes that do the same at the same time."""
 
     def __init__(self) -> None:
-        # A server of forks saves seconds for each rank; with a GPU each begins anew, so that no fork can inherit its driver.
+        # A server of forks saves seconds for each rank. With a GPU each rank is a new process: a fork would inherit the driver.
         on_gpu = one_gpu.device().type == "cuda"
         context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
         if not on_gpu:

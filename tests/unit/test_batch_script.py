@@ -158,7 +158,7 @@ def test_flags_behind_a_script_go_to_the_script(
 ) -> None:
     assert cli.main(command.replace("FILE", str(script)).split()) > 0
     told = capsys.readouterr()
-    assert f"ERROR: {flag} behind job.sh goes to the script. Put it before job.sh." in told.out + told.err
+    assert f"ERROR: {flag} after job.sh goes to the script. Put it before job.sh." in told.out + told.err
 
 
 @pytest.mark.parametrize("flag", ["--nodes", "--ranks-per-node"])

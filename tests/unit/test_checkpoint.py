@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and who may go on from it."""
+"""How a checkpoint describes itself, and which runs may resume from it."""
 
 import dataclasses
 

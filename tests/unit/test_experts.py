@@ -325,7 +325,7 @@ def test_launch_script_leaves_the_gpus_to_its_caller(
 ) -> None:
     law = Expert("law", ("law",), "one", 8, 1e9, (2, 3), (0,), 1e9, None)
     plan = Plan(tmp_path, "pretrain.py", "cuda", 4, "one", {}, ("law",), {"one": Model((), None, 2, 1)}, (law,))
-    # In the place of the Python that would train.
+    # Stands in for the Python that would train.
     (tmp_path / "python").write_text("#!/usr/bin/env bash\necho $CUDA_VISIBLE_DEVICES")
     (tmp_path / "python").chmod(0o755)
     with monkeypatch.context() as patch:
@@ -377,7 +377,7 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
 
 
 def plan_with_scores(folder: Path, labels: np.ndarray, printed: float) -> tuple[Plan, score.Scored]:
-    """A plan of one trained expert, of which a job has just written scores of 2 nats and a log."""
+    """A plan of one trained expert; a job has just written its scores of 2 nats and a log."""
     law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (0,), (0,), 1e9, None)
     plan = Plan(folder, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, (law,))
     plan.write()
@@ -426,7 +426,7 @@ def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pyt
 
 @pytest.fixture(scope="module")
 def logits() -> torch.Tensor:
-    """Of three experts, ``[experts, sequences, tokens, vocabulary]``: unlike, so that the posterior moves."""
+    """Logits of three experts, ``[experts, sequences, tokens, vocabulary]``: unlike, so that the posterior moves."""
     return 2 * torch.randn(3, 4, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 

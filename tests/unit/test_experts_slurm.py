@@ -52,7 +52,7 @@ def submit(plan: Plan) -> int:
 
 
 def statuses(queue: Path) -> list[int]:
-    """Of all jobs, when all have ended."""
+    """Exit statuses of all jobs, when all have ended."""
     deadline = time.monotonic() + 60
     while len(found := list(queue.glob("*.status"))) < len(list(queue.glob("*.job"))):
         assert time.monotonic() < deadline

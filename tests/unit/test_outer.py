@@ -327,7 +327,7 @@ def test_groups_are_compared_without_copies_of_the_model() -> None:
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None:
     config = PierConfig(1000, groups=2, offload=True)
-    numel = 50 * 10**9 // 8  # Anchor and momentum together 50 GB, of which pinning makes 68.7 GB.
+    numel = 50 * 10**9 // 8  # Anchor and momentum take 50 GB; pinned, 68.7 GB.
     available = 700 * 10**9
     startup.check_host_memory(config, [numel], 8, available, is_pinned)
     with pytest.raises(PierConfigError, match=r"--pier-offload: .* 16 ranks.*takes (800\.0|1,099\.5) GB.*700\.0 GB are"):

@@ -185,7 +185,7 @@ def test_other_files_are_refused(text: str, message: str) -> None:
 
 
 def changed(path: list[tuple[int, int]]) -> Routes:
-    """Whole routes of which one is another."""
+    """Whole routes with one of them replaced."""
     routes = _WHOLE
     paths = {**routes.paths, MicroBatch(0, 0): tuple(Place(*place) for place in path)}
     order = tuple(itertools.chain.from_iterable(passes(path, key) for key, path in paths.items()))

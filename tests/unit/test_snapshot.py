@@ -15,7 +15,7 @@ from pier_megatron.outer.state import ANCHOR, MOMENTUM
 
 
 class _Deaf(GroupExchange):
-    """Two groups, of which the other never comes to a collective."""
+    """Two groups; the other never comes to a collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_room_for_a_round_is_as_long_as_its_chunks() -> None:
 
 
 class _Handed(_Deaf):
-    """Two groups, of which the other hands out ones; notes the memory of what it is given."""
+    """Two groups; the other hands out ones. Notes the memory of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -158,7 +158,7 @@ def _lend_without_the_last_write(staging: Staging, *args: Any, **kwargs: Any) ->
     return _lend(staging, *args, **kwargs)
 
 
-# What is left out, and the settings under which that is a race.
+# What is omitted, and the settings under which that is a race.
 _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "new buffers are written at once": (Staging, "take_work", _take_unfinished_work, {}),
     "a chunk is read while it is written back": (
@@ -198,7 +198,7 @@ def test_stopwatch_reads_events_only_when_asked() -> None:
 
 
 class _Furthest(_Exchange):
-    """Two islands, of which the other is ahead; what it hands over breaks off once."""
+    """Two islands; the other is ahead, and its transfer of state breaks off once."""
 
     def __init__(self, detector: RaceDetector) -> None:
         super().__init__(detector, "fp32")

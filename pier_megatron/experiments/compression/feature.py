@@ -130,7 +130,7 @@ def _tried(args: argparse.Namespace) -> dict[str, tuple[list[Codec], str | None]
         tried[dimension] = possible, next(filter(None, reversed(refusals.values())), None)
     graphs = getattr(args, "cuda_graph_impl", None) or "none"
     if graphs != "none":
-        tried["tp"] = [], f"--cuda-graph-impl {graphs} replays sums in layers, where nothing can look at them"
+        tried["tp"] = [], f"--cuda-graph-impl {graphs} replays sums inside layers, where Pier cannot measure them"
     return tried
 
 
@@ -193,8 +193,8 @@ def _tp(args: argparse.Namespace, codec: Codec) -> str | None:
         return "--tensor-model-parallel-size is 1, nothing travels between tensor-parallel ranks"
     if args.transformer_impl != "local":
         return (
-            f"with --transformer-impl {args.transformer_impl} the layers of Transformer Engine talk to each other where "
-            "nothing can be put between; only --transformer-impl local can be compressed"
+            f"with --transformer-impl {args.transformer_impl} the collectives are inside Transformer Engine, where Pier cannot "
+            "replace them; only --transformer-impl local can be compressed"
         )
     if args.sequence_parallel:
         return "--sequence-parallel gathers and scatters in other places than the sums that are compressed"
@@ -260,7 +260,7 @@ def describe(args: argparse.Namespace) -> list[str]:
         elif dimension in wanted:
             lines.append(f"  {dimension}: {what}: as they are: {_obstacle(args, dimension, wanted[dimension])}")
     if _logs_errors(args):
-        lines.append("Pier logs how far codecs are from what is sent:")
+        lines.append("Pier logs the error of these codecs on what is sent:")
         for dimension, (possible, reason) in _tried(args).items():
             told = ", ".join(codec.name for codec in possible) or f"nothing: {reason}"
             lines.append(f"  {dimension}: {DIMENSIONS[dimension]}: {told}")

@@ -1,7 +1,7 @@
 """Gradients between data-parallel ranks: the reductions that Megatron would start, in a codec's bytes.
 
-Megatron says which buffer is reduced over which ranks, and when it has to be there; all of its overlap is kept. In Pier's lazy
-start, and with stock instances of the distributed optimizer, the sum between instances goes the same way.
+Megatron still chooses the buffers, the ranks and the times, so all of its overlap is kept. In Pier's lazy start, and with stock
+instances of the distributed optimizer, the sum between instances goes the same way.
 """
 
 import contextlib
@@ -121,7 +121,7 @@ class _Reduction:
         output: Gradients that it leaves on this rank.
         group: Ranks that take part.
         op: Sum or mean.
-        whole: Gradients of which each rank gets its part; None if ``output`` is reduced as a whole.
+        whole: Gradients to scatter over the ranks; None if ``output`` is reduced as a whole.
     """
 
     output: Tensor

@@ -1,7 +1,7 @@
-"""Where blocks begin: each parameter in a buffer begins one of its own, so that no parameter decides about another's rounding.
+"""Where blocks begin: each parameter in a buffer begins a block, so no parameter affects the rounding of another.
 
-Ranks that hold copies of a parameter beside parts of others then encode the copies alike. A parameter whose numbers are much
-smaller than its neighbours' keeps them.
+Ranks that hold copies of a parameter, and different parts of others, then encode the copies alike. A parameter with small
+numbers keeps them next to one with large numbers.
 """
 
 import dataclasses

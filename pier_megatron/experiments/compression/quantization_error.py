@@ -1,7 +1,7 @@
-"""How far each codec is from what travels in the training under way: what the codec of a dimension is chosen by.
+"""Error of each codec on what the current training sends; with it a user chooses the codec of a dimension.
 
-The error is that of a number, beside its own size. Root mean squares of whole tensors hide what an outlier does: it makes the
-scale of its block so large that its neighbours become zero, and its own size hides them.
+The error is relative to each number. A root mean square over a tensor would hide what an outlier does: it makes the scale of
+its block so large that its neighbours become zero, and they hardly count against its own size.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from pier_megatron.megatron_api import run, versions
 BOUND = 0.1
 """Largest mean error of a codec that is proposed."""
 
-# Numbers that are looked at at once, so that what is made of them takes little memory beside them.
+# Numbers encoded at once, so that the temporary tensors stay small.
 _AT_ONCE = 2**15 * BLOCK
 
 

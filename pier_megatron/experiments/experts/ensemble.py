@@ -27,7 +27,7 @@ class Size:
     """A shape of model.
 
     Attributes:
-        arguments: Megatron's, beside those of all experts.
+        arguments: Megatron's arguments for this size; those of all experts are added.
         seed: ``--save`` folder of the model that experts of this size begin from; None for random weights.
     """
 
@@ -167,7 +167,7 @@ def _machines(section: "_Section") -> Machines:
     if ranks > node * machines.nodes:
         together = f"{machines.nodes} nodes x {node} gpus-per-node = {machines.nodes * node}"
         section.refuse("ranks-per-expert", str(ranks), f"more than there are: {together}. Lower it")
-    # An expert that shares a node with part of another's would leave ranks that fit no third.
+    # An expert that shared a node with part of another would leave ranks too few for a third.
     larger, smaller = max(ranks, node), min(ranks, node)
     if larger % smaller:
         section.refuse(

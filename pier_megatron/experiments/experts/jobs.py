@@ -29,7 +29,7 @@ class ExpertJob:
         command: Its words.
         devices: Numbers of what it takes of the machine for itself.
         log: File that its output is appended to.
-        environment: Beside this process's.
+        environment: Environment variables, added to this process's.
     """
 
     name: str
@@ -115,7 +115,7 @@ class _Log:
         self._begin = self._read = path.stat().st_size
 
     def new_lines(self) -> str:
-        """Whole lines that nobody has read; nothing is read twice, but for the piece of a line at the end."""
+        """Whole lines that nobody has read; only an unfinished last line is read again."""
         found = self._since(self._read)
         lines = found[: found.rfind(b"\n") + 1]
         self._read += len(lines)

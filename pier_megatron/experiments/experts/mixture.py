@@ -32,7 +32,7 @@ def cached_prior(scores: Array) -> Array:
     prior before it. There the prior restarts with every batch; here it does not.
 
     Args:
-        scores: Log-likelihoods of the sequences, of which :data:`CACHED_SEQUENCES` are used.
+        scores: Log-likelihoods of the sequences; the first :data:`CACHED_SEQUENCES` are used.
 
     Returns:
         Normalised, ``[experts]``.

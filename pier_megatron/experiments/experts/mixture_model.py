@@ -1,7 +1,7 @@
 """A mixture of experts that know nothing of each other, as one Hugging Face model.
 
-``pier-megatron experts export`` writes this file beside the weights. It needs PyTorch and transformers, and nothing of the
-plugin::
+``pier-megatron experts export`` writes this file into the folder of the weights. It needs PyTorch and transformers, and
+nothing of the plugin::
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
@@ -162,7 +162,7 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):
         """Predicts the next tokens; arguments are those of all causal language models of transformers."""
         cache = past_key_values if isinstance(past_key_values, MixtureCache) else None
         if past_key_values is not None and cache is None and past_key_values.get_seq_length():
-            raise ValueError("past_key_values: a mixture goes on only from what a mixture returned.")
+            raise ValueError("past_key_values: a mixture accepts only a cache that a mixture returned.")
         use_cache = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         is_seen = self._counts(input_ids, attention_mask, cache)

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     """Plans; returns the exit status."""
     plan = make(Ensemble.read(options.file), options.output.resolve())
     print("\n".join(table(plan)))
-    print(f"Written to {plan.folder}. Go on with: pier-megatron experts train {options.output}")
+    print(f"Written to {plan.folder}. Next: pier-megatron experts train {options.output}")
     return 0
 
 
@@ -126,7 +126,7 @@ def _understood(ensemble: Ensemble, what: str, nodes: int, ranks_per_node: int, 
 
 
 def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple[str, ...]:
-    """Megatron's arguments for one expert beside its size: schedule, data and checkpoints."""
+    """Megatron's arguments for the schedule, the data and the checkpoints of one expert."""
     size = ensemble.sizes[share.size]
     domains = [ensemble.domains[name] for name in share.domains]
     # A blend of several datasets says how much of each.
@@ -138,7 +138,7 @@ def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple
     if "--save-interval" not in (*ensemble.arguments, *size.arguments):
         words += ["--save-interval", str(math.ceil(share.iterations / _SAVES))]
     if size.seed is not None:
-        # Megatron begins there only where --load finds nothing yet, so that a second start goes on.
+        # Megatron reads it only if --load finds no checkpoint, so a second start resumes.
         words += ["--pretrained-checkpoint", str(size.seed)]
     return tuple(words)
 
@@ -160,7 +160,7 @@ def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, fl
 
 
 def _places(machines: Machines, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Devices and nodes of a job: jobs fill the machines one beside the other, then begin again from the first rank."""
+    """Devices and nodes of a job: jobs fill the machines in order, then start again at the first rank."""
     ranks, node = machines.ranks_per_expert, machines.gpus_per_node
     first = number % (machines.nodes * node // ranks) * ranks
     if ranks >= node:
@@ -187,7 +187,7 @@ def _write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None
     folder = plan.folder / expert.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "arguments.txt").write_text("\n".join((*plan.models[expert.size].arguments, *arguments)) + "\n")
-    head = f"# Expert {expert.name}: {expert.iterations} iterations; started again, it goes on from its last checkpoint."
+    head = f"# Expert {expert.name}: {expert.iterations} iterations; started again, it resumes from its last checkpoint."
     common = ["set -euo pipefail", f"mapfile -t arguments < {shlex.quote(str(folder / 'arguments.txt'))}"]
     common += ["export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
     script = f'-m pier_megatron --device {plan.device} {shlex.quote(plan.script)} "${{arguments[@]}}"'
@@ -205,8 +205,8 @@ def _write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None
         folder / "launch.slurm",
         [
             *("#!/usr/bin/env bash", head),
-            # Jobs of one name wait for each other: submitted twice, the second goes on where the first one ends. A path is
-            # the name of no other expert.
+            # Jobs of one name wait for each other: submitted twice, the second resumes where the first one ended. No other
+            # expert has this path as its name.
             *(f"#SBATCH --job-name {whole_name}", "#SBATCH --dependency singleton"),
             *(f"#SBATCH --nodes {len(expert.nodes)}", "#SBATCH --ntasks-per-node 1", *takes),
             *(f"#SBATCH --output {log}", "#SBATCH --open-mode append", "#SBATCH --requeue"),

@@ -111,7 +111,7 @@ def _is_scored(plan: Plan, model: Scored) -> bool:
 
 
 def _places(plan: Plan, models: Sequence[Scored]) -> list[range]:
-    """Devices of each model's job, which hold it once: jobs fill the node one beside the other, then begin again."""
+    """Devices of each model's job, which hold it once: jobs fill the node in order, then start again at its first device."""
     found, first = [], 0
     for model in models:
         ranks = plan.models[model.size].ranks

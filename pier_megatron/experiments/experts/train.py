@@ -36,14 +36,14 @@ def run(options: argparse.Namespace) -> int:
     try:
         run_all(jobs, _Progress())
     except KeyboardInterrupt:
-        print("\nInterrupted. Run the command again: every expert goes on from its last checkpoint.", file=sys.stderr)
+        print("\nInterrupted. Run the command again: every expert resumes from its last checkpoint.", file=sys.stderr)
         return 130
     # Also jobs that ended well but early, on a signal or at the end of their time.
     unfinished = untrained(plan)
     for expert in unfinished:
         print(f"{expert.name}: saved at iteration {trained(plan, expert)} of {expert.iterations}", file=sys.stderr)
     if unfinished:
-        print("Run the command again: these experts go on from there.", file=sys.stderr)
+        print("Run the command again: these experts resume from there.", file=sys.stderr)
     return 1 if unfinished else 0
 
 

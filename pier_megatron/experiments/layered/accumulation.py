@@ -119,7 +119,7 @@ def describe(args: argparse.Namespace) -> list[str]:
     recomputes = args.recompute_granularity == "full"
     return [
         f"Pier layered: {count} micro-batches of a step pass a layer before any passes the next one",
-        f"  activations of {count} micro-batches at once, in Megatron's order of one. Inputs of layers, "
+        f"  activations of {count} micro-batches at once; Megatron's order keeps those of one. Inputs of layers, "
         f"{' x '.join(map(str, sizes))} (micro-batches, layers, tokens, sequences, hidden size) x {width} bytes"
         f"{f' / {ranks} ranks' if ranks > 1 else ''}: {size / 2**30:.2f} GiB"
         + (", all that layers keep with full recomputation" if recomputes else " of them"),

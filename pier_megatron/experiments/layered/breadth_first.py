@@ -48,8 +48,8 @@ def prepare(args: argparse.Namespace) -> None:
     if args.pier_layered is not True:
         raise PierConfigError(
             f"--pier-layered {args.pier_layered} with --pipeline-model-parallel-size {ranks}: virtual stages take all "
-            "micro-batches of a step at a time, or with Megatron's own "
-            f"--microbatch-group-size-per-virtual-pipeline-stage {args.pier_layered}, without --pier-layered, so many."
+            f"micro-batches of a step at a time. For {args.pier_layered} at a time use Megatron's own "
+            f"--microbatch-group-size-per-virtual-pipeline-stage {args.pier_layered}, without --pier-layered."
         )
     if ranks == 2 and not args.overlap_p2p_comm:
         raise PierConfigError(
@@ -160,9 +160,9 @@ def describe(args: argparse.Namespace) -> list[str]:
     most = counts[-1]
     held, depth_first = (in_flight(args, most, size) for size in (most, ranks))
     return [
-        f"Pier layered: breadth-first over {ranks} pipeline ranks of {stages} virtual stages, each of which takes all "
-        f"{'-'.join(map(str, dict.fromkeys((counts[0], most))))} micro-batches of a step before the next one",
-        f"  activations on the first pipeline rank: of up to {held} of {stages * most} stage-micro-batches at once; "
+        f"Pier layered: breadth-first over {ranks} pipeline ranks of {stages} virtual stages: a stage runs all "
+        f"{'-'.join(map(str, dict.fromkeys((counts[0], most))))} micro-batches of a step before the next stage begins",
+        f"  the first pipeline rank keeps activations of up to {held} of {stages * most} stage-micro-batches at once; "
         f"depth-first, of {depth_first} ({held / depth_first:.2f} x)",
     ]
 
@@ -173,7 +173,7 @@ def warnings(args: argparse.Namespace) -> list[str]:
     if max(batches.training_phases(args).values()) > ranks:
         return []
     return [
-        f"--pier-layered: a step has {ranks} micro-batches, as many as --pipeline-model-parallel-size, and so many "
-        "Megatron takes through a virtual stage at a time anyway: nothing changes. Use larger batches or smaller "
+        f"--pier-layered: a step has {ranks} micro-batches, as many as --pipeline-model-parallel-size. In Megatron's own order "
+        "a virtual stage takes as many at a time: nothing changes. Use larger batches or smaller "
         "micro-batches."
     ]

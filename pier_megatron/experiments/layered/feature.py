@@ -99,7 +99,7 @@ def warnings(args: argparse.Namespace) -> list[str]:
     if not args.overlap_grad_reduce:
         found.append(
             "--pier-layered without --overlap-grad-reduce: the order leaves more backward passes to hide the reduction of "
-            "gradients behind, but without that flag none is hidden, and the activations are spent in vain. Add it."
+            "gradients behind, but without that flag none is hidden, and the memory for activations buys nothing. Add it."
         )
     groups = args.pier_groups if uses_pier(args) else 1
     if args.data_parallel_size * args.context_parallel_size == groups:

@@ -21,8 +21,7 @@ _DEVICE = "the device's"
 # Bytes of a CUDA generator's state: its seed, and how many numbers it has drawn.
 _SEED_AND_OFFSET = 16
 
-# A CPU's generator is a Mersenne twister: its state has so many words, all of which are new after so many numbers. Before them
-# stand bytes that say where in them it is.
+# A CPU's generator is a Mersenne twister: a header with its position, then so many words. As many draws replace all words.
 _WORDS, _WORD, _HEAD = 624, 8, 24
 
 # Numbers that a micro-batch may draw from a CPU's generator: with these it takes seconds to count them.
@@ -68,8 +67,8 @@ class RandomStates:
         if not is_equal and not self.has_complained:
             self.has_complained = True
             log.print_last(
-                " Pier: WARNING: --pier-layered: a micro-batch has drawn more or fewer random numbers than another one, as of "
-                "sequences of unequal lengths: from here on losses are not those of Megatron's order, as with another seed"
+                " Pier: WARNING: --pier-layered: a micro-batch has drawn more or fewer random numbers than another one (of "
+                "unequal sequences?): from here on losses differ from Megatron's order, as with another seed"
             )
 
 

@@ -217,8 +217,8 @@ def _pause(
     ]
     if others:
         raise PierConfigError(
-            f"--pier-layered with --pipeline-model-parallel-size 1: layers pass gradients through {', '.join(others)} beside "
-            "their hidden states, which would be lost. Drop --pier-layered."
+            f"--pier-layered with --pipeline-model-parallel-size 1: layers also pass gradients through {', '.join(others)}, "
+            "which would be lost. Drop --pier-layered."
         )
     hidden_states = kwargs.get("hidden_states", *args[:1])
     assert isinstance(hidden_states, torch.Tensor)

@@ -115,8 +115,8 @@ class _Batches:
         if micro_batch.replica != self._own.replica:
             raise PierConfigError(
                 f"--pier-skip-routes: the training script reads data in stage {self._own.stage}, between the ends of the "
-                f"pipeline, as for packed sequences; what it reads is of replica {self._own.replica}, and the micro-batch of "
-                f"replica {micro_batch.replica}. Search routes that stay in their replica: --stay of examples/skip_routes.py."
+                f"pipeline, as for packed sequences. It reads data of replica {self._own.replica} for a micro-batch of replica "
+                f"{micro_batch.replica}. Search routes that stay in their replica: --stay of examples/skip_routes.py."
             )
         while len(self._read) <= micro_batch.number:
             self._read.append(next(data))

@@ -1,9 +1,9 @@
 """Micro-batches that skip pipeline stages in training, and evaluation without some of the stages.
 
-SkipPipe (arXiv 2502.19913) in two ways. By a table, a stage that is skipped hands its input on: schedule and messages remain
-Megatron's, so compute is saved, and no transfer. By routes (:mod:`routing`), micro-batches go past it to the rank of another
-stage, of any replica of the group. A stage learns from the micro-batches that have visited it, whose gradients are summed and
-divided by the number of all, as in the paper.
+SkipPipe (arXiv 2502.19913) in two ways. With a table, a skipped stage passes its input on: schedule and messages remain
+Megatron's, so this saves compute but no transfer. With routes (:mod:`routing`), micro-batches go past it to the rank of another
+stage, of any replica of the group. A stage learns from the micro-batches that visit it; their gradients are summed and divided
+by the number of all micro-batches, as in the paper.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from pier_megatron.values import any_path, numbers, share
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_FSDP = "it gathers and reduces parameters around layers, all of which it expects to run"
+_FSDP = "it gathers and reduces parameters around layers, and expects all of them to run"
 _REFUSED = {
     "overlap_moe_expert_parallel_comm": "it runs the layers of two micro-batches in turns, past their block",
-    "mtp_num_layers": "stages of multi-token prediction have layers beside the block that would be skipped",
+    "mtp_num_layers": "stages of multi-token prediction have layers outside the block that would be skipped",
     "hybrid_layer_pattern": "the layers of a hybrid model are in another block than the one that can be skipped",
     "fine_grained_activation_offloading": "it expects every micro-batch in every stage",
     "use_megatron_fsdp": _FSDP,
@@ -220,7 +220,7 @@ def paths(args: argparse.Namespace, micro_batches: int) -> Paths:
 
 
 def share_of_whole_step(args: argparse.Namespace, table: Paths) -> float:
-    """Simulated time of a step, as a multiple of that of a step which skips nothing.
+    """Simulated time of a step, as a multiple of a step without skipping.
 
     Args:
         args: Megatron's, validated.
@@ -287,11 +287,11 @@ def describe(args: argparse.Namespace) -> list[str]:
         for count, table in zip(counts, tables, strict=True):
             lines.append(
                 f"Pier skipping: {len(table.skipped)} of {table.stages} stages x {count} micro-batches = {table.fraction:.1%} "
-                f"are skipped; {share_of_whole_step(args, table):.3f} x the time of a whole step expected"
+                f"are skipped; predicted: {share_of_whole_step(args, table):.3f} x the time of a whole step"
             )
         lines.append(
-            "  expected, not measured: passes in Megatron's order, as long as their layers are many, backward ones "
-            f"{backward_cost(args):g} x forward ones, no time for messages, for the ends of the model or between steps"
+            f"  predicted, not measured: passes in Megatron's order, by layers, backward {backward_cost(args):g} x forward,"
+            " and no time for messages, for the ends of the model or between steps"
         )
         shown = tables[-1]
         ranks, cut = args.pipeline_model_parallel_size, "..." if counts[-1] > _SHOWN else ""
@@ -319,7 +319,7 @@ def warnings(args: argparse.Namespace) -> list[str]:
     if share <= _WORTH:
         return []
     return [
-        f"--pier-skip-fraction {args.pier_skip_fraction}: a step is expected to take {share:.3f} x as long as a whole one: "
+        f"--pier-skip-fraction {args.pier_skip_fraction}: a step is predicted to take {share:.3f} x as long as a whole one: "
         "the ranks of the first and the last stage, which are never skipped, have as much to do as before. Make these stages "
         "smaller: --num-virtual-stages-per-pipeline-rank, or fewer layers at the ends by --pipeline-model-parallel-layout."
     ]

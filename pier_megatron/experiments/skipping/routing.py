@@ -18,8 +18,8 @@ from pier_megatron.values import existing_file
 if TYPE_CHECKING:
     from torch import nn
 
-_IN_PASSES = "its ranks of several replicas meet inside each pass, and routes give them passes of different micro-batches"
-_UNTRIED = "it has not been tried, and scales that are delayed are reduced over replicas inside each pass"
+_IN_PASSES = "its ranks of several replicas communicate inside each pass, but routes give them different micro-batches"
+_UNTRIED = "it has not been tried, and delayed scales are reduced over replicas inside each pass"
 REFUSED = {
     "pier_skip_fraction": "the file says what is skipped",
     "pier_layered": "it is another order of the passes",
@@ -28,10 +28,10 @@ REFUSED = {
     "fp4": _UNTRIED,
     "variable_seq_lengths": "messages have the shape of a whole sequence",
     "defer_embedding_wgrad_compute": "it counts the passes of Megatron's own order",
-    "export_kd_teacher_load": "a teacher's messages go beside those of the student",
+    "export_kd_teacher_load": "stages send a teacher's messages too, not only those of the student",
     "moe_paged_stash": "it counts the passes of Megatron's own order",
 }
-"""What does not go with routes, with the reason; beside what does not go with skipping at all."""
+"""Arguments that routes refuse, with the reason; they come on top of those that skipping refuses."""
 
 
 def is_used(args: argparse.Namespace) -> bool:
@@ -59,7 +59,7 @@ def replicas_of_group(args: argparse.Namespace) -> int:
 
 
 def check_job(args: argparse.Namespace) -> None:
-    """Refuses what does not go with routes, whatever they are.
+    """Refuses what no routes support.
 
     Raises:
         PierConfigError: With the flag, the values and a remedy.
@@ -127,8 +127,8 @@ def describe(args: argparse.Namespace) -> list[str]:
     hosts = f"; planned for the hosts {', '.join(routes.hosts)}, in the order of ranks" if routes.hosts else ""
     return [
         f"Pier skipping: by routes, {routes.fraction:.1%} of {routes.stages} stages x {len(routes.paths)} micro-batches of "
-        f"{routes.replicas} replica{'s' * (routes.replicas > 1)} are skipped; {routes.messages} messages in a step, where all "
-        f"stages need {whole}",
+        f"{routes.replicas} replica{'s' * (routes.replicas > 1)} are skipped; {routes.messages} messages in a step, "
+        f"{whole} through all stages",
         f"  {routes.swaps} visits of a stage after a later one, {routes.crossings} messages one way to another replica, "
         f"activations of {routes.held} micro-batches at most on a rank{hosts}",
     ]
@@ -171,7 +171,7 @@ def run(
 
 
 def check_copies(args: argparse.Namespace) -> None:
-    """Refuses nodes whose files differ, which would wait for messages that nobody sends.
+    """Refuses nodes with different files: they would wait for each other's messages for ever.
 
     Raises:
         PierConfigError: On every rank, with the ranks that have another file than rank 0.

@@ -36,7 +36,7 @@ class _Request:
         inner_sources: Saved groups of whose inner states this group takes the mean.
         outer_sources: The same for the outer state.
         snapshot: Snapshot for the outer loop; its tensors are what is read into.
-        objects: What the first source has beside its tensors, once it was read.
+        objects: Values of the first source that are not tensors, once it was read.
     """
 
     saved: Description
@@ -74,7 +74,7 @@ class Loading:
         if request is None:
             return stock
         saved = request.saved
-        # Of the groups that go on with the inner state of a saved one, each reads a copy.
+        # Each group that continues with the inner state of a saved one reads its own copy.
         before_this = range(place.in_launch.start, place.group)
         copies = collections.Counter(source for group in before_this for source in self._inner_sources(saved, group))
         copies_of_outer = collections.Counter(
@@ -153,7 +153,7 @@ class Loading:
             if request.saved.is_apart(source):
                 for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
                     owner.take_settings(settings)
-                # Only now: loading may have put other tensors in the place of those that were there.
+                # Only now: loading the settings may have replaced the tensors.
                 for index, inner in enumerate(place.inner_states()):
                     inner.load(entry[f"inner{index}.{source}"], request.metadata)
             else:
@@ -176,7 +176,7 @@ class Loading:
         return True
 
     def _inner_settings(self, request: _Request) -> "list[StateDict]":
-        """What each inner optimizer has beside its tensors."""
+        """Settings of each inner optimizer: all of its state that is not a tensor."""
         assert request.objects is not None
         saved: list[StateDict] = request.objects["inner"]
         if request.same_layout and len(saved) == len(self._place.owners):

@@ -1,6 +1,6 @@
 """How long a step takes on unequal ranks and links, with routes: each rank takes what is there, backward passes first.
 
-The order in which the simulated ranks take their passes is the one that real ones will keep to.
+Real ranks will take their passes in the order of the simulated ones.
 """
 
 import bisect

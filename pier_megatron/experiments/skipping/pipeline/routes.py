@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Self
 from pier_megatron.errors import PierConfigError
 
 FORMAT = 1
-"""Of the file."""
+"""Version of the file."""
 
 MOST_SWAPS = 2
 """Stages that a route may visit after one that is behind them (the authors' bound); each is one back at most."""
@@ -75,8 +75,8 @@ class Routes:
         micro_batches: Number of micro-batches of a replica in a step.
         held: Micro-batches at most whose activations a rank keeps at once.
         paths: Places that a micro-batch visits, in order.
-        order: All passes of the step. Whatever a pass needs is before it, so that ranks which follow this order, each its own
-            part, never wait for each other in a circle, and the messages of two ranks have one order on both.
+        order: All passes of the step, each behind the passes that it needs. Ranks that follow it, each its own part, never wait
+            for each other in a circle, and the messages of two ranks have one order on both.
         hosts: Names of hosts in the order of ranks for which the routes were searched; nothing if none were named.
     """
 

@@ -92,7 +92,7 @@ def search(grid: Grid, micro_batches: int, groups: Sequence[Sequence[int]], wish
 
 
 def _draw(grid: Grid, micro_batches: int, groups: Sequence[Sequence[int]], fraction: float, generator: random.Random) -> Paths:
-    """Balanced routes in their own replicas: who skips which stage is drawn.
+    """Balanced routes in their own replicas, with random choices of the skipped stages.
 
     They are in the order in which micro-batches shall begin: the first of each replica before the second of any.
     """
