@@ -30,8 +30,7 @@ from torch.multiprocessing import reductions
 from pier_megatron.commands.demo import pretrain_bytes
 from pier_megatron.exchange import codecs
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.experiments import compression
-from pier_megatron.experiments.compression import layout
+from pier_megatron.experiments.compression import activations, buckets, gradients, layout, parameters, tensor_parallel
 from pier_megatron.experiments.layered import breadth_first, segments
 from pier_megatron.experiments.skipping import feature as skipping
 from pier_megatron.experiments.skipping.pipeline.paths import Paths
@@ -153,8 +152,8 @@ def _lossless_codecs(directory: Path) -> Iterator[None]:
     with (
         mock.patch.dict(codecs.CODECS, exact),
         mock.patch.object(layout, "_PIECE", 2**12),
-        mock.patch.object(compression.activations, "saves_bytes", return_value=True),
-        mock.patch.object(compression.tensor_parallel, "saves_bytes", return_value=True),
+        mock.patch.object(activations, "saves_bytes", return_value=True),
+        mock.patch.object(tensor_parallel, "saves_bytes", return_value=True),
     ):
         yield
 
@@ -173,12 +172,12 @@ def _lengths_that_vary(directory: Path) -> Patch:
 
 def _nothing_between_instances(directory: Path) -> Patch:
     """Gradients are summed inside each instance only."""
-    begin = compression.gradients._begin
+    begin = gradients._begin
 
     def only_inside(codec: Any, bucket_group: Any, reduction: Any, *args: Any) -> Any:
         return [] if reduction.whole is None else begin(codec, bucket_group, reduction, *args)
 
-    return mock.patch.object(compression.gradients, "_begin", only_inside)
+    return mock.patch.object(gradients, "_begin", only_inside)
 
 
 def _own_part_as_it_is(directory: Path) -> Patch:
@@ -192,7 +191,7 @@ def _own_part_as_it_is(directory: Path) -> Patch:
             piece.write(whole, parts)
             parts[rank] = own
 
-    return mock.patch.object(compression.parameters._Handle, "wait", wait)
+    return mock.patch.object(parameters._Handle, "wait", wait)
 
 
 def _small_pieces(directory: Path) -> Patch:
@@ -204,7 +203,7 @@ def _blocks_across_parameters(directory: Path) -> Patch:
     """Blocks ignore where parameters end: a replicated one shares a scale with its neighbour, another one on each rank."""
     lay_out = layout.pieces
     return mock.patch.object(
-        compression.buckets, "pieces", lambda numel, parts, bounds: lay_out(numel, parts, [(0, numel)] if bounds else [])
+        buckets, "pieces", lambda numel, parts, bounds: lay_out(numel, parts, [(0, numel)] if bounds else [])
     )
 
 
@@ -241,7 +240,7 @@ def _nobody_compares_copies(directory: Path) -> Patch:
 
 def _dropped_gradients_survive_saves(directory: Path) -> Patch:
     """A run keeps the residual of its codec across a save, and a resumed run does not have it."""
-    return mock.patch.object(compression.gradients._Kept, "forget")
+    return mock.patch.object(gradients._Kept, "forget")
 
 
 def _used_before_it_has_arrived(directory: Path) -> Patch:
@@ -251,7 +250,7 @@ def _used_before_it_has_arrived(directory: Path) -> Patch:
         arrival.wait()
         return request
 
-    return mock.patch.object(compression.activations._Arrival, "after", too_early)
+    return mock.patch.object(activations._Arrival, "after", too_early)
 
 
 def _last_micro_batch_skips(directory: Path) -> Patch:
