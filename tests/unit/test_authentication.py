@@ -1,9 +1,13 @@
 """An island that does not have the secret proves nothing, whatever it has heard."""
 
+import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge
 from pathlib import Path
 
 import pytest
@@ -20,29 +24,27 @@ def door() -> Door:
     return Door(3, "127.0.0.1", _SECRET, lambda: {"run": "this"})
 
 
-def _raw(name: str, nonce: bytes) -> bytes:
+def _connect(name: str) -> Connection:
     _, _, address, port = name.split("/")
-    answer = b""
-    with socket.create_connection((address, int(port)), 5) as connection:
-        connection.sendall(nonce)
-        while part := connection.recv(4096):
-            answer += part
-    return answer
+    peer = socket.create_connection((address, int(port)), 5)
+    peer.setblocking(True)
+    return Connection(peer.detach())
 
 
 @pytest.fixture
-def fake() -> Iterator[Callable[[Callable[[bytes], bytes]], str]]:
-    """Makes a door that answers a nonce as it is told to; gives its name."""
+def fake() -> Iterator[Callable[[Callable[[Connection], object]], str]]:
+    """Makes a door that does something with each connection; gives its name."""
     listeners = []
 
-    def make(answer: Callable[[bytes], bytes]) -> str:
+    def make(answer: Callable[[Connection], object]) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(answer(connection.recv(32)))
+            with contextlib.suppress(OSError, EOFError):
+                while True:
+                    with Connection(listener.accept()[0].detach()) as asker:
+                        answer(asker)
 
         threading.Thread(target=serve, daemon=True).start()
         return f"0003/{'0' * 16}/127.0.0.1/{listener.getsockname()[1]}"
@@ -59,32 +61,125 @@ def test_only_the_same_secret_is_believed(door: Door) -> None:
     assert ask([door.name], b"", 5) == {door.name: None}
 
 
+def test_a_door_tells_a_stranger_nothing(door: Door) -> None:
+    with _connect(door.name) as connection:
+        with pytest.raises(AuthenticationError, match="rejected"):
+            answer_challenge(connection, _ANOTHER)
+        with pytest.raises((EOFError, ConnectionError)):
+            connection.recv_bytes()
+
+
+def _relay(asker: Connection, name: str) -> None:
+    """Passes each message on, in turn: the door's challenge, the answer, what it says of it, and the same the other way."""
+    with _connect(name) as door:
+        for sender, receiver in [(door, asker), (asker, door), (door, asker), (door, asker), (asker, door), (door, asker)]:
+            receiver.send_bytes(sender.recv_bytes())
+
+
 def test_nobody_answers_for_another_one(door: Door, fake: Callable[..., str]) -> None:
     renamed = door.name.replace("0003/", "0004/")
-    heard = _raw(door.name, bytes(32))
-    repeats, passes_on = fake(lambda nonce: heard), fake(lambda nonce: _raw(door.name, nonce))
-    assert ask([renamed, repeats, passes_on], _SECRET, 5) == {renamed: None, repeats: None, passes_on: None}
+    passes_on = fake(lambda asker: _relay(asker, door.name))
+    assert ask([renamed, passes_on], _SECRET, 5) == {renamed: None, passes_on: None}
 
 
-def test_what_a_stranger_sends_is_bounded(fake: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_for = []
-    receive = authentication._receive
-    monkeypatch.setattr(
-        authentication,
-        "_receive",
-        lambda socket_, size, deadline: (asked_for.append(size), receive(socket_, size, deadline))[1],
-    )
-    endless = fake(lambda nonce: bytes(32) + b"\xff" * 4)
-    assert ask([endless], _SECRET, 5) == {endless: None}
-    assert asked_for == [32, 4]
+def test_an_answer_heard_earlier_or_made_by_the_asker_proves_nothing(fake: Callable[..., str]) -> None:
+    heard: list[bytes] = []
+
+    def repeat(asker: Connection) -> None:
+        asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        heard.append(asker.recv_bytes())
+        asker.send_bytes(b"#WELCOME#")
+        asker.send_bytes(b"{}")
+        asker.recv_bytes()
+        asker.send_bytes(heard[0])
+        asker.recv_bytes()
+
+    def reflect(asker: Connection) -> None:
+        """Has an asker, the other one or this one, answer the challenge of this one."""
+        asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        asker.recv_bytes()
+        asker.send_bytes(b"#WELCOME#")
+        asker.send_bytes(b"{}")
+        challenge = asker.recv_bytes()
+        challenges.append(challenge)
+        other = threading.Thread(target=ask, args=([oracle], _SECRET, 5))
+        other.start()
+        other.join()
+        asker.send_bytes(answers[0])
+        asker.recv_bytes()
+
+    challenges: list[bytes] = []
+    answers: list[bytes] = []
+
+    def answer_for(asker: Connection) -> None:
+        asker.send_bytes(challenges[0])
+        answers.append(asker.recv_bytes())
+
+    repeats, reflects, oracle = fake(repeat), fake(reflect), fake(answer_for)
+    for _ in range(2):
+        assert ask([repeats], _SECRET, 5) == {repeats: None}
+    assert ask([reflects], _SECRET, 5) == {reflects: None}
+    assert answers
 
 
-def test_who_does_not_answer_costs_no_more_than_the_time_given(fake: Callable[..., str]) -> None:
+def test_what_a_stranger_sends_is_bounded(fake: Callable[..., str]) -> None:
+    sent: list[int] = []
+
+    def send_without_end(asker: Connection) -> None:
+        asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        asker.recv_bytes()
+        asker.send_bytes(b"#WELCOME#")
+        with contextlib.suppress(OSError):
+            os.write(asker.fileno(), b"\x7f" + b"\xff" * 3)
+            while True:
+                sent.append(os.write(asker.fileno(), bytes(1 << 16)))
+
+    endless = fake(send_without_end)
+    assert ask([endless], _SECRET, 5) == {}
+    time.sleep(0.1)
+    # What fits into the buffers of the connection that was closed.
+    assert sum(sent) < 1 << 24
+
+
+def test_who_does_not_answer_costs_no_more_than_the_time_given(door: Door, fake: Callable[..., str]) -> None:
     ended = threading.Event()
-    silent = fake(lambda nonce: (ended.wait(30), b"")[1])
-    gone = "0001/x/127.0.0.1/1"
-    assert ask([silent, gone, "no name", "0001/x/127.0.0.1/70000"], _SECRET, 0.5) == {}
+
+    def drip(asker: Connection) -> None:
+        os.write(asker.fileno(), bytes(3) + b"\xf0")
+        while not ended.wait(0.05):
+            os.write(asker.fileno(), bytes(1))
+
+    silent = [fake(lambda _: ended.wait(30)) for _ in range(40)]
+    gone = ["0001/x/127.0.0.1/1", "no name", "0001/x/127.0.0.1/70000"]
+    begun = time.monotonic()
+    assert ask([door.name, fake(drip), *gone, *silent], _SECRET, 0.5) == {door.name: {"run": "this"}}
+    assert time.monotonic() - begun < 2
+    # No thread of a question outlives it.
+    while any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate()):
+        assert time.monotonic() - begun < 5
+        time.sleep(0.05)
     ended.set()
+
+
+def test_a_silent_asker_holds_no_door(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "_DOOR_SECONDS", 0.5)
+    with _connect(door.name) as silent:
+        assert ask([door.name], _SECRET, 5) == {door.name: {"run": "this"}}
+        silent.recv_bytes()
+        assert silent.poll(3)
+        with pytest.raises(EOFError):
+            silent.recv_bytes()
+
+
+def test_a_door_is_at_one_address_only() -> None:
+    listener = authentication.listen_at("127.0.0.2")
+    port = listener.getsockname()[1]
+    assert listener.getsockname()[0] == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 1)
+    listener.close()
+    with pytest.raises(OSError, match="assign"):
+        authentication.listen_at("192.0.2.1")
 
 
 def test_secret_is_for_its_owner_only(tmp_path: Path) -> None:
