@@ -21,7 +21,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.authentication import Door, Said, ask, island_of, read_secret
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.exchange.communicator import Communicator, connect, store_at
+from pier_megatron.exchange.communicator import Communicator, completes, connect, store_at
 from pier_megatron.exchange.silence import REMEMBERED, complaint, neighbours
 from pier_megatron.exchange.topology import NAMED
 
@@ -181,9 +181,15 @@ class Membership:
             # Before this rank waits for the others, which may wait for other islands.
             self._leave()
         least = torch.tensor([outcome], dtype=torch.int32, device=self._device)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world)
+        of_island = dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world, async_op=True)
+        if meeting is not None and meeting.size > 1 and outcome == Outcome.SUCCEEDED:
+            try:
+                # Another rank of this island may still wait for islands, of which the first one hears.
+                self._communicator.watched(functools.partial(completes, of_island))
+            except RuntimeError:
+                self._leave()
+        of_island.wait()
         outcome = Outcome(int(least.item()))
-        self._communicator.end()
         if outcome == Outcome.SUCCEEDED:
             self._failures, self._is_new = 0, False
         else:
