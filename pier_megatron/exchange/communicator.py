@@ -193,8 +193,15 @@ class Communicator:
         self._key, self._silence = key, silence
         if self._group is None:
             connected: futures.Future[dist.ProcessGroup] = futures.Future()
+
+            def connect() -> None:
+                try:
+                    connected.set_result(connects())
+                except Exception as error:
+                    connected.set_exception(error)
+
             # What PyTorch connects cannot be interrupted: it is left to its own time-out.
-            threading.Thread(target=_run, args=(connects, connected), daemon=True).start()
+            threading.Thread(target=connect, daemon=True).start()
             self.watched(lambda seconds: bool(futures.wait([connected], seconds).done))
             self._group = connected.result()
         return _Guarded(self._group, self.watched)
@@ -242,13 +249,6 @@ class Communicator:
         except (RuntimeError, OSError) as error:
             # The first rank of the island is gone, and its store with it.
             return str(error)
-
-
-def _run(connects: Callable[[], dist.ProcessGroup], connected: "futures.Future[dist.ProcessGroup]") -> None:
-    try:
-        connected.set_result(connects())
-    except Exception as error:
-        connected.set_exception(error)
 
 
 def _device_at(address: str) -> Any:
