@@ -23,11 +23,11 @@ from typing import Any
 
 from pier_megatron.errors import PierConfigError
 
-# Bytes: what an island says of itself is its arguments, some ten kilobytes.
-_MOST_SAID, _LEAST_SECRET, _ASKED_AT_ONCE, _DOOR_SECONDS = 1 << 20, 16, 32, 10.0
+# Bytes of a description, which has an island's arguments, some ten kilobytes; bytes; threads; seconds.
+_MOST_BYTES, _LEAST_SECRET, _ASKED_AT_ONCE, _ANSWER_SECONDS = 1 << 20, 16, 32, 10.0
 
-Said = dict[str, Any]
-"""What an island says of itself, plain values."""
+Description = dict[str, Any]
+"""Description of an island by itself: plain values."""
 
 
 def new_secret(path: Path) -> None:
@@ -56,34 +56,32 @@ def read_secret(path: str | None) -> bytes:
     return secret
 
 
-class Door:
-    """Port of an island, at which it proves to other islands of the run that it is one, and tells them of itself.
+def answer_peers(index: int, address: str, secret: bytes, describe: Callable[[], Description]) -> str:
+    """Listens at an address and nowhere else: proves to peers what they prove, and sends them what ``describe`` returns.
 
-    Attributes:
-        name: Number, a random part, address and port of the island, by which the lighthouse knows it.
+    Returns:
+        Name by which the lighthouse knows the island: its number, a random part, its address and port.
     """
+    listener = listen_at(address)
+    name = f"{index:04}/{secrets.token_hex(8)}/{address}/{listener.getsockname()[1]}"
 
-    def __init__(self, index: int, address: str, secret: bytes, said: Callable[[], Said]) -> None:
-        """Listens at the address of the island of an index, and nowhere else; ``said`` is called in a thread."""
-        listener = listen_at(address)
-        self.name = name = f"{index:04}/{secrets.token_hex(8)}/{address}/{listener.getsockname()[1]}"
+    def answer(peer: socket.socket) -> None:
+        with contextlib.suppress(OSError, EOFError, AuthenticationError), _until(_ANSWER_SECONDS, peer) as asker:
+            deliver_challenge(asker, _key(secret, "asks", name))
+            text = json.dumps(describe())
+            asker.send_bytes(text.encode())
+            answer_challenge(asker, _key(secret, "answers", name, text))
 
-        def answer(peer: socket.socket) -> None:
-            with contextlib.suppress(OSError, EOFError, AuthenticationError), _until(_DOOR_SECONDS, peer) as asker:
-                deliver_challenge(asker, _key(secret, "asks", name))
-                text = json.dumps(said())
-                asker.send_bytes(text.encode())
-                answer_challenge(asker, _key(secret, "says", name, text))
+    def serve() -> None:
+        while True:
+            try:
+                threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
+            except (OSError, RuntimeError):
+                # Too many open files or threads: later there may be fewer.
+                time.sleep(0.1)
 
-        def serve() -> None:
-            while True:
-                try:
-                    threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
-                except (OSError, RuntimeError):
-                    # Too many open files or threads: later there may be fewer.
-                    time.sleep(0.1)
-
-        threading.Thread(target=serve, daemon=True).start()
+    threading.Thread(target=serve, daemon=True).start()
+    return name
 
 
 def island_of(name: str) -> int:
@@ -91,8 +89,8 @@ def island_of(name: str) -> int:
     return int(name.split("/")[0])
 
 
-def ask(names: Sequence[str], secret: bytes, seconds: float) -> dict[str, Said | None]:
-    """What islands say of themselves by name, of those who answer in time; None if one and this do not prove the secret."""
+def ask(names: Sequence[str], secret: bytes, seconds: float) -> dict[str, Description | None]:
+    """Descriptions by name of the islands that answer in time; None for one with another secret than this island's."""
     deadline, pool = time.monotonic() + seconds, futures.ThreadPoolExecutor(_ASKED_AT_ONCE)
     answers = {pool.submit(_ask, name, secret, deadline): name for name in names}
     done, _ = futures.wait(answers, seconds)
@@ -100,18 +98,18 @@ def ask(names: Sequence[str], secret: bytes, seconds: float) -> dict[str, Said |
     return {answers[answer]: answer.result() for answer in done if not answer.exception()}
 
 
-def _ask(name: str, secret: bytes, deadline: float) -> Said | None:
+def _ask(name: str, secret: bytes, deadline: float) -> Description | None:
     _, _, address, port = name.split("/")
     peer = socket.create_connection((address, int(port)), deadline - time.monotonic())
     with _until(deadline - time.monotonic(), peer) as island:
         try:
             answer_challenge(island, _key(secret, "asks", name))
-            text = island.recv_bytes(_MOST_SAID).decode()
-            deliver_challenge(island, _key(secret, "says", name, text))
+            text = island.recv_bytes(_MOST_BYTES).decode()
+            deliver_challenge(island, _key(secret, "answers", name, text))
         except AuthenticationError:
             return None
-    said: Said = json.loads(text)
-    return said
+    description: Description = json.loads(text)
+    return description
 
 
 def _key(secret: bytes, *parts: str) -> bytes:

@@ -20,8 +20,8 @@ def neighbours(islands: Sequence[str], place: int) -> list[str]:
     return [islands[(place + 2**power) % len(islands)] for power in range((len(islands) - 1).bit_length())]
 
 
-def complaint(islands: Sequence[str], step: int, secret: bytes) -> str | None:
-    """What is wrong with an island that does not answer or prove that it has the secret, or has left a meeting; or None.
+def lost_peer(islands: Sequence[str], step: int, secret: bytes) -> str | None:
+    """Finds an island that does not answer or prove the secret, or has left a meeting; returns what is wrong with it, or None.
 
     Args:
         islands: Names of those to ask.

@@ -15,7 +15,7 @@ _SECOND = datetime.timedelta(seconds=1)
 
 
 class Stranger:
-    """Stays in every quorum while the ``with`` block lasts, under a door of its own.
+    """Stays in every quorum while the ``with`` block lasts, and answers at a port of its own.
 
     Attributes:
         name: Name by which the lighthouse knows it.
@@ -31,8 +31,8 @@ class Stranger:
         """
         self.quorums = 0
         self._url, self._passes_on = url, passes_on
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.name = f"0002/{secrets.token_hex(8)}/127.0.0.1/{self._door.getsockname()[1]}"
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.name = f"0002/{secrets.token_hex(8)}/127.0.0.1/{self._listener.getsockname()[1]}"
         self._others: list[str] = []
         self._heard = b""
         self._has_others, self._ended = threading.Event(), threading.Event()
@@ -57,7 +57,7 @@ class Stranger:
     def __exit__(self, *_: Any) -> None:
         self._ended.set()
         self._server.shutdown()
-        self._door.close()
+        self._listener.close()
 
     def _meet(self) -> None:
         client = coordination.ManagerClient(self._server.address(), connect_timeout=3 * _SECOND)
@@ -81,7 +81,7 @@ class Stranger:
     def _answer(self) -> None:
         while not self._ended.is_set():
             try:
-                asker = Connection(self._door.accept()[0].detach())
+                asker = Connection(self._listener.accept()[0].detach())
             except OSError:
                 return
             # An asker ends it when it has heard enough.
@@ -95,10 +95,10 @@ class Stranger:
 
     def _relay(self, asker: Connection) -> None:
         _, _, address, port = self._others[0].split("/")
-        with Client((address, int(port))) as door:
+        with Client((address, int(port))) as island:
             while not self._ended.is_set():
-                for one in wait([asker, door], 1):
-                    (door if one is asker else asker).send_bytes(one.recv_bytes())
+                for one in wait([asker, island], 1):
+                    (island if one is asker else asker).send_bytes(one.recv_bytes())
 
     def _repeat(self, asker: Connection) -> None:
         asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))

@@ -14,14 +14,14 @@ import pytest
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange import authentication
-from pier_megatron.exchange.authentication import Door, ask, is_loopback, new_secret, read_secret
+from pier_megatron.exchange.authentication import answer_peers, ask, is_loopback, new_secret, read_secret
 
 _SECRET, _ANOTHER = b"s" * 32, b"t" * 32
 
 
 @pytest.fixture
-def door() -> Door:
-    return Door(3, "127.0.0.1", _SECRET, lambda: {"run": "this"})
+def island() -> str:
+    return answer_peers(3, "127.0.0.1", _SECRET, lambda: {"run": "this"})
 
 
 def _connect(name: str) -> Connection:
@@ -33,7 +33,7 @@ def _connect(name: str) -> Connection:
 
 @pytest.fixture
 def fake() -> Iterator[Callable[[Callable[[Connection], object]], str]]:
-    """Makes a door that does something with each connection; gives its name."""
+    """Makes an island that does something with each connection; gives its name."""
     listeners = []
 
     def make(answer: Callable[[Connection], object]) -> str:
@@ -54,15 +54,15 @@ def fake() -> Iterator[Callable[[Callable[[Connection], object]], str]]:
         listener.close()
 
 
-def test_only_the_same_secret_is_believed(door: Door) -> None:
-    assert door.name.startswith("0003/")
-    assert ask([door.name], _SECRET, 5) == {door.name: {"run": "this"}}
-    assert ask([door.name], _ANOTHER, 5) == {door.name: None}
-    assert ask([door.name], b"", 5) == {door.name: None}
+def test_only_the_same_secret_is_believed(island: str) -> None:
+    assert island.startswith("0003/")
+    assert ask([island], _SECRET, 5) == {island: {"run": "this"}}
+    assert ask([island], _ANOTHER, 5) == {island: None}
+    assert ask([island], b"", 5) == {island: None}
 
 
-def test_a_door_tells_a_stranger_nothing(door: Door) -> None:
-    with _connect(door.name) as connection:
+def test_a_stranger_is_told_nothing(island: str) -> None:
+    with _connect(island) as connection:
         with pytest.raises(AuthenticationError, match="rejected"):
             answer_challenge(connection, _ANOTHER)
         with pytest.raises((EOFError, ConnectionError)):
@@ -70,15 +70,15 @@ def test_a_door_tells_a_stranger_nothing(door: Door) -> None:
 
 
 def _relay(asker: Connection, name: str) -> None:
-    """Passes each message on, in turn: the door's challenge, the answer, what it says of it, and the same the other way."""
-    with _connect(name) as door:
-        for sender, receiver in [(door, asker), (asker, door), (door, asker), (door, asker), (asker, door), (door, asker)]:
+    """Passes each message on, in turn: the island's challenge, the answer, what it says of it, and the same the other way."""
+    with _connect(name) as other:
+        for sender, receiver in [(other, asker), (asker, other), (other, asker)] * 2:
             receiver.send_bytes(sender.recv_bytes())
 
 
-def test_nobody_answers_for_another_one(door: Door, fake: Callable[..., str]) -> None:
-    renamed = door.name.replace("0003/", "0004/")
-    passes_on = fake(lambda asker: _relay(asker, door.name))
+def test_nobody_answers_for_another_one(island: str, fake: Callable[..., str]) -> None:
+    renamed = island.replace("0003/", "0004/")
+    passes_on = fake(lambda asker: _relay(asker, island))
     assert ask([renamed, passes_on], _SECRET, 5) == {renamed: None, passes_on: None}
 
 
@@ -141,7 +141,7 @@ def test_what_a_stranger_sends_is_bounded(fake: Callable[..., str]) -> None:
     assert sum(sent) < 1 << 24
 
 
-def test_who_does_not_answer_costs_no_more_than_the_time_given(door: Door, fake: Callable[..., str]) -> None:
+def test_who_does_not_answer_costs_no_more_than_the_time_given(island: str, fake: Callable[..., str]) -> None:
     ended = threading.Event()
 
     def drip(asker: Connection) -> None:
@@ -152,7 +152,7 @@ def test_who_does_not_answer_costs_no_more_than_the_time_given(door: Door, fake:
     silent = [fake(lambda _: ended.wait(30)) for _ in range(40)]
     gone = ["0001/x/127.0.0.1/1", "no name", "0001/x/127.0.0.1/70000"]
     begun = time.monotonic()
-    assert ask([door.name, fake(drip), *gone, *silent], _SECRET, 0.5) == {door.name: {"run": "this"}}
+    assert ask([island, fake(drip), *gone, *silent], _SECRET, 0.5) == {island: {"run": "this"}}
     assert time.monotonic() - begun < 2
     # No thread of a question outlives it.
     while any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate()):
@@ -161,17 +161,17 @@ def test_who_does_not_answer_costs_no_more_than_the_time_given(door: Door, fake:
     ended.set()
 
 
-def test_a_silent_asker_holds_no_door(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authentication, "_DOOR_SECONDS", 0.5)
-    with _connect(door.name) as silent:
-        assert ask([door.name], _SECRET, 5) == {door.name: {"run": "this"}}
+def test_a_silent_asker_holds_nobody(island: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "_ANSWER_SECONDS", 0.5)
+    with _connect(island) as silent:
+        assert ask([island], _SECRET, 5) == {island: {"run": "this"}}
         silent.recv_bytes()
         assert silent.poll(3)
         with pytest.raises(EOFError):
             silent.recv_bytes()
 
 
-def test_a_door_is_at_one_address_only() -> None:
+def test_an_island_listens_at_one_address_only() -> None:
     listener = authentication.listen_at("127.0.0.2")
     port = listener.getsockname()[1]
     assert listener.getsockname()[0] == "127.0.0.2"
