@@ -11,10 +11,10 @@ step every 20 iterations. A random fault comes every 29 s on average:
 - cut: for one to ten seconds nothing that the node sends arrives; it still hears the others.
 
 A sample counts if its outer step was applied. The quiet minutes give the samples that an island trains in a second. An island
-is present from when it has joined the others until it ends, but for pauses and cuts. So these count as lost: what an island has
-trained since the last outer step when it dies or is left behind, and all waiting for a dead or silent island and for
-connections. A second figure also counts as lost what an island could have trained from its start, or the end of a fault,
-until it has joined again; the start forks a process which has PyTorch already, as a launcher may.
+is present from when it has joined the others until a fault, and after a pause or a cut unless the others have left it behind
+meanwhile. So these count as lost: what an island has trained since the last outer step before a fault, and all waiting for a
+dead or silent island and for connections. A second figure also counts as lost what an island could have trained from its
+start, or the end of a fault, until it has joined again; the start forks a process which has PyTorch already, as a launcher may.
 """
 
 import argparse
@@ -75,9 +75,11 @@ class Node:
     def lives(self) -> list[tuple[float, float]]:
         """Pairs of times between which the island was one of the others, if no fault kept it away."""
         found, joined = [], None
-        for entry in [*self.entries(), {"ended": True, "at": float("inf")}]:
+        for entry in [*self.entries(), {"pid": 0, "at": float("inf")}]:
             if joined is not None and ("ended" in entry or "pid" in entry):
-                found.append((joined, entry["at"]))
+                # The others left it behind in the last fault before it ended.
+                faults = [begin for begin, _ in self.away if begin < entry["at"]] if "ended" in entry else []
+                found.append((joined, max([*faults, joined]) if faults else entry["at"]))
             joined = entry["at"] if "joined" in entry else None if "samples" not in entry else joined
         return found
 

@@ -22,7 +22,7 @@ from pier_megatron.exchange.authentication import Description, answer_peers, ask
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.communicator import Communicator, completes, connect, store_at
-from pier_megatron.exchange.silence import REMEMBERED, lost_peer, neighbours
+from pier_megatron.exchange.silence import REMEMBERED, SECONDS, lost_peer, neighbours
 from pier_megatron.exchange.topology import NAMED
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
@@ -272,7 +272,7 @@ class Membership:
         Islands of another run are kept apart, since a collective of tensors of unequal size can end the process of either.
         """
         own, names = quorum["own"], quorum["islands"]
-        said = ask([name for name in names if name != own], self._secret, _CONNECT.total_seconds()) | {own: self._description()}
+        said = ask([name for name in names if name != own], self._secret, SECONDS) | {own: self._description()}
         known = {name: answer for name in names if (answer := said.get(name))}
         strangers = [name for name in names if name not in known]
         for name in strangers:

@@ -8,8 +8,8 @@ from pier_megatron.exchange.authentication import ask, island_of
 REMEMBERED = 64
 """Meetings that an island has left and of which it tells: whoever still waits in one asks within seconds."""
 
-# Silence after which an island counts as dead in the middle of a meeting, as it does at the lighthouse by default.
-_SECONDS = 5.0
+SECONDS = 5.0
+"""Silence after which an island counts as dead in a meeting, as it does at the lighthouse by default."""
 
 
 def neighbours(islands: Sequence[str], place: int) -> list[str]:
@@ -29,8 +29,8 @@ def lost_peer(islands: Sequence[str], step: int, secret: bytes) -> str | None:
         secret: Key of all islands of the run.
     """
     begun = time.monotonic()
-    answers = ask(islands, secret, _SECONDS)
-    if time.monotonic() - begun > 1.2 * _SECONDS:
+    answers = ask(islands, secret, SECONDS)
+    if time.monotonic() - begun > 1.2 * SECONDS:
         # This process itself stood still.
         return None
     for island in islands:

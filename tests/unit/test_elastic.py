@@ -172,7 +172,7 @@ def test_an_island_hears_of_silent_ones_and_of_those_that_have_left() -> None:
 
 def test_who_stood_still_itself_believes_in_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pier_megatron.exchange.silence.ask", lambda *_: time.sleep(0.1) or {})
-    monkeypatch.setattr("pier_megatron.exchange.silence._SECONDS", 0.01)
+    monkeypatch.setattr("pier_megatron.exchange.silence.SECONDS", 0.01)
     assert lost_peer(["0001/x/127.0.0.1/1"], 7, b"") is None
 
 
