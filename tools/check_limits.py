@@ -13,7 +13,7 @@ _FLOORS = {
     "bridge": 541,
     "commands": 6635,
     "cpu": 673,
-    "exchange": 2252,
+    "exchange": 2246,
     "features": 2936,
     "integration": 5155,
     "megatron_api": 477,
