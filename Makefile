@@ -5,8 +5,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 # Megatron's Makefile for its dataset helper calls the python3 on the PATH.
 export PATH := $(BIN):$(PATH)
 
-# Releases that tests run on beside the pinned one. They differ from it in nothing but themselves, so they are installed
-# without their dependencies, each in a folder of its own.
+# Further releases that tests run on. Their dependencies are those of the pinned release, so each is installed without any,
+# in a folder of its own.
 MEGATRON_RELEASES := 0.17.1 0.18.2
 RELEASES := $(MEGATRON_RELEASES:%=$(VENV)/megatron-%)
 
@@ -87,9 +87,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_docstrings.py pier_megatron
+	$(BIN)/python tools/check_docstrings.py pier_megatron study tools tests
 	$(BIN)/python tools/check_limits.py pier_megatron
-	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md SECURITY.md docs examples pier_megatron
+	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md SECURITY.md docs examples pier_megatron study benchmarks/*.py tools tests
 
 typecheck: setup
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""Time and size of checkpoints: a Pier run's beside a stock run's of the same model, saved and loaded.
+"""Time and size of saving and loading a checkpoint: a Pier run against a stock run of the same model.
 
 ``python benchmarks/checkpoints.py [--repetitions N]``. Real Megatron on the CPU, four processes, two groups of two. Ratios of
 one run count; times do not.
@@ -17,7 +17,7 @@ from pier_megatron.commands.demo import corpus
 
 _SCRIPT = Path(corpus.__file__).with_name("pretrain_bytes.py")
 
-# 13 million parameters: large enough for the files to matter beside what every checkpoint costs.
+# 13 million parameters: large enough for the files to cost more than the fixed work of a checkpoint.
 _MODEL = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --global-batch-size 8 --bf16 --tokenizer-type NullTokenizer --vocab-size 257 "
@@ -40,7 +40,7 @@ _CONFIGURATIONS = {
 def main() -> None:
     """Measures and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved; medians count (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions; medians count (%(default)s)")
     options = parser.parse_args()
     saves: dict[str, list[float]] = {}
     loads: dict[str, list[float]] = {}

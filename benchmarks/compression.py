@@ -34,8 +34,8 @@ _MEASURED = range(3, 10)
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[400, 100], help="of the links, in Mbit/s")
-    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[400, 100], help="rates of the links, Mbit/s")
+    parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)

@@ -215,7 +215,7 @@ def _start(emulated: EmulatedNodes, folder: Path, stack: contextlib.ExitStack) -
     island = f"--lighthouse http://{address}:{_PORT} --keep {folder} --island"
     commands = [[__file__, *island.split(), str(index)] for index in range(_ISLANDS)]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "RUST_LOG": "error"}
-    for place, command in enumerate([*commands, ["-m", "pier_megatron.commands.cli", *lighthouse.split()]]):
+    for place, command in enumerate([*commands, ["-m", "pier_megatron.cli", *lighthouse.split()]]):
         log = stack.enter_context((folder / f"node-{place}.log").open("w"))
         stack.enter_context(emulated.running_on(place)([sys.executable, *command], log, environment))
     nodes = [Node(index, emulated, folder) for index in range(_ISLANDS)]

@@ -2,8 +2,8 @@
 
 ``make bench``, on Linux, as root or where user namespaces are allowed. Real Megatron on the CPU and gloo, one process per
 node; the links are emulated, see ``pier_megatron/cpu/nodes.py``. Prints a table and leaves it, the raw numbers and a plot in
-the output folder. Compare numbers of one run only, as ratios. On a machine that others share, noise only ever adds: beside
-the medians stand the fastest tenth of all iterations and the best interval, which are what ratios should be taken of.
+the output folder. Compare numbers of one run only, as ratios. On a shared machine noise only ever adds time, so take ratios of
+the fastest tenth of all iterations or of the best interval, not of the medians.
 """
 
 import argparse
@@ -84,20 +84,21 @@ _LIMIT, _SYNCHRONISED = "one group alone", "stock, 2 instances"
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 80], help="of the links, in Mbit/s")
-    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="ROW", help="these rows, beside those that others are compared with"
-    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[1000, 200, 80], help="rates of the links, Mbit/s")
+    parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions (%(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows, and the baselines of all rows")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     parser.add_argument(
-        "--from", dest="measured", type=Path, metavar="JSON", help="print tables of docs/interconnect.json, measure nothing"
+        "--from", dest="measured", type=Path, metavar="JSON", help="only print and draw what docs/interconnect.json holds"
     )
     options = parser.parse_args()
     if options.measured:
         for series, found in json.loads(options.measured.read_text()).items():
             tables = (_table(rate, rows(found, rate)) for rate in rates(found))
             print(f"## {series}\n\n{summary(found)}\n\n" + "\n\n".join(tables) + "\n")
+        options.output.mkdir(parents=True, exist_ok=True)
+        whole = next(iter(json.loads(options.measured.read_text()).values()))
+        _plot(options.output / "interconnect.png", {rate: rows(whole, rate) for rate in rates(whole)})
         return
     options.output.mkdir(parents=True, exist_ok=True)
     unknown = set(options.only) - _CONFIGURATIONS.keys()
@@ -274,25 +275,22 @@ def _plot(path: Path, rows: dict[float, list[dict[str, Any]]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        1, len(rows), figsize=(4 * len(rows) + 2, 5), sharey=True, layout="constrained", squeeze=False
-    )
+    size = (4.6, 2.7 * len(rows) + 0.6)
+    figure, panels = pyplot.subplots(len(rows), 1, figsize=size, layout="constrained", squeeze=False)
     for axes, (rate, found) in zip(panels.flat, sorted(rows.items(), reverse=True), strict=True):
         limit = next(row["best"] for row in found if row["name"] == _LIMIT)
         shown = [row for row in found if row["name"] not in _ALONE]
         times = [row["best"] / limit for row in shown]
         colors = ["tab:gray" if "stock" in row["name"] or "lazy" in row["name"] else "tab:blue" for row in shown]
         bars = axes.barh([row["name"] for row in shown], times, color=colors)
-        axes.bar_label(bars, fmt="%.2f", padding=3)
-        axes.axvline(1, color="black", linewidth=1, label="without a network")
-        axes.set(title=f"{rate:g} Mbit/s", xlim=(0, 1.15 * max(times)))
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set(title=f"{rate:g} Mbit/s", xlim=(0, 1.2 * max(times)))
+        axes.tick_params(labelsize=8)
         axes.grid(axis="x", alpha=0.3)
-    panels[0, 0].invert_yaxis()
-    panels[0, 0].legend(loc="lower right")
-    figure.supxlabel(
-        "mean iteration, outer steps included, in iterations of one group alone (best interval)", fontsize="medium"
-    )
-    figure.savefig(path, dpi=120)
+        axes.invert_yaxis()
+    figure.suptitle("Mean iteration, one group without a network = 1", fontsize=11)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

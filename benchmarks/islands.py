@@ -1,6 +1,6 @@
-"""What misfortunes of islands cost the others, in seconds: three jobs of two tensor-parallel ranks on emulated nodes.
+"""What faults of an island cost the others, in seconds: three jobs of two tensor-parallel ranks on emulated nodes.
 
-``python benchmarks/islands.py``; takes some five minutes on two cores. Nothing is asserted but that everything goes on.
+``python benchmarks/islands.py``; takes about five minutes on two cores. It asserts only that training continues.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Islands:
         log = self._logs[place] = self._folder / f"{place}-{self._starts}.txt"
         address, lighthouse = self._nodes.address(place), f"http://{self._nodes.address(_ISLANDS)}:{_PORT}"
         if place == _ISLANDS:
-            command = ["-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(_ISLANDS), "--address", address]
+            command = ["-m", "pier_megatron.cli", "lighthouse", "--islands", str(_ISLANDS), "--address", address]
         else:
             paths = " ".join(f"--{kind}-data-path {self._data}" for kind in ("train", "valid", "test"))
             own = f"--pier-lighthouse {lighthouse} --pier-island {place} --pier-island-address {address} "
@@ -74,7 +74,7 @@ class Islands:
         return [*first.children(recursive=True), first]
 
     def kill(self, place: int) -> None:
-        """As the kernel does."""
+        """Kills all processes of an island, as the kernel does."""
         for process in self.processes(place):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -147,7 +147,7 @@ def misfortunes(islands: Islands, nodes: EmulatedNodes, timeout: int) -> Iterato
 
 
 def main() -> None:
-    """Prints a line for each misfortune."""
+    """Prints a line for each fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--timeout", type=int, default=40, help="--pier-island-timeout. Default: %(default)s")
     options = parser.parse_args()

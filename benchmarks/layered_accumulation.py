@@ -20,7 +20,7 @@ from interconnect import run
 from pier_megatron.commands.demo import corpus
 from pier_megatron.cpu.nodes import EmulatedNodes
 
-# Many tokens, and a bucket of gradients for each of many layers: little beside the two that are compared takes time.
+# Many tokens, and a bucket of gradients for each of many layers: almost all time goes into the two that are compared.
 _SEQUENCES = 64
 _TRAINING = (
     "--num-layers 16 --hidden-size 128 --train-iters 7 --use-distributed-optimizer --overlap-grad-reduce "
@@ -37,9 +37,9 @@ type Times = dict[str, list[dict[str, Any]]]
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[120, 60, 30], help="of the links, in Mbit/s")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of a step on a node")
-    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[120, 60, 30], help="rates of the links, Mbit/s")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="number in a step, per node")
+    parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)

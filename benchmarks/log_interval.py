@@ -32,7 +32,7 @@ _TRAINING = (
 def main() -> None:
     """Trains and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=1000, help="of the links, in Mbit/s (%(default)g)")
+    parser.add_argument("--rate", type=float, default=1000, help="rate of the links, Mbit/s (%(default)g)")
     parser.add_argument("--repetitions", type=int, default=3, help="trainings of each kind, in turn (%(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, EmulatedNodes(2) as cluster:

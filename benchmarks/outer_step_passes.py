@@ -16,7 +16,7 @@ from pier_megatron.outer import GroupExchange, OuterLoop, Shards
 # What no implementation can avoid: read parameters, anchor and momentum, write all three.
 _UNAVOIDABLE_PASSES = 6
 FLOOR = _UNAVOIDABLE_PASSES / 2
-"""In copies, each of which reads and writes."""
+"""Unavoidable passes in units of a copy, which reads once and writes once."""
 
 
 def main() -> None:
@@ -24,9 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=20_000_000, help="FP32 parameters on this rank (%(default)s)")
     parser.add_argument("--shards", type=int, default=200, help="tensors they are spread over (%(default)s)")
-    parser.add_argument("--chunk-mib", type=int, default=16, help="as --pier-chunk-mib (%(default)s)")
-    parser.add_argument("--offload", action="store_true", help="as --pier-offload")
-    parser.add_argument("--repetitions", type=int, default=7, help="of which the median counts (%(default)s)")
+    parser.add_argument("--chunk-mib", type=int, default=16, help="value of --pier-chunk-mib (%(default)s)")
+    parser.add_argument("--offload", action="store_true", help="keep the outer state in host memory")
+    parser.add_argument("--repetitions", type=int, default=7, help="repetitions; prints their median (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 

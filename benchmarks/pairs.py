@@ -45,7 +45,7 @@ _STALL_SECONDS, _CALM_SECONDS = 0.5, 2.0
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Quorums of up to 1,000 elastic islands at the real lighthouse: ``python benchmarks/quorums.py [--islands 10 100 1000]``.
 
-Each island is what the first rank of a job has: torchft's manager with its heartbeat, the client that asks it for a quorum, and
-the door at which other islands ask it who it is. All of them share the cores of this machine, so that seconds are upper bounds
-for islands with machines of their own. Nothing trains, and no communicator is made.
+An island here is the first rank of a job: torchft's manager with its heartbeat, the client that asks for a quorum, and the port
+where other islands ask who it is. All islands share the cores of this machine, so seconds are upper bounds for islands on
+separate machines. Nothing trains, and no communicator is made.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pier_megatron.exchange.authentication import answer_peers, ask
 
 _ADDRESS, _PATIENCE = "127.0.0.1", timedelta(seconds=120)
 
-# As long as what a run of Megatron has in common with others: some 400 arguments.
+# As long as the description of a run of Megatron that islands compare: about 400 arguments.
 _RUN = {f"--argument-{number}": number for number in range(400)}
 
 
@@ -87,7 +87,7 @@ def main() -> None:
 def _measure(number: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(number), "--port", "0"]
+    command = [sys.executable, "-m", "pier_megatron.cli", "lighthouse", "--islands", str(number), "--port", "0"]
     lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert lighthouse.stdout is not None
     address = lighthouse.stdout.readline().split()[1].rstrip(":")

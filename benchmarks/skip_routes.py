@@ -20,9 +20,9 @@ from interconnect import run
 
 from pier_megatron.commands.demo import corpus
 from pier_megatron.cpu.nodes import EmulatedNodes
-from pier_megatron.pipeline.play import Grid, Link, play
-from pier_megatron.pipeline.routes import Routes, plain
-from pier_megatron.pipeline.search import Wishes, search
+from pier_megatron.experiments.skipping.pipeline.play import Grid, Link, play
+from pier_megatron.experiments.skipping.pipeline.routes import Routes, plain
+from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
 
 _STAGES, _MICRO_BATCHES, _SEQUENCES, _HIDDEN, _TOKENS = 4, 8, 16, 128, 128
 _TRAINING = (
@@ -48,9 +48,9 @@ def main() -> None:
     """Measures or simulates, and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measured", "simulated"], help="see above")
-    parser.add_argument("--rates", type=float, nargs=2, default=[200, 20], help="of the links and of the slow one, in Mbit/s")
-    parser.add_argument("--repetitions", type=int, default=3, help="of everything, interleaved (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=5, help="of searches (%(default)s)")
+    parser.add_argument("--rates", type=float, nargs=2, default=[200, 20], help="rates of the links and the slow one, Mbit/s")
+    parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds of the search (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for what it writes (%(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)

@@ -47,11 +47,11 @@ ROWS = {
 def main() -> None:
     """Trains the rows and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=100, help="of the links, in Mbit/s (%(default)g)")
+    parser.add_argument("--rate", type=float, default=100, help="rate of the links, Mbit/s (%(default)g)")
     parser.add_argument("--nodes", type=int, default=2, help="number of nodes, each a group (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=600, help="of each training (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=600, help="length of each training (%(default)s)")
     parser.add_argument("--above", type=float, default=0.04, help="target: synchronous Muon's final loss and so much")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and data order (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights and data order (%(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, EmulatedNodes(options.nodes) as cluster:
         cluster.set_rate(options.rate)

@@ -86,8 +86,8 @@ def main() -> None:
 def touch_memory() -> None:
     """Leaves a gigabyte of free memory in the heap that the kernel has paged in.
 
-    Otherwise it is luck whether a tensor the size of the gradients finds memory that was used before or is paged in anew in
-    every iteration, which costs as much as a twelfth of it.
+    Otherwise chance decides whether a tensor the size of the gradients reuses memory or is paged in again in every iteration,
+    at a cost of up to a twelfth of the iteration.
     """
     blocks = [torch.ones(2**22) for _ in range(64)]
     del blocks

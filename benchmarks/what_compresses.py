@@ -2,9 +2,9 @@
 
 ``torchrun --standalone benchmarks/what_compresses.py`` trains a small GPT in BF16, real Megatron on the CPU, and takes
 the numbers of its last iteration: what a layer hands to the next, the gradient that comes back, gradients of parameters
-and parameters. Of each codec: bytes beside BF16's, and the error of all numbers as a share of their size, root mean
-squares. Lossless: zlib on BF16 as it lies in memory, and on its high and its low bytes apart, which is how floating-
-point numbers compress best.
+and parameters. It prints for each codec the bytes relative to BF16 and the relative error, as root mean squares of all
+numbers. Lossless: zlib on BF16 as it lies in memory, and on its high and its low bytes apart, which compresses
+floating-point numbers best.
 """
 
 import functools

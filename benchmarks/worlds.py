@@ -2,10 +2,10 @@
 
 ``python benchmarks/worlds.py [--worlds 64 1024 4096 16384] [--ranks first middle last] [--groups 2 16 1024] [--pipeline 4]``.
 Real Megatron and the plugin as a single process on the CPU. PyTorch's ``fake`` process groups, which Megatron has for
-``--fake-process-group``, take part in collectives of up to 16,384 ranks without any other rank: what is left is what each rank
-does for itself, in Python and in memory. Where the plugin looks at what other ranks have said, the benchmark says it for them.
-Of the network, of NCCL and of a store with thousands of clients it says nothing. Seconds are CPU seconds of the process.
-``--profile FILE`` writes the profile of the start of each case for ``pstats``.
+``--fake-process-group``, take part in collectives of up to 16,384 ranks without any other rank. The benchmark so measures the
+Python and the memory of one rank. Where the plugin reads what other ranks have sent, the benchmark supplies it. It measures no
+network, no NCCL and no store with thousands of clients. Seconds are CPU seconds of the process. ``--profile FILE`` writes the
+profile of the start of each case for ``pstats``.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 16, 1024], help="up to the replicas (%(default)s)")
     parser.add_argument("--kinds", choices=_KINDS, nargs="+", default=["stock", "instances"], help="(%(default)s)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=1, help="of each case; medians count (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=1, help="repetitions of each case; medians count (%(default)s)")
     parser.add_argument("--save", action="store_true", help="also count what the rank writes into a checkpoint")
     parser.add_argument("--profile", type=Path, help="folder for profiles of the starts")
     parser.add_argument("--one", help=argparse.SUPPRESS)

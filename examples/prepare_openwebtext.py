@@ -48,7 +48,7 @@ _BATCH = 256
 """Documents that a process holds in memory at a time."""
 
 _ENOUGH = 1000
-"""Documents, one in a thousand of which are for the test."""
+"""Fewest documents: one in a thousand is held out for the test."""
 
 _LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 

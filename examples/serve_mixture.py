@@ -3,8 +3,8 @@
     pip install 'transformers[serving]'
     python serve_mixture.py exported/MHe-IHo --port 8000
 
-The folder is one that ``pier-megatron experts export`` wrote. Its code is run: read ``mixture_model.py`` in it before. All
-options of ``transformers serve`` can follow, but for ``--continuous-batching``: a mixture has no paged attention.
+``pier-megatron experts export`` writes the folder. This command runs its code, so read ``mixture_model.py`` in it first. All
+options of ``transformers serve`` can follow except ``--continuous-batching``: a mixture has no paged attention.
 """
 
 import sys

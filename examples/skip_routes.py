@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from pier_megatron.pipeline.play import Grid, Link, play
-from pier_megatron.pipeline.routes import Routes, plain
-from pier_megatron.pipeline.search import Wishes, search
-from pier_megatron.pipeline.simulator import BACKWARD
+from pier_megatron.experiments.skipping.pipeline.play import Grid, Link, play
+from pier_megatron.experiments.skipping.pipeline.routes import Routes, plain
+from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
+from pier_megatron.experiments.skipping.pipeline.simulator import BACKWARD
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Reference: Fan & Zhang, "Pier: Efficient Large Language Model pretraining with R
 
 from typing import TYPE_CHECKING
 
+from pier_megatron import experiments, features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.version import __version__
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
 
 __all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "register"]
+
+
+features.register(experiments.modules("feature").values())
 
 
 def register() -> None:

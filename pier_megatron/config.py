@@ -66,10 +66,16 @@ class PierConfig(RunSchedule):
                 f"--pier-overlap {self.overlap}: must be from 0 to --pier-sync-interval {self.sync_interval}, because an "
                 "exchange has to be applied before the next one of its fragment begins."
             )
+        if self.outer_rule is not None and not self.has_common_anchor:
+            yield (
+                f"--pier-outer-rule {self.outer_rule} with outer steps of {self.subgroup} groups (--pier-preset {self.preset}, "
+                "--pier-subgroup-size): groups then keep anchors of their own, which only NoLoCo's rule pulls together. Drop "
+                "one of them."
+            )
         if self.no_error_feedback and self.codec.needs_error_feedback:
             yield (
-                f"--pier-exchange-dtype {self.exchange_dtype} with --pier-no-error-feedback: of {self.codec.bits} bits a "
-                "number most is dropped, and without error feedback it is lost. Drop --pier-no-error-feedback, or use int4."
+                f"--pier-exchange-dtype {self.exchange_dtype} with --pier-no-error-feedback: {self.codec.bits} bits drop most "
+                "of a number, and without error feedback that is lost. Drop --pier-no-error-feedback, or use int4."
             )
         if self.save_inner_state == "first" and (self.overlap or self.fragments > 1):
             yield (
@@ -98,7 +104,7 @@ class PierConfig(RunSchedule):
             (
                 self.overlap,
                 f"--pier-overlap {self.overlap}",
-                "an exchange that fails has to be retried before anything has been learned on top of it. Drop it",
+                "a failed exchange must be retried before training continues on its result. Drop it",
             ),
             (
                 self.fragments > 1,
@@ -108,14 +114,14 @@ class PierConfig(RunSchedule):
             (
                 not self.has_common_anchor,
                 f"--pier-preset {self.preset} in subgroups of {self.subgroup}",
-                "islands that never agree have nothing in common that one which joins could take over. Use another preset, "
-                "without --pier-subgroup-size",
+                "islands that never agree have no common state for a joining island to take over. Use another preset, without "
+                "--pier-subgroup-size",
             ),
             (
                 self.has_error_feedback,
                 f"--pier-exchange-dtype {self.exchange_dtype}",
-                "what the codec drops cannot be made up for after an outer step that is retried. Add --pier-no-error-feedback, "
-                "which takes int4 at least",
+                "after a retried outer step, what the codec drops is lost. Add --pier-no-error-feedback, which needs int4 at "
+                "least",
             ),
         )
         beside = "cannot be used with elastic islands (--pier-lighthouse)"
@@ -243,7 +249,7 @@ class PierConfig(RunSchedule):
         fitting = iteration // self.sync_interval * self.sync_interval
         raise PierConfigError(
             f"--train-iters {self.train_iters}: the lazy start would last to iteration {self.lazy_start}, but at iteration "
-            f"{iteration}, where the run goes on, it is over: the groups hold different parameters, and averaging their "
+            f"{iteration}, where the run resumes, it is over: the groups hold different parameters, and averaging their "
             "gradients would never bring them together. Add --pier-lazy-start-iters with the value that the run began with, "
             f"or {fitting}."
         )
@@ -291,7 +297,7 @@ class PierConfig(RunSchedule):
         if outer_steps < _FEW_OUTER_STEPS:
             found.append(
                 f"the run has {outer_steps} outer step{'s' * (outer_steps > 1)}: {self.train_iters - self.lazy_start} "
-                f"iterations behind the lazy start / --pier-sync-interval {interval}. Shorten --pier-sync-interval, or train "
+                f"iterations after the lazy start / --pier-sync-interval {interval}. Shorten --pier-sync-interval, or train "
                 "for longer."
             )
         return found
@@ -308,7 +314,7 @@ class PierConfig(RunSchedule):
             if not low < gamma < high:
                 return [
                     f"at the outer step after iteration {step} gamma = {gamma:.3g} is not between {low:.3g} and {high:.3g} "
-                    f"(outer momentum {alpha:.3g}, {n} groups that meet; arXiv 2506.10911): the groups may drift apart. Change "
+                    f"(outer momentum {alpha:.3g}, subgroups of {n}; arXiv 2506.10911): the groups may drift apart. Change "
                     "--pier-subgroup-gamma, or take the momentum of --pier-preset noloco, 0.5."
                 ]
         return []

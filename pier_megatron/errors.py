@@ -58,7 +58,7 @@ _MOST_MEANT = 3
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The known words that an unknown one may stand for: those that begin with it, or else the one most like it."""
+    """Known words that an unknown one may mean: those that begin with it; if there are none, the most similar one."""
     # Here, because a command that is well typed does not need it.
     import difflib
 

@@ -62,7 +62,7 @@ def check_words(words: Sequence[str]) -> argparse.Namespace:
         Values of the flags, None for those that are not given.
 
     Raises:
-        PierConfigError: With a message for each flag that does not exist or whose value cannot be.
+        PierConfigError: With a message for each unknown flag and each impossible value.
     """
     sound, problems = sound_words(words)
     problems.report()

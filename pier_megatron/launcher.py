@@ -94,8 +94,8 @@ def _prepare(script: Path) -> None:
 def _run_as_main(script: Path) -> None:
     """Runs the script as ``__main__``.
 
-    Unlike ``runpy.run_path`` this names the present module in ``__spec__``, and ``multiprocessing`` imports what stands
-    there in the processes that it spawns.
+    Unlike ``runpy.run_path``, this puts the present module into ``__spec__``; spawned processes of ``multiprocessing`` import
+    the module named there.
     """
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(
@@ -113,7 +113,7 @@ def _execute(script: Path, namespace: dict[str, object]) -> None:
 def _be_script(namespace: dict[str, object]) -> None:
     """Gives a helper process what the script defines at module level."""
     script = Path(os.environ[_SCRIPT_VARIABLE])
-    # By it, scripts find what stands beside them.
+    # Scripts use it to find files in their own folder.
     namespace["__file__"] = str(script)
     _prepare(script)
     _execute(script, namespace)

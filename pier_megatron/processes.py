@@ -30,8 +30,8 @@ def running(
     Args:
         command: The command.
         log: File for its output, as ``subprocess.Popen`` takes it.
-        environment: Beside this process's own.
-        before: Called in its process before it begins.
+        environment: Environment variables, added to this process's own.
+        before: Function that its process calls before it begins.
     """
     import psutil
 
@@ -99,9 +99,9 @@ def end_with_one_message() -> None:
                 said = ""
         else:
             status, said = INTERRUPTED, "" if rank() else _INTERRUPTED
-        # Not sys.stderr: where the load of a checkpoint fails, that is a buffer which nobody reads.
+        # Not sys.stderr: when loading a checkpoint fails, that is a buffer that nobody reads.
         print(said, end="", file=sys.__stderr__, flush=True)
-        # Not by way of the interpreter's end, which would wait for communicators that others hold.
+        # A normal end of the interpreter would wait for communicators that others hold.
         os._exit(status)
 
     sys.excepthook = hook

@@ -55,7 +55,7 @@ def train(
         fragment_masks: Masks of the elements that belong to each fragment, by parameter; None: one fragment, all of them.
         on_iteration: Called at the end of each iteration with all groups' parameters.
         skipped: Iterations in which nobody trains; what is due after them is done all the same.
-        averaged: Indices of parameters of which outer steps take the mean, without momentum: the biases of routers.
+        averaged: Indices of parameters that outer steps average without momentum: the biases of routers.
 
     Returns:
         The parameters that all groups agree on after the last iteration, float64: where they have met in subgroups only, the
@@ -84,7 +84,7 @@ def train(
                     theta.copy_(torch.where(mask, new_anchor + (theta - since), theta))
                     momenta[group][i] = torch.where(mask, new_momentum, momenta[group][i])
                     anchors[group][i] = torch.where(mask, new_anchor, anchors[group][i])
-            # A group that was left out is restarted as a whole, once for all exchanges that saw it in trouble.
+            # An excluded group is restarted as a whole, once for all exchanges that excluded it.
             for group in (group for group in met if group not in good and restarted[group] <= exchange.begun):
                 for parameter, anchor in zip(groups[group], anchors[group], strict=True):
                     parameter.copy_(anchor)
@@ -168,7 +168,7 @@ def _nesterov(config: PierConfig, begun: int, states: Mapping[int, _State], own:
 def _mean_of_parameters(
     config: PierConfig, begun: int, states: Mapping[int, _State], own: Mapping[int, Tensor]
 ) -> dict[int, _State]:
-    """Mean over the groups that are finite; in pairs, one that is not counts as one that has not moved."""
+    """Mean over the finite groups; in pairs, any other group counts as unmoved."""
     of = own if config.has_common_anchor else {group: own.get(group, torch.zeros_like(states[group][0])) for group in states}
     mean = torch.stack([states[group][0] - moved for group, moved in of.items()]).mean(0)
     return {group: (mean, anchor - mean) for group, (anchor, _) in states.items()}
@@ -177,7 +177,7 @@ def _mean_of_parameters(
 def _noloco(config: PierConfig, begun: int, states: Mapping[int, _State], own: Mapping[int, Tensor]) -> dict[int, _State]:
     """Heavy ball with a pull to the mean of the anchors that meet: arXiv 2506.10911, equation 2 with the sign of equation 32.
 
-    Its ``delta`` is ``-eta * momentum`` here. A group that is not finite counts as one that has not moved.
+    Its ``delta`` is ``-eta * momentum`` here. A group with numbers that are not finite counts as unmoved.
     """
     alpha, eta = config.momentum_at(begun), config.learning_rate_at(begun)
     delta = torch.stack([own.get(group, torch.zeros_like(anchor)) for group, (anchor, _) in states.items()]).mean(0)

@@ -33,7 +33,7 @@ class RunSchedule(Settings):
     def suited_preset(self) -> tuple[str, str]:
         """The preset that ``--pier-preset auto`` takes, and why, in words that follow "for"."""
         if self.subgroup_size is not None:
-            return "noloco", "groups that meet in subgroups"
+            return "noloco", "groups that exchange in subgroups"
         # A momentum of the user's own has a use for its warmup.
         if self.sync_interval <= _SHORT_INTERVAL and self.outer_momentum is None:
             if self.sync_interval == 1 and not self.overlap:
@@ -67,9 +67,9 @@ class RunSchedule(Settings):
         return self.subgroup is None
 
     @property
-    def outer_rule(self) -> str:
-        """Name of the built-in rule by which outer steps are taken."""
-        return "nesterov" if self.has_common_anchor else "noloco"
+    def rule_name(self) -> str:
+        """Name of the rule by which outer steps are taken, as checkpoints record it."""
+        return self.outer_rule or ("nesterov" if self.has_common_anchor else "noloco")
 
     @property
     def groups_in_site(self) -> int:
@@ -96,7 +96,7 @@ class RunSchedule(Settings):
 
     @property
     def pulls(self) -> bool:
-        """Whether slow weights cross the groups, beside pseudo-gradients."""
+        """Whether groups exchange slow weights as well as pseudo-gradients."""
         return not self.has_common_anchor and self.sends_differences and self.subgroup_gamma != 0
 
     def pull_at(self, iteration: int) -> float:

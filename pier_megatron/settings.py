@@ -13,6 +13,7 @@ from pier_megatron.values import (
     Number,
     address,
     any_path,
+    class_name,
     one_of,
     positive,
     share,
@@ -27,7 +28,7 @@ SEED = whole(0, 2**63 - 1)
 """Seeds of random numbers."""
 
 INNER_OPTIMIZERS = ("adam", "muon")
-"""By Megatron's names."""
+"""Inner optimizers, by Megatron's names."""
 
 
 def flag_of(setting: str) -> str:
@@ -167,6 +168,13 @@ class Settings:
         "preset's.",
         accepts=share("because the momentum sums about 1 / (1 - mu) pseudo-gradients, which has no limit at 1"),
     )
+    outer_rule: str | None = setting(
+        None,
+        "Rule of the outer step: a class of your own, a subclass of pier_megatron.outer.OuterRule, as package.module:Class. "
+        "Default: Nesterov momentum; with random subgroups, NoLoCo's rule.",
+        metavar="CLASS",
+        accepts=class_name,
+    )
     subgroup_size: int | None = setting(
         None,
         "Number of participants of an outer step; for each one the groups are divided at random into sets of this size: NoLoCo "
@@ -193,7 +201,7 @@ class Settings:
         "every --pier-site-interval iterations. Only outer steps cross the links between sites, and a site sends as much as "
         "one group. Default: groups exchange in outer steps only.",
         metavar="N",
-        accepts=whole(2, why="or left out for groups that meet in outer steps only"),
+        accepts=whole(2, why="or omitted: groups then exchange in outer steps only"),
     )
     site_interval: int | None = setting(
         None,

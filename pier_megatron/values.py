@@ -1,4 +1,4 @@
-"""What flags accept: numbers, paths and addresses, declared beside the flag and checked when it is parsed.
+"""What flags accept: numbers, paths and addresses, declared with the flag and checked when it is parsed.
 
 Nothing heavy is imported, so that a refusal comes at once.
 """
@@ -154,8 +154,17 @@ def any_path(text: str) -> str:
 
 def function_name(text: str) -> str:
     """A function in a module, as ``recipes:llama_tiny``."""
+    return _in_module(text, "a function in it, such as recipes:llama_tiny")
+
+
+def class_name(text: str) -> str:
+    """A class in a module, as ``my_rules:HeavyBall``."""
+    return _in_module(text, "a class in it, such as my_rules:HeavyBall")
+
+
+def _in_module(text: str, what: str) -> str:
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", text):
-        raise _refusal(text, "not the name of a module and a function in it, such as recipes:llama_tiny")
+        raise _refusal(text, f"not the name of a module and {what}")
     return text
 
 

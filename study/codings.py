@@ -110,4 +110,4 @@ CODINGS = {
     "SparseLoCo": _top(64, feedback=0.95),
     "MuLoCo": _top(410, feedback=0.9),
 }
-"""By name; a coding of the plugin's has its codec's."""
+"""Codings by name; a coding of the plugin's has its codec's name."""

@@ -28,8 +28,8 @@ class Run:
     """One training.
 
     Attributes:
-        policy: Of ``--pier-compress``.
-        seed: Of weights and data order.
+        policy: Value of ``--pier-compress``.
+        seed: Seed of weights and data order.
     """
 
     policy: str
@@ -37,11 +37,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return f"{self.policy.replace(',', '-').replace('=', '-')}-seed{self.seed}"
 
     def arguments(self, iterations: int) -> str:
-        """Its command line, beside model and data."""
+        """Its command line, without model and data."""
         compress = "--pier-log-codec-errors" if self.policy == "none" else f"--pier-compress {self.policy}"
         micro_batch = BATCH // (2 * _MICRO_BATCHES)
         return (
@@ -56,7 +56,7 @@ def main() -> None:
     """Trains what is missing and prints what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="paired seeds of every row (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="of every training (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="length of every training (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/compression"), help="folder for the runs (%(default)s)")
     options = parser.parse_args()
     folder = options.output.resolve()

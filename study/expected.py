@@ -24,7 +24,7 @@ LOST_INTERVALS = 2.3
 
 _FITTED_PRESETS = {"adam": ("pier-rising", "pier-annealed"), "muon": ("pier-muon-annealed",)}
 
-# With fewer outer steps, and in shorter intervals, groups lose up to twice what is foreseen.
+# With fewer outer steps or a shorter interval, groups lose up to twice what is predicted.
 _FEWEST_OUTER_STEPS = {"adam": 25, "muon": 10}
 _SHORTEST_INTERVAL = 10
 
@@ -59,7 +59,7 @@ def share_by_noise(noise: float, measured_groups: int, groups: int) -> float:
 
 
 def share_by_settings(config: PierConfig, groups: int) -> float:
-    """As :func:`share_by_noise`, with Muon inside: it loses so many intervals at least, however long the run.
+    """Does the same as :func:`share_by_noise` with Muon inside: it loses at least so many intervals, however long the run.
 
     Args:
         config: Settings of the run.
@@ -94,9 +94,8 @@ def shares(config: PierConfig, noise: float | None = None, measured_groups: int 
 def noise_to_signal(own_square: float, mean_square: float, groups: int) -> float:
     """Variance of a group's pseudo-gradient, over the square of what it would be without noise.
 
-    The gradient noise scale of McCandlish et al. (arXiv 1812.06162, appendix A.1) with pseudo-gradients in the place of
-    gradients, one group as the small batch and all of them as the large one; in units of the tokens that a group trains on
-    between outer steps.
+    The gradient noise scale of McCandlish et al. (arXiv 1812.06162, appendix A.1), computed from pseudo-gradients: one group
+    is the small batch and all of them are the large one. The unit is the tokens that a group trains on between outer steps.
 
     Args:
         own_square: Squared norm of a group's pseudo-gradient, mean over the groups.

@@ -4,11 +4,11 @@ Four domains of real text that have little in common, from the packages installe
 into many languages; headers of C and C++ are only scored. One seed model per seed, on all domains, at a constant learning
 rate. From several of its iterations branch, with a learning rate that falls: one expert per domain, and one dense model that
 takes the operations of all of them. Both begin from the same model, so their operations are equal with it, too. A mixture runs
-all experts on every token; beside long seeds, a dense model of as many parameters takes the same operations, those of the seed
-included, from random weights.
+all experts on every token, so long seeds are also compared with a dense model of as many parameters. It begins from random
+weights and takes the same operations, those of the seed included.
 
 ``--unequal`` adds experts of unequal sizes and iterations, from 2,000 iterations of their seeds. What the seeds of their sizes
-cost is counted, so experts of one size train longer. Goes on where it was interrupted.
+cost is counted, so experts of one size train longer. An interrupted study resumes.
 """
 
 import argparse
@@ -25,11 +25,11 @@ import yaml
 from experts import installed_files
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
-from pier_megatron.commands.experts.jobs import ExpertJob, run_all
+from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
 from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
-_COMMAND = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
+_COMMAND = [sys.executable, "-m", "pier_megatron.cli", "experts"]
 _SEQUENCE = 128
 _MODEL = (
     f"--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length {_SEQUENCE} --max-position-embeddings {_SEQUENCE} "

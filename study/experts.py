@@ -1,9 +1,9 @@
 """Unequal experts against equal ones and one dense model, at equal operations: ``python study/experts.py``.
 
 Three domains of real text, from the packages installed here: code, prose and structured data; headers of C and C++ are only
-scored. For each seed: seed models of three sizes on all domains, then ``pier-megatron experts`` from plan to table. Goes on
-where it was interrupted, also with variants that are added at the end. Which domain gets which size and how much of the
-iterations was chosen beforehand and not by result: structured data repeats itself most, prose least.
+scored. For each seed: seed models of three sizes on all domains, then ``pier-megatron experts`` from plan to table. An
+interrupted study resumes, also with variants that are added at the end. Sizes and shares of the iterations were assigned to
+domains before any result: structured data repeats itself most, prose least.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
-from pier_megatron.commands.experts.jobs import ExpertJob, run_all
+from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
 from pier_megatron.megatron_api.tracker import tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
@@ -104,7 +104,7 @@ def _seed(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]]) -> dic
     print(f"Seed {seed}", flush=True)
     _train_seeds(folder, seed, data)
     file.write_text(yaml.safe_dump(description, sort_keys=False))
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
+    command = [sys.executable, "-m", "pier_megatron.cli", "experts"]
     subprocess.run([*command, "plan", str(file), "--output", str(runs)], check=True)
     for step in ("train", "score", "mix"):
         subprocess.run([*command, step, str(runs)], check=True)

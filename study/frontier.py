@@ -23,7 +23,7 @@ _NAMES = {ADAM: "AdamW", MUON: "Muon"}
 _LOWER_MUON_RATE = 3e-2
 _RESULTS = ("bits", "loss", "gap", "seeds", "rho", "step")
 _SEEDS = (1, 2, 3)
-_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 32)
+_TICKS = (0.02, 0.1, 0.5, 2, 10, 32)
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ class Point:
     """A run over its seeds.
 
     Attributes:
-        run: Of seed 0.
+        run: Settings, with seed 0.
         losses: Final losses, by seed.
         gaps: What they are above synchronous training, by seed.
         correlation: Mean cosine of successive mean pseudo-gradients; None for what was not recorded.
@@ -114,7 +114,7 @@ def bits(run: Run) -> float:
 
 
 class Points:
-    """What came out of runs, by what they have alike but for the seed."""
+    """Results of runs, grouped by all settings except the seed."""
 
     def __init__(self, *surveys: Survey) -> None:
         """Takes what there is."""
@@ -136,7 +136,7 @@ class Points:
         return points
 
     def frontier(self, inner: str, groups: int) -> list[Point]:
-        """Exchanges of the plugin in the open, from few bits to many, but for those that send more and lose more."""
+        """Exchanges of the plugin that wait, from few bits to many, without those that send more and lose more than another."""
         best: list[Point] = []
         for point in sorted(self.of(self.comparable(inner, groups)), key=lambda point: (point.bits, point.gap)):
             if not best or point.gap < best[-1].gap:
@@ -220,10 +220,11 @@ def _draw(points: Points, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure, axes = pyplot.subplots(2, 1, figsize=(4.6, 7.4), layout="constrained")
     for panel, inner in zip(axes, (MUON, ADAM), strict=True):
         _draw_panel(points, panel, inner)
-    figure.savefig(path, dpi=130)
+    figure.suptitle("Loss above synchronous training, 8 groups", fontsize=11)
+    figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
@@ -236,18 +237,21 @@ def _draw_panel(points: Points, axes: Any, inner: str) -> None:
             axes.errorbar(places, gaps, spreads, fmt="o", capsize=3, color=f"C{place}", label=dtype)
     best = points.frontier(inner, 8)
     axes.plot([point.bits for point in best], [point.gap for point in best], color="grey", linewidth=1, zorder=0)
+    labelled = 0.0
     for point in best:
-        axes.annotate(
-            f"H = {point.run.interval}", (point.bits, point.gap), xytext=(4, 4), textcoords="offset points", fontsize=8
-        )
+        # Labels of close points would overlap.
+        if point.bits > 2 * labelled:
+            labelled, place = point.bits, (point.bits, point.gap)
+            side = {"ha": "right"} if point.bits > _TICKS[-2] else {}
+            axes.annotate(f"H = {point.run.interval}", place, xytext=(5, 5), textcoords="offset points", fontsize=8, **side)
     other = {ADAM: MUON, MUON: ADAM}[inner]
     axes.axhline(0, color="black", linewidth=1.5, label=f"synchronous {_NAMES[inner]}")
     axes.axhline(points.between(other, inner), color="black", linewidth=1, linestyle="--", label=f"synchronous {_NAMES[other]}")
-    axes.set(xscale="log", xlabel="bits sent per parameter and iteration", title=f"{_NAMES[inner]} inside, 8 groups")
+    axes.set(xscale="log", xlabel="bits sent per parameter and iteration", title=f"{_NAMES[inner]} inside")
     axes.set_xticks(_TICKS, labels=[f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
-    axes.set_ylabel(f"final loss above synchronous {_NAMES[inner]}, nats per byte")
-    axes.legend()
+    axes.set_ylabel("nats per byte")
+    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     axes.grid(alpha=0.3)
 
 

@@ -1,4 +1,4 @@
-"""What groups lose, and whether their noise foretells it: ``python study/law.py [--runs FILE] [--train]``.
+"""What groups lose, and whether their noise predicts it: ``python study/law.py [--runs FILE] [--train]``.
 
 Simulated runs over groups, tokens per group, length, interval, size of the model and inner optimizer, each against synchronous
 training at the best of the rates that were tried for its setting. What is lost is counted in iterations: a run that loses ``x``
@@ -30,10 +30,10 @@ class Point:
     """A run of groups against synchronous training.
 
     Attributes:
-        run: Of the groups.
+        run: Run of the groups.
         synchronous: Loss of synchronous training, in nats per byte.
         gap: What the groups' is above it.
-        worth: By how much synchronous training's falls while its iterations grow by a factor of e, at this length.
+        worth: Fall of synchronous training's loss while its iterations grow by a factor of e, at this length.
         noise: Noise to signal of the groups' pseudo-gradients in the first outer steps, as the plugin takes it.
     """
 
@@ -170,7 +170,7 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 def _critical_batches(survey: Survey) -> str:
-    """That of arXiv 1812.06162, from how many times the iterations a smaller batch needs for the same loss."""
+    """Critical batch of arXiv 1812.06162, from the additional iterations that a smaller batch needs for the same loss."""
     rows: list[Sequence[object]] = []
     for inner, width, fewer, more in CRITICAL:
         kind = Run(inner=inner, width=width)

@@ -84,7 +84,7 @@ class Results:
 
     @property
     def learning_rate(self) -> float:
-        """Of AdamW in all rows but those of its sweep."""
+        """Learning rate of AdamW in all rows except those of its sweep."""
         return self._study.learning_rate
 
     def curve(self, row: Row) -> dict[int, float] | None:
@@ -112,7 +112,7 @@ class Results:
         return (self.curve(row) or {}).get(_config(row).lazy_start)
 
     def rise(self, row: Row) -> float | None:
-        """By how much the loss exceeds that at the switch in the first outer steps after it; negative if it only falls."""
+        """Highest loss of the first outer steps after the switch, minus the loss at the switch; negative if it only falls."""
         curve, switch = self.curve(row), _config(row).lazy_start
         if curve is None or switch not in curve:
             return None
@@ -191,7 +191,7 @@ def _section(results: Results, table: Table) -> str:
 
 
 def _spreads(results: Results) -> str:
-    """Spread of the weights over groups that meet in pairs, against the inner learning rate."""
+    """Spread of the weights over gossip pairs, against the inner learning rate."""
     columns = ("", "spread after 5 outer steps", "at the end", "over the learning rate", "at the end", "correlation")
     lines = ["## Spread of weights over gossip pairs\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for groups, interval in itertools.product((4, 8, 16), (20, 10)):
@@ -238,25 +238,25 @@ def _plot(results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 10), layout="constrained")
-    _plot_gaps(results, axes[0, 0], "groups", _GROUPS, METHODS, {})
-    axes[0, 0].set(title="AdamW inside, H = 20", ylabel=f"final loss above {_SYNCHRONOUS_ADAMW}, nats per byte")
-    _plot_gaps(results, axes[0, 1], "groups", _GROUPS, ("diloco", "pier-rising", "pier-muon-annealed"), {"inner": MUON})
-    axes[0, 1].set(title="Muon inside, H = 20", ylabel="final loss above synchronous Muon, nats per byte")
+    figure, axes = pyplot.subplots(4, 1, figsize=(4.6, 11), layout="constrained")
+    figure.suptitle("Loss above synchronous training, and losses of one seed", fontsize=11)
+    _plot_gaps(results, axes[0], "groups", _GROUPS, METHODS, {})
+    axes[0].set(title="AdamW inside, H = 20")
+    _plot_gaps(results, axes[1], "groups", _GROUPS, ("diloco", "pier-rising", "pier-muon-annealed"), {"inner": MUON})
+    axes[1].set(title="Muon inside, H = 20")
     # Not H = 200: a lazy start lasts at least an interval, so that row differs in two settings.
-    _plot_gaps(results, axes[1, 0], "interval", (10, 20, 50), ("diloco", "pier-rising"), {})
-    axes[1, 0].set(title="AdamW inside, 4 groups", ylabel=f"final loss above {_SYNCHRONOUS_ADAMW}, nats per byte")
-    axes[1, 0].set(xlabel="H, iterations between outer steps")
-    losses, rows = axes[1, 1], [Row(method, 1) for method in METHODS]
+    _plot_gaps(results, axes[2], "interval", (10, 20, 50), ("diloco", "pier-rising"), {})
+    axes[2].set(title="AdamW inside, 4 groups", xlabel="H, iterations between outer steps")
+    losses, rows = axes[3], [Row(method, 1) for method in METHODS]
     for row in (*rows, rows[0].baseline):
         curve = results.curve(row)
         if curve:
             label = _SYNCHRONOUS_ADAMW if row.method == SYNCHRONOUS else row.method
             losses.plot(*zip(*sorted(curve.items()), strict=True), color=_COLORS[row.method], label=label, linewidth=1.2)
-    losses.set(xlabel="iteration", ylabel="validation loss, nats per byte", title="AdamW inside, 4 groups, H = 20, seed 1")
-    losses.legend()
+    losses.set(xlabel="iteration", ylabel="loss, nats per byte", title="AdamW inside, 4 groups, H = 20, seed 1")
+    losses.legend(fontsize=8)
     losses.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
@@ -275,11 +275,12 @@ def _plot_gaps(
             axes.errorbar(places, means, spreads, marker="o", capsize=3, color=_COLORS[method], label=method)
     synchronous = "synchronous Muon" if changes.get("inner") == MUON else _SYNCHRONOUS_ADAMW
     axes.axhline(0, color=_COLORS[SYNCHRONOUS], linewidth=1.5, label=synchronous)
-    axes.set(xscale="log", xlabel=varied)
+    axes.set(xscale="log", xlabel=varied, ylabel="gap, nats per byte")
     axes.set_xticks(values, labels=[str(value) for value in values])
     axes.minorticks_off()
-    axes.set_ylim(bottom=-0.02)
-    axes.legend()
+    # Room for the legend.
+    axes.set_ylim(-0.02, 1.4 * axes.get_ylim()[1])
+    axes.legend(fontsize=8, ncols=2, loc="upper left")
     axes.grid(alpha=0.3)
 
 

@@ -2,7 +2,7 @@
 
 Simulated in one process: a plain GPT whose stages are its layers takes each micro-batch along its route, swaps included, as
 Megatron does with ``--pier-skip-routes`` (``tests/distributed/test_routed_training.py``). With ``--megatron``, Megatron itself
-does, a process for each stage. Goes on where it was interrupted.
+trains, with a process for each stage. An interrupted study resumes.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from run import MALLOC, SET_UP, VALIDATION_SEQUENCES, data_arguments, run_worker
 from skipping import WHOLE, spread, validation_loss
 from small_gpt import VECTORS, Parameters, Text, initial, losses
 
-from pier_megatron.pipeline.play import Grid, Link
-from pier_megatron.pipeline.routes import MicroBatch, Routes
-from pier_megatron.pipeline.search import Wishes, search
+from pier_megatron.experiments.skipping.pipeline.play import Grid, Link
+from pier_megatron.experiments.skipping.pipeline.routes import MicroBatch, Routes
+from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
 
 STAGES, MICRO_BATCHES, BATCH, WIDTH = 6, 8, 64, 64
 LEARNING_RATE, WARMUP, FINAL = 4e-3, 0.1, 0.1
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/study/route-losses"), help="folder for the runs (%(default)s)"
     )
-    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), help="beside whole (all)")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), help="columns after whole (all)")
     parser.add_argument("--megatron", action="store_true", help="train in Megatron, not in one process")
     options = parser.parse_args()
     folder = options.output.resolve() / f"{options.iterations}{'-megatron' * options.megatron}"
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def routes(row: Row) -> Routes:
-    """Routes for ranks of which one is behind a link ten times slower, as in ``benchmarks/skip_routes.py``."""
+    """Routes for ranks with one behind a link ten times slower, as in ``benchmarks/skip_routes.py``."""
     slow, nodes = row.stages // 2, range(row.stages)
     links = [[Link(0.5 if slow in (one, other) else 0.05) for other in nodes] for one in nodes]
     devices, ones = tuple((node,) for node in nodes), (1.0,) * row.stages
@@ -139,7 +139,7 @@ def train(folder: Path, iterations: int, row: Row) -> dict[str, float]:
 
 
 def train_in_megatron(folder: Path, iterations: int, row: Row) -> dict[str, float]:
-    """As :func:`train`, in Megatron, with the files of its runs in ``folder``."""
+    """Does the same as :func:`train` in Megatron, with the files of its runs in ``folder``."""
     found, place = routes(row), folder / f"{row.name}-files"
     place.mkdir(parents=True, exist_ok=True)
     (place / "routes.json").write_text(found.text())

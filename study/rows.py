@@ -46,7 +46,7 @@ ABLATIONS: dict[str, Preset] = {
 }
 
 
-# What a run and the synchronous one that it is compared with have alike, beside the seed.
+# What a run and its synchronous baseline have in common, apart from the seed.
 _COMPARED = ("learning_rate", "batch_scale", "inner", "muon_rate")
 
 
@@ -56,11 +56,11 @@ class Row:
 
     Attributes:
         method: :data:`SYNCHRONOUS`, or a preset of the outer schedule.
-        seed: Of weights and data order.
+        seed: Seed of weights and data order.
         groups: Number of groups; synchronous training has as many ranks.
         interval: Iterations between outer steps.
         lazy_start: Share of the run that is synchronous.
-        learning_rate: Of AdamW; None for the one that synchronous AdamW chose.
+        learning_rate: Learning rate of AdamW; None for the one that synchronous AdamW chose.
         batch_scale: Factor on the batch and on the learning rate; the run is as many times shorter.
         inner: What trains inside a group, or synchronously.
         muon_rate: Learning rate of Muon; None for the one that synchronous Muon chose.
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Of its folder: everything that makes it differ from others."""
+        """Name of its folder: everything that makes it differ from others."""
         parts = [self.method.replace(" ", "-"), f"g{self.groups}"]
         if self.method != SYNCHRONOUS:
             parts += [f"h{self.interval}", f"lazy{round(100 * self.lazy_start)}"]
@@ -110,8 +110,8 @@ class Table:
 
     Attributes:
         title: What is varied.
-        methods: Of its columns.
-        variants: Of its lines: what a line is called, and what it has in place of a :class:`Row`'s defaults.
+        methods: Method of each column.
+        variants: Name of each line, and what it changes in a :class:`Row`'s defaults.
     """
 
     title: str
@@ -119,7 +119,7 @@ class Table:
     variants: dict[str, dict[str, Any]]
 
     def rows(self, seeds: int) -> Iterator[Row]:
-        """All trainings of the table but for the synchronous ones."""
+        """All trainings of the table except the synchronous ones."""
         for seed, changes, method in itertools.product(range(1, seeds + 1), self.variants.values(), self.methods):
             yield Row(method, seed, **changes)
 

@@ -1,4 +1,4 @@
-"""Trains the study's rows, and goes on where it was interrupted.
+"""Trains the study's rows; resumes if it was interrupted.
 
 ``make study``, or ``python study/run.py [--seeds N] [--only TEXT]``: real Megatron on the CPU and gloo, one process per group.
 A row that is complete is not trained again. ``python study/report.py`` makes the tables and plots of what is there.
@@ -25,8 +25,8 @@ from pier_megatron.commands.tensorboard_log import TensorBoardLog
 
 _FOLDER = Path(__file__).resolve().parent
 
-# A byte-level GPT of 0.12 million parameters: small enough for hundreds of trainings, on batches of 4096 bytes, which leave a
-# group of 16 some 256 of them.
+# A byte-level GPT of 0.12 million parameters: small enough for hundreds of trainings, on batches of 4096 bytes. Each of 16
+# groups gets 256 of them.
 _MODEL = "--num-layers 2"
 SET_UP = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -90,8 +90,8 @@ class Study:
         """Opens a study.
 
         Args:
-            folder: As the attribute.
-            iterations: Of its runs.
+            folder: Folder of the runs.
+            iterations: Length of its runs.
             known: Curves of rows that have been trained elsewhere, by name: losses by iteration.
         """
         self.folder = folder
@@ -159,7 +159,7 @@ class Study:
         return validation_curve(self.log(row))
 
     def known_curve(self, row: Row) -> dict[int, float] | None:
-        """As :meth:`validation`, of a row that has been trained elsewhere; None if it has not."""
+        """Validation losses of a row that has been trained elsewhere; None if it has not."""
         found = self._known.get(row.name)
         return None if found is None else {int(iteration): loss for iteration, loss in found.items()}
 

@@ -24,7 +24,7 @@ _MUON_MOMENTUM, _MUON_STEPS = 0.95, 5
 
 _EVALUATION_INTERVAL = 20
 
-# Anchors at the end, of which the mean is evaluated too.
+# Numbers of last anchors whose mean is evaluated too.
 _AVERAGED = (2, 4, 8, 16, 32)
 
 
@@ -34,29 +34,29 @@ class Run:
 
     Attributes:
         method: :data:`rows.SYNCHRONOUS`, or a preset of the outer schedule.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         groups: Number of groups.
         interval: Iterations between outer steps.
         lazy_start: Share of the run that is synchronous.
-        iterations: Of the run.
+        iterations: Length of the run.
         batch: Sequences in a batch of all groups together.
-        layers: Of the model.
-        width: Of the model.
+        layers: Number of layers.
+        width: Hidden size.
         inner: What trains inside a group, or synchronously.
-        learning_rate: Of AdamW.
-        muon_rate: Of Muon.
+        learning_rate: Learning rate of AdamW.
+        muon_rate: Learning rate of Muon.
         tail: Share of the run at its end that is synchronous again, from the mean of all groups and of their moments.
         dtype: What a pseudo-gradient is sent as, with error feedback: a name in :data:`codings.CODINGS`, or fp32.
         sum_dtype: What the sum comes back as, with error feedback too.
         overlap: Iterations after which the result of an exchange is applied, at most ``interval``.
         own_share: Share of its own pseudo-gradient that a group keeps while its exchange is under way.
         predicted_share: Share of the last mean pseudo-gradients' mean that it adds meanwhile, as what is to be expected.
-        prediction_decay: Of that mean, an outer step; 0 for the last pseudo-gradient alone.
-        outer_momentum: In place of the preset's.
-        outer_lr: In place of the preset's.
+        prediction_decay: Decay of that mean in an outer step; 0 for the last pseudo-gradient alone.
+        outer_momentum: Outer momentum, which overrides the preset's.
+        outer_lr: Outer learning rate, which overrides the preset's.
         divides_noise: Whether groups divide the noise in AdamW's second moment by their number, to have the steps of all.
-        slow_share: Of an AdamW step that follows a momentum which groups average when they meet (MT-DAO, arXiv 2510.05361).
-        slow_beta: Of that momentum.
+        slow_share: Share of an AdamW step that follows a slow momentum, averaged in outer steps (MT-DAO, arXiv 2510.05361).
+        slow_beta: Decay of that momentum.
         sites: Sites among which the groups are divided; 1 for groups that all meet at once.
         site_interval: Iterations between outer steps of all sites, a multiple of ``interval``.
         site_method: Preset of the outer schedule between sites; ``method`` is that inside them.
@@ -108,7 +108,7 @@ class Run:
         )
 
     def rate_factor(self, iteration: int) -> float:
-        """Of the inner learning rates in an iteration, counted from 1: warmup and cosine, as Megatron has them."""
+        """Factor of the inner learning rates in an iteration, counted from 1: Megatron's warmup and cosine."""
         warmup = int(_WARMUP * self.iterations)
         if iteration <= warmup:
             return iteration / warmup
@@ -125,9 +125,9 @@ class Outcome:
     Attributes:
         final: Loss after the last iteration.
         curve: Loss of the anchor after some outer steps and at the switch, by iteration.
-        norms: Of each outer step, the mean square norm of the groups' pseudo-gradients and that of the mean one.
+        norms: Mean square norm of the groups' pseudo-gradients and of their mean, for each outer step.
         averaged: Loss of the mean of the last so many anchors.
-        correlations: Of each outer step from the second, the cosine of its mean pseudo-gradient to the one before.
+        correlations: Cosine of successive mean pseudo-gradients, for each outer step from the second.
     """
 
     final: float = math.nan
@@ -146,7 +146,7 @@ class _Inner:
         self._slow = {name: torch.zeros_like(value) for name, value in parameters.items()} if run.slow_share else {}
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Puts what a function makes of them in the place of all moments, when groups part or join."""
+        """Applies a function to all moments, when groups part or join."""
         for state in (self._first, self._second, self._slow):
             state.update({name: function(tensor) for name, tensor in state.items()})
 
@@ -209,7 +209,7 @@ class _Flight:
     Attributes:
         begun: Iteration after which it began.
         delta: Mean pseudo-gradient that will arrive.
-        left: Parameters from which the groups went on, flat.
+        left: Parameters from which the groups continued, flat.
     """
 
     begun: int
@@ -218,7 +218,7 @@ class _Flight:
 
 
 class _Outer:
-    """Anchor and momentum of groups that meet: all of them, or those of each site; flat, as the plugin's chunks are."""
+    """Anchor and momentum of the participants: all groups, or those of each site; flat, as the plugin's chunks are."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
         self._run, self.config = run, config_of(run)
@@ -236,7 +236,7 @@ class _Outer:
             self._anchor = own
 
     def anchor(self, parameters: Parameters) -> Parameters:
-        """By the names and in the shapes of parameters of one group."""
+        """Tensors with the names and shapes of the parameters of one group."""
         return _like(self._anchor[:1], parameters)
 
     def step(self, iteration: int, parameters: Parameters, outcome: Outcome) -> bool:
@@ -295,7 +295,7 @@ class _Outer:
 
 
 class _Sites(_Outer):
-    """Groups that meet in their site, and sites that meet more rarely: each site is a group whose parameters are its anchor."""
+    """Groups that average in their site, and sites that average less often; the weights of a site are its groups' anchor."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
         super().__init__(run, parameters)

@@ -1,7 +1,7 @@
 """What skipping pipeline stages costs in loss: ``python study/skipping.py [--seeds N]``, printed as tables.
 
-Real Megatron on the CPU and gloo, 2 pipeline ranks of 4 virtual stages of one layer. Goes on where it was interrupted. The time
-of a step is simulated, not measured; the losses are measured.
+Real Megatron on the CPU and gloo, 2 pipeline ranks of 4 virtual stages of one layer. An interrupted study resumes. Losses are
+measured; the time of a step is simulated.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from run import SET_UP, VALIDATION_SEQUENCES, data_arguments, run_worker
 
-from pier_megatron.pipeline.paths import search
-from pier_megatron.pipeline.schedule import Pipeline
-from pier_megatron.pipeline.simulator import makespan
+from pier_megatron.experiments.skipping.pipeline.paths import search
+from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
+from pier_megatron.experiments.skipping.pipeline.simulator import makespan
 
 FRACTIONS = (0.0, 0.25, 0.33)
 LEARNING_RATE = 4e-3
@@ -37,7 +37,7 @@ class Row:
 
     Attributes:
         fraction: Share of stages and micro-batches that is skipped.
-        seed: Of weights, data order and table of paths.
+        seed: Seed of weights, data order and table of paths.
         has_equal_time: Whether it lasts as long, by the simulation, as one that skips nothing; else as many iterations.
     """
 
@@ -47,12 +47,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return f"skip{self.fraction:g}{'-equal-time' * self.has_equal_time}-seed{self.seed}"
 
     @property
     def share_of_whole_step(self) -> float:
-        """Simulated time of a step, as a multiple of that of a step which skips nothing."""
+        """Simulated time of a step, as a multiple of a step without skipping."""
         costs = (1.0,) * PIPELINE.stages
         skipped = search(PIPELINE, self.fraction, self.seed, costs).skipped
         return makespan(PIPELINE, costs, skipped) / makespan(PIPELINE, costs)
@@ -62,7 +62,7 @@ def main() -> None:
     """Trains and evaluates what is missing, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="paired seeds of every row (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=200, help="of a run that skips nothing (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=200, help="length of a run that skips nothing (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/study/skipping"), help="folder for the runs (%(default)s)")
     options = parser.parse_args()
     study = Study(options.output.resolve() / str(options.iterations), options.iterations)
@@ -175,7 +175,7 @@ class Study:
 
 
 def validation_loss(log: Path) -> float:
-    """The validation loss that Megatron has printed last but for the test's, in nats per byte."""
+    """Last validation loss that Megatron has printed before the test loss, in nats per byte."""
     found = re.search(r"validation loss at .* on validation set.*lm loss value: (\S+)", log.read_text())
     assert found, f"{log}: no validation loss"
     return float(found[1])

@@ -16,7 +16,7 @@ _HEAD = 16
 _SPREAD = 0.02
 
 Parameters = dict[str, Tensor]
-"""By name; each of shape ``[groups, ...]``, FP32."""
+"""Tensors by name, each of shape ``[groups, ...]`` in FP32."""
 
 MATRIX = ".matrix"
 """What the names of those end with that are neither embeddings nor vectors: Muon's."""
@@ -56,7 +56,7 @@ def losses(parameters: Parameters, tokens: Tensor, layers: Sequence[int] | None 
     """Mean loss of each group in nats per byte, shape ``[groups]``.
 
     Args:
-        parameters: Of all groups.
+        parameters: Parameters of all groups.
         tokens: int64 of shape ``[groups, sequences, SEQUENCE + 1]``.
         layers: Layers that are passed, in order; by default, all.
     """

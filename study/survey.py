@@ -23,7 +23,7 @@ class Survey:
         """Reads what is there.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             corpus: Folder of the text, which is written if need be.
             processes: Number of runs trained at a time; by default, as many as there are processors.
             is_brief: Whether new outcomes are brief, see :class:`Outcome`.

@@ -13,11 +13,11 @@ class Setting:
     """What synchronous training is tuned for, and what is compared with it.
 
     Attributes:
-        changes: What its runs have in place of a :class:`Run`'s defaults.
-        rates: Of AdamW that were tried.
-        muon_rates: Of Muon and AdamW that were tried together.
-        groups: What groups have in place of the defaults.
-        shorter: Synchronous training of so many of the iterations says what iterations are worth.
+        changes: Changes of its runs to a :class:`Run`'s defaults.
+        rates: Learning rates of AdamW that were tried.
+        muon_rates: Pairs of learning rates, of Muon and of AdamW, that were tried.
+        groups: Changes of runs with groups to the defaults.
+        shorter: Lengths of synchronous runs, which show what iterations are worth.
     """
 
     changes: Mapping[str, Any]
@@ -69,7 +69,7 @@ SCHEDULES = {ADAM: ("diloco", "pier-rising", "pier-annealed"), MUON: ("diloco", 
 _replace = dataclasses.replace
 
 CRITICAL = ((ADAM, 32, 64, 256), (ADAM, 32, 64, 1024), (ADAM, 64, 64, 256), (MUON, 64, 64, 256))
-"""Of synchronous training: inner optimizer, width, a batch, and a larger one that saves iterations."""
+"""Synchronous trainings: inner optimizer, width, a batch, and a larger one that saves iterations."""
 
 _RISING, _ANNEALED = Run("pier-rising"), Run("pier-annealed")
 _MUON, _MUON_ANNEALED = Run("pier-muon", inner=MUON), Run("pier-muon-annealed", inner=MUON)

@@ -1,6 +1,7 @@
 """Finds descriptions in docstrings that begin without their noun, where "Seed of the pairing" says more than "Of it".
 
-Looks at each entry of the sections Args, Attributes, Returns and Yields of Google's style, and at the help of flags.
+Looks at the first words of a docstring, a variable's too, at each entry of the sections Args, Attributes, Returns and Yields of
+Google's style, and at the help of flags.
 """
 
 import ast
@@ -11,7 +12,7 @@ from pathlib import Path
 
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Yields:")
 _CLIPPED = re.compile(r"(Of|For|As|That|Whose|Who|When|Where|Which|In which|By which|To|From|With|At|On|By) ", re.IGNORECASE)
-_CLIPPED_HELP = re.compile(r"(Of|For|As|That|Whose|When) ", re.IGNORECASE)
+_CLIPPED_HELP = re.compile(r"(Of|For|As|That|Whose|When|By) ", re.IGNORECASE)
 _HELPERS = ("add_argument", "setting")
 
 
@@ -23,6 +24,9 @@ def clipped(path: Path) -> Iterator[tuple[int, str]]:
             for offset, text in _described(ast.get_docstring(node) or ""):
                 if _CLIPPED.match(text):
                     yield line + offset, text
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if _CLIPPED_HELP.match(text := node.value.value.partition("\n")[0]):
+                yield node.lineno, text
         elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in _HELPERS:
             for value in [keyword.value for keyword in node.keywords if keyword.arg == "help"] + node.args[1:2]:
                 if isinstance(value, ast.Constant) and isinstance(value.value, str) and _CLIPPED_HELP.match(value.value):

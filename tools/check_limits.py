@@ -9,16 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 1886,
+    "": 2144,
     "bridge": 541,
-    "commands": 6635,
+    "commands": 4608,
     "cpu": 673,
-    "exchange": 2246,
-    "features": 2936,
-    "integration": 5155,
+    "exchange": 2043,
+    "experiments": 5840,
+    "integration": 5166,
     "megatron_api": 477,
-    "outer": 3465,
-    "pipeline": 933,
+    "outer": 3293,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

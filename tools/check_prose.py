@@ -1,11 +1,14 @@
-"""Finds words in pages, docstrings and help texts for which this project has one of the field.
+"""Finds words that this project replaces with the field's: in pages, docstrings, comments, help texts and messages.
 
-Only words that never stand for anything else are listed, so that everything it finds is to be changed. Code is skipped.
+Only words that never stand for anything else are listed, so every finding is a mistake. Code is skipped. Tests quote
+messages and name files, so only their docstrings and comments count.
 """
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,51 +35,75 @@ _WORDS = {
     r"which rank stands where": "rank placement",
     r"what of the paper": "not implemented from the paper",
     r"(?:is|are|be|was|were) taken again|takes? (?:that|the) (?:outer )?step again": "retried",
-}
-_ON_PAGES = _WORDS | {
     r"in (?:the )?place of": "instead of",
     r"beside": "next to, with, during, or drop it",
     r"some(?= \d)": "about",
     r"of which": "begin a new sentence",
     r"or else|(?<=, )else": "otherwise, or",
+    r"but for": "except",
+    r"(?:that|which|whose) (?:[\w'-]+ ){1,7}?(?:(?:in|of|by|from|to|with|at|on|over|after|before) )?(?:which|whose|whom)": (
+        "two sentences: a relative clause stands in another one"
+    ),
 }
-"""Words for pages, which translate well and read badly."""
-
-_HELPERS = ("add_argument", "setting")
 
 
 def blank(match: re.Match[str]) -> str:
-    """As many characters and lines, which hold no word."""
+    """Text of as many characters and lines without a word."""
     return re.sub(r"[^\n]", "#", match[0])
 
 
-def found_in(text: str, words: dict[str, str] = _WORDS) -> Iterator[tuple[int, str, str]]:
+def found_in(text: str) -> Iterator[tuple[int, str, str]]:
     """Line within the text, word and replacement of each word that should be another one; code between backticks is skipped."""
     text = re.sub(r"``?[^`]+``?", blank, text)
-    wrong = r"\b(?:" + "|".join(f"({word})" for word in words) + r")(?!\w)"
-    for match in re.finditer(wrong, re.sub(r"\s", " ", text), re.IGNORECASE):
-        yield text[: match.start()].count("\n"), match[0], list(words.values())[(match.lastindex or 1) - 1]
+    wrong = r"\b(?:" + "|".join(f"({word})" for word in _WORDS) + r")(?!\w)"
+    lines, line = [], 0
+    for piece in re.finditer(r"\s+|\S", text):
+        lines.append(line)
+        line += piece[0].count("\n")
+    squeezed = re.sub(r"\s+", lambda space: "\n" if space[0].count("\n") > 1 else " ", text)
+    for match in re.finditer(wrong, squeezed, re.IGNORECASE):
+        yield lines[match.start()], match[0], list(_WORDS.values())[(match.lastindex or 1) - 1]
 
 
 def of_page(text: str) -> Iterator[tuple[int, str, str]]:
     """Words in a page of Markdown, without blocks of code and without addresses of links."""
     for pattern in (r"^```.*?^```$", r"\]\([^)]*\)"):
         text = re.sub(pattern, blank, text, flags=re.MULTILINE | re.DOTALL)
-    yield from ((line + 1, word, better) for line, word, better in found_in(text, _ON_PAGES))
+    yield from ((line + 1, word, better) for line, word, better in found_in(text))
 
 
-def of_module(text: str) -> Iterator[tuple[int, str, str]]:
-    """Words in the docstrings and help texts of a module."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            texts = [child.value for child in node.body if isinstance(child, ast.Expr)]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in _HELPERS:
-            texts = [keyword.value for keyword in node.keywords if keyword.arg == "help"] + node.args[1:2]
-        else:
+def of_module(text: str, is_test: bool = False) -> Iterator[tuple[int, str, str]]:
+    """Words in the docstrings and comments of a module, and in its other strings unless it is a test."""
+    for first, sentence in sorted({*_comments(text), *_strings(ast.parse(text), is_test)}):
+        yield from ((first + line, word, better) for line, word, better in found_in(sentence))
+
+
+def _comments(text: str) -> Iterator[tuple[int, str]]:
+    """First line and text of each comment; lines below each other are one comment."""
+    block: list[tuple[int, int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            (line, column), words = token.start, token.string.removeprefix("#")
+            if block and block[-1][:2] != (line - 1, column):
+                yield block[0][0], "\n".join(words for *_, words in block)
+                block = []
+            block.append((line, column, words))
+    if block:
+        yield block[0][0], "\n".join(words for *_, words in block)
+
+
+def _strings(module: ast.Module, only_docstrings: bool) -> Iterator[tuple[int, str]]:
+    """Line and text of each string of several words, without what an f-string computes and without names of parameters."""
+    parts_of_f_strings = {part for node in ast.walk(module) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(module):
+        if node in parts_of_f_strings:
             continue
-        for value in texts:
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield from ((value.lineno + line, word, better) for line, word, better in found_in(value.value))
+        if isinstance(node, ast.Expr) or not only_docstrings:
+            node = node.value if isinstance(node, ast.Expr) else node
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if any(isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value for part in parts):
+                found = "".join(str(part.value) if isinstance(part, ast.Constant) else "#" for part in parts)
+                yield node.lineno, re.sub(r"^ +\w+: ", blank, found, flags=re.MULTILINE)
 
 
 def main() -> int:
@@ -85,8 +112,10 @@ def main() -> int:
     for argument in map(Path, sys.argv[1:]):
         paths = [argument] if argument.is_file() else sorted([*argument.rglob("*.md"), *argument.rglob("*.py")])
         for path in paths:
-            found = of_page(path.read_text()) if path.suffix == ".md" else of_module(path.read_text())
-            for line, word, better in found:
+            if path.samefile(__file__):
+                continue
+            text, is_test = path.read_text(), "tests" in path.parts
+            for line, word, better in of_page(text) if path.suffix == ".md" else of_module(text, is_test):
                 count += 1
                 print(f"{path}:{line}: {word}: write {better}")
     return int(bool(count))

@@ -11,27 +11,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pier_megatron import PierConfig
+from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.integration import startup
 from pier_megatron.outer import GroupExchange, OuterLoop, Shards
 
 _INTERVALS = 3
 
 
-def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tuple[int, int]:
+def used_and_said(
+    config: PierConfig, exchange: GroupExchange, numel: int, sites: SiteExchange | None = None
+) -> tuple[int, int]:
     """Trains for some intervals; every rank of ``exchange`` calls it.
 
     Args:
-        config: Of the outer loop; without a lazy start.
+        config: Settings of the outer loop, without a lazy start.
         exchange: Between the groups.
         numel: Number of parameters.
+        sites: Between the sites, if groups are in some.
 
     Returns:
-        Most bytes that the loop took at once beside the parameters, and the bytes of the start-up block.
+        Peak memory of the loop without the parameters, and the memory that the start-up block reports, in bytes.
     """
     here = one_gpu.device()
     parameters = [torch.zeros(numel // 8, device=here) for _ in range(8)]
     with _peak() as peak:
-        loop = OuterLoop([[Shards(parameters)]], config, exchange)
+        loop = OuterLoop([[Shards(parameters)]], config, exchange, sites=sites)
         loop.rehearse()
         for _ in range(_INTERVALS * config.sync_interval):
             loop.skip_iteration()
@@ -43,7 +47,7 @@ def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tu
     said = reduced + startup.working_bytes(config, loop.states)
     if not config.offload:
         return peak[0], in_state + said
-    # Where the host is the device too, what is offloaded and what is kept beside it was counted.
+    # If the host is the device, the peak includes the offloaded state and the buffers kept with it.
     lent = [kept for round_ in loop._steps.rounds for kept in round_._kept]
     waiting = [buffers.tensors["own"] for buffers in (*loop._share.stagings[0]._kept, *lent)]
     on_host = in_state + sum(buffer.nbytes for buffer in waiting) if here.type == "cpu" else 0
@@ -52,7 +56,7 @@ def used_and_said(config: PierConfig, exchange: GroupExchange, numel: int) -> tu
 
 @contextlib.contextmanager
 def _peak() -> Iterator[list[int]]:
-    """Appends the most bytes that were allocated at once inside, beside those from before."""
+    """Appends the peak of the bytes that were allocated inside; earlier allocations do not count."""
     found: list[int] = []
     if one_gpu.device().type == "cuda":
         # cuBLAS takes its workspace once, with the first product of a process.

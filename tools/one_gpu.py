@@ -43,7 +43,7 @@ def choose(device_type: str | None = None, backend_name: str | None = None, seco
 
     Args:
         device_type: ``cuda`` or ``cpu``; by default ``cuda`` where there is a GPU.
-        backend_name: ``nccl`` or ``gloo``; by default, on a GPU, NCCL where a probe gets an answer over it, else gloo.
+        backend_name: ``nccl`` or ``gloo``. Default: NCCL on a GPU if a probe gets an answer over it, otherwise gloo.
         seconds: Limit of the probe.
 
     Returns:

@@ -255,7 +255,7 @@ def summary() -> list[str]:
 
 
 def table() -> list[str]:
-    """Every published time beside both predictions."""
+    """Every published time with both predictions."""
     return [
         "| run | | published, ms | as a user gets it, ms | error | TFLOP/s measured, ms | error | |",
         "|---|---|---|---|---|---|---|---|",

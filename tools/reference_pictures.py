@@ -36,7 +36,7 @@ class Picture:
 
     def draw(self, path: Path) -> None:
         """Writes the picture, with the digest in it."""
-        self.paint(self.data()).savefig(path, dpi=110, metadata={_KEY: self.fingerprint(), "Software": ""})
+        self.paint(self.data()).savefig(path, dpi=150, metadata={_KEY: self.fingerprint(), "Software": ""})
 
 
 def drawn_from(path: Path) -> str | None:
@@ -60,7 +60,7 @@ def curves() -> dict[str, Any]:
 
 
 def paint_curves(data: dict[str, Any]) -> Any:
-    """Draws momentum and learning rate of the presets, one column for each kind of them."""
+    """Draws momentum and learning rate of the presets, one row for each kind of them."""
     from matplotlib.figure import Figure
 
     kinds = {
@@ -69,31 +69,29 @@ def paint_curves(data: dict[str, Any]) -> Any:
         "constant": ("pier-frequent", "diloco", "noloco", "local-sgd"),
     }
     assert sorted(name for names in kinds.values() for name in names) == sorted(data)
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True, sharey="row")
-    styles = (("#1f5fa8", "-", 2.0), ("#d1782a", "--", 2.0), ("#2d8a57", "-", 2.0), ("#8d4aa0", "--", 2.0))
-    for column, (title, names) in enumerate(kinds.items()):
-        axes[0, column].set_title(title, fontsize=11)
-        for (color, line, width), name in zip(styles, names, strict=False):
-            share = [100 * step / _RUN["train_iters"] for step, _, _ in data[name]]
-            for row in (0, 1):
-                heights = [point[row + 1] for point in data[name]]
-                axes[row, column].plot(share, heights, line, color=color, linewidth=width, label=name)
-        axes[1, column].set_xlabel("% of the run")
-        axes[1, column].legend(fontsize=9, loc="lower right")
-        for row in (0, 1):
-            axes[row, column].axvspan(0, 10, color="0.92", zorder=0)
-            axes[row, column].grid(color="0.88", linewidth=0.6)
-            axes[row, column].spines[["top", "right"]].set_visible(False)
-            axes[row, column].set_xlim(0, 100)
-    axes[0, 0].set_ylabel("outer momentum mu")
-    axes[1, 0].set_ylabel("outer learning rate eta")
-    axes[0, 0].text(0.8, 0.04, "lazy start", fontsize=8, color="0.35", rotation=90, va="bottom")
+    figure = Figure(figsize=(4.6, 7.8), layout="constrained")
+    figure.suptitle("Outer schedules of the presets", fontsize=11)
+    styles = (("#1f5fa8", "-"), ("#d1782a", "--"), ("#2d8a57", "-"), ("#8d4aa0", "--"))
+    for panels, (title, names) in zip(figure.subfigures(3, 1), kinds.items(), strict=True):
+        panels.suptitle(title, fontsize=10)
+        for column, (axes, what) in enumerate(zip(panels.subplots(1, 2), ("momentum mu", "learning rate eta"), strict=True)):
+            for (color, line), name in zip(styles, names, strict=False):
+                share = [100 * point[0] / _RUN["train_iters"] for point in data[name]]
+                axes.plot(share, [point[column + 1] for point in data[name]], line, color=color, linewidth=1.8, label=name)
+            axes.axvspan(0, 10, color="0.88", zorder=0)
+            axes.grid(color="0.88", linewidth=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_xlabel("% of the run", fontsize=8)
+            axes.set_title(what, fontsize=9)
+            axes.set(xlim=(0, 100), ylim=(-0.05, 1.2), xticks=(0, 50, 100), yticks=(0, 0.5, 1))
+            axes.tick_params(labelsize=8)
+        handles, labels = axes.get_legend_handles_labels()
+        panels.legend(handles, labels, fontsize=8, ncols=2, loc="outside lower center", frameon=False)
     return figure
 
 
 def floors() -> dict[str, Any]:
-    """Floors of the package and which of them import which, without imports that a longer way implies."""
+    """Floors of the package and their imports, without an import that other imports imply."""
     import grimp
 
     project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text())
@@ -118,29 +116,11 @@ def floors() -> dict[str, Any]:
     }
 
 
-_JOBS = {
-    "__main__": "python -m pier_megatron",
-    "commands": "pier-megatron",
-    "launcher": "runs a training script",
-    "cpu": "stands in for CUDA",
-    "bridge": "Megatron-Bridge's loop",
-    "integration": "Megatron's training loop",
-    "flags": "the --pier-* flags",
-    "features": "inside a group",
-    "megatron_api": "access to Megatron",
-    "outer": "the outer loop",
-    "reference": "all of it in float64",
-    "config": "resolved and checked",
-    "run_schedule": "which iteration does what",
-    "settings": "flags, defaults, help",
-    "exchange": "collectives, codecs",
-    "pipeline": "routes, orders, simulated",
-    "schedules": "mu and eta",
-    "values": "what flags accept",
-}
 _PLACES = {
     "__main__": 0.3,
-    "commands": 1.9,
+    "cli": 1.9,
+    "experiments": 1.9,
+    "commands": 1.1,
     "launcher": 0.3,
     "cpu": 0.9,
     "bridge": 2.9,
@@ -154,7 +134,6 @@ _PLACES = {
     "run_schedule": 2.9,
     "settings": 2.1,
     "exchange": 3.1,
-    "pipeline": 1.75,
     "schedules": 2.1,
     "values": 0.3,
 }
@@ -174,7 +153,8 @@ def paint_floors(data: dict[str, Any]) -> Any:
     def depth(name: str) -> int:
         return 1 + max((depth(above) for above, below in imports.items() if name in below), default=-1)
 
-    figure = Figure(figsize=(10, 9), layout="constrained")
+    figure = Figure(figsize=(4.6, 5.4), layout="constrained")
+    figure.suptitle("Floors of the package and their imports", fontsize=11)
     axes = figure.subplots()
     axes.set_axis_off()
     heights = {name: -float(depth(name)) for name in imports}
@@ -189,8 +169,7 @@ def paint_floors(data: dict[str, Any]) -> Any:
         }
         color = knows.get(name, "#eeeeee")
         axes.add_patch(FancyBboxPatch((x - 0.4, level - 0.22), 0.8, 0.44, "round,pad=0.02", facecolor=color, edgecolor="0.4"))
-        axes.text(x, level + 0.07, name, ha="center", va="center", fontsize=10, family="monospace")
-        axes.text(x, level - 0.11, _JOBS[name], ha="center", va="center", fontsize=7.5, color="0.3")
+        axes.text(x, level - 0.01, name, ha="center", va="center", fontsize=8.5, family="monospace")
         for below in imports[name]:
             begin, end = (x, level - 0.24), (_PLACES[below], heights[below] + 0.25)
             arrow = FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=9, color="0.45", linewidth=0.9, zorder=0)

@@ -137,7 +137,7 @@ def _of_script(path: Path, checkout: Path, folder: str) -> Iterator[tuple[str, l
 
 
 def _distinct(found: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Leaves out command lines that another one repeats but for names of files."""
+    """Drops command lines that differ from another one only in names of files."""
     seen: dict[tuple[str, ...], str] = {}
     for name, words in found.items():
         seen.setdefault(tuple(re.sub(r".*[/$].*", "PATH", word) for word in words), name)

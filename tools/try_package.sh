@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the wheel in dist/ where the checkout is not in sight, beside what the environment of the checkout has, and uses it.
+# Installs the wheel in dist/ out of sight of the checkout, on top of the packages of its environment, and uses it.
 #   try_package.sh PYTHON     of that environment
 set -euo pipefail
 environment=$(dirname "$(dirname "$1")")

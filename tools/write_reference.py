@@ -20,9 +20,8 @@ sys.path[:0] = [str(REPOSITORY), str(Path(__file__).parent)]
 
 import reference_pictures  # noqa: E402
 
-from pier_megatron import features, values  # noqa: E402
-from pier_megatron.commands import cli  # noqa: E402
-from pier_megatron.features.compression.policy import DIMENSIONS, POLICIES, policy  # noqa: E402
+from pier_megatron import cli, values  # noqa: E402
+from pier_megatron.experiments.compression.policy import DIMENSIONS, POLICIES, policy  # noqa: E402
 from pier_megatron.flags import WITH_ANY_OPTIMIZER  # noqa: E402
 from pier_megatron.integration import arguments, refusals  # noqa: E402
 from pier_megatron.integration.inner import requirements  # noqa: E402
@@ -50,12 +49,12 @@ _TEXTS: dict[Callable[..., Any], str] = {
 """Values that parsers of ``pier_megatron.values`` accept, where these do not say so themselves."""
 
 _START_UP = ("config.py", "integration/arguments.py", "integration/refusals.py", "integration/inner/requirements.py")
-"""Modules whose refusals the start of every run with Pier checks, besides those of features."""
+"""Modules whose refusals the start of every run with Pier checks; pages of features list those of features."""
 
 _WISHES = {
     "Form the groups": ("groups", "ranks_per_domain", "inner_optimizer"),
     "Time the outer steps": ("sync_interval", "lazy_start_fraction", "lazy_start_iters"),
-    "Choose the outer schedule": ("preset", "outer_lr", "outer_momentum"),
+    "Choose the outer schedule": ("preset", "outer_lr", "outer_momentum", "outer_rule"),
     "Hide or shrink the exchange": (
         *("overlap", "exchange_dtype", "no_error_feedback", "fragments"),
         *("offload", "chunk_mib"),
@@ -73,8 +72,6 @@ _WISHES = {
     "Run another release": ("try_any_megatron",),
 }
 """Settings by what a user wants, in the order of the page."""
-
-_FLAGS_OF_SKIPPING = ["--pier-skip-fraction, --pier-skip-routes or --pier-eval-skip"]
 
 _PURPOSES = {
     "pier": ("arXiv 2511.17849, section 4", "thousands of outer steps: the paper's runs have about 1800"),
@@ -151,8 +148,6 @@ def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for node in ast.walk(function):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "refuse":
-                    yield from _refused_beside(node, function, module)
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "_met":
                     yield from _met(node, function, module)
                 if isinstance(node, ast.Yield) and node.value and function.name.startswith("_wrong"):
@@ -166,17 +161,6 @@ def messages(path: Path, module: ModuleType | None) -> Iterator[str]:
                 elif call.func.id == "no_multiple":
                     for given, why in itertools.product(_texts(call.args[0], known), _texts(call.args[3], known)):
                         yield f"{given} is no multiple of --pier-sync-interval: {why}."
-
-
-def _refused_beside(call: ast.Call, function: ast.FunctionDef, module: ModuleType | None) -> Iterator[str]:
-    """Texts of :func:`pier_megatron.features.feature.refuse`."""
-    _, refused, beside, *of_graphs = call.args
-    known = {"_flags(args)": _FLAGS_OF_SKIPPING, "_GRAPHS": [getattr(module, "_GRAPHS", "")]}
-    [flags] = _texts(beside, known)
-    names = ", ".join(_flag("flag", name) for name in _names(refused, function, module))
-    yield f"{names} cannot be used with {flags}: …. Drop one of them."
-    for why in of_graphs:
-        yield f"--cuda-graph-impl … cannot be used with {flags}: {_texts(why, known)[0]}. Drop one of them."
 
 
 def _met(call: ast.Call, function: ast.FunctionDef, module: ModuleType | None) -> Iterator[str]:
@@ -200,7 +184,7 @@ def _met(call: ast.Call, function: ast.FunctionDef, module: ModuleType | None) -
 
 def _known(function: ast.FunctionDef, where: ast.AST, module: ModuleType | None) -> dict[str, list[str]]:
     """What names in a function stand for in its messages, where the source says it."""
-    known: dict[str, list[str]] = {"_flags(args)": _FLAGS_OF_SKIPPING}
+    known: dict[str, list[str]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if isinstance(node.value, ast.JoinedStr | ast.Constant):
@@ -248,18 +232,10 @@ def _texts(node: ast.expr, known: dict[str, list[str]]) -> list[str]:
 
 
 def start_up_refusals() -> list[tuple[str, str]]:
-    """What start-up refuses in a run with Pier or a feature, and its reason with the remedy; in the order of the code."""
+    """What start-up refuses in a run with Pier, and its reason with the remedy; in the order of the code."""
     modules = {"config.py": None, "integration/arguments.py": arguments, "integration/refusals.py": refusals}
     package = REPOSITORY / "pier_megatron"
     sources = [(package / name, modules.get(name, requirements)) for name in _START_UP]
-    for feature in features.FEATURES:
-        # Some leave it to modules that they import.
-        parts = [
-            value
-            for value in vars(feature).values()
-            if isinstance(value, ModuleType) and {"prepare", "check"} & vars(value).keys()
-        ]
-        sources += [(Path(str(module.__file__)), module) for module in (feature, *parts)]  # type: ignore[attr-defined]
     found: dict[str, str] = {}
     for path, module in sources:
         for message in messages(path, module):

@@ -80,7 +80,7 @@ def _whole_step(codec: Codec, groups: int) -> Row:
         def begin_anew() -> None:
             # What never arrives may be anything, also nan.
             for state in loop.states:
-                for tensor in (*parameters, *state.buffers().residuals.values()):
+                for tensor in (*parameters, *state.kept.values()):
                     tensor.zero_()
             loop.reset()
 

@@ -1,7 +1,7 @@
-"""Pier for Megatron-Bridge: an optimizer configuration in place of ``--optimizer pier``.
+"""Pier for Megatron-Bridge: an optimizer configuration does what ``--optimizer pier`` does for Megatron-LM.
 
-A recipe of Megatron-Bridge trains with Pier once its ``config.optimizer`` is a :class:`PierOptimizerConfig`, for which
-:func:`with_pier` is the one line. Importing this package makes Pier known to Megatron-Bridge.
+A recipe of Megatron-Bridge trains with Pier once its ``config.optimizer`` is a :class:`PierOptimizerConfig`;
+:func:`with_pier` sets it in one line. Importing this package makes Pier known to Megatron-Bridge.
 """
 
 from pier_megatron.bridge import seams

@@ -144,7 +144,7 @@ class BridgeLoop:
 
     @contextlib.contextmanager
     def own_words(self) -> Iterator[None]:
-        """Inside, a refusal and what is noted of an error name settings of the configuration in place of flags."""
+        """Inside, refusals and notes on errors name settings of the configuration, not flags."""
         try:
             yield
         except PierConfigError as error:
@@ -154,7 +154,7 @@ class BridgeLoop:
             raise
 
     def in_own_words(self, text: str) -> str:
-        """Puts settings of the configuration in place of flags, wherever the configuration has them."""
+        """Replaces each flag in a text by the setting of the configuration, if there is one."""
         for flags, settings in _OTHER_WORDS.items():
             text = text.replace(flags, settings)
         return re.sub(r"(?<![\w/.-])--[a-z0-9]+(?:-[a-z0-9]+)*", lambda flag: self._in_own_words(flag[0]), text)

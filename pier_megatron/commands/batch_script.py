@@ -33,8 +33,8 @@ class BatchScript:
 
     Attributes:
         path: Its file.
-        variables: Shell variables that it sets and whose values can be seen, as text for a shell.
-        environment: Environment variables of its commands, beside those that are set here.
+        variables: Shell variables that it sets to a value that can be seen, as text for a shell.
+        environment: Environment variables that it sets for its commands.
         words: Launch command in it.
         unseen: Words of the launch command that only the running job knows.
         folder: Folder in which the launch command runs, as far as it can be seen.
@@ -86,7 +86,7 @@ class BatchScript:
 
         def number(*names: str) -> str | None:
             found = re.sub(r"\(.*?\)", "", next((options[name] for name in names if name in options), ""))
-            # Other resources stand beside GPUs.
+            # The list may also name other resources than GPUs.
             found = next((each for each in found.split(",") if each.startswith("gpu:")), found)
             return last if (last := re.split("[-:]", found)[-1]).isdigit() else None
 
@@ -182,7 +182,7 @@ def _named(words: Sequence[str]) -> tuple[Path, dict[str, str], list[str]] | Non
 
 @contextlib.contextmanager
 def opened(words: Sequence[str], command: str = "doctor", flags: Collection[str] = ()) -> Iterator[tuple[list[str], list[str]]]:
-    """Gives the launch command that words are, or that the batch script has that they name, and what was read of it.
+    """Gives a launch command and notes on how it was read: the words themselves, or the command in the batch script they name.
 
     Inside, environment and folder are those of the script's commands.
 
@@ -200,7 +200,7 @@ def opened(words: Sequence[str], command: str = "doctor", flags: Collection[str]
         return
     path, options, arguments = named
     behind = [name for word in arguments if (name := word.partition("=")[0]) in flags]
-    Problems([f"{name} behind {path.name} goes to the script. Put it before {path.name}." for name in behind]).report()
+    Problems([f"{name} after {path.name} goes to the script. Put it before {path.name}." for name in behind]).report()
     script, before, folder = BatchScript.read(path, options, arguments), dict(os.environ), Path.cwd()
     sized = any(f"SLURM_{name}" in script.environment | os.environ for name in _NODES)
     if not sized and re.search(rf"\$\{{?SLURM_({'|'.join(_NODES)})\b(?!:?-)", " ".join(script.words)):

@@ -180,7 +180,7 @@ def score(task: str, measured: Mapping[str, Any]) -> Score:
 
 
 def table(scores: Mapping[str, Score], mean: float) -> Sequence[str]:
-    """Lists scores beside the paper's."""
+    """Lists the scores and the paper's."""
     rows = [f"{'task, zero-shot':20} {'metric':10} {'score':>16} {'XL, Pier':>10}"]
     for task, found in scores.items():
         error = "" if found.stderr is None else f" +- {found.stderr:.4f}"

@@ -102,7 +102,7 @@ def configuration(arguments: argparse.Namespace) -> "GPT2Config":
     if arguments.kv_channels * heads != hidden:
         raise PierConfigError(
             f"--kv-channels {arguments.kv_channels}: {heads} heads have {heads * arguments.kv_channels} channels, but those of "
-            f"a GPT-2 share --hidden-size {hidden} out. {_ELSEWHERE}"
+            f"a GPT-2 divide --hidden-size {hidden}. {_ELSEWHERE}"
         )
     return GPT2Config(
         # With Megatron's padding, which takes part in its softmax: log-likelihoods stay those that were trained.

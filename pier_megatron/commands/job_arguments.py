@@ -49,7 +49,7 @@ def read(
     if args is None or _lacks_flags(args, findings, meant):
         return None
     if doubtful:
-        # With defaults in the place of what is wrong, other checks would refuse what nobody gave.
+        # If defaults replaced the wrong values, other checks would refuse values that nobody gave.
         _check_apart_from(args, doubtful, findings)
         return None
     if not _is_valid(args, command, findings):

@@ -118,7 +118,7 @@ class LaunchCommand:
         as_module = rest[:1] == ["-m"]
         rest = rest[1:] if as_module else rest
         if not rest or rest[0] == "-c":
-            raise PierConfigError(f"python {' '.join(words)}: no training script behind python.")
+            raise PierConfigError(f"python {' '.join(words)}: no training script after python.")
         script, arguments, has_plugin = _started(as_module, rest[0], rest[1:])
         step = around.step
         if step is not None and (step.nodes is None or step.tasks_per_node is None):
@@ -160,7 +160,7 @@ class LaunchCommand:
 def _stand_in_for_a_gpu() -> None:
     import torch
 
-    # Megatron decorates functions with it, none of which run here; the compiler behind it takes as long to import as Megatron.
+    # Megatron decorates functions with it, but none of them runs here; its compiler takes as long to import as Megatron.
     torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     from pier_megatron.cpu import emulation
 
@@ -196,7 +196,7 @@ def _started(as_module: bool, name: str, words: Sequence[str]) -> tuple[str, lis
         if problem := DEVICES.problem(device):
             raise PierConfigError(f"{name} {device}: {problem}")
     if not rest:
-        raise PierConfigError("-m pier_megatron: no training script behind it.")
+        raise PierConfigError("-m pier_megatron: no training script after it.")
     script, *arguments = rest
     if device == "cpu":
         arguments += missing_cpu_flags(arguments)

@@ -11,7 +11,7 @@ from pier_megatron.values import LAST_PORT, LONGEST, address, file_to_write, who
 
 _FILES = resource.RLIMIT_NOFILE
 
-# Open files of the lighthouse beside its connections.
+# Open files that the lighthouse needs besides one for each connection.
 _OWN_FILES = 64
 
 

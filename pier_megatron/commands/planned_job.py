@@ -142,7 +142,7 @@ def _settle_iterations(args: argparse.Namespace) -> None:
 
 
 def missing_flags(args: argparse.Namespace) -> list[str]:
-    """Flags that parsed arguments lack and that have no default, unless a file of the job may give them."""
+    """Flags without a default that parsed arguments lack, unless a file of the job may give them."""
     if args.use_checkpoint_args or args.yaml_cfg is not None or args.heterogeneous_layers_config_path is not None:
         return []
     needed = [*_NEEDED, *(["seq_length"] if args.encoder_seq_length is None else [])]

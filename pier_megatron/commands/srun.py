@@ -66,7 +66,7 @@ class Surroundings:
 
 
 def expanded(words: Sequence[str]) -> list[str]:
-    """Words of a command with those of ``bash -c TEXT`` in the place of TEXT, as the first process of a step sees them."""
+    """Words of a command as the first process of a step sees them; TEXT of ``bash -c TEXT`` is split into its words."""
     place = _place_of_text(words)
     if place is None:
         return list(words)

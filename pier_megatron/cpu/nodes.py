@@ -109,8 +109,8 @@ class EmulatedNodes:
                     with contextlib.suppress(subprocess.CalledProcessError):  # There may be no limit to take off.
                         _run(f"tc qdisc delete dev {device} root", place)
                     continue
-                # Bursts of some 5 ms, but of two packets as TCP hands them over: longer ones the kernel would cut up, at the
-                # cost of the cores that train. And room for a window of TCP in the queue.
+                # A burst is what the link sends in 5 ms, but at least two of TCP's segments: the kernel would split longer
+                # segments on the cores that train. The queue holds a window of TCP.
                 burst = max(int(megabits * 1e6 / 8 * 0.005), 2 * 65_536)
                 limit = max(int(megabits * 1e6 / 8 * 0.4), 1_000_000)
                 _run(f"tc qdisc replace dev {device} root tbf rate {megabits}mbit burst {burst} limit {limit}", place)
@@ -124,7 +124,7 @@ class EmulatedNodes:
             self._at_switch(f"ip link set port{node} {'up' if up else 'down'}")
 
     def running_on(self, node: int) -> Callable[..., contextlib.AbstractContextManager["subprocess.Popen[str]"]]:
-        """As :func:`running`, on a node."""
+        """Runs a process on a node, like :func:`running`."""
         before = functools.partial(_settle, self._holders[1 + node].pid, node)
 
         def start(

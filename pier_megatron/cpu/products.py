@@ -1,7 +1,7 @@
 """Products of matrices in low precision, on CPUs that have no units for them.
 
-Such a CPU takes tens of times as long for a product of bf16 or fp16 matrices as for one of FP32. Where that is so, products are
-computed in FP32 and rounded, which is what the units do, up to the order in which they sum; their gradients too.
+Such a CPU takes tens of times as long for a product of bf16 or fp16 matrices as for one of FP32. There, products and their
+gradients are computed in FP32 and rounded, as the units do; only the order of the sums differs.
 """
 
 import functools

@@ -72,7 +72,7 @@ def compile_for(codec: Codec, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def needing_a_compiler() -> Iterator[None]:
-    """Says of an error inside what Triton needs beside PyTorch: it builds the code in C that launches its kernels."""
+    """Adds a note to an error inside: Triton needs a C compiler to build the code that launches its kernels."""
     try:
         yield
     except Exception as error:
@@ -128,7 +128,7 @@ def _quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     integers += half
     if bits < 8:
         return _packed(integers.view(torch.uint8), bits).view(len(rows), -1), scales
-    # The low bytes of a block, and behind them what is left of its integers, as integers of so many bits less.
+    # The low bytes of a block, then the remaining high bits of its integers.
     parts = ((integers & 255).to(torch.uint8), _packed((integers >> 8).to(torch.uint8), bits - 8))
     return torch.cat([part.view(*largest.shape, -1) for part in parts], dim=2).view(len(rows), -1), scales
 

@@ -1,6 +1,5 @@
 """How pseudo-gradients cross the groups: a communicator that carries nothing else."""
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -9,74 +8,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
-from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter, gather_into
+from pier_megatron.exchange.codecs import CODECS, Codec
+from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter, gather_into, padded
+from pier_megatron.exchange.wire import Wire
 
 _EXACT = CODECS["fp32"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """What a sum over groups costs, without any of them.
-
-    Attributes:
-        codec: What sums look like on the wire.
-        groups: Number of groups.
-    """
-
-    codec: Codec
-    groups: int
-
-    def bytes_of_sum(self, numel: int, exactly: bool = False) -> int:
-        """Bytes that each rank sends to sum ``numel`` elements, by the cost model of a ring: reduce-scatter and all-gather.
-
-        Args:
-            numel: Number of elements.
-            exactly: Whether they are summed in FP32 and in group order, whatever the codec.
-        """
-        if self.groups == 1:
-            return 0
-        if self.codec.lossless and not exactly:
-            return round(2 * (self.groups - 1) * numel * 4 / self.groups)
-        sent = (_EXACT if exactly else self.codec).nbytes(self.segment_numel(numel))
-        return round(2 * (self.groups - 1) * sent)
-
-    def segment_numel(self, numel: int) -> int:
-        """Elements of which each group computes the sum, of ``numel`` in all: whole blocks."""
-        return -(-numel // (self.groups * BLOCK)) * BLOCK
-
-    def payload_bytes(self, numel: int) -> int:
-        """Memory of the encoded payloads of a sum of ``numel`` elements while it is under way: sent and received."""
-        return 0 if self._is_plain else 2 * self.groups * self.codec.nbytes(self.segment_numel(numel))
-
-    def coding_bytes(self, numel: int) -> int:
-        """Memory that encoding or decoding ``numel`` elements takes for a moment: a padded copy, and what is made of it."""
-        return 0 if self._is_plain else 2 * 4 * self.groups * self.segment_numel(numel)
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.groups == 1 or self.codec.lossless
-
-
-class Exchange(abc.ABC):
+class GroupExchange:
     """Collectives between some groups: the ranks that own the same parameters, one of each group.
 
     Every rank must call the same methods in the same order. None of them waits for the other groups before its result is
     asked for.
 
     Attributes:
+        process_group: Communicator of one rank of each group, in group order; None for a single group.
         codec: Codec of sums on the wire.
-        groups: Indices of the participants among all groups, in order.
+        groups: Numbers of the participants among all groups, in order.
         size: Number of participants.
         rank: Index of this rank's group among them.
         wire: Cost of sums.
     """
 
-    def __init__(self, codec: Codec, groups: Sequence[int], rank: int, wire: "Wire") -> None:
-        """Takes the attributes."""
-        self.codec, self.groups, self.size, self.rank, self.wire = codec, tuple(groups), len(groups), rank, wire
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        codec: Codec = _EXACT,
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """Wraps the plugin's own communicator.
 
-    @abc.abstractmethod
+        Args:
+            process_group: Communicator of one rank of each group, in group order; None, or a single rank, for a single group.
+            codec: Codec of sums on the wire.
+            groups: Numbers of these groups among all; by default, all of them.
+        """
+        self.size, self.rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
+        self.process_group = process_group if self.size > 1 else None
+        self.codec, self.groups, self.wire = codec, tuple(groups or range(self.size)), Wire(codec, self.size)
+
     def sum(self, vectors: Sequence[Tensor], residuals: Sequence["Residual | None"] = (), exactly: bool = False) -> "Sum":
         """Begins to sum vectors over the groups, together: with as many launches as one of them.
 
@@ -88,48 +58,6 @@ class Exchange(abc.ABC):
 
         Returns:
             The sum under way.
-        """
-
-    @abc.abstractmethod
-    def gather(self, vector: Tensor) -> "Gathered":
-        """Begins to collect a short vector of each group, shape ``[n]``."""
-
-    @abc.abstractmethod
-    def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
-        """Copies the tensor of the ``source`` to the ``targets``, in place; called by all groups, by indices among them."""
-
-
-class GroupExchange(Exchange):
-    """Collectives between all groups.
-
-    Attributes:
-        process_group: Communicator of one rank of each group, in group order; None if there is a single group.
-    """
-
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        codec: Codec = CODECS["fp32"],
-        groups: Sequence[int] | None = None,
-    ) -> None:
-        """Wraps the plugin's own communicator.
-
-        Args:
-            process_group: Communicator of one rank of each group, in group order; None, or a single rank, for a single group.
-            codec: Codec of sums on the wire.
-            groups: Numbers of these groups among all; by default, all of them.
-        """
-        size, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
-        super().__init__(codec, groups or range(size), rank, Wire(codec, size))
-        self.process_group = process_group if size > 1 else None
-
-    def sum(self, vectors: Sequence[Tensor], residuals: Sequence["Residual | None"] = (), exactly: bool = False) -> "Sum":
-        """Begins to sum vectors over all groups; see :meth:`Exchange.sum`.
-
-        Args:
-            vectors: FP32 vectors of this group; hold the sum once the result has been waited for.
-            residuals: Error feedback of a low-bit codec for each, or None for none.
-            exactly: Whether to send FP32 and sum in group order, whatever the codec.
         """
         if self.process_group is None:
             return Sum()
@@ -249,7 +177,8 @@ class _EncodedSum(Sum):
             vector.copy_(gathered.view(-1)[: len(vector)])
 
     def _segments(self, vector: Tensor) -> Tensor:
-        segments = vector.new_zeros(self._exchange.size, self._exchange.wire.segment_numel(len(vector)))
+        size = self._exchange.size
+        segments = vector.new_zeros(size, padded(-(-len(vector) // size)))
         segments.view(-1)[: len(vector)].copy_(vector)
         return segments
 

@@ -86,7 +86,7 @@ class ReduceScatter:
         """Begins.
 
         Args:
-            parts: Vectors of which each rank sums a part, a row for each of them.
+            parts: Encoded vectors, a row for each rank that sums a part.
             group: The ranks.
         """
         self._parts, self._received = parts, torch.empty_like(parts.sent)

@@ -123,7 +123,7 @@ class Membership:
                     f"--pier-lighthouse {lighthouse} and --pier-island-address {address}: no answer from the lighthouse, or "
                     "the address is none of this node. Start a lighthouse with pier-megatron lighthouse."
                 )
-        # An island may span nodes, each of which was given an address of its own.
+        # An island may span nodes, and each node has its own --pier-island-address.
         dist.broadcast_object_list(host, group=world, group_src=0, device=self._device)
         name, port = host
         if not port:
@@ -219,7 +219,7 @@ class Membership:
         return lost_peer(islands[:1] if self._communicator.is_connected else islands, step, self._secret)
 
     def _announce(self, index: int, lighthouse: str, address: str) -> tuple[Any, Any]:
-        """Makes the island known; on its first rank. Returns its store, and whom it asks who is there."""
+        """Registers the island, on its first rank. Returns its store and its client of the lighthouse."""
         store = store_at(address)
         self._name = answer_peers(index, address, self._secret, self._description)
         self._at = [address, store.port]
@@ -267,7 +267,7 @@ class Membership:
         return {"is_new": self._is_new, "run": self._run, "store": self._at, "left": list(self._left)}
 
     def _admit(self, quorum: Description) -> Description:
-        """Asks the islands of a quorum who they are, and leaves out those that do not prove that they belong to the run.
+        """Asks the islands of a quorum who they are, and excludes those without proof that they belong to the run.
 
         Islands of another run are kept apart, since a collective of tensors of unequal size can end the process of either.
         """
@@ -285,7 +285,7 @@ class Membership:
             )
         if strangers and 2 * len(known) <= self._most:
             # The lighthouse has counted strangers, so that these alone may be fewer than its --min-islands.
-            raise RuntimeError(f"strangers beside {len(known)} of {self._most} islands, must be more than half")
+            raise RuntimeError(f"strangers in a quorum with {len(known)} of {self._most} islands, must be more than half")
         common, others = _common_run(list(known.values()))
         if own in [list(known)[place] for place in others] and self._is_new:
             different = [
@@ -308,7 +308,7 @@ class Membership:
         while True:
             quorum = self._client._quorum(
                 group_rank=0,
-                # The greatest of all islands' is that of no other quorum, while a new lighthouse counts quorums anew.
+                # The highest of all islands' numbers identifies a quorum; a new lighthouse restarts its own count.
                 step=time.time_ns(),
                 checkpoint_metadata="",
                 shrink_only=False,
@@ -338,7 +338,7 @@ def _members(quorum: Description) -> tuple[int, tuple[str, ...]]:
 
 
 def _common_run(said: Sequence[Description]) -> tuple[Description, list[int]]:
-    """The run of those who have met before, or else of most; and the places of those of another one."""
+    """The run that most islands are in, counting only those who have met before if any have; and the places of the others."""
     met_before = [each for each in said if not each["is_new"]] or said
     [(text, _)] = collections.Counter(json.dumps(each["run"], sort_keys=True) for each in met_before).most_common(1)
     common: Description = json.loads(text)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.exchange.coding import decode, encode
-from pier_megatron.exchange.collectives import Exchange, Gathered, GroupExchange, Residual, Sum, Wire
+from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.encoded import padded
+from pier_megatron.exchange.wire import Wire
 
 
 def draw_subgroups(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
@@ -28,32 +29,7 @@ def draw_subgroups(groups: int, size: int, seed: int, iteration: int) -> list[tu
     return [tuple(sorted(order[begin : begin + size])) for begin in range(0, groups, size)]
 
 
-class DirectWire(Wire):
-    """What a sum costs that every group computes for itself from what each of the others has sent it."""
-
-    def bytes_of_sum(self, numel: int, exactly: bool = False) -> int:
-        """Bytes that each rank sends: all of it, to each of the others."""
-        return (self.groups - 1) * (4 * numel if exactly or self.codec.lossless else self._payload(numel))
-
-    def segment_numel(self, numel: int) -> int:
-        """No group sums anything for others."""
-        return 0
-
-    def payload_bytes(self, numel: int) -> int:
-        """What is sent, encoded, and what arrives of each of the others."""
-        if self.codec.lossless:
-            return (self.groups - 1) * 4 * numel
-        return self.groups * self._payload(numel)
-
-    def coding_bytes(self, numel: int) -> int:
-        """A padded copy of one vector, and what is made of it."""
-        return 0 if self._is_plain else 2 * 4 * padded(numel)
-
-    def _payload(self, numel: int) -> int:
-        return self.codec.nbytes(padded(numel))
-
-
-class Subgroup(Exchange):
+class Subgroup(GroupExchange):
     """Some of the groups, which send to each other directly, over the communicator of all.
 
     Once all groups have met on it: over NCCL, the first message of a communicator is a meeting of all its ranks.
@@ -61,11 +37,12 @@ class Subgroup(Exchange):
 
     def __init__(self, everyone: GroupExchange, groups: Sequence[int]) -> None:
         """Looks at the ``groups`` among all of them, in order; this rank's group is one of them."""
-        super().__init__(everyone.codec, groups, groups.index(everyone.rank), DirectWire(everyone.codec, len(groups)))
-        self._process_group = everyone.process_group
+        self.process_group, self.codec, self.groups = everyone.process_group, everyone.codec, tuple(groups)
+        self.size, self.rank = len(groups), groups.index(everyone.rank)
+        self.wire = Wire(self.codec, self.size, is_direct=True)
 
     def sum(self, vectors: Sequence[Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
-        """Begins to sum vectors over these groups; see :meth:`Exchange.sum`."""
+        """Begins to sum vectors over these groups; see :meth:`GroupExchange.sum`."""
         if self.size == 1:
             return Sum()
         return _DirectSum(self, vectors, residuals, exactly or self.codec.lossless)
@@ -76,7 +53,7 @@ class Subgroup(Exchange):
         return Gathered(vectors, self.swap([(vectors[self.rank], [vectors[index] for index in self.others])]))
 
     def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
-        """Copies a tensor of one of these groups to others of them; see :meth:`Exchange.broadcast`."""
+        """Copies a tensor of one of these groups to others of them; see :meth:`GroupExchange.broadcast`."""
         if self.rank == source:
             self._wait([self._operation(dist.isend, tensor, target) for target in targets])
         elif self.rank in targets:
@@ -100,7 +77,7 @@ class Subgroup(Exchange):
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _operation(self, kind: object, tensor: Tensor, index: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self._process_group, group_peer=self.groups[index])  # type: ignore[arg-type]
+        return dist.P2POp(kind, tensor, group=self.process_group, group_peer=self.groups[index])  # type: ignore[arg-type]
 
     def _wait(self, operations: list[dist.P2POp]) -> None:
         for work in dist.batch_isend_irecv(operations):
@@ -123,7 +100,7 @@ class _DirectSum(Sum):
             work.wait()
         for vector, (sent, received) in zip(self._vectors, self._payloads, strict=True):
             in_order = [*received[: self._subgroup.rank], sent, *received[self._subgroup.rank :]]
-            # One decoded at a time beside the sum.
+            # Memory holds the sum and one decoded vector at a time.
             decoded = (self._decoded(payload, len(vector)) for payload in in_order)
             total = next(decoded)
             for other in decoded:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pier_megatron.exchange.authentication import ask, island_of
 
 REMEMBERED = 64
-"""Meetings that an island has left and of which it tells: whoever still waits in one asks within seconds."""
+"""Number of past meetings that an island reports as left; an island that still waits in one asks within seconds."""
 
 SECONDS = 5.0
 """Silence after which an island counts as dead in a meeting, as it does at the lighthouse by default."""

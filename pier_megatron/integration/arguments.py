@@ -19,6 +19,7 @@ from pier_megatron.integration import cautions, nccl_options, refusals
 from pier_megatron.integration.inner import requirements
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
+from pier_megatron.megatron_api.seam import install
 from pier_megatron.settings import Settings, flag_of, given, settings_of
 
 
@@ -28,7 +29,7 @@ def uses_group_settings(args: argparse.Namespace) -> bool:
 
 
 def config_from_args(args: argparse.Namespace) -> PierConfig:
-    """Builds the configuration of a run from Megatron's arguments, of which ``train_iters`` must be known.
+    """Builds the configuration of a run from Megatron's arguments; ``train_iters`` must be set.
 
     Raises:
         PierConfigError: See :class:`PierConfig`.
@@ -238,6 +239,8 @@ def validate[**P, R](
         check_arguments(args)
     for feature in used:
         feature.check(args)
+        # Nothing of theirs has been called yet, and no other run sees it.
+        install(feature.seams())
     if args.rank == 0:
         for feature in used:
             print("\n".join([*feature.describe(args), *(f"  WARNING: {told}" for told in feature.warnings(args))]), flush=True)

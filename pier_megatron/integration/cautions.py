@@ -16,7 +16,7 @@ from pier_megatron.megatron_api.args import flag
 # Flags that are turned off with a warning, and why: what they do for a stock run has no place in this one.
 _TURNED_OFF = {
     "ckpt_assume_constant_structure": "what a checkpoint holds depends on the phase and on whether the groups have just met, "
-    "so that each save is planned by itself",
+    "so Megatron must plan each save again",
     "check_weight_hash_across_dp_replicas_interval": "it compares all groups, whose weights differ between outer steps. Pier "
     "compares copies inside a group itself, some of them at each outer step",
 }
@@ -52,20 +52,20 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
         )
     if config.lighthouse is not None and config.secret_file is None and not is_loopback(config.island_address):
         found.append(
-            f"--pier-island-address {config.island_address} without --pier-secret-file: whoever reaches the lighthouse can "
-            "join the run, and what it sends is averaged into the model. Make a secret with pier-megatron lighthouse "
+            f"--pier-island-address {config.island_address} without --pier-secret-file: any process that reaches the "
+            "lighthouse can join the run and change the model. Make a secret with pier-megatron lighthouse "
             "--new-secret FILE, copy it to all islands and pass --pier-secret-file FILE."
         )
     if config.lighthouse is not None and config.lazy_start and args.load is None:
         found.append(
             f"--pier-lighthouse with a lazy start of {config.lazy_start} iterations and without --load: this job can only join "
-            "islands that have it behind them. For the first ones, run it in one launch and --load its checkpoint, or pass "
-            "--pier-lazy-start-iters 0."
+            "islands that have finished theirs. For the first islands, run the lazy start in one launch and --load its "
+            "checkpoint, or pass --pier-lazy-start-iters 0."
         )
     if args.data_parallel_size == 1:
         found.append(
-            "one model replica (data-parallel size 1): nobody to train apart from, so that outer steps act on this replica "
-            "alone and nothing is exchanged. Use more ranks, or less tensor, pipeline or context parallelism."
+            "one model replica (data-parallel size 1): nothing is exchanged, and outer steps act on this replica alone. Use "
+            "more ranks, or less tensor, pipeline or context parallelism."
         )
     elif config.groups == 1:
         replicas = args.data_parallel_size
@@ -82,7 +82,7 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
                 f"--pier-inner-optimizer {config.inner_optimizer}: each of the {copies} data-parallel ranks of a group "
                 f"({replicas} / --pier-groups {config.groups}) steps, keeps and exchanges all parameters of its part of the "
                 f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
-                "layer-wise optimizer shares them out."
+                "layer-wise optimizer divides them."
             )
     if args.save is not None and config.groups // config.launches > NAMED:
         sizes = bytes_per_parameter(args, config)

@@ -29,7 +29,7 @@ def pier_optimizer() -> "PierOptimizer | None":
 def in_pier_runs[**P, R](
     around: "Callable[Concatenate[Callable[..., R], PierOptimizer, P], R]",
 ) -> Callable[Concatenate[Callable[..., R], P], R]:
-    """For what is put around a function of Megatron: calls it in runs with Pier, and the function alone in all others.
+    """Decorates a wrapper of a function of Megatron: runs with Pier call the wrapper, all others the function alone.
 
     Args:
         around: Called with the function, the optimizer, and the function's arguments.
@@ -46,7 +46,7 @@ def in_pier_runs[**P, R](
 def in_the_local_phase[**P, R](
     around: "Callable[Concatenate[Callable[..., R], PierOptimizer, P], R]",
 ) -> Callable[Concatenate[Callable[..., R], P], R]:
-    """As :func:`in_pier_runs`, but only in iterations of the local phase."""
+    """Does the same as :func:`in_pier_runs`, but only in iterations of the local phase."""
 
     @functools.wraps(around)
     def choose(function: Callable[..., R], /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -36,7 +36,7 @@ type _SetUp = tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerP
 def in_elastic_islands[**P, R](
     around: Callable[Concatenate[Callable[..., R], argparse.Namespace, P], R],
 ) -> Callable[Concatenate[Callable[..., R], P], R]:
-    """For what is put around a function of Megatron: calls it in elastic islands, and the function alone elsewhere.
+    """Decorates a wrapper of a function of Megatron: elastic islands call the wrapper, other runs the function alone.
 
     Args:
         around: Called with the function, Megatron's arguments, and the function's arguments.
@@ -118,7 +118,7 @@ def membership(
 def describe(config: PierConfig) -> list[str]:
     """Says who is in the run, as far as this island knows, line by line."""
     return [
-        f"island {config.island}, at {config.island_address}: this job; whoever else is there is known at {config.lighthouse}",
+        f"island {config.island}, at {config.island_address}: this job; {config.lighthouse} lists the other islands",
         f"an outer step is retried without silent islands, or after {config.island_timeout} s; too few islands for "
         f"{config.island_wait} min end the job with a save",
     ]
@@ -128,7 +128,7 @@ def describe(config: PierConfig) -> list[str]:
 def join[**P](
     setup_model_and_optimizer: Callable[P, _SetUp], settings: argparse.Namespace, /, *args: P.args, **kwargs: P.kwargs
 ) -> _SetUp:
-    """Begins where the islands that are there have come to."""
+    """Begins at the iteration of the islands that are already training."""
     model, optimizer, scheduler = setup_model_and_optimizer(*args, **kwargs)
     pier = current.pier_optimizer()
     if pier is None:

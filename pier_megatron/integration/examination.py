@@ -13,9 +13,9 @@ from typing import Concatenate
 
 import torch.distributed as dist
 
+from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.compression import traffic
 from pier_megatron.integration import current
 from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.megatron_api import run, versions
@@ -68,17 +68,17 @@ class _Look:
         begun: Number of iterations that have begun.
         census: Collectives of the iteration.
         looking: What ends the census.
-        sent: Bytes that compressed traffic had sent before it.
+        told: What says what features did in it.
     """
 
     begun: int = 0
     census: CollectiveCensus = dataclasses.field(default_factory=CollectiveCensus)
     looking: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    sent: traffic.Bytes = dataclasses.field(default_factory=traffic.Bytes)
+    told: list[Callable[[], list[str]]] = dataclasses.field(default_factory=list)
 
 
 def leave_out(function: Callable[..., object], /, *args: object, **kwargs: object) -> None:
-    """Does nothing in place of a function that parses the command line for itself and writes into the folder of ``--save``."""
+    """Replaces a function by nothing: that one parses the command line itself and writes into the folder of ``--save``."""
 
 
 def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -93,7 +93,7 @@ def look_on[**P, R](train_step: Callable[P, R], /, *args: P.args, **kwargs: P.kw
     look.begun += 1
     if look.begun == examined:
         look.looking.enter_context(look.census)
-        look.sent = traffic.counted()
+        look.told = [feature.look() for feature in features.used(versions.megatron_args())]
     elif look.begun == examined + 1:
         look.looking.close()
         group_of = [0] * dist.get_world_size()
@@ -110,19 +110,19 @@ def _findings(where: str, group_of: Sequence[int]) -> list[str]:
     inside = [found for found in look.census.collectives if found not in crossing]
     megabytes = sum(found.nbytes for found in inside) / 1e6
     return [
-        "Pier doctor: begun anew, without the lazy start; nothing was loaded, saved or evaluated",
+        "Pier doctor: started from fresh weights, without a lazy start; nothing was loaded, saved or evaluated",
         f"Pier doctor: {where}, rank 0: {len(inside)} collectives inside its group, into which it puts {megabytes:,.2f} MB, "
         + ("and across groups:" if crossing else "none across groups."),
         *(f"  {line}" for line in table(crossing)),
-        *(f"Pier doctor: compressed, {line}" for line in traffic.table(look.sent)),
+        *(f"Pier doctor: {line}" for tell in look.told for line in tell()),
     ]
 
 
 def examined_iteration(config: PierConfig) -> tuple[int, str]:
-    """The iteration to look at, 1-based, of a run without a lazy start, and where in the run that is.
+    """The iteration to look at, 1-based, of a run without a lazy start, and a description of it.
 
-    It is the first one in which no outer step begins or is under way, but for iteration 1, which may still set something up.
-    Two sync intervals have every kind of iteration; the last one has an outer step whatever the interval.
+    It is the first iteration with no outer step beginning or under way; iteration 1 does not count, since it may still set
+    something up. Two sync intervals have every kind of iteration; the last one always has an outer step.
     """
     first = _first(config.train_iters)
     kinds = range(first, min(2 * config.sync_interval + 1, config.train_iters))

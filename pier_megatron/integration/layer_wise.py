@@ -49,13 +49,13 @@ def number_copies(
 
 
 def prepare(optimizer: "ChainedOptimizer") -> None:
-    """Prepares the layer-wise optimizer, and what steps beside it, before it has stepped; nothing in runs without it."""
+    """Prepares the layer-wise optimizer, and the optimizers chained with it, before the first step."""
     layer_wise = versions.require("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer")
     if not any(isinstance(link, layer_wise) for link in (optimizer, *optimizer.chained_optimizers)):
         return
     for link in optimizer.chained_optimizers:
         if hasattr(link, "distributed_optimizer_instance_id"):
-            # By it checkpoints tell copies. Megatron gives all instances 0 here.
+            # Checkpoints use this number to tell copies apart. Megatron gives all instances 0 here.
             link.distributed_optimizer_instance_id = own_group.own_number()
     if versions.is_between("0.19", None):
         # Asked of all ranks in the first step, once: a group had better not wait for others there.

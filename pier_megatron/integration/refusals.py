@@ -169,7 +169,7 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
             *((True, f"{name}: {lost} since would be lost. Save all") for name in growing),
         )
     if config.lighthouse is not None:
-        counts = "an island that joins counts the samples of the iterations that it was not there for by one batch size"
+        counts = "an island that joins computes the samples of the iterations it missed from a single batch size"
         found += _met(
             "--pier-lighthouse",
             *((True, f"{name}: {counts}. Use a constant --global-batch-size") for name in growing),

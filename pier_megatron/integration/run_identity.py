@@ -19,7 +19,7 @@ from pier_megatron.version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
 
-# Compared is every argument but these, so that one which a later release or a script adds is compared too.
+# All other arguments are compared, including any that a later release or a script adds.
 MAY_DIFFER = (
     # Who an island is, and where things are.
     *(

@@ -76,7 +76,7 @@ def _iterators(data_iterator: DataIterator) -> "list[RerunDataIterator]":
 
 
 class _ReadAhead:
-    """In place of the iterable of a ``RerunDataIterator``, until the batch that was read ahead has been handed out."""
+    """Replaces the iterable of a ``RerunDataIterator`` until it has handed out the batch that was read ahead."""
 
     def __init__(self, iterator: "RerunDataIterator") -> None:
         self._iterator = iterator

@@ -8,7 +8,6 @@ import functools
 import os
 from collections.abc import Iterable
 
-from pier_megatron.features import FEATURES
 from pier_megatron.integration import (
     arguments,
     averaged_losses,
@@ -98,7 +97,7 @@ TABLE = (
     Seam(_INITIALIZE, "init_persistent_async_worker", helpers.start),
     *CORE,
 )
-"""What every run under Pier replaces, beside the rows of :data:`pier_megatron.features.FEATURES`, which come after these."""
+"""What every run under Pier replaces. Rows of features come after these, in runs that use them."""
 
 EXAMINATION = (
     Seam(_ARGUMENTS, "validate_args", examination.confine, over=arguments.validate, imported_by=_INITIALIZE),
@@ -166,11 +165,10 @@ NEEDED = (
 
 
 def table() -> tuple[Seam, ...]:
-    """All rows that are installed in this process, in order."""
-    of_features = tuple(row for feature in FEATURES for row in feature.seams())
+    """All rows that are installed in this process before it parses arguments, in order."""
     examined = EXAMINATION if examination.VARIABLE in os.environ else ()
     scored = SCORING if scoring.VARIABLE in os.environ else ()
-    return (*TABLE, *of_features, *examined, *scored)
+    return (*TABLE, *examined, *scored)
 
 
 def check_needed(rows: Iterable[Needed] = NEEDED) -> None:

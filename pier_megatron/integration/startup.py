@@ -8,7 +8,6 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.sites import SiteWire
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
@@ -55,7 +54,7 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
     Args:
         config: Says whether at all.
         numels: Parameters that this rank owns, for each optimizer that owns some of them.
-        ranks_on_node: Processes on this node, each of which needs as much.
+        ranks_on_node: Number of processes on this node; each needs as much.
         available: Host memory, in bytes, that was available on the node before any of them took its share.
         is_pinned: Whether the memory will be pinned, for a device to copy to.
 
@@ -69,13 +68,13 @@ def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: 
         rounded = ", buffers rounded up to powers of two as PyTorch pins them," if is_pinned else ""
         raise PierConfigError(
             f"--pier-offload: the outer state of the {ranks_on_node} ranks on this node takes {needed / 1e9:,.1f} GB of host "
-            f"memory{rounded} of which {available / 1e9:,.1f} GB are available. Use fewer ranks per node, more ranks per "
+            f"memory{rounded} but only {available / 1e9:,.1f} GB are available. Use fewer ranks per node, more ranks per "
             "group, or keep the outer state on the device."
         )
 
 
 def preset(config: PierConfig) -> str:
-    """Names the preset, and says for what it is or which one would be chosen."""
+    """Names the preset and its purpose, or the one that ``auto`` would choose."""
     suited, why = config.suited_preset
     return f"preset {config.preset} " + (
         f"(suits {why})" if config.preset == suited else f"(auto would be {suited}, for {why})"
@@ -122,7 +121,7 @@ class Takes:
             state=sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states),
             work=working_bytes(config, states),
             sent=sum(bytes_of_outer_step(config, *chunk) for chunk in chunks),
-            between_sites=sum(wire.bytes_between_sites(*chunk) for chunk in chunks) if isinstance(wire, SiteWire) else None,
+            between_sites=sum(wire.bytes_between_sites(*chunk) for chunk in chunks) if config.sites else None,
         )
 
     @classmethod
@@ -150,7 +149,7 @@ class Takes:
         synchronous = round(8 * self.parameters * (config.groups - 1) / config.groups)
         sites = "" if self.between_sites is None else f", {self.between_sites / 1e6:,.2f} MB of them to other sites"
         memory = "device memory" if device_type == "cuda" else "memory"
-        communicator = ", beside the buffers of one more NCCL communicator" if device_type == "cuda" else ""
+        communicator = ", plus the buffers of one more NCCL communicator" if device_type == "cuda" else ""
         return [
             f"per rank: {self.parameters:,} FP32 parameters; sends {self.sent / 1e6:,.2f} MB to other groups in "
             f"{config.sync_interval} iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 "
@@ -161,7 +160,7 @@ class Takes:
 
 
 def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: Sequence[str]) -> str:
-    """Writes the block that rank 0 prints at start: :func:`lines`, and ``warnings`` beside its own."""
+    """Writes the block that rank 0 prints at start: :func:`lines`, its own warnings and ``warnings``."""
     config, device_type = loop.config, loop.device.type
     taken = Takes.of(config, loop.states, device_type).lines(config, device_type)
     said = [
@@ -184,7 +183,7 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     ranks = len(topology.members(0))
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
-        f"between {config.subgroup} groups drawn anew for each outer step" if not config.has_common_anchor else "",
+        f"between {config.subgroup} groups, drawn at random for each outer step" if not config.has_common_anchor else "",
         "slow weights in FP32" if config.pulls else "",
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
         f"as {config.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),

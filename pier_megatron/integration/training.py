@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.sites import SitedExchange
+from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.exchange.topology import Rank, Topology, domain_name, node_name
 from pier_megatron.integration import cautions, current, elastic_island, layer_wise, nccl_options, startup
 from pier_megatron.integration.arguments import config_from_args, settle_iterations
@@ -78,7 +78,7 @@ def with_outer_loop(
     Args:
         optimizer: Megatron's optimizer, which has not stepped.
         model_chunks: Virtual stages of the model on this rank, in order.
-        args: Megatron's arguments, of which ``train_iters`` is known.
+        args: Megatron's arguments, with ``train_iters`` set.
         words: Names of flags in what is printed, put into the user's words.
     """
     from pier_megatron.integration.optimizer import PierOptimizer
@@ -101,11 +101,11 @@ def with_outer_loop(
     between = functools.partial(nccl_options.options, args, nccl_options.BETWEEN_GROUPS, timeout)
     communicator = topology.new_communicator(timeout, between())
     exchange = GroupExchange(communicator, config.codec)
+    sites = None
     if config.sites is not None:
-        assert communicator is not None
         inside = nccl_options.options(args, nccl_options.INSIDE_SITES, timeout)
         of_sites = topology.new_site_communicators(config.sites, timeout, inside, between())
-        exchange = SitedExchange(communicator, config.codec, *of_sites)
+        sites = SiteExchange(exchange, *of_sites)
     layer_wise.prepare(optimizer)
     membership = elastic_island.membership(config, topology, shards, device) if is_elastic else None
     copies = Copies(members, model_chunks, device)
@@ -124,6 +124,7 @@ def with_outer_loop(
         on_change=commit,
         report=_report,
         islands=membership,
+        sites=sites,
     )
     startup.check_groups_agree(loop)
     clock = None if config.sync_seconds is None else Clock(loop, config.sync_seconds, own_ranks())
@@ -132,8 +133,8 @@ def with_outer_loop(
     faulthandler.enable()
     if config.overlap:
         for chunk in pier.model_chunks:
-            # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages: against a
-            # race that PyTorch mended long before the releases that are supported.
+            # Megatron would wait for the device, hence for the exchange, at each transfer between pipeline stages. It guards
+            # against a race that PyTorch fixed long before the supported releases.
             versions.require("megatron.core.utils", "get_model_config")(chunk).batch_p2p_sync = False
     if dist.get_rank() == 0:
         who = elastic_island.describe(config) if is_elastic else topology.describe()

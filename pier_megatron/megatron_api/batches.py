@@ -44,7 +44,7 @@ def training_phases(args: argparse.Namespace) -> dict[int, int]:
 
 
 def phases_to_come(args: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """As :func:`training_phases`, those that a run will not find behind it: the flag they come from, samples, micro-batches."""
+    """Phases of :func:`training_phases` that a run still has to train: flag that sets them, samples, micro-batches."""
     ramps = ("step_batch_size_schedule", "rampup_batch_size")
     ramp = next((name for name in ramps if getattr(args, name, None)), None)
     phases = list(training_phases(args).items())

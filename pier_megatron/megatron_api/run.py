@@ -1,4 +1,4 @@
-"""What belongs to the training under way and ends with it, in place of globals in the modules that need it."""
+"""State of the current training, which ends with it; modules keep no globals of their own."""
 
 import dataclasses
 import gc

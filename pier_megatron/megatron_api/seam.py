@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from pier_megatron.megatron_api import versions
 
-# By it a function that a row has put in place is known.
+# Attribute that marks a function as installed by a row.
 _MARK = "_pier_seam"
 
 
@@ -22,7 +22,7 @@ class Seam:
         around: Function called in its place, with the original and then its arguments. Names of arguments that come before
             those must be positional only. Its docstring says why.
         over: Function that an earlier row has put around the same one; None if there is none.
-        is_outermost: Whether it goes around whatever earlier rows have put there, in place of ``over``.
+        is_outermost: Whether it wraps whatever earlier rows have put there; ``over`` then does not count.
         since: First release that has the function; None if all supported ones until then do.
         until: Last release that has the function; None if the newest one does, so that the next one is expected to.
         imported_by: Module that imports the function by name in some releases.

@@ -7,7 +7,7 @@ from pier_megatron.outer.rules import OuterRule
 from pier_megatron.outer.staging import Staged
 
 PRODUCTS = 4
-"""Of each chunk, summed over its elements: own * own, own * mean, mean * mean, momentum * momentum."""
+"""Sums over the elements of each chunk: own * own, own * mean, mean * mean, momentum * momentum."""
 
 
 def subtract(staged: Staged, counts: bool) -> None:

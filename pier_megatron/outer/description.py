@@ -1,7 +1,7 @@
-"""What a checkpoint of a Pier run holds beside Megatron's own content, and which runs may resume from it.
+"""What a checkpoint of a Pier run holds in addition to Megatron's own content, and which runs may resume from it.
 
 Megatron's keys hold the weights that all groups agree on and the inner optimizer's state of group 0, so that everything
-that reads a stock checkpoint reads this one. Beside them stand the outer state, once, and what each group has of its own; where
+that reads a stock checkpoint reads this one. Pier adds the outer state, once, and what each group has of its own; where
 groups never agree, the outer state is of each group too, and Megatron's keys hold the mean.
 """
 
@@ -16,11 +16,11 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
-FORMAT = 8
-"""Raised when an older plugin could not read what a newer one writes."""
+FORMAT = 9
+"""Raised when what is written changes: a plugin reads its own format alone."""
 
 ENTRY = "pier"
-"""Of Megatron's content metadata and of the optimizer's state dict: where the plugin's own things are."""
+"""Key of the plugin's own content, in Megatron's content metadata and in the optimizer's state dict."""
 
 OUTER = "pier.outer"
 """Prefix of the outer state: the anchor where Megatron has ``param``, the outer momentum where it has ``exp_avg``."""
@@ -46,14 +46,14 @@ _SETTINGS = (
     "site_interval",
 )
 
-# Settings that plugins of formats 4 and 5 may not know. They can read a checkpoint of a run that does not use them.
-_LATER = ("sites", "site_interval")
-
 LAYER_WISE = "--use-distributed-optimizer"
 """In the layout of a run whose inner optimizer can do with and without."""
 
 # What the tensors of the inner optimizer are, and how they are stored.
 _INNER = (flag_of("inner_optimizer"), LAYER_WISE)
+
+
+_OLDER = "Finish the run with the plugin that wrote it, or begin from its weights with --finetune."
 
 
 def group_prefix(group: int) -> str:
@@ -84,14 +84,14 @@ class Description:
         rounds: Exchanges under way: the iteration at which each began, and the verdicts on all groups.
         restarted: Iteration at which each group was last restarted, by group.
         island: Elastic island that has saved it, with its own state only.
-        is_local: Whether the groups were training apart; format 1 does not say, and the iteration decides.
-        is_synchronised: Whether all groups held the same parameters; likewise.
-        last_common_step: Iteration after which the groups took their last outer step together; older plugins do not say.
+        is_local: Whether the groups were training apart.
+        is_synchronised: Whether all groups held the same parameters.
+        last_common_step: Iteration after which the groups took their last outer step together.
         checksums: Checksums of the outer state, over all ranks of a group, by :func:`checksum_name`.
         format: See :data:`FORMAT`.
         version: Version of the plugin.
-        cut: How the ranks of a group share the parameters, a checksum; formats before 5 do not say.
-        rule: Name of the rule of the outer steps; formats before 6 do not say.
+        cut: How the ranks of a group share the parameters, a checksum.
+        rule: Name of the rule of the outer steps.
     """
 
     iteration: int
@@ -102,14 +102,14 @@ class Description:
     rounds: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
     island: int | None = None
-    is_local: bool | None = None
-    is_synchronised: bool | None = None
-    last_common_step: int | None = None
+    is_local: bool = False
+    is_synchronised: bool = True
+    last_common_step: int = 0
     checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
     version: str = __version__
-    cut: int | None = None
-    rule: str | None = None
+    cut: int = 0
+    rule: str = ""
 
     @classmethod
     def of_run(
@@ -117,8 +117,7 @@ class Description:
     ) -> "Description":
         """Describes a run as it is, and what of it is stored."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
-        settings = {name: value for name, value in settings.items() if name not in _LATER or value is not None}
-        content |= {"rule": config.outer_rule, "island": config.island}
+        content |= {"rule": config.rule_name, "island": config.island}
         return cls(iteration, settings, dict(layout), config.chunk_mib_on(device_type), **content)
 
     @classmethod
@@ -126,33 +125,15 @@ class Description:
         """Reads what a checkpoint says.
 
         Raises:
-            PierConfigError: If a newer plugin wrote it, or an older one whose gossip pairs sent slow weights ahead.
+            PierConfigError: If another format is written in it.
         """
-        if found["format"] > FORMAT:
+        if found["format"] != FORMAT:
             raise PierConfigError(
-                f"--load: the checkpoint was written by pier_megatron {found['version']} in format {found['format']}; this is "
-                f"{__version__}, which reads formats up to {FORMAT}. Upgrade pier_megatron."
+                f"--load: the checkpoint of iteration {found['iteration']} was written by pier_megatron {found['version']} in "
+                f"format {found['format']}; this is {__version__}, which reads format {FORMAT}. "
+                + ("Upgrade pier_megatron." if found["format"] > FORMAT else _OLDER)
             )
-        values = dict(found)
-        if values.pop("pulled", ()):
-            raise PierConfigError(
-                f"--load: the momentum in the checkpoint of iteration {found['iteration']} already holds the next pull to slow "
-                "weights, which gossip pairs now send within the outer step. Finish the run with the plugin that wrote it, or "
-                "begin from its weights with --finetune."
-            )
-        # What plugins before format 8 said of islands in one launch, each of which had a folder.
-        if not values.pop("holds_outer_state", True):
-            raise PierConfigError(
-                f"--load: the checkpoint of iteration {found['iteration']} is the part of island {found['island']} of a launch "
-                "with --pier-islands, which is no more. Finish the run with the plugin that wrote it, or begin from the "
-                "weights in the --save folder of the job with --finetune."
-            )
-        values["settings"] = {name: value for name, value in values["settings"].items() if name != "islands"}
-        saved = cls(**values)
-        if saved.is_local is not None:
-            return saved
-        config, t = saved._config, saved.iteration
-        return dataclasses.replace(saved, is_local=not config.is_lazy(t), is_synchronised=config.is_synchronised(t))
+        return cls(**found)
 
     @functools.cached_property
     def _config(self) -> PierConfig:
@@ -165,10 +146,7 @@ class Description:
 
     def is_exact_for(self, present: "Description") -> bool:
         """Whether a run resumes from here as if it had never stopped: same settings, same shape."""
-        return not self._changes(present) and self.chunk_mib == present.chunk_mib and self._shares_like(present)
-
-    def _shares_like(self, present: "Description") -> bool:
-        return self.cut is None or present.cut is None or self.cut == present.cut
+        return not self._changes(present) and (self.chunk_mib, self.cut) == (present.chunk_mib, present.cut)
 
     @property
     def has_common_outer_state(self) -> bool:
@@ -181,7 +159,7 @@ class Description:
         return not self.is_local or self.island is not None or len(self.own_inner_state) >= self.settings["groups"] - 1
 
     def is_apart(self, group: int) -> bool:
-        """Whether the inner state of a group is stored beside that of Megatron's own keys."""
+        """Whether the inner state of a group is stored apart from Megatron's own keys."""
         return group in self._apart
 
     @functools.cached_property
@@ -192,7 +170,8 @@ class Description:
     def in_common(self) -> dict[str, object]:
         """Settings that must be equal in all elastic islands, by the user's names."""
         settings = {flag_of(name): value for name, value in self.settings.items()}
-        return settings | dict(self.layout) | {flag_of("chunk_mib"): self.chunk_mib, "pier_megatron": self.version}
+        own = {flag_of("chunk_mib"): self.chunk_mib, "pier_megatron": self.version, "outer rule": self.rule}
+        return settings | dict(self.layout) | own
 
     def has_layout_of(self, present: "Description") -> bool:
         """Whether the ranks of a group share the model as they did."""
@@ -217,24 +196,21 @@ class Description:
         if foreign:
             raise PierConfigError(
                 f"--load: the checkpoint of iteration {self.iteration} has the state of another inner optimizer: "
-                f"{', '.join(foreign)}. Restore the setting, or begin anew from the weights with --finetune."
+                f"{', '.join(foreign)}. Restore the setting, or restart from the weights with --finetune."
             )
         if changes and not accepts_changes:
             raise PierConfigError(
                 f"--load: the checkpoint of iteration {self.iteration} is of another run: {', '.join(changes)}. Restore what "
                 "was saved, or accept the differences with --pier-override-checkpoint."
             )
-        present._config.check_resumable(self.iteration, bool(self.is_local))
+        present._config.check_resumable(self.iteration, self.is_local)
         return changes
 
     def _changes(self, present: "Description") -> list[str]:
-        # What older plugins did not know, their runs had at its default.
-        defaults = {field.name: field.default for field in dataclasses.fields(PierConfig)}
-        then, now = (defaults | dict(run.settings) for run in (self, present))
-        pairs = [(flag_of(name), then.get(name), now[name]) for name in _SETTINGS]
+        pairs = [(flag_of(name), self.settings[name], present.settings[name]) for name in _SETTINGS]
         kinds = ["in one launch" if run.island is None else "in elastic islands" for run in (self, present)]
         pairs.append(("run", kinds[0], kinds[1]))
-        pairs += [("outer rule", self.rule, present.rule)] if self.rule is not None else []
+        pairs.append(("outer rule", self.rule, present.rule))
         pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
 
@@ -244,8 +220,7 @@ class Description:
             return None
         return (
             f"--load {load}: island {self.island} has saved its own part of a run there. Groups of one launch cannot continue "
-            "from it. Continue with elastic islands (--pier-lighthouse), or begin from the weights with --finetune, all "
-            "that folders of --pier-islands allow."
+            "from it. Continue with elastic islands (--pier-lighthouse), or begin from the weights with --finetune."
         )
 
     def sources(self, group: int, groups: int, rule: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Outer steps of elastic islands: survivors retry a step that failed, until all of them have it.
 
-An outer step is applied only when every rank of every island has all that it needs. Until then nothing has changed, so that a
-step which failed is simply retried. An island that joins takes over the anchor and the momentum from one that is there,
+An outer step is applied only when every rank of every island has all that it needs. Until then nothing has changed, so a failed
+step is simply retried. An island that joins takes over the anchor and the momentum from another island,
 sends nothing, and comes to the same new anchor by the same update.
 """
 
@@ -65,7 +65,7 @@ class _Formed:
         iteration: Iteration of those who were there before; this island continues from it.
         has_joined: Whether this island was not, and holds the anchor and the momentum of the others now.
         last_common_step: Iteration of the last outer step of all, this one included.
-        round: Outer step, of which only :meth:`OuterRound.finish` is left to do; None if none was due.
+        round: Outer step that still needs :meth:`OuterRound.finish`; None if none was due.
         restarted: Islands that go back to the anchor with moments of another one, by their index in the quorum.
     """
 
@@ -80,7 +80,7 @@ class _Formed:
 _ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW = range(7)
 Standing = Sequence[int]
 
-# Where an island is whose anchor is neither its own nor yet that of the others.
+# Standing of an island that has dropped its own anchor and does not hold that of the others yet.
 _NOWHERE = -1
 
 # Time to come together after the last failure.
@@ -104,9 +104,8 @@ class ElasticParticipants(Participants):
             islands: Islands among which it is.
             weights: Parameters of this rank.
         """
-        super().__init__(config, share, alone)
+        super().__init__(config, share, alone, weights)
         self._quorums, self._island, self._wait_seconds = islands.quorums, islands.own, islands.wait_seconds
-        self._weights = weights
         self._has_own_anchor, self._is_new = True, True
         self._restarted: Sequence[int] = ()
         self._attempted: OuterRound | None = None
@@ -172,7 +171,7 @@ class ElasticParticipants(Participants):
                 # A ValueError is what PyTorch raises when it logs an error of a communicator that it has not made itself.
                 print(f" Pier: {where}: {_first_line(error)}; tries again", flush=True)
                 outcome = Outcome.FAILED if time.monotonic() < deadline else Outcome.GIVES_UP
-            # By the ranks of an island together: one that ended or went on alone would leave the others waiting.
+            # The ranks of an island decide together: one that ended or continued alone would leave the others waiting.
             of_rank, outcome = outcome, self._quorums.agree(exchange, outcome)
             attempted, self._attempted = self._attempted, None
             if attempted is not None and outcome != Outcome.SUCCEEDED:

@@ -13,13 +13,13 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.rehearsal import rehearse
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
-from pier_megatron.outer.rules import OptimizerFactory
 from pier_megatron.outer.share import Share, moments_of, whole_parameters
 from pier_megatron.outer.snapshot import Progress, Snapshot
-from pier_megatron.outer.state import COMMON, Shards
+from pier_megatron.outer.state import Shards
 from pier_megatron.outer.steps import OuterSteps
 from pier_megatron.outer.weights import Weights
 
@@ -49,7 +49,7 @@ class OuterLoop:
         on_change: Callable[[], None] = lambda: None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
         islands: ElasticMembership | None = None,
-        outer_optimizer: OptimizerFactory | None = None,
+        sites: SiteExchange | None = None,
     ) -> None:
         """Takes over parameters that are the same in all groups.
 
@@ -64,7 +64,7 @@ class OuterLoop:
             on_change: Called after the parameters have changed, on all ranks of the group.
             report: Called for each outer step once its numbers are there, on every rank.
             islands: Elastic islands; ``exchange`` is then that of this group alone.
-            outer_optimizer: Factory of the outer optimizer, see :meth:`for_optimizer`; None for the built-in rules.
+            sites: Collectives between sites, with ``config.sites``.
 
         Raises:
             TypeError: If a parameter is not float32.
@@ -77,7 +77,7 @@ class OuterLoop:
         coding.compile_for(config.codec, self.device)
         self._weights = Weights(self._share, exchange, on_change)
         self.reports = OuterStepReports(config, report, self.device)
-        self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands, outer_optimizer)
+        self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands, sites)
 
     @classmethod
     def for_optimizer(
@@ -88,9 +88,9 @@ class OuterLoop:
         *,
         group: dist.ProcessGroup | None = None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
-        outer_optimizer: OptimizerFactory | None = None,
+        sites: SiteExchange | None = None,
     ) -> Self:
-        """Builds the loop over the parameters of an inner optimizer, of which every rank of a group holds all.
+        """Builds the loop over the parameters of an inner optimizer; every rank of a group must hold all of them.
 
         Args:
             optimizer: Inner optimizer over FP32 parameters, which are the same in all groups.
@@ -98,17 +98,13 @@ class OuterLoop:
             exchange: Collectives between the ranks that have the same place in their groups, one rank of each group.
             group: Ranks of this group, which train copies of the same parameters; None if it is this rank alone.
             report: Called for each outer step once its numbers are there, on every rank.
-            outer_optimizer: Factory of the outer optimizer, such as ``functools.partial(torch.optim.SGD, lr=0.7)``; None for
-                the built-in rules. Its gradients are mean pseudo-gradients in flat pieces, so it must work element by element.
-                One that needs whole matrices or norms of tensors (LAMB, Adafactor) would be wrong, and cannot be recognised in
-                general. In a momentum warmup (docs/api.md) it takes steps that leave the parameters where they are.
+            sites: Collectives between sites, with ``config.sites``.
 
         Raises:
             TypeError: If a parameter is not float32, or is sharded over ranks.
-            PierConfigError: If a setting cannot be used with an ``outer_optimizer``.
         """
         shards, moments = [[whole_parameters(optimizer, group)]], functools.partial(moments_of, optimizer)
-        return cls(shards, config, exchange, group=group, inner_state=moments, report=report, outer_optimizer=outer_optimizer)
+        return cls(shards, config, exchange, group=group, inner_state=moments, report=report, sites=sites)
 
     @torch.no_grad()
     def rehearse(self) -> None:
@@ -210,7 +206,7 @@ class OuterLoop:
         self.end_iteration(has_trained=False)
 
     def reset(self, iteration: int | None = None) -> None:
-        """Takes the present parameters, which all groups share, for the anchor, and sets the momentum to zero.
+        """Takes the present parameters, which all groups share, for the anchor, and sets all else that lasts to zero.
 
         Outer steps that are under way are not applied. Called by all ranks of all groups.
 
@@ -254,9 +250,10 @@ class OuterLoop:
         self._weights.commit()
 
     def checksums(self) -> list[dict[str, int]]:
-        """Of each group, sums of the bits of anchor and momentum over all its ranks; see :meth:`OuterState.checksum`."""
-        sums = self._share.over_group(self._share.checksums(COMMON))
-        return [dict(zip(COMMON, of_group, strict=True)) for of_group in self.exchange.gather(sums).result().tolist()]
+        """Sums of the bits of what all groups agree on, for each group over its ranks; see :meth:`OuterState.checksum`."""
+        names = self._share.common
+        sums = self._share.over_group(self._share.checksums(names))
+        return [dict(zip(names, of_group, strict=True)) for of_group in self.exchange.gather(sums).result().tolist()]
 
     def anchor_in_model(self, as_mean: bool = False) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Inside, the parameters are what all groups agreed on last; where they never do, the group's own slow weights.

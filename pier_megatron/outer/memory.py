@@ -5,11 +5,9 @@ from collections.abc import Sequence
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.exchange.collectives import Wire
-from pier_megatron.exchange.pairs import DirectWire
-from pier_megatron.exchange.sites import SiteWire
+from pier_megatron.exchange.wire import Wire
+from pier_megatron.outer.rules import rule_class
 from pier_megatron.outer.staging import SLOW, WORK
-from pier_megatron.outer.state import state_names
 
 _FP32 = 4
 
@@ -19,9 +17,9 @@ PIPELINE_DEPTH = 4
 
 def wire_of(config: PierConfig) -> Wire:
     """Returns what sums cost in the outer steps of a run."""
-    if config.sites is not None:
-        return SiteWire(config.codec, config.sites, config.groups_in_site)
-    return DirectWire(config.codec, config.subgroup) if config.subgroup else Wire(config.codec, config.groups)
+    if config.subgroup is not None:
+        return Wire(config.codec, config.subgroup, is_direct=True)
+    return Wire(config.codec, config.sites or config.groups, config.groups_in_site if config.sites else 1)
 
 
 def bytes_of_site_average(config: PierConfig, numel: int) -> int:
@@ -43,7 +41,12 @@ def bytes_of_outer_step(config: PierConfig, numel: int, exactly: bool = False) -
 
 def bytes_per_parameter(config: PierConfig) -> int:
     """What the outer state takes for each parameter that a rank owns: FP32 in each flat buffer."""
-    return _FP32 * len(state_names(config.has_error_feedback))
+    return _FP32 * _flat_buffers(config)
+
+
+def _flat_buffers(config: PierConfig) -> int:
+    # The anchor, and with error feedback the residual.
+    return 1 + len(rule_class(config).memory) + config.has_error_feedback
 
 
 def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
@@ -58,7 +61,7 @@ def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
 
     chunk = min(numel, config.chunk_numel_on("cuda" if is_pinned else "cpu"))
     in_flight = math.ceil(numel / config.fragments / chunk) * _rounds_kept(config) if chunk else 0
-    return len(state_names(config.has_error_feedback)) * taken(numel) + in_flight * taken(chunk)
+    return _flat_buffers(config) * taken(numel) + in_flight * taken(chunk)
 
 
 def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -69,8 +72,7 @@ def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -
         in_fragments: Number of chunks in each fragment of each state.
 
     Returns:
-        Numbers for each state: of those on the device, and of those beside them that wait between iterations where the state is
-        offloaded.
+        Numbers of buffers for each state: on the device, and in host memory between iterations if the state is offloaded.
     """
     found = []
     for own in in_fragments:
@@ -99,7 +101,7 @@ def work_bytes(config: PierConfig, longest: Sequence[int], in_fragments: Sequenc
 
 
 def work_names(config: PierConfig) -> tuple[str, ...]:
-    """Names of what the buffers of a run hold beside the state."""
+    """Names of the vectors in the work buffers of a run."""
     return (*WORK, SLOW) if config.pulls else WORK
 
 

@@ -1,6 +1,6 @@
-"""Which groups take part in an outer step: all of them, a few that are drawn for it, or the islands that are there.
+"""Who takes part in an outer step: all groups, a few that are drawn for it, or sites.
 
-The choice is made once, when the loop is built. Elastic islands are in :mod:`pier_megatron.outer.elastic`.
+Elastic islands are in :mod:`pier_megatron.outer.elastic`.
 """
 
 import contextlib
@@ -10,13 +10,13 @@ import torch
 from torch.profiler import record_function
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import Exchange, GroupExchange
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.pairs import Subgroup, draw_subgroups
-from pier_megatron.exchange.sites import SitedExchange
+from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.memory import bytes_of_site_average
 from pier_megatron.outer.restarts import Restarts, hand_over
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
-from pier_megatron.outer.rules import Nesterov, NoLoCo, NoLoCoOfDifferences, OptimizerRule, OuterRule
+from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.verdicts import DivergedError, KnownVerdicts, Verdicts, own_verdict
@@ -24,36 +24,50 @@ from pier_megatron.outer.weights import Weights
 
 
 class Participants:
-    """All groups take part in every outer step, and agree after it.
+    """Takes outer steps with those who take part in them: all groups, a few that are drawn for each, or all sites.
+
+    A site takes part with the mean of its groups, which average more often among themselves. A group that is not finite is
+    excluded from the average of its site and takes that for its parameters, with the moments of a group that counts. A site of
+    such groups alone is excluded from the outer step, and restarted, as a group is elsewhere.
 
     Attributes:
-        optimizer: Rule of every outer step, in place of the built-in ones; None unless the caller has chosen it.
         audience: Groups whose sums the report of an outer step is made of.
         restarts: Restarts of groups that were excluded.
         is_deserted: Whether too few groups have come for longer than this one waits.
     """
 
     def __init__(
-        self, config: PierConfig, share: Share, everyone: GroupExchange, optimizer: OptimizerRule | None = None
+        self, config: PierConfig, share: Share, everyone: GroupExchange, weights: Weights, sites: SiteExchange | None = None
     ) -> None:
-        """Begins with healthy groups; ``everyone`` connects all groups that are known beforehand."""
-        self._config, self._share, self._everyone = config, share, everyone
-        self.optimizer = optimizer
-        self.audience = everyone
-        self.restarts = Restarts(config, everyone.size, share)
-        self.is_deserted = False
+        """Begins with healthy groups.
 
-    def at(self, iteration: int) -> Exchange:
+        Args:
+            config: Settings of the run.
+            share: What this rank owns.
+            everyone: Collectives between all groups that are known beforehand.
+            weights: Parameters of this rank.
+            sites: Collectives between sites, if groups are in some.
+        """
+        self._config, self._share, self._everyone, self._weights, self._sites = config, share, everyone, weights, sites
+        # Drawn groups wait for nobody else, not even for a line in the log.
+        self.audience = sites or (everyone if config.has_common_anchor else GroupExchange(groups=(everyone.rank,)))
+        self.restarts = Restarts(config, everyone.size if sites is None else sites.size, share)
+        self.is_deserted = self._was_restarted = False
+
+    def at(self, iteration: int) -> GroupExchange:
         """Returns collectives between the participants of outer steps that begin after ``iteration``; this group is one."""
-        return self._everyone
+        config, everyone = self._config, self._everyone
+        if config.subgroup is None:
+            return self._sites or everyone
+        drawn = draw_subgroups(config.groups, config.subgroup, config.subgroup_seed, iteration)
+        return Subgroup(everyone, next(groups for groups in drawn if everyone.rank in groups))
 
-    def exchanges(self, iteration: int) -> Sequence[Exchange]:
-        """Returns everything that outer steps which begin after ``iteration``, and what comes before them, exchange over."""
-        return (self.at(iteration),)
-
-    def rule_at(self, iteration: int) -> OuterRule:
-        """Returns the rule of outer steps that begin after ``iteration``."""
-        return self.optimizer or Nesterov(self._config.momentum_at(iteration), self._config.learning_rate_at(iteration))
+    def exchanges(self, iteration: int) -> Sequence[GroupExchange]:
+        """Returns every exchange that outer steps after ``iteration``, and the averages before them, use."""
+        if self._sites is not None:
+            return self._sites.inside, self._sites
+        # In the end all groups agree.
+        return (self._everyone,) if self._config.has_common_anchor else (self._everyone, self.at(iteration))
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
         """Brings the participants of an outer step together.
@@ -70,14 +84,34 @@ class Participants:
         with stopwatch.running():
             with self.phase("verdict", iteration):
                 verdicts = self.verdicts(exchange)
-            return self.round(iteration, exchange, verdicts, stopwatch)
+            round_ = self.round(iteration, exchange, verdicts, stopwatch)
+        if self._sites is not None:
+            of_average = sum(bytes_of_site_average(self._config, chunk.numel) for _, chunk in self._share.chunks(fragments))
+            # By the schedule: of averages before a stop, this process knows nothing else.
+            since = range(progress.last_common_step + 1, iteration + 1)
+            round_.bytes_sent += of_average * sum(map(self._config.is_site_average, since))
+            # Over all groups: others know only of those of their own site.
+            round_.restarted_before = self._everyone.gather(torch.tensor([self._was_restarted], device=self._share.device))
+            self._was_restarted = False
+        return round_
 
-    def verdicts(self, exchange: Exchange) -> Verdicts:
+    def verdicts(self, exchange: GroupExchange) -> Verdicts:
         """Judges the own pseudo-gradient, and begins to collect the verdicts of the groups of ``exchange``."""
         return Verdicts(exchange, own_verdict(self._share), self._share.device)
 
     def average(self, iteration: int) -> None:
-        """Averages parameters between outer steps: here, those of no other group."""
+        """Averages the parameters of the groups of this site."""
+        assert self._sites is not None
+        inside = self._sites.inside
+        with self.phase("site_average", iteration):
+            counted = self.verdicts(inside).counted()
+            if not any(counted):
+                return
+            self._weights.average(inside, counted)
+            excluded = [group for group, counts in enumerate(counted) if not counts]
+            if excluded:
+                hand_over(self._share.moments(), inside, excluded, counted.index(True), self._share.device)
+                self._was_restarted |= inside.rank in excluded
 
     def carry_out(self, round_: OuterRound) -> None:
         """Takes an outer step that is waited for."""
@@ -87,9 +121,9 @@ class Participants:
         """Restarts excluded groups after a round; see :meth:`Restarts.restart_excluded`."""
         return self.restarts.restart_excluded(round_, iteration)
 
-    def round(self, begun: int, exchange: Exchange, verdicts: Verdicts, stopwatch: Stopwatch) -> OuterRound:
+    def round(self, begun: int, exchange: GroupExchange, verdicts: Verdicts, stopwatch: Stopwatch) -> OuterRound:
         """Prepares the round of an outer step that begins after an iteration."""
-        fragments, rule = self._config.fragments_due(begun), self.rule_at(begun)
+        fragments, rule = self._config.fragments_due(begun), rule_at(self._config, begun)
         return OuterRound(self._share.stagings, exchange, fragments, rule, verdicts, begun, stopwatch, self._share.device)
 
     def resume(self, saved: RoundBuffers) -> OuterRound:
@@ -120,81 +154,3 @@ class Participants:
                     "timeout, a rank of another group has died or hangs: its own log says why. The last checkpoint is whole."
                 )
             raise
-
-
-class SiteParticipants(Participants):
-    """All sites take part in every outer step, each with the mean of its groups, which meet more often among themselves.
-
-    A group that is not finite is excluded from the average of its site and takes that for its parameters, with the moments of
-    a group that counts. A site of such groups alone is excluded from the outer step, and restarted, as a group is elsewhere.
-    """
-
-    def __init__(self, config: PierConfig, share: Share, everyone: SitedExchange, weights: Weights) -> None:
-        """Begins with healthy sites."""
-        super().__init__(config, share, everyone)
-        self._inside, self._between, self._weights = everyone.inside, everyone.between, weights
-        self.audience = everyone.between.across
-        self.restarts = Restarts(config, everyone.between.size, share)
-        self._was_restarted = False
-
-    def at(self, iteration: int) -> Exchange:
-        """See :meth:`Participants.at`."""
-        return self._between
-
-    def exchanges(self, iteration: int) -> Sequence[Exchange]:
-        """See :meth:`Participants.exchanges`."""
-        return self._inside, self._between
-
-    def average(self, iteration: int) -> None:
-        """See :meth:`Participants.average`."""
-        with self.phase("site_average", iteration):
-            counted = self.verdicts(self._inside).counted()
-            if not any(counted):
-                return
-            self._weights.average(self._inside, counted)
-            excluded = [group for group, counts in enumerate(counted) if not counts]
-            if excluded:
-                hand_over(self._share.moments(), self._inside, excluded, counted.index(True), self._share.device)
-                self._was_restarted |= self._inside.rank in excluded
-
-    def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
-        """See :meth:`Participants.form`."""
-        round_ = super().form(progress, fragments)
-        assert round_ is not None
-        of_average = sum(bytes_of_site_average(self._config, chunk.numel) for _, chunk in self._share.chunks(fragments))
-        # By the schedule: of averages before a stop, this process knows nothing else.
-        since = range(progress.last_common_step + 1, progress.iteration + 1)
-        round_.bytes_sent += of_average * sum(map(self._config.is_site_average, since))
-        # Over all groups: others know only of those of their own site.
-        round_.restarted_before = self._everyone.gather(torch.tensor([self._was_restarted], device=self._share.device))
-        self._was_restarted = False
-        return round_
-
-
-class DrawnParticipants(Participants):
-    """A few groups are drawn for each outer step; their anchors stay apart. Nobody waits for groups that were not drawn."""
-
-    def __init__(self, config: PierConfig, share: Share, everyone: GroupExchange) -> None:
-        """Begins with healthy groups."""
-        super().__init__(config, share, everyone)
-        self.audience = GroupExchange(groups=(everyone.rank,))
-
-    def at(self, iteration: int) -> Exchange:
-        """See :meth:`Participants.at`."""
-        config = self._config
-        assert config.subgroup is not None
-        drawn = draw_subgroups(config.groups, config.subgroup, config.subgroup_seed, iteration)
-        return Subgroup(self._everyone, next(groups for groups in drawn if self._everyone.rank in groups))
-
-    def exchanges(self, iteration: int) -> Sequence[Exchange]:
-        """See :meth:`Participants.exchanges`."""
-        # In the end all groups agree.
-        return self._everyone, self.at(iteration)
-
-    def rule_at(self, iteration: int) -> OuterRule:
-        """See :meth:`Participants.rule_at`."""
-        alpha, beta = self._config.momentum_at(iteration), self._config.learning_rate_at(iteration)
-        if self._config.sends_differences:
-            pull = self._config.pull_at(iteration) if self._config.pulls else 0.0
-            return NoLoCoOfDifferences(alpha, beta, pull)
-        return NoLoCo(alpha, beta)

@@ -13,7 +13,6 @@ from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.exchange.topology import NAMED, ranges_of
 from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, OuterRound
-from pier_megatron.outer.rules import OptimizerRule
 from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import NOT_FINITE
 
@@ -35,8 +34,7 @@ class OuterStepReport:
     Attributes:
         iteration: Iterations completed.
         pseudo_gradient_norm: L2 norm of the mean pseudo-gradient over the whole model.
-        momentum_norm: L2 norm of the outer momentum over the whole model, after the update. This and ``mu`` and ``eta`` are
-            None with an outer optimizer that the caller has chosen.
+        momentum_norm: L2 norm of the outer momentum over the whole model, after the update.
         cosine_min: Smallest cosine, over the contributing groups, of a group's pseudo-gradient to the mean one. 1 means
             that all groups moved the same way; groups that moved at random are near ``1 / sqrt(groups)``.
         cosine_mean: Mean of those cosines.
@@ -51,7 +49,7 @@ class OuterStepReport:
         seconds: Time that training stood still for it, the wait for the slowest group included; on a GPU that of its stream.
         not_finite: Groups that were excluded because their parameters were not finite.
         spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
-            parameters: of the weights that they met with, or of their slow weights if those cross beside. None for one group;
+            parameters: of the weights that they met with, or of their slow weights if those are exchanged. None for one group;
             where pseudo-gradients alone cross between groups with anchors of their own; and where it is measured by the own
             group alone and that does not count: it is excluded, or an island that has just joined.
         restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
@@ -59,11 +57,11 @@ class OuterStepReport:
 
     iteration: int
     pseudo_gradient_norm: float
-    momentum_norm: float | None
+    momentum_norm: float
     cosine_min: float
     cosine_mean: float
-    mu: float | None
-    eta: float | None
+    mu: float
+    eta: float
     bytes_sent: int
     seconds: float
     loss: float | None = None
@@ -79,7 +77,7 @@ class OuterStepReport:
         left_out = _left_out("NOT FINITE", self.not_finite, self.restarted)
         return (
             f" outer step after iteration {self.iteration:8d} | "
-            + (f"mu: {self.mu:.3f} | eta: {self.eta:.3f} | " if self.mu is not None else "")
+            + f"mu: {self.mu:.3f} | eta: {self.eta:.3f} | "
             + (
                 f"loss of groups (mean, min, max): ({self.loss:.4f}, {self.loss_min:.4f}, {self.loss_max:.4f}) | "
                 if self.loss is not None
@@ -87,7 +85,7 @@ class OuterStepReport:
             )
             + (f"gradient norm: {self.grad_norm:.3f} | " if self.grad_norm is not None else "")
             + f"pseudo-gradient norm: {self.pseudo_gradient_norm:.4E} | "
-            + (f"momentum norm: {self.momentum_norm:.4E} | " if self.momentum_norm is not None else "")
+            + f"momentum norm: {self.momentum_norm:.4E} | "
             + f"cosine of groups to mean (min, mean): ({self.cosine_min:.3f}, {self.cosine_mean:.3f}) | "
             + (f"spread of weights: {self.spread:.3E} | " if self.spread is not None else "")
             + f"sent per rank (MB): {self.bytes_sent / 1e6:.2f} | elapsed time (ms): {self.seconds * 1e3:.1f} |"
@@ -176,19 +174,18 @@ class OuterStepReports:
         is_known = is_common or of_slow_weights or counted[round_.exchange.rank]
         met = len(groups) if of_slow_weights else sum(counted)
         found = spread(sums[contributes], met, of_slow_weights) if is_known and says_where else None
-        is_built_in = not isinstance(round_.rule, OptimizerRule)
         left_out = [index for index, counts in enumerate(counted) if not counts]
         before = round_.restarted_before.result().flatten().tolist() if round_.restarted_before is not None else ()
         in_sites = [group for group, was_restarted in enumerate(before) if was_restarted]
         return OuterStepReport(
             iteration=round_.begun,
             pseudo_gradient_norm=pseudo_gradient,
-            momentum_norm=momentum if is_built_in else None,
+            momentum_norm=momentum,
             cosine_min=cosine_min,
             cosine_mean=cosine_mean,
             **TrainingSums.means(sums[contributes]),
-            mu=self._config.momentum_at(round_.begun) if is_built_in else None,
-            eta=self._config.learning_rate_at(round_.begun) if is_built_in else None,
+            mu=round_.rule.mu,
+            eta=round_.rule.eta,
             bytes_sent=round_.bytes_sent,
             seconds=round_.stopwatch.seconds(),
             spread=found,
@@ -243,11 +240,11 @@ def spread(sums: Tensor, groups: int, of_slow_weights: bool = False) -> float | 
     Args:
         sums: Sums of the groups; a single row stands for its meeting.
         groups: Number of groups to whose mean the distances are.
-        of_slow_weights: Whether it is that of the slow weights, in place of the weights that groups met with.
+        of_slow_weights: Whether it is the spread of the slow weights; otherwise, of the weights that groups met with.
     """
     if groups == 1 or not sums[:, ELEMENTS].any():
         return None
     own, product, mean, *_ = sums[:, :PRODUCTS].unbind(1)
-    # All measured from the anchor: what is left of the difference is where the weights are.
+    # All are measured from the anchor, which cancels in the difference.
     distance = sums[:, DISTANCE] if of_slow_weights else (own - 2 * product + mean).clamp(min=0)
     return math.sqrt((distance / sums[:, ELEMENTS]).mean().item() * groups / (groups - 1))

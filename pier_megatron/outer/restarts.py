@@ -1,9 +1,9 @@
 """Which groups have to be restarted from their anchor because they were excluded from a round.
 
 A group is *healthy*, or it is *excluded*: its parameters are not finite, or its pseudo-gradient is too long to be trusted.
-It stays excluded until the round in which that was seen has ended, is then restarted as a whole (every fragment of its
-parameters becomes the anchor, its moments those of a group that counted) and is healthy again. The groups of that round know
-all of this; others need not.
+It stays excluded until the round that saw this ends. It is then restarted as a whole (every fragment of its parameters becomes
+the anchor, and it copies the moments of a participant) and is healthy again. The groups of that round know all of this; others
+need not.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import Exchange
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.verdicts import ABSENT
@@ -73,7 +73,7 @@ class Restarts:
 
 
 def hand_over(
-    moments: Sequence[Tensor], exchange: Exchange, groups: Sequence[int], source: int | None, device: torch.device
+    moments: Sequence[Tensor], exchange: GroupExchange, groups: Sequence[int], source: int | None, device: torch.device
 ) -> None:
     """Gives ``groups`` the inner optimizer's moments of the ``source``; called by all groups of the exchange.
 

@@ -9,21 +9,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import Exchange, Gathered, Sum
+from pier_megatron.exchange.collectives import Gathered, GroupExchange, Sum
 from pier_megatron.outer import arithmetic
 from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.memory import PIPELINE_DEPTH
 from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, SLOW, Buffers, Staged, Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, COMMON, RESIDUAL, state_names, sum_of_bits
+from pier_megatron.outer.state import ANCHOR, RESIDUAL, sum_of_bits
 from pier_megatron.outer.verdicts import Verdicts
 
 CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
 """Behind the products: bits of a part of the new anchor; squares of the distance of the own weights to the mean of those that
 met, where their rule lets groups have weights of their own; numbers that were summed up."""
-
-_STATE = state_names(has_residual=True)
 
 # Each round compares the groups' anchors in one of so many parts of what it has changed.
 _PARTS_TO_COMPARE = 16
@@ -55,9 +53,10 @@ def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
         stagings: Stagings of the outer states, which are changed in place.
         rule: Rule that descends along pseudo-gradients.
     """
-    for staged in one_ahead(staging.lend(chunk, COMMON) for staging in stagings for chunk in staging.state.chunks):
+    written = (ANCHOR, *rule.memory)
+    for staged in one_ahead(staging.lend(chunk, written) for staging in stagings for chunk in staging.state.chunks):
         arithmetic.warm_up(staged, rule)
-        staged.give_back(COMMON)
+        staged.give_back(written)
 
 
 class Stopwatch:
@@ -116,7 +115,7 @@ class OuterRound:
     def __init__(
         self,
         stagings: Sequence[Staging],
-        exchange: Exchange,
+        exchange: GroupExchange,
         fragments: Sequence[int],
         rule: OuterRule,
         verdicts: Verdicts,
@@ -195,7 +194,7 @@ class OuterRound:
         return RoundBuffers(self.begun, copies[OWN], copies[SHARED], slow=copies.get(SLOW))
 
     def resume(self, saved: RoundBuffers) -> None:
-        """Continues where :meth:`settle` has left another round; in place of :meth:`begin`."""
+        """Continues where :meth:`settle` has left another round; replaces :meth:`begin`."""
         self._kept, self._under_way, self._is_sent_on = [staging.keep() for staging, _ in self._chunks], [], True
         sizes = [chunk.numel for _, chunk in self._chunks]
         for name, whole in ((OWN, saved.own), (SHARED, saved.sum), (SLOW, saved.slow)):
@@ -210,9 +209,9 @@ class OuterRound:
         "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
         self.arrive()
-        for staged in self._lent(OWN, *COMMON):
+        for staged in self._lent(OWN, ANCHOR, *self.rule.memory):
             self._apply(staged, keep_progress=True)
-            staged.give_back(COMMON)
+            staged.give_back((ANCHOR, *self.rule.memory))
         self._release()
 
     def drop(self, is_lost: bool = False) -> None:
@@ -270,9 +269,9 @@ class OuterRound:
             staged, under_way = in_flight.popleft()
             under_way.finish()
             self._apply(staged, keep_progress=False)
-            staged.give_back(_STATE)
+            staged.give_back(staged.homes)
 
-        for staged in one_ahead(staging.lend(chunk, _STATE) for staging, chunk in self._chunks):
+        for staged in one_ahead(staging.lend(chunk, staging.state.flats) for staging, chunk in self._chunks):
             if len(in_flight) == PIPELINE_DEPTH:
                 land()
             arithmetic.subtract(staged, counts)

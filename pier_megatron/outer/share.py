@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import Exchange
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.memory import wire_of, work_names
-from pier_megatron.outer.snapshot import StateBuffers
+from pier_megatron.outer.rules import rule_class
 from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import COMMON, Chunk, OuterState, Shards
+from pier_megatron.outer.state import ANCHOR, Chunk, OuterState, Shards
 
 
 class Share:
@@ -21,6 +21,7 @@ class Share:
         device: Device of the parameters, and of tensors in collectives.
         states: Outer states, one for each optimizer that owns some of the parameters.
         stagings: Lender of work buffers for each of them.
+        common: Names of the flat buffers that all groups agree on.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class Share:
                 offload=config.offload,
                 segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
                 device=self.device,
+                memory=rule_class(config).memory,
             )
             for of_optimizer in shards
         ]
         self.stagings = [Staging(state, work_names(config)) for state in self.states]
+        self.common = (ANCHOR, *rule_class(config).memory)
         self._group, self._inner_state = group, inner_state
 
     def chunks(self, fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
@@ -61,8 +64,8 @@ class Share:
             for _, moment in sorted(self._inner_state(parameter).items())
         ]
 
-    def hand_over(self, exchange: Exchange, source: int, targets: Sequence[int]) -> None:
-        """Copies anchor and momentum of one group to others, in place; called by all groups of the exchange.
+    def hand_over(self, exchange: GroupExchange, source: int, targets: Sequence[int]) -> None:
+        """Copies what all groups agree on from one group to others, in place; called by all groups of the exchange.
 
         By way of the device, chunk by chunk: NCCL takes no tensors in host memory, where offloaded state is.
 
@@ -71,10 +74,11 @@ class Share:
             source: Index of the group that has them.
             targets: Indices of the groups that receive them.
         """
-        for staged in one_ahead(staging.lend(chunk, COMMON) for staging in self.stagings for chunk in staging.state.chunks):
-            for name in COMMON:
+        lent = (staging.lend(chunk, self.common) for staging in self.stagings for chunk in staging.state.chunks)
+        for staged in one_ahead(lent):
+            for name in self.common:
                 exchange.broadcast(staged.tensors[name], source, targets)
-            staged.give_back(COMMON)
+            staged.give_back(self.common)
 
     def over_group(self, tensor: Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM) -> Tensor:
         """Reduces a tensor in place over the ranks of this group; returns it."""
@@ -90,10 +94,10 @@ class Share:
             sums += torch.stack([state.checksum(name) for name in names])
         return sums
 
-    def buffers(self) -> list[StateBuffers]:
-        """Returns the flat buffers themselves, whole where they live."""
+    def kept(self) -> list[dict[str, Tensor]]:
+        """Returns all that the outer states hold, by name, whole where it lives; see :attr:`OuterState.kept`."""
         self.synchronize()
-        return [state.buffers() for state in self.states]
+        return [state.kept for state in self.states]
 
     def synchronize(self) -> None:
         """Waits until the outer state is whole where it lives."""
@@ -102,7 +106,7 @@ class Share:
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> Shards:
-    """Returns the parameters of an optimizer, of which every rank of a ``group`` holds all.
+    """Returns the parameters of an optimizer; every rank of a ``group`` must hold all of them.
 
     Raises:
         TypeError: If one is sharded over ranks.

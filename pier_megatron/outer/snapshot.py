@@ -2,13 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
 
 
 @dataclasses.dataclass
@@ -49,21 +45,6 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
-class StateBuffers:
-    """Tensors of one outer state, laid flat over the parameters that a rank owns; float32.
-
-    Attributes:
-        anchor: Parameters that all groups agreed on last; shape ``[numel]``.
-        momentum: Outer momentum; shape ``[numel]``.
-        residuals: Values that the codec has dropped, with error feedback, by name.
-    """
-
-    anchor: Tensor
-    momentum: Tensor
-    residuals: Mapping[str, Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
 class RoundBuffers:
     """One outer step whose exchange has arrived and is not applied yet.
 
@@ -90,20 +71,17 @@ class Snapshot:
 
     Attributes:
         progress: Progress of the group.
-        states: Buffers of each outer state, in order.
+        states: What each outer state holds, in order: tensors by name, see :attr:`pier_megatron.outer.state.OuterState.kept`.
         rounds: Outer steps whose exchange is hidden behind the present iterations, oldest first.
         restarted: Iteration of the last restart of a group, by group; only groups that had one.
         rule: Name of the rule of the outer steps; None if it is not known.
-        optimizers: State dicts of the outer optimizer, each with the start of its chunk; None with the built-in rules.
     """
 
     progress: Progress
-    states: Sequence[StateBuffers]
+    states: Sequence[Mapping[str, Tensor]]
     rounds: Sequence[RoundBuffers] = ()
     restarted: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    # A default of the class: files of older versions do not have it.
-    optimizers: "Sequence[tuple[int, StateDict]] | None" = None
     rule: str | None = None
 
 
-torch.serialization.add_safe_globals([Progress, StateBuffers, RoundBuffers, Snapshot])
+torch.serialization.add_safe_globals([Progress, RoundBuffers, Snapshot])

@@ -14,7 +14,7 @@ from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterSt
 
 OWN, SHARED, SLOW = "own", "shared", "slow"
 WORK = (OWN, SHARED)
-"""Names of what a round works with beside the state: the own pseudo-gradient, and what is exchanged.
+"""Names of the vectors that a round works with: the own pseudo-gradient, and what is exchanged.
 
 A rule that also exchanges slow weights has them in :data:`SLOW`.
 """
@@ -127,7 +127,7 @@ class Staging:
 
         Args:
             state: Outer state.
-            names: Names of what its buffers hold beside the state, see :func:`pier_megatron.outer.memory.work_names`.
+            names: Names of the vectors in its work buffers, see :func:`pier_megatron.outer.memory.work_names`.
         """
         self.state, self._names = state, names
         self._longest = max((chunk.numel for chunk in state.chunks), default=0)
@@ -202,7 +202,7 @@ class Staging:
 
         Args:
             work: Number of work buffers on the device.
-            kept: Number of those beside them that wait between iterations, where the state is offloaded.
+            kept: Number of buffers in host memory between iterations if the state is offloaded.
         """
         self._work.extend(self._new_work() for _ in range(work - len(self._work)))
         self._kept.extend(self._new_kept() for _ in range(kept - len(self._kept)))
@@ -241,7 +241,7 @@ def chunks_of(stagings: Sequence[Staging], fragments: Sequence[int]) -> Iterator
 def one_ahead(chunks: Iterable[Staged]) -> Iterator[Staged]:
     """Hands out chunks that are staged lazily, each once its copies are there.
 
-    It stages one chunk ahead, so that the copies of offloaded state run beside the work on the chunk before.
+    It stages one chunk ahead, so that the copies of offloaded state run during the work on the chunk before.
     """
     before: Staged | None = None
     for staged in itertools.chain(chunks, (None,)):

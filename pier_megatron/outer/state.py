@@ -3,25 +3,20 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
-from pier_megatron.outer.snapshot import StateBuffers
 
 ANCHOR, MOMENTUM, RESIDUAL = "anchor", "momentum", "residual"
-"""Names of the flat buffers."""
-
-COMMON = (ANCHOR, MOMENTUM)
-"""Those that all groups agree on."""
-
+"""Names of flat buffers."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
-# Numbers of which the bits are summed at once, in 8 MiB.
+# Numbers whose bits are summed at once, in 8 MiB.
 _SUMMED_AT_ONCE = 2**20
 
 
@@ -30,11 +25,6 @@ def sum_of_bits(vector: Tensor) -> Tensor:
     # Part by part, because a sum in int64 copies what it sums.
     parts = vector.view(_INTEGERS[vector.element_size()]).split(_SUMMED_AT_ONCE)
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
-
-
-def state_names(has_residual: bool) -> tuple[str, ...]:
-    """Names of the flat buffers, with or without error feedback."""
-    return (*COMMON, RESIDUAL) if has_residual else COMMON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +102,10 @@ class Chunk:
 
 
 class OuterState:
-    """Anchor and momentum of one rank's share of the parameters.
+    """Anchor, and what the outer rule remembers, of one rank's share of the parameters.
 
-    They are laid flat over the shards, in order, so that an outer step is a few passes over long vectors and a few
+    Everything that lasts is in :attr:`kept`, by name: what saves, restores, resets or hands over walks that list. Flat buffers
+    are laid over the shards, in order, so that an outer step is a few passes over long vectors and a few
     collectives instead of thousands of each.
 
     Attributes:
@@ -122,8 +113,10 @@ class OuterState:
         device: Device of the parameters.
         offload: Whether the outer state is in host memory.
         factory_kwargs: Device of the outer state and pinning, as keyword arguments of ``torch.zeros``.
+        common: Names of the flat buffers that all groups agree on: the anchor, then the memory of the rule.
         flats: The flat buffers by name; float32, shape ``[numel]`` each. With error feedback one is the residual: what this
             group's own pseudo-gradients lost on the wire.
+        reduced_residuals: Values lost by the sums that this group computes for all, by chunk start, with error feedback.
         chunks: What the buffers are cut into. A chunk lies in one fragment, and in shards that are treated alike.
     """
 
@@ -135,8 +128,9 @@ class OuterState:
         offload: bool = False,
         segment_numel: Callable[[int], int] | None = None,
         device: torch.device | None = None,
+        memory: Sequence[str] = (MOMENTUM,),
     ) -> None:
-        """Starts with the anchor at the present parameters and no momentum.
+        """Starts with the anchor at the present parameters, and all else zero.
 
         Args:
             shards: This rank's main parameters, those of the last fragment last. The cuts hang on their sizes only: ranks that
@@ -147,6 +141,7 @@ class OuterState:
             segment_numel: Number, with error feedback, of elements of a chunk that this group sums for all, by the
                 chunk's length.
             device: Device of the main parameters, where there may be none.
+            memory: Names of what the outer rule remembers, see :attr:`pier_megatron.outer.rules.OuterRule.memory`.
 
         Raises:
             TypeError: If a tensor is not float32.
@@ -164,7 +159,8 @@ class OuterState:
         self.offload = offload
         self._on_host: dict[str, Any] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         self.factory_kwargs = self._on_host if offload else {"device": self.device}
-        names = state_names(segment_numel is not None)
+        self.common = (ANCHOR, *memory)
+        names = self.common if segment_numel is None else (*self.common, RESIDUAL)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)
         self._fragments = fragments
@@ -188,13 +184,13 @@ class OuterState:
 
     @property
     def copies_on_streams(self) -> bool:
-        """Whether chunks are copied to the device and back beside the work on others."""
+        """Whether chunks are copied to the device and back during the work on others."""
         return self.offload and self.device.type == "cuda"
 
     @property
     def nbytes(self) -> int:
         """Memory that the state takes between outer steps, in bytes."""
-        return sum(buffer.nbytes for buffer in (*self.flats.values(), *self.reduced_residuals.values()))
+        return sum(buffer.nbytes for buffer in self.kept.values())
 
     @property
     def in_fragments(self) -> list[int]:
@@ -212,20 +208,22 @@ class OuterState:
         bounds = itertools.accumulate((tensor.numel() for tensor in self._given), initial=0)
         return ((tensor, slice(*ends)) for tensor, ends in zip(self._given, itertools.pairwise(bounds), strict=True))
 
-    def buffers(self) -> StateBuffers:
-        """Returns the state's own tensors, not copies: they change with it, and what is written to them it holds."""
-        dropped = {RESIDUAL: self.flats[RESIDUAL]} if RESIDUAL in self.flats else {}
-        reduced = {f"reduced_{start}": residual for start, residual in self.reduced_residuals.items()}
-        return StateBuffers(self.anchor, self.momentum, dropped | reduced)
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """All that the state holds, by name: its own tensors, not copies, so that what is written to them it holds."""
+        return self.flats | {f"reduced_{start}": residual for start, residual in self.reduced_residuals.items()}
 
-    def restore(self, saved: StateBuffers) -> None:
-        """Takes over saved tensors, except those that are its own; residuals that were not saved stay."""
-        own = self.buffers()
-        pairs = [(own.anchor, saved.anchor), (own.momentum, saved.momentum)]
-        pairs += [(own.residuals[name], saved.residuals[name]) for name in own.residuals.keys() & saved.residuals.keys()]
-        for target, source in pairs:
-            if target is not source:
-                target.copy_(source)
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Takes over saved tensors, except those that are its own; what was not saved stays."""
+        for name, own in self.kept.items():
+            if name in saved and saved[name] is not own:
+                own.copy_(saved[name])
+
+    def forget(self, names: Collection[str]) -> None:
+        """Sets some of what it holds to zero."""
+        for name, own in self.kept.items():
+            if name in names:
+                own.zero_()
 
     def copy_parameters_to(self, flat: Tensor) -> Tensor:
         """Reads the main parameters into ``flat``, laid out as the flat buffers: float32 of shape ``[numel]``."""

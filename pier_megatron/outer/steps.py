@@ -8,15 +8,16 @@ import torch
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.exchange.sites import SitedExchange
+from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.elastic import ElasticMembership, ElasticParticipants
-from pier_megatron.outer.participants import DrawnParticipants, Participants, SiteParticipants
+from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.restarts import NEVER
 from pier_megatron.outer.rounds import OuterRound, momentum_warmup
-from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule, check_outer_optimizer
+from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot
+from pier_megatron.outer.state import ANCHOR
 from pier_megatron.outer.weights import Weights
 
 
@@ -36,7 +37,7 @@ class OuterSteps:
         weights: Weights,
         reports: OuterStepReports,
         islands: ElasticMembership | None,
-        outer_optimizer: OptimizerFactory | None,
+        sites: SiteExchange | None,
     ) -> None:
         """Begins with none under way.
 
@@ -46,28 +47,19 @@ class OuterSteps:
             exchange: Collectives between all groups that are known beforehand.
             weights: Parameters of this rank.
             reports: Takes note of outer steps.
-            islands: Elastic islands, of which this is one; None for groups of one launch.
-            outer_optimizer: Factory of the outer optimizer; None for the built-in rules.
+            islands: Elastic islands that include this one; None for groups of one launch.
+            sites: Collectives between sites, if groups are in some.
         """
         self._config, self._share, self._exchange, self._weights, self._reports = config, share, exchange, weights, reports
-        if (config.sites is not None) != isinstance(exchange, SitedExchange):
+        if (config.sites is not None) != (sites is not None):
             raise PierConfigError(
-                f"--pier-sites {config.sites}, but the loop was built over a {type(exchange).__name__}. Sites need a "
-                "SitedExchange (pier_megatron.exchange.sites), and nothing else takes one."
+                f"--pier-sites {config.sites}, but the loop was built {'without' if sites is None else 'with'} a SiteExchange "
+                "(OuterLoop(..., sites=)). A run has both or neither."
             )
-        if outer_optimizer is not None:
-            check_outer_optimizer(config, is_elastic=islands is not None or config.lighthouse is not None)
-        self.participants: Participants
+        self.participants = Participants(config, share, exchange, weights, sites)
         if islands is not None:
             config.check_elastic()
             self.participants = ElasticParticipants(config, share, exchange, islands, weights)
-        elif isinstance(exchange, SitedExchange):
-            self.participants = SiteParticipants(config, share, exchange, weights)
-        elif config.has_common_anchor:
-            optimizer = OptimizerRule(outer_optimizer, share.states) if outer_optimizer is not None else None
-            self.participants = Participants(config, share, exchange, optimizer)
-        else:
-            self.participants = DrawnParticipants(config, share, exchange)
         self.rounds: list[OuterRound] = []
 
     def proceed(self, progress: Progress) -> None:
@@ -75,11 +67,8 @@ class OuterSteps:
         config, iteration = self._config, progress.iteration
         if not progress.is_local:
             if config.is_momentum_warmup(iteration):
-                rule = self.participants.optimizer or Nesterov(
-                    config.momentum_at(iteration), config.learning_rate_at(iteration)
-                )
                 with self.participants.phase("momentum_warmup", iteration):
-                    momentum_warmup(self._share.stagings, rule)
+                    momentum_warmup(self._share.stagings, rule_at(config, iteration))
             return
         for round_ in list(self.rounds):
             self._move(progress, round_)
@@ -159,15 +148,11 @@ class OuterSteps:
         self._reports.add(round_, sums, restarted)
 
     def reset(self) -> None:
-        """Forgets the outer momentum, or what the outer optimizer keeps; what is under way, and what codecs have dropped."""
+        """Forgets what the outer rule remembers, what is under way, and what codecs have dropped."""
         self._drop_rounds()
         self._share.synchronize()
         for state in self._share.states:
-            own = state.buffers()
-            for forgotten in (own.momentum, *own.residuals.values()):
-                forgotten.zero_()
-        if self.participants.optimizer is not None:
-            self.participants.optimizer.restart()
+            state.forget(state.kept.keys() - {ANCHOR})
         self.participants.restarts.last = NEVER
 
     def _drop_rounds(self) -> None:
@@ -178,67 +163,50 @@ class OuterSteps:
 
     def snapshot(self, progress: Progress) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.snapshot`."""
-        restarts, optimizer = self.participants.restarts, self.participants.optimizer
         rounds = [round_.settle() for round_ in self.rounds]
-        own = [restarts.last, *(round_.verdicts.own for round_ in self.rounds)]
+        own = [self.participants.restarts.last, *(round_.verdicts.own for round_ in self.rounds)]
         last, *verdicts = self._exchange.gather(torch.tensor(own, device=self._share.device)).result().T.tolist()
         self._reports.write_arrived(waits=True)
         return Snapshot(
             dataclasses.replace(progress),
-            self._share.buffers(),
+            self._share.kept(),
             [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
             {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
-            optimizers=optimizer.state_dicts() if optimizer is not None else None,
-            rule=self._rule,
+            self._config.rule_name,
         )
-
-    @property
-    def _rule(self) -> str | None:
-        optimizer = self.participants.optimizer
-        return self._config.outer_rule if optimizer is None else optimizer.name
 
     def _of_this_rule(self, snapshot: Snapshot) -> Snapshot:
         """What this loop's rule can continue from."""
-        if None in (snapshot.rule, self._rule) or snapshot.rule == self._rule:
+        rule = self._config.rule_name
+        if snapshot.rule in (None, rule):
             return snapshot
         if not self._config.override_checkpoint:
             raise PierConfigError(
-                f"outer_optimizer: the snapshot is of a run whose outer steps are {snapshot.rule}'s, and this loop's are "
-                f"{self._rule}'s. Continue with {snapshot.rule}, or begin without outer momentum: override_checkpoint=True "
+                f"outer_rule: the snapshot is of a run whose outer steps are {snapshot.rule}'s, and this loop's are {rule}'s. "
+                f"Continue with {snapshot.rule}, or begin without outer momentum: override_checkpoint=True "
                 "(--pier-override-checkpoint)."
             )
-        optimizer = self.participants.optimizer
-        if optimizer is not None:
-            optimizer.restart()
-        states = [dataclasses.replace(state, momentum=torch.zeros_like(state.momentum)) for state in snapshot.states]
-        own = optimizer.state_dicts() if optimizer is not None else None
-        return dataclasses.replace(snapshot, states=states, rounds=(), optimizers=own)
+        _, *memory = self._share.common
+        for state in self._share.states:
+            state.forget(memory)
+        states = [{name: saved[name] for name in saved if name not in memory} for saved in snapshot.states]
+        return dataclasses.replace(snapshot, states=states, rounds=())
 
     def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.empty_snapshot`."""
-        buffers = []
+        rounds_ = []
         for begun, verdicts in rounds.items():
             numel = sum(chunk.numel for _, chunk in self._share.chunks(self._config.fragments_due(begun)))
             slow = torch.empty(numel) if self._config.pulls else None
-            buffers.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts, slow))
-        return Snapshot(progress, self._share.buffers(), buffers)
+            rounds_.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts, slow))
+        return Snapshot(progress, self._share.kept(), rounds_)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Takes over everything from a snapshot but the progress."""
-        snapshot = self._of_this_rule(snapshot)
-        optimizer, saved = self.participants.optimizer, snapshot.optimizers or ()
-        needed = optimizer.state_dicts() if optimizer is not None else ()
-        if [start for start, _ in saved] != [start for start, _ in needed]:
-            raise PierConfigError(
-                f"outer_optimizer: the snapshot holds its state for {len(saved)} chunks of the parameters, and this loop has "
-                f"{len(needed)} (0: the built-in rules), or cuts them elsewhere. Continue with the outer_optimizer, "
-                "--pier-chunk-mib and --pier-fragments of the run that was saved, on the same kind of device."
-            )
-        if optimizer is not None:
-            optimizer.load_state_dicts(saved)
         self._drop_rounds()
         self._share.synchronize()
-        for state, buffers in zip(self._share.states, snapshot.states, strict=True):
-            state.restore(buffers)
-        self.rounds = [self.participants.resume(saved) for saved in snapshot.rounds]
+        snapshot = self._of_this_rule(snapshot)
+        for state, saved in zip(self._share.states, snapshot.states, strict=True):
+            state.restore(saved)
+        self.rounds = [self.participants.resume(round_) for round_ in snapshot.rounds]
         self.participants.restarts.last = snapshot.restarted.get(self._exchange.rank, NEVER)

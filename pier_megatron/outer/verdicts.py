@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pier_megatron.exchange.collectives import Exchange
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.topology import NAMED
 from pier_megatron.outer.share import Share
 
@@ -25,8 +25,8 @@ class Verdicts:
         own: Verdict on this group, the same on all its ranks.
     """
 
-    def __init__(self, exchange: Exchange, own: int, device: torch.device) -> None:
-        """Begins to collect the verdicts, of which this rank gives its ``own``; waits for none."""
+    def __init__(self, exchange: GroupExchange, own: int, device: torch.device) -> None:
+        """Sends this rank's ``own`` verdict and begins to collect those of the others; waits for none."""
         self._exchange, self.own = exchange, own
         self._under_way = exchange.gather(torch.tensor([own], device=device))
         self._known: tuple[int, ...] | None = None
@@ -74,7 +74,7 @@ class Verdicts:
 class KnownVerdicts(Verdicts):
     """Verdicts that were exchanged before the run was stopped."""
 
-    def __init__(self, exchange: Exchange, of_groups: Sequence[int]) -> None:
+    def __init__(self, exchange: GroupExchange, of_groups: Sequence[int]) -> None:
         """Takes the verdicts of all groups, in group order, also of those that do not meet."""
         self._exchange, self.own = exchange, of_groups[exchange.groups[exchange.rank]]
         self._known = tuple(of_groups[group] for group in exchange.groups)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.collectives import Exchange, GroupExchange, Sum
+from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.staging import Staged, one_ahead
 from pier_megatron.outer.state import ANCHOR
@@ -76,7 +76,7 @@ class Weights:
             self._is_committed = False
         self.commit()
 
-    def average(self, exchange: Exchange, counted: Sequence[bool]) -> None:
+    def average(self, exchange: GroupExchange, counted: Sequence[bool]) -> None:
         """Takes the mean of the parameters of the groups that count: the same bits in all, copies included.
 
         Args:

@@ -1,7 +1,7 @@
 """Trains under Megatron-Bridge what ``recorder.py`` trains with flags, in the same processes, and looks on in the same way.
 
 The arguments of a run say which: settings of a configuration, such as ``train.train_iters=12``, make it one of
-Megatron-Bridge's. Beside them stand the flags that all runs share, of which the configuration takes the data.
+Megatron-Bridge's. The command line also holds the flags that all runs share; the configuration takes the data from them.
 """
 
 import ast

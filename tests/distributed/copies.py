@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-# Which copies these are: what they are called, and the ranks of which one has another part than the other.
+# Name of a set of copies, and the ranks that hold different parts.
 _Copy = tuple[Any, ...]
 
 
@@ -18,7 +18,7 @@ def compare_copies(model: Any, owners: Iterable[Any], pier: Any) -> None:
     Args:
         model: This rank's chunks.
         owners: Its inner optimizers.
-        pier: The optimizer of a run with Pier, else None.
+        pier: The optimizer of a run with Pier; None without Pier.
 
     Raises:
         AssertionError: On all ranks, with the names of what differs.

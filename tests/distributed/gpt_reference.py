@@ -21,7 +21,7 @@ def loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, layers: Seq
     """Mean cross entropy of a micro-batch.
 
     Args:
-        weights: As of :func:`trainable`.
+        weights: Weights from :func:`trainable`.
         tokens: Inputs, shape ``[batch, sequence]``.
         labels: The tokens that follow them, same shape.
         layers: Those that the model shall have, in order, from 0; None for all.

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from pier_megatron.pipeline.play import Grid, Link, play
-from pier_megatron.pipeline.routes import Routes, plain
-from pier_megatron.pipeline.search import Wishes, search
+from pier_megatron.experiments.skipping.pipeline.play import Grid, Link, play
+from pier_megatron.experiments.skipping.pipeline.routes import Routes, plain
+from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
 
 
 def even(stages: int, replicas: int, busy: float = 0.0, latency: float = 0.0) -> Grid:

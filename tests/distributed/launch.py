@@ -37,11 +37,11 @@ class Run:
     """A training to launch.
 
     Attributes:
-        name: Of the run, unique within a launch.
-        argv: Its command line, beside the model's; ``{directory}`` stands for the launch's.
+        name: Name of the run, unique within a launch.
+        argv: Its command line, without the model's; ``{directory}`` stands for the launch's.
         probes: What to record of it, see ``worker.Recorder``.
         sabotage: Names of bugs and faults planted in it, see ``sabotage.py``.
-        saves: Iterations after which it saves, beside those of its command line.
+        saves: Iterations after which it saves, in addition to those of its command line.
         fails: Whether every rank must end with an error, which is recorded.
     """
 
@@ -90,7 +90,7 @@ class Recorded:
         return self._means("grad_norms")
 
     def _means(self, logged: str) -> dict[int, float]:
-        """Of what the last rank of each group logged; what all groups logged alike, to the last bit."""
+        """Means of what the last rank of each group logged; a value that all groups logged stays exact, to the last bit."""
         groups = {rank["group"]: rank[logged] for rank in self.ranks if rank[logged]}
         found: dict[int, list[float]] = {}
         for iteration, value in (item for group in groups.values() for item in group.items()):
@@ -126,7 +126,7 @@ def launch(
     """Runs trainings one after the other in one set of processes.
 
     Args:
-        directory: For what they record.
+        directory: Folder for what they record.
         corpus: Prefixes of the train and the validation dataset.
         runs: What to train.
         world_size: Number of processes.
@@ -168,7 +168,7 @@ class WarmProcesses:
         """Starts them.
 
         Args:
-            imports: By the name of each process, the module that it imports.
+            imports: Module that each process imports, by the name of the process.
             megatron: Folder of another megatron-core release than the installed one.
         """
         self.folder = Path(tempfile.mkdtemp())

@@ -76,11 +76,11 @@ def muon(
     """What makes the inner optimizer of one group.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
         adamw: Makes the optimizer of those that are no matrices, with their names.
         lr: Learning rate.
         decay: Weight decay.
-        blocks: As for the class above.
+        blocks: Number of blocks, as for the class above.
     """
 
     def make(parameters: list[Tensor]) -> Any:

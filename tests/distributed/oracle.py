@@ -32,7 +32,7 @@ def train(
         skipped: Iterations in which nobody trains.
         layers: Layers that each micro-batch of a group's step passes, in order, replica by replica; the first samples of a rank
             must be those of its first stage then, in order.
-        muon_blocks: Where Muon trains inside: in how many parts tensor-parallel ranks orthogonalize a matrix.
+        muon_blocks: Number of parts in which tensor-parallel ranks orthogonalize a matrix, with Muon inside.
 
     Returns:
         The weights after the last iteration, float64, by their names in the checkpoint.

@@ -171,7 +171,7 @@ class Recorder:
         self.census.__enter__()
 
     def save_fragments(self) -> None:
-        """Saves weights that say which fragment they belong to."""
+        """Saves a model whose weights are the numbers of their fragments."""
         flats = [torch.empty(state.numel) for state in self.optimizer.loop.states]
         for state, flat in zip(self.optimizer.loop.states, flats, strict=True):
             for chunk in state.chunks:
@@ -409,7 +409,7 @@ def forget_run() -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # Collects what is left; the next training, which begins without, need not do it again.
+    # Collects the garbage of this run; the next training begins without it.
     training_under_way.begin()
     # What has outlived this run outlives the next ones, which need not look through it for garbage.
     gc.freeze()

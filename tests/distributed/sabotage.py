@@ -28,11 +28,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing import reductions
 
 from pier_megatron.commands.demo import pretrain_bytes
-from pier_megatron.exchange import codecs, layout
+from pier_megatron.exchange import codecs
 from pier_megatron.exchange.pairs import draw_subgroups
-from pier_megatron.features import compression
-from pier_megatron.features.layered import breadth_first, segments
-from pier_megatron.features.skipping import feature as skipping
+from pier_megatron.experiments import compression
+from pier_megatron.experiments.compression import layout
+from pier_megatron.experiments.layered import breadth_first, segments
+from pier_megatron.experiments.skipping import feature as skipping
+from pier_megatron.experiments.skipping.pipeline.paths import Paths
 from pier_megatron.integration import current, gradient_averaging, training
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
@@ -40,7 +42,6 @@ from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
 from pier_megatron.outer.restarts import Restarts
-from pier_megatron.pipeline.paths import Paths
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -55,7 +56,7 @@ def planted(names: list[str], directory: Path) -> Iterator[None]:
 
 
 def _losses_are_averaged(directory: Path) -> Patch:
-    """As pretrain_bert.py does, which imports the function by name."""
+    """Imports the function by name, as pretrain_bert.py does."""
     average = importlib.import_module("megatron.training.utils").average_losses_across_data_parallel_group
 
     def loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -239,7 +240,7 @@ def _nobody_compares_copies(directory: Path) -> Patch:
 
 
 def _dropped_gradients_survive_saves(directory: Path) -> Patch:
-    """A run goes on with what its codec has dropped before a save, which one that resumes there does not have."""
+    """A run keeps the residual of its codec across a save, and a resumed run does not have it."""
     return mock.patch.object(compression.gradients._Kept, "forget")
 
 
@@ -292,7 +293,7 @@ def _view_of_the_input(directory: Path) -> Iterator[None]:
 
 
 def _another_table(directory: Path) -> Patch:
-    """The table of a run is not that of the run that it goes on with."""
+    """A resumed run draws another table than the run that saved."""
     search = skipping.paths
 
     def redrawn(settings: Any, micro_batches: int) -> Paths:
@@ -455,7 +456,7 @@ def _moments_stay_behind(directory: Path) -> Patch:
 
 
 def _nobody_is_restarted(directory: Path) -> Patch:
-    """A group that was left out goes on with what it had."""
+    """An excluded group keeps its weights."""
     return mock.patch.object(Restarts, "restart_excluded", return_value=[])
 
 
@@ -488,7 +489,7 @@ def _same_data(directory: Path) -> Patch:
 
 @contextlib.contextmanager
 def _middle_stages_read_nothing(directory: Path) -> Iterator[None]:
-    """As with Megatron-LM's ``pretrain_gpt.py``: only the first and the last pipeline stage have data."""
+    """Gives data to the first and the last pipeline stage only, like Megatron-LM's ``pretrain_gpt.py``."""
     build, forward = pretrain_bytes.build_datasets, pretrain_bytes.forward_step
 
     def build_datasets(*args: Any, **kwargs: Any) -> Any:

@@ -177,7 +177,7 @@ def test_a_configuration_trains_as_the_flags_do(runs: dict[str, Recorded], name:
 
 
 def outer_steps(run: Recorded) -> list[str]:
-    """What is logged of outer steps, but for times."""
+    """Log lines of outer steps, without times."""
     lines = re.findall(r"outer step after iteration.*?(?= \| elapsed)", run.printed)
     return [line for line in lines if "sent" in line]
 
@@ -311,7 +311,7 @@ def test_refusals_name_the_setting(runs: dict[str, Recorded], name: str) -> None
 
 _DOCTOR = """
 import json, sys
-from pier_megatron.commands.cli import main
+from pier_megatron.cli import main
 sys.path.insert(0, sys.argv[2])
 for words in json.loads(sys.argv[1]):
     print(f"status {main(['doctor', *words])}")

@@ -1,4 +1,4 @@
-"""Every kind of run goes on from every other: exactly, from the same states, from their mean, or not at all."""
+"""Every kind of run loads the checkpoint of every other: exactly, from the same states, from their mean, or not at all."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _BITS = {"FP32": "", "int4": "--pier-exchange-dtype int4 "}
 _WORLD = 4
 _FEWER = 2
 
-# What two runs are, but for the number of groups: what trains inside, who meets, bits.
+# A kind of run, apart from the number of groups: inner optimizer, participants, bits.
 Shape = tuple[str, str, str]
 _SHAPES: list[Shape] = [(kind, meeting, bits) for kind in _KINDS for meeting in _MEETING for bits in _BITS]
 
@@ -74,7 +74,7 @@ def _is_of(loaded: torch.Tensor, parents: list[torch.Tensor]) -> bool:
 
 
 def _of_whom(loaded: list[torch.Tensor], saved: list[torch.Tensor]) -> str:
-    """Whose state the groups have: that of their own number, or a mean of those that were saved."""
+    """Name of the state that the groups have: that of their own number, or a mean of the saved ones."""
     groups = range(len(loaded))
     if all(_is_of(loaded[group], [saved[group]]) for group in groups):
         return "own"

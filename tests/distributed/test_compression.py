@@ -9,7 +9,7 @@ from launch import Recorded, Run, launch
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.encoded import as_rows
-from pier_megatron.features.compression import quantization_error
+from pier_megatron.experiments.compression import quantization_error
 from pier_megatron.integration.census import CollectiveCensus
 
 pytestmark = pytest.mark.processes
@@ -44,11 +44,11 @@ _ROUTES = {
 }
 _UNHIDDEN = _PIPELINE + _STEPS + _SHARDED
 _EXACT = " --pier-compress naive,outer=off"
-# Where the errors of codecs are logged beside a training that is not compressed.
+# Runs that log the errors of codecs and compress nothing.
 _MEASURED = ["breadth-first, some skipped", "tensor-parallel"]
 _LOGGING = " --pier-log-codec-errors"
 _AGGRESSIVE = _LONGER + _PIER + _OVERLAPPED + "--bf16 --pier-compress aggressive,gather=int8 --save-interval 100 "
-# Tensor-parallel ranks hold copies of some parameters beside their own part of others, in one buffer.
+# In one buffer, tensor-parallel ranks hold copies of some parameters and their own part of others.
 _COPIES = _LONGER + "--bf16 --save-interval 100 " + _TENSOR
 _COPIED = {
     "aggressive": _COPIES + _HIDDEN + "--pier-compress aggressive,gather=int8",

@@ -282,7 +282,7 @@ def evaluation_at_10_sees_the_outer_step_after_9(run: Recorded) -> None:
 def test_evaluation_between_outer_steps_sees_the_anchor(runs: dict[str, Recorded]) -> None:
     evaluation_at_10_sees_the_outer_step_after_9(runs["between"])
     assert fails(evaluation_at_10_sees_the_outer_step_after_9, runs["between without anchor"])
-    # Training goes on as if nobody had looked.
+    # Training continues as if nobody had looked.
     for one, other in zip(runs["between"].ranks, runs["pier"].ranks, strict=True):
         assert all(torch.equal(one["main"][t], other["main"][t]) for t in range(1, 13))
 

@@ -1,4 +1,4 @@
-"""Inner optimizers other than AdamW: Muon, whole and shared out by Megatron's layer-wise optimizer."""
+"""Inner optimizers other than AdamW: Muon, whole and divided by Megatron's layer-wise optimizer."""
 
 import re
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_iterations_that_megatron_skips_equal_the_reference(runs: dict[str, Reco
 
 
 def test_reference_tells_bugs(runs: dict[str, Recorded]) -> None:
-    # Matrices that are orthogonalized whole where they should not be, AdamW in place of Muon, a coefficient off by a hundredth.
+    # Matrices orthogonalized whole where they should not be, AdamW instead of Muon, a coefficient off by a hundredth.
     assert error(runs["TP 2"]) > 20 * _TOLERANCE
     assert error(runs["TP 2"], 2, inner_optimizer="adam") > 20 * _TOLERANCE
     assert error(runs["TP 2"], 2, outer_momentum=0.89) > 20 * _TOLERANCE

@@ -174,7 +174,7 @@ def test_order_of_layers(runs: dict[str, Recorded], name: str, order: str) -> No
 
 @pytest.mark.parametrize(("name", "said"), [("layers, layered", 4), ("two at a time", 2), ("layers, ramp-up, layered", 4)])
 def test_activations_of_as_many_micro_batches_as_was_said(runs: dict[str, Recorded], name: str, said: int) -> None:
-    assert f"  activations of {said} micro-batches at once, in Megatron's order of one." in runs[name].printed
+    assert f"  activations of {said} micro-batches at once; Megatron's order keeps those of one." in runs[name].printed
     ways = [event[0] for iteration in runs[name].ranks[0]["layers"].values() for event in iteration if event[1:2] == "0"]
     assert max(itertools.accumulate({"F": 1, "B": -1, "R": 0}[way] for way in ways)) == said
 

@@ -1,4 +1,4 @@
-"""Groups that meet in pairs, through Megatron: against the reference, who meets whom, stopped, resumed and laid out anew."""
+"""Gossip pairs through Megatron: against the reference, their participants, stopped, resumed and in another layout."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What loads a checkpoint beside the run that wrote it: other numbers of groups, other layouts, stock Megatron."""
+"""Runs that load the checkpoint of another run: other numbers of groups, other layouts, stock Megatron."""
 
 from pathlib import Path
 

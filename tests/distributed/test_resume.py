@@ -131,6 +131,26 @@ _OF_SITES = [
     ),
 ]
 
+# A rule with a second buffer of its own.
+_RULED = "--pier-outer-rule own_rules:Aside "
+_OF_A_RULE = {
+    "AdamW": _LAYOUTS["inner DP 2"] + "--bf16 " + _PIER + "--pier-overlap 2 --pier-exchange-dtype int8 --pier-offload ",
+    "Muon": _LAYOUTS["TP 2"] + _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high ",
+}
+_RULES = [
+    run
+    for inner, argv in _OF_A_RULE.items()
+    for run in (
+        Run(f"rule, {inner}", argv + _RULED + f"--save {{directory}}/rule-{inner} --save-interval 12", _PROBES, saves=[10]),
+        Run(f"rule, {inner}, from 10", argv + _RULED + f"--load {{directory}}/rule-{inner} --ckpt-step 10", _PROBES),
+        Run(
+            f"rule dropped, {inner}",
+            argv + f"--pier-override-checkpoint --load {{directory}}/rule-{inner} --ckpt-step 10",
+            _PROBES,
+        ),
+    )
+]
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -139,7 +159,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
-    everything = _runs() + _CONTROLS + _PASSED + _BACKGROUND + _OF_SITES
+    everything = _runs() + _CONTROLS + _PASSED + _BACKGROUND + _OF_SITES + _RULES
     return launch(directory, corpus, everything)
 
 
@@ -219,6 +239,18 @@ def test_training_goes_on_while_a_checkpoint_is_written(runs: dict[str, Recorded
 @pytest.mark.parametrize("stop", [8, 10])
 def test_sites_resume_between_outer_steps_and_in_flight(runs: dict[str, Recorded], stop: int) -> None:
     goes_on_exactly(runs[f"sites-from-{stop}"], runs["sites"], stop)
+
+
+@pytest.mark.parametrize("inner", _OF_A_RULE)
+def test_rule_of_ones_own_resumes_with_its_memory(directory: Path, runs: dict[str, Recorded], inner: str) -> None:
+    goes_on_exactly(runs[f"rule, {inner}, from 10"], runs[f"rule, {inner}"], 10)
+    saved = described(directory / f"rule-{inner}", 10)
+    assert saved["rule"] == "own_rules:Aside"
+    assert saved["checksums"].keys() == {"anchor", "momentum", "aside"}
+    # Without the rule the memory is forgotten, and the last outer step goes another way.
+    dropped = runs[f"rule dropped, {inner}"]
+    assert "outer rule own_rules:Aside is now nesterov" in dropped.printed
+    assert not torch.equal(dropped.ranks[0]["anchor"][12][0], runs[f"rule, {inner}"].ranks[0]["anchor"][12][0])
 
 
 def test_checkpoint_that_changes_while_it_is_written_is_seen(runs: dict[str, Recorded]) -> None:

@@ -10,7 +10,7 @@ from launch import Recorded, Run, launch
 from test_skipping import equal
 
 from pier_megatron import PierConfig
-from pier_megatron.pipeline.routes import MicroBatch, Place, Routes
+from pier_megatron.experiments.skipping.pipeline.routes import MicroBatch, Place, Routes
 
 pytestmark = pytest.mark.processes
 

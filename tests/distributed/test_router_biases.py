@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
 
 
 def biases(run: Recorded, kind: str, iteration: int) -> list[torch.Tensor]:
-    """Those of each group, of which all ranks of the group have the same."""
+    """Biases of each group; asserts that all ranks of a group hold the same."""
     found = []
     for group in (0, 1):
         first, *others = (rank[kind][iteration][-1] for rank in run.of_group(group))

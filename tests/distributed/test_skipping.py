@@ -11,7 +11,7 @@ import torch
 from launch import Recorded, Run, launch
 
 from pier_megatron import PierConfig
-from pier_megatron.pipeline.schedule import Pipeline
+from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
 
 pytestmark = pytest.mark.processes
 

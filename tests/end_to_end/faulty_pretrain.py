@@ -105,7 +105,7 @@ def _trained_for_an_hour(iteration: int) -> None:
 
 
 def _wait_for_islands_in_vain(iteration: int) -> None:
-    """As if the minutes of --pier-island-wait were seconds."""
+    """Takes the minutes of --pier-island-wait for seconds."""
 
     def lose_patience() -> None:
         optimizer = current.pier_optimizer()

@@ -32,10 +32,10 @@ _PIER = (
 
 
 class Job:
-    """A training that saves to a folder and goes on from there whenever it is started again.
+    """A training that saves to a folder and resumes from there whenever it is started again.
 
     Attributes:
-        folder: Of its checkpoints and process numbers.
+        folder: Folder of its checkpoints and process numbers.
     """
 
     def __init__(self, folder: Path, corpus: tuple[Path, Path], ranks: int = 2, flags: str = "") -> None:
@@ -100,7 +100,7 @@ class Job:
         """What the doctor says of the job: exit status and words."""
         script = str(Path(__file__).parent / "faulty_pretrain.py")
         job = ["torchrun", "--nproc-per-node", str(self._ranks), "-m", "pier_megatron", "--device", "cpu", script]
-        command = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor", *job, *self._arguments, *flags.split()]
+        command = [sys.executable, "-m", "pier_megatron.cli", "doctor", *job, *self._arguments, *flags.split()]
         process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         return process.returncode, process.stdout + process.stderr
 
@@ -109,7 +109,7 @@ class Job:
         return int((self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
     def has_saved(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
+        """Whether there is a checkpoint to resume from."""
         return (self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
 
     def checkpoint(self, iteration: int) -> Path:

@@ -11,7 +11,7 @@ import prepare_openwebtext
 
 
 def threads(workers: int, *_: Any, **__: Any) -> concurrent.futures.Executor:
-    """In place of processes, each of which would import Megatron for a few documents."""
+    """Starts threads: each process would import Megatron for a few documents."""
     return concurrent.futures.ThreadPoolExecutor(workers)
 
 

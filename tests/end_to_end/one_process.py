@@ -13,7 +13,7 @@ from launch import REPOSITORY
 
 _LOOP = """
 import contextlib, io, json, sys
-from pier_megatron.commands import cli
+from pier_megatron import cli
 
 for line in sys.stdin:
     out, err = io.StringIO(), io.StringIO()
@@ -39,7 +39,7 @@ def pier_megatron(**variables: str) -> Callable[[str], Said]:
     """Returns a function that runs a command line; equal ones are run once.
 
     Args:
-        variables: Environment variables, beside those of this process without what a scheduler sets.
+        variables: Environment variables, added to those of this process that no scheduler sets.
     """
     alien = ("SLURM_", "NCCL_", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(alien)}

@@ -49,7 +49,7 @@ _REFUSED = {
     f"{_JOB} --pier-island 2": ["--pier-groups 2 and --pier-island 2", "from 0"],
     f"{_JOB} --pier-overlap 5": ["--pier-overlap 5 cannot be used with elastic islands", "retried"],
     f"{_JOB} --pier-fragments 2": ["--pier-fragments 2 cannot be used with elastic islands", "joins"],
-    f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "nothing in common"],
+    f"{_JOB} --pier-preset noloco": ["--pier-preset noloco in subgroups of 2", "no common state"],
     f"{_JOB} --pier-exchange-dtype int8": ["--pier-exchange-dtype int8", "Add --pier-no-error-feedback"],
     f"{_JOB} --pier-sync-seconds 0": ["--pier-sync-seconds: 0: must be a number in (0, 31622400]"],
     f"{_PIER} --pier-sync-seconds 60": ["--pier-sync-seconds 60.0", "--pier-lighthouse", "--pier-sync-interval alone"],

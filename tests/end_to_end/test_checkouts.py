@@ -143,7 +143,7 @@ def test_experts(checkout: Path, tmp_path: Path, corpus: tuple[Path, Path]) -> N
         "machines": {"gpus-per-node": 2, "ranks-per-expert": 1},
     }
     (tmp_path / "experts.yaml").write_text(yaml.safe_dump(description))
-    command, runs = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"], str(tmp_path / "runs")
+    command, runs = [sys.executable, "-m", "pier_megatron.cli", "experts"], str(tmp_path / "runs")
     for words in (["plan", str(tmp_path / "experts.yaml"), "--output", runs], ["train", runs], ["score", runs], ["mix", runs]):
         said = execute([*command, *words], tmp_path / f"{words[0]}.txt")
     assert "average/MHo-IHo on law: " in (tmp_path / "score.txt").read_text()

@@ -61,7 +61,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def documents(output: Path) -> Iterator[str]:
-    """Texts of a prepared dataset, through the tokenizer that was written beside it."""
+    """Texts of a prepared dataset, decoded by the tokenizer in the same folder."""
     import transformers
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

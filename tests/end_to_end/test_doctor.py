@@ -17,7 +17,7 @@ from pier_megatron.commands.plan.cluster import CLUSTERS
 
 pytestmark = pytest.mark.processes
 
-_DOCTOR = [sys.executable, "-m", "pier_megatron.commands.cli", "doctor"]
+_DOCTOR = [sys.executable, "-m", "pier_megatron.cli", "doctor"]
 _JOB = (
     "torchrun --nnodes 4 --nproc-per-node 4 --master-addr first -m pier_megatron "
     "pier_megatron/commands/demo/pretrain_bytes.py --num-layers 12 --hidden-size 768 --num-attention-heads 12 "
@@ -137,7 +137,7 @@ def test_one_rank() -> None:
 
 def test_breadth_first_pipeline() -> None:
     findings = accepted(_LAYERED)
-    assert "breadth-first over 4 pipeline ranks of 3 virtual stages, each of which takes all 16 micro-batches" in findings
+    assert "breadth-first over 4 pipeline ranks of 3 virtual stages: a stage runs all 16 micro-batches" in findings
     assert "up to 39 of 48 stage-micro-batches at once; depth-first, of 15 (2.60 x)" in findings
     assert "WARNING: --pier-layered without --overlap-grad-reduce" in findings
     assert "WARNING: --pier-layered with one model replica per group" in findings
@@ -159,18 +159,18 @@ def test_compression() -> None:
 
 def test_skipping_of_stages() -> None:
     findings = accepted(_SKIPPING)
-    assert re.search(r"48 of 12 stages x 16 micro-batches = 25.0% are skipped; (0\.\d+) x the time", findings)
+    assert re.search(r"48 of 12 stages x 16 micro-batches = 25.0% are skipped; predicted: (0\.\d+) x the time", findings)
     assert re.search(r"^  stage  5 on rank 1 [.#]{15}#$", findings, re.MULTILINE)
     assert "evaluation leaves out 2 of 12 stages: 3, 7" in findings
     assert "WARNING: --pier-skip-fraction" not in findings
-    assert "WARNING: --pier-skip-fraction 0.25: a step is expected to take 0.9" in accepted(_FLAT)
+    assert "WARNING: --pier-skip-fraction 0.25: a step is predicted to take 0.9" in accepted(_FLAT)
 
 
 @pytest.mark.parametrize(
     ("flags", "finding"),
     [
         ("--pier-compress hybrid --pipeline-model-parallel-size 2", "dp: gradients between data-parallel ranks"),
-        ("--pier-skip-fraction 0.2", "are skipped; 0."),
+        ("--pier-skip-fraction 0.2", "are skipped; predicted: 0."),
         ("--pier-layered", "Pier layered: breadth-first over 4 pipeline ranks"),
     ],
 )
@@ -334,7 +334,7 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert "Pier: 2 groups of 2 ranks" in log
-    # Doctor, start-up and plan say the same, but for the lazy start, which the started job has not.
+    # Doctor, start-up and plan print the same, except for the lazy start: the started job has none.
     same = r"^ *(?:Pier: )?(2 groups of 2 ranks, .*|group \d: .*|exchange: .*|momentum horizon .*)$"
     words = re.findall(same, log, re.MULTILINE)
     assert words[:5] == words[5:10]
@@ -346,7 +346,7 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     assert re.findall(r"^((?:outer state )?per rank: .*)$", text, re.MULTILINE) == said[:2], text
     assert re.search(r"outer state, --pier-offload to move it 0\.[1-9]\d MB", " ".join(text.split()))
     assert "  group 1: ranks 2-3 on domain 1 (node 0)" in log
-    assert "without the lazy start; nothing was loaded, saved or evaluated" in log
+    assert "without a lazy start; nothing was loaded, saved or evaluated" in log
     # It logs every iteration.
     assert re.search(r"Pier doctor: iteration 3, between outer steps, rank 0: [1-9]\d* .*, none across groups", log)
     assert re.search(r"Pier doctor: compressed, tp \(.*\): 0\.\d+ MB in int8, 0\.\d+ MB without", log)

@@ -18,15 +18,15 @@ from launch import Recorded, Run, execute, launch
 from torch import Tensor
 from torch.nn import functional
 
+from pier_megatron.cli import main
 from pier_megatron.commands import gpt2
-from pier_megatron.commands.cli import main
 from pier_megatron.commands.evaluate import PAPER, Score, score, table
 from pier_megatron.commands.export import require_packages
 from pier_megatron.errors import PierConfigError
 
 pytestmark = pytest.mark.processes
 
-# Large weights, so that it shows which GELU is computed.
+# Large weights, so that the two kinds of GELU differ.
 _COMMON = "--init-method-std 0.3 --global-batch-size 8 "
 _RUNS = [
     Run(
@@ -319,7 +319,7 @@ metric_list:
 
 
 def written_task(model: Any, folder: Path) -> None:
-    """Writes a task of eight questions, of which a model gets six right."""
+    """Writes a task of eight questions; the model gets six right."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     questions = []
     for place in range(1000, 9000, 1000):
@@ -336,7 +336,7 @@ def written_task(model: Any, folder: Path) -> None:
 def test_checkpoint_is_evaluated(runs: dict[str, Recorded], exported: dict[str, Path], tokenizer: Path, tmp_path: Path) -> None:
     """From the checkpoint to the score, with a task of one's own whose score is known."""
     written_task(loaded(exported["pier"]), tmp_path)
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "evaluate", "--model", str(folder_of(runs["pier"], 6))]
+    command = [sys.executable, "-m", "pier_megatron.cli", "evaluate", "--model", str(folder_of(runs["pier"], 6))]
     command += ["--tokenizer", str(tokenizer), "--tasks", "next_bytes", "--include-path", str(tmp_path / "tasks")]
     command += ["--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
     offline = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
@@ -354,7 +354,7 @@ def test_mixture_is_evaluated(
     """Two models as one, whose code is run only if that is allowed."""
     from lm_eval.tasks import TaskManager
 
-    from pier_megatron.commands.experts.mixture_model import MixtureForCausalLM
+    from pier_megatron.experiments.experts.mixture_model import MixtureForCausalLM
 
     experts = [loaded(exported[name]).eval() for name in ("pier", "stock")]
     mixture = MixtureForCausalLM.of(experts, ["pier", "stock"], [0.0, 0.0])

@@ -24,7 +24,7 @@ _PUBLISHED = {"small": (8, 124e6), "medium": (32, 354e6), "xl": (64, 1558e6), "7
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with nothing in it, data to find, and commands that print how they are called in the place of real ones."""
+    """An empty checkout, data to find, and stand-ins for the commands that print how they are called."""
     folder = tmp_path_factory.mktemp("examples")
     for name in ("checkout", "data/tokenizer", "bin"):
         (folder / name).mkdir(parents=True)
@@ -167,7 +167,7 @@ class TestCheckout:
         """From text through the data preparation and the recipe, with Pier and without."""
         prepare(tmp_path)
         variables = {"DATA": str(tmp_path / "data"), "RUNS": str(tmp_path), "MEGATRON_LM_PATH": str(checkout)}
-        # In the place of torchrun: the same on 4 emulated devices, which stock runs, too, need the launcher for.
+        # Replaces torchrun by one on 4 emulated devices; for these, stock runs need the launcher too.
         torchrun = tmp_path / "bin" / "torchrun"
         torchrun.parent.mkdir()
         torchrun.write_text(

@@ -19,10 +19,10 @@ import yaml
 from launch import REPOSITORY, Run, execute, launch
 from torch.nn import functional
 
-from pier_megatron.commands.cli import main
+from pier_megatron.cli import main
 from pier_megatron.commands.demo.corpus import write_documents
-from pier_megatron.commands.experts import mixture
-from pier_megatron.commands.experts.mix import distinct
+from pier_megatron.experiments.experts import mixture
+from pier_megatron.experiments.experts.mix import distinct
 from pier_megatron.integration.checkpoint.averaging import write_mean
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
@@ -110,7 +110,7 @@ def here(*words: str) -> str:
     return printed.getvalue()
 
 
-_COMMAND = [sys.executable, "-m", "pier_megatron.commands.cli", "experts"]
+_COMMAND = [sys.executable, "-m", "pier_megatron.cli", "experts"]
 
 
 def test_plan_has_equal_operations(ensemble: Ensemble) -> None:
@@ -182,7 +182,7 @@ def test_scores_are_what_megatron_prints(
 def test_every_sequence_is_scored_once(scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> None:
     for by_domain in scores.values():
         for (_, labels), text in zip(by_domain.values(), _TEXTS.values(), strict=True):
-            # The text and the end of the document, of which the last token has no label.
+            # The text and the end of the document; the last token has no label.
             assert len(labels) == text.stat().st_size // _SEQUENCE
             assert len(distinct(labels)) == len(labels)
 

@@ -1,4 +1,4 @@
-"""What happens to jobs on clusters, and what is left of them: nothing is lost beyond the last save, nothing hangs."""
+"""Faults of jobs on clusters: nothing is lost beyond the last save, nothing hangs."""
 
 import contextlib
 import signal
@@ -31,7 +31,7 @@ def _orphans(seconds: float = 30) -> list[str]:
 
 
 def test_bad_week(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
-    """One job meets one misfortune after the other, and is started again each time, like its twin that meets none."""
+    """One job has one fault after the other and is restarted each time; it ends like its twin without faults."""
     undisturbed, job = Job(tmp_path / "undisturbed", corpus, flags=_SAVING), Job(tmp_path / "job", corpus, flags=_SAVING)
     losses = undisturbed.run().losses()
     assert set(losses) == set(range(1, ITERATIONS + 1))

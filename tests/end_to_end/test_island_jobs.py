@@ -1,4 +1,4 @@
-"""Islands that are jobs of their own, with real Megatron: one dies in an exchange, comes back, and all start again."""
+"""Elastic islands with real Megatron: one dies in an exchange, comes back, and all start again."""
 
 import contextlib
 import os
@@ -21,8 +21,7 @@ from pier_megatron.exchange.authentication import new_secret
 pytestmark = pytest.mark.processes
 
 _ISLANDS = 3
-# The iteration before which the others wait for an island, that in which it dies, and that before which they wait for it to
-# come back.
+# Iterations: the others wait for an island before _START, it dies in _DEATH, and they wait for its return before _PAUSE.
 _START, _DEATH, _PAUSE, _SAVE = 3, 8, 14, 22
 
 
@@ -44,7 +43,7 @@ def lighthouse(least: int) -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "pier_megatron.commands.cli",
+        "pier_megatron.cli",
         "lighthouse",
         "--islands",
         str(_ISLANDS),
@@ -207,7 +206,7 @@ def test_island_that_only_evaluates_meets_nobody(tmp_path: Path, corpus: tuple[P
 
 
 class Relay:
-    """Runs of two groups, each of which loads what another kind of run has saved between two outer steps.
+    """Runs of two groups that load what another kind of run has saved between two outer steps.
 
     Attributes:
         rows: What each kind of run has taken over, as rows of the table in the documentation.
@@ -219,7 +218,7 @@ class Relay:
         self._runs = 0
 
     def run(self, kind: str, until: int, source: tuple[str, Job, int] | None = None) -> tuple[str, Job]:
-        """Trains until an outer step, and compares the one after the load with that of the run which has saved."""
+        """Trains until an outer step, and compares the one after the load with that of the saved run."""
         self._runs += 1
         folder = self._folder / str(self._runs)
         flags = (

@@ -175,10 +175,10 @@ def test_tensor_parallel_group_across_nodes_is_refused(tmp_path: Path) -> None:
 
 def test_demo(tmp_path: Path) -> None:
     output = tmp_path / "demo"
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "demo", "--iterations", "12", "--output", str(output)]
+    command = [sys.executable, "-m", "pier_megatron.cli", "demo", "--iterations", "12", "--output", str(output)]
     command += "--sync-interval 4 -- --pier-preset diloco --eval-iters 1 --eval-interval 6 --pier-lazy-start-iters 4".split()
     said = execute(command, tmp_path / "log.txt")
-    assert re.search(r"Pier \(diloco\) reached a validation loss of \d\.\d+ ", said)
+    assert re.search(r"Pier \(diloco\) reached a validation loss of \d\.\d+, ", said)
     assert re.search(r"After the same tokens: \d\.\d+ and \d\.\d+ nats per byte", said)
     assert re.search(r"Pier, Muon inside \(diloco\) reached a validation loss of .* synchronous Muon after ", said)
     assert "(4 synchronous iterations, 2 outer steps)" in said

@@ -15,7 +15,7 @@ def test_example_trains_and_groups_meet(tmp_path: Path) -> None:
     (absent / "megatron" / "__init__.py").write_text("raise ImportError('Megatron is not needed here')")
     script = str(REPOSITORY / "examples" / "plain_pytorch.py")
     command = [*torchrun(4), script, "--groups", "2", "--iterations", "50"]
-    # The process of which these are forks has imported PyTorch alone.
+    # These are forks of a process that has imported PyTorch alone.
     log = execute(command, tmp_path / "log.txt", megatron=absent, PIER_TEST_WARM=str(installed().folder))
     steps = [int(found) for found in re.findall(r"outer step after iteration +(\d+)", log)]
     assert steps == list(range(20, 51, 10))

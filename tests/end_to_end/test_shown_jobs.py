@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 _CHECKOUTS = [Path(path) for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 _SCRIPT = _CHECKOUTS[-1] / "pretrain_gpt.py" if _CHECKOUTS else REPOSITORY / "pier_megatron/commands/demo/pretrain_bytes.py"
 
-# What makes a job small: values in the place of a line's own. No flag is added for one that a line does not have.
+# Values that make a job small. They replace a line's own; a flag that the line lacks is not added.
 _SMALL = {
     "--num-layers": "2",
     "--hidden-size": "32",

@@ -50,11 +50,11 @@ def torture(folder: Path, corpus: tuple[Path, Path], ranks: int, kills: int, see
     """Hurts a job ``kills`` times, one rank or all, at random moments.
 
     Args:
-        folder: For checkpoints.
+        folder: Folder for checkpoints.
         corpus: Prefixes of the train and the validation dataset.
         ranks: Processes, in two groups.
         kills: Number of killed attempts.
-        seed: Of the random choices.
+        seed: Seed of the random choices.
     """
     chance, outcome = random.Random(seed), Outcome()
     reference, job = Job(folder / "reference", corpus, ranks, _FLAGS), Job(folder / "tortured", corpus, ranks, _FLAGS)
@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="killed attempts (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, help="processes, in two groups (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (%(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -1,4 +1,4 @@
-"""Islands that are jobs, without Megatron: a real lighthouse, real processes, and what a simulation makes of their membership.
+"""Elastic islands without Megatron: a real lighthouse, real processes, and a simulation that predicts their membership.
 
 Each island is a process that stands for its launcher, with a rank for each part of the model below it. Each rank writes down
 every outer step: who met, what they said of themselves, and the anchor that came of it.
@@ -47,7 +47,7 @@ HEARTBEAT_TIMEOUT, ISLAND_TIMEOUT, PATIENCE = 1, 4, 3
 """Seconds: the lighthouse's, the islands', and what they give a new lighthouse to hear of all of them."""
 
 JOIN_TIMEOUT = 100
-"""Seconds that those who have come to an outer step wait for an island that is alive and does not come: for ever here."""
+"""Seconds that the islands at an outer step wait for one that is alive and absent: for ever here."""
 
 HOLD, HANG, FAIL_IN_A_THREAD, CUT_ONE_WAY = (signal.SIGRTMIN + number for number in range(1, 5))
 """Signals to one rank: hold Python's lock for a moment, or for longer than others wait; see :func:`_break_on_demand`."""
@@ -78,7 +78,7 @@ class Plan:
     Attributes:
         index: Its number.
         train_iters: Iterations after which it ends.
-        seconds: That an iteration takes.
+        seconds: Time of an iteration.
         islands: Most that there may be.
         wait_seconds: How long it waits for enough others.
         timeout: Seconds that a collective may take.
@@ -87,7 +87,7 @@ class Plan:
         halts_connecting: Whether it stands still when it connects with the others for the first time, until it is woken.
         bad_at: Iteration in which its first rank's parameters become nan.
         rests_after: Iterations of an interval after which it rests.
-        seed: Of its parameters.
+        seed: Seed of its parameters.
         layout: What it says of itself to the others.
         fails_alone_in: Its meeting, from 1, in which its first rank fails and the others do not.
         skips: Iterations that nobody trains.
@@ -242,7 +242,7 @@ class _Diary:
 
 
 def _signal_in_the_exchange(loop: OuterLoop, steps: Sequence[int], number: int) -> Callable[..., Sum]:
-    """In place of a sum: once that of an outer step is under way its island gets a signal."""
+    """Replaces a sum: once the sum of an outer step is under way, its island gets a signal."""
     asked: list[int] = []
     begin = GroupExchange.sum
 
@@ -257,7 +257,7 @@ def _signal_in_the_exchange(loop: OuterLoop, steps: Sequence[int], number: int) 
 
 
 def _halted(connect: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
-    """In place of a connection: before it the island gets a signal, when all others have admitted it."""
+    """Replaces a connection: the island gets a signal before it, when all others have admitted it."""
 
     def halt_and_connect(*args: Any) -> dist.ProcessGroup:
         time.sleep(1)
@@ -268,7 +268,7 @@ def _halted(connect: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.Pro
 
 
 def _fail_in(number: int, meet: Callable[..., GroupExchange]) -> Callable[..., GroupExchange]:
-    """In place of a meeting: one of them comes about, and this rank does not go on."""
+    """Replaces a meeting: one of them happens, and this rank stops there."""
     meetings: list[GroupExchange] = []
 
     def meet_or_fail(within: datetime.timedelta) -> GroupExchange:
@@ -545,7 +545,7 @@ class Island:
 
     @property
     def session(self) -> int:
-        """Of all its processes."""
+        """Session of all its processes."""
         return self._process.pid
 
     @property
@@ -641,7 +641,7 @@ class Archipelago:
         self._lighthouse.join()
 
     def saved(self, *indices: int) -> list[int]:
-        """Iterations of which all parts of these islands have a save, in order."""
+        """Iterations that all parts of these islands have saved, in order."""
         folders = [self._folder / "saves" / f"{index}.{part}" for index in indices for part in range(PARTS)]
         return sorted(set.intersection(*map(iterations_saved, folders)))
 

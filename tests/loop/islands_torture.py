@@ -1,4 +1,4 @@
-"""Torture of islands that are jobs: they are killed, paused, broken and cut off at random, and so is their lighthouse.
+"""Torture of elastic islands: they are killed, paused, broken and cut off at random, and so is their lighthouse.
 
 ``make torture``, or ``python tests/loop/islands_torture.py [--events N] [--seed S]``. Whatever happens, those who are left
 continue within the time-outs, all hold the same anchors, and these are those of a simulation with the same membership. The
@@ -38,7 +38,7 @@ ISLANDS, LEAST, JOIN_TIMEOUT = 3, 2, 5
 
 LIMIT = sea_of.LIMIT + JOIN_TIMEOUT
 
-# The others went on without it, or the lighthouse was away when it started.
+# The others continued without it, or the lighthouse was away when it started.
 _CLEAR_ENDS = ("LeftBehindError", "PierConfigError: --pier-lighthouse")
 
 
@@ -84,7 +84,7 @@ class Outcome:
         events: How often each thing was done.
         left_behind: After which of them islands had to start again, without having been killed.
         steps: Outer steps that were taken.
-        longest: Seconds until all who were left had gone on.
+        longest: Seconds until all survivors had continued.
         remaining: Processes that outlived their island.
     """
 
@@ -210,7 +210,7 @@ class _Torture:
             self._live[index] = self._sea.start(Plan(index))
 
     def _settle(self, event: str) -> float:
-        """Waits until all who are left have gone on; who has ended since the others did without it is started again."""
+        """Waits until all survivors have continued; restarts an island that ended because the others continued without it."""
         begun = time.monotonic()
         limit = LIMIT if all(island.taken() for island in self._live.values()) else START_SECONDS
         wanted = {island: island.taken() + 2 for island in self._live.values()}
@@ -253,7 +253,7 @@ def torture(folder: Path, events: Sequence[Event]) -> Outcome:
     """Does things to islands and checks what they come to.
 
     Args:
-        folder: For what they write down.
+        folder: Folder for what they record.
         events: What is done to them.
     """
     with archipelago(folder, LEAST, JOIN_TIMEOUT) as sea:
@@ -268,7 +268,7 @@ def shrunk(events: Sequence[Event], fails: Callable[[Sequence[Event]], bool], at
     """Fewer events that still fail: stretches are left out as long as that lasts, ever shorter ones.
 
     Args:
-        events: That fail.
+        events: Events that fail.
         fails: Tries some of them.
         attempts: Most of these tries.
     """

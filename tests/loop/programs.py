@@ -19,7 +19,7 @@ class Program:
     """A run and all that happens to it.
 
     Attributes:
-        settings: Of the run.
+        settings: Settings of the run.
         commands: Methods of :class:`ranks.Rank` with their arguments, in order.
     """
 

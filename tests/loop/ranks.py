@@ -6,12 +6,11 @@ group and iteration, so ``pier_megatron.reference`` can train on the same.
 
 import contextlib
 import dataclasses
-import functools
 import io
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -24,12 +23,12 @@ from torch import Tensor
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
-from pier_megatron.exchange.sites import SitedExchange, SiteExchange, new_site_communicators
+from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
 from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants, rounds
-from pier_megatron.outer.participants import SiteParticipants
+from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
-from pier_megatron.outer.rules import Nesterov, OptimizerFactory, OptimizerRule
+from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
@@ -53,10 +52,9 @@ class Settings:
 
     Attributes:
         groups: Number of groups.
-        ranks_in_group: That share the parameters of each.
-        config: Of Pier, beside the groups.
+        ranks_in_group: Number of ranks that share the parameters of a group.
+        config: Settings of Pier, without the groups.
         sabotage: Name of a bug planted in it, see :data:`BUGS`.
-        outer_optimizer: Whether PyTorch's SGD takes the outer steps, with the learning rate and the momentum of the config.
         averages: Whether outer steps take the mean of the last parameter, as of a router's biases.
     """
 
@@ -64,7 +62,6 @@ class Settings:
     ranks_in_group: int
     config: dict[str, Any]
     sabotage: str | None = None
-    outer_optimizer: bool = False
     averages: bool = False
 
     def pier(self) -> PierConfig:
@@ -107,6 +104,14 @@ def _update_with_a_flipped_bit(rule: Nesterov, staged: Staged, is_alone: bool) -
         staged.anchor[0:1].view(torch.int32).bitwise_xor_(1)
 
 
+_restore = OuterState.restore
+
+
+def _restore_without_memory(state: OuterState, saved: Mapping[str, Tensor]) -> None:
+    """Restores everything except what a rule keeps besides the momentum."""
+    _restore(state, {name: tensor for name, tensor in saved.items() if name not in state.common[2:]})
+
+
 def _the_same_partners(groups: int, size: int, seed: int, iteration: int) -> list[tuple[int, ...]]:
     """Neighbours meet, again and again."""
     return [tuple(range(begin, min(begin + size, groups))) for begin in range(0, groups, size)]
@@ -130,8 +135,8 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "the anchor stays where the run began": (Weights, "become_anchor", lambda weights: None),
     "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
     "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
-    "the outer optimizer begins again": (OptimizerRule, "load_state_dicts", lambda rule, saved: None),
-    "sites do not average": (SiteParticipants, "average", lambda participants, iteration: None),
+    "what a rule remembers is not restored": (OuterState, "restore", _restore_without_memory),
+    "sites do not average": (Participants, "average", lambda participants, iteration: None),
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
     "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
     "the rehearsal takes no buffers": (Staging, "reserve", lambda staging, work, kept: None),
@@ -194,20 +199,16 @@ class Rank:
         split, copied = self.parameters[: len(SPLIT)], self.parameters[len(SPLIT) :]
         _, inside = self._communicators.of(settings)
         config = settings.pier()
-        exchange, report = self._communicators.exchange(settings), self.reports.append
-        outer: OptimizerFactory | None = None
-        if settings.outer_optimizer:
-            assert config.outer_lr is not None
-            assert config.outer_momentum is not None
-            outer = functools.partial(torch.optim.SGD, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True)
-            config = dataclasses.replace(config, outer_lr=None, outer_momentum=None)
+        (exchange, sites), report = self._communicators.exchanges(settings), self.reports.append
         if settings.ranks_in_group == 1 and not settings.averages:
-            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report, outer_optimizer=outer)
+            self.loop = OuterLoop.for_optimizer(self._optimizer, config, exchange, report=report, sites=sites)
         else:
             last = len(copied) - int(settings.averages)
             shards = [Shards(split), Shards(copied[:last], is_counted=self._part == 0)]
             shards += [Shards(copied[last:], is_counted=False, is_averaged=True)]
-            self.loop = OuterLoop([shards], config, exchange, group=inside, inner_state=self._moments, report=report)
+            self.loop = OuterLoop(
+                [shards], config, exchange, group=inside, inner_state=self._moments, report=report, sites=sites
+            )
 
     def rehearse(self) -> None:
         """Rehearses before the first iteration, and whenever it starts again; whatever is taken later is an error."""
@@ -272,7 +273,7 @@ class Rank:
         self._optimizer.step()
 
     def stop_and_resume(self, changes: dict[str, Any] | None = None) -> None:
-        """Stores everything as a file would, forgets it, and goes on from there; perhaps with other settings."""
+        """Stores everything as a file would, forgets it, and resumes from there; perhaps with other settings."""
         file = io.BytesIO()
         stored = {
             "loop": self.loop.snapshot(),
@@ -311,7 +312,7 @@ class Rank:
         return {"seen": seen, "untouched": untouched}
 
     def fragments(self) -> list[Tensor]:
-        """Of every element of every parameter, the fragment that it belongs to."""
+        """Fragment of every element of every parameter."""
         state = self.loop.states[0]
         flat = torch.empty(state.numel)
         for chunk in state.chunks:
@@ -324,9 +325,9 @@ class Rank:
 
     def device_memory(self) -> tuple[int, int]:
         """Most memory that a loop of these settings over more parameters takes, and what the start-up block says of it."""
-        config, exchange = self._settings.pier(), self._communicators.exchange(self._settings)
+        config, (exchange, sites) = self._settings.pier(), self._communicators.exchanges(self._settings)
         with mock.patch.object(PierConfig, "chunk_numel_on", return_value=LONG_CHUNK_NUMEL):
-            return device_memory.used_and_said(config, exchange, 16 * LONG_CHUNK_NUMEL)
+            return device_memory.used_and_said(config, exchange, 16 * LONG_CHUNK_NUMEL, sites)
 
     def result(self) -> dict[str, Any]:
         """What has happened so far."""
@@ -336,7 +337,7 @@ class Rank:
 
 
 class Communicators:
-    """Those of every layout, made once: making them anew for every run would leave thousands behind."""
+    """Process groups of every layout, made once: a new set for every run would leave thousands behind."""
 
     def __init__(self) -> None:
         self._own: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -355,12 +356,11 @@ class Communicators:
     def of(self, settings: Settings) -> tuple[Any, Any]:
         return self._own[settings.groups, settings.ranks_in_group]
 
-    def exchange(self, settings: Settings) -> GroupExchange:
-        """Collectives between the groups of a run."""
+    def exchanges(self, settings: Settings) -> tuple[GroupExchange, SiteExchange | None]:
+        """Collectives between the groups of a run, and between its sites."""
         (between, _), config = self.of(settings), settings.pier()
-        if config.sites is None:
-            return GroupExchange(between, config.codec)
-        return SitedExchange(between, config.codec, *self._of_sites)
+        everyone = GroupExchange(between, config.codec)
+        return everyone, None if config.sites is None else SiteExchange(everyone, *self._of_sites)
 
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:
@@ -400,7 +400,7 @@ class Ranks:
     """Processes that do the same at the same time."""
 
     def __init__(self) -> None:
-        # A server of forks saves seconds for each rank; with a GPU each begins anew, so that no fork can inherit its driver.
+        # A server of forks saves seconds for each rank. With a GPU each rank is a new process: a fork would inherit the driver.
         on_gpu = one_gpu.device().type == "cuda"
         context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
         if not on_gpu:

@@ -1,4 +1,4 @@
-"""Islands that are jobs: which of them are admitted to a run, from where, and what the others are told."""
+"""Elastic islands: which of them are admitted to a run, from where, and what the others print."""
 
 import dataclasses
 import signal

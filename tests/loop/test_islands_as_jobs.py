@@ -1,4 +1,4 @@
-"""Islands that are jobs: what they come to when some of them die, hang or join, and how soon."""
+"""Elastic islands: their outcome when some of them die, hang or join, and how soon."""
 
 import signal
 import time

@@ -24,12 +24,11 @@ def program(
     *commands: Command,
     groups: int = 2,
     sabotage: str | None = None,
-    outer_optimizer: bool = False,
     averages: bool = False,
     **config: Any,
 ) -> Program:
     """A run: a number of iterations with what happens in each of them, or the name of another command."""
-    planned = Program(Settings(groups, 1, _BASE | config, sabotage, outer_optimizer, averages))
+    planned = Program(Settings(groups, 1, _BASE | config, sabotage, averages))
     for what, arguments in commands:
         planned.commands += [("iterate", arguments)] * what if isinstance(what, int) else [(what, arguments)]
     return planned
@@ -51,7 +50,7 @@ _BAD = {"bad": [1]}
 
 _PAIRS: dict[str, Any] = {"preset": "noloco"}
 _SITES: dict[str, Any] = {"sites": 2, "sync_interval": 4, "lazy_start_iters": 4, "site_interval": 2, "train_iters": 15}
-_SGD: dict[str, Any] = {"outer_optimizer": True, "outer_lr": 0.7, "outer_momentum": 0.6}
+_OWN_RULE: dict[str, Any] = {"outer_rule": "own_rules:Aside", "outer_lr": 0.7, "outer_momentum": 0.6}
 
 # What happens, with which settings, and the bug under which the run must be seen to go wrong.
 _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
@@ -113,14 +112,14 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
         {**_SITES, "overlap": 3},
         "moments stay where they are",
     ),
-    "an outer optimizer of PyTorch, low bits in flight, stopped behind a group that diverges": (
+    "a rule of one's own, offloaded, low bits in flight, stopped behind a group that diverges": (
         [(4, QUIET), (1, _BAD), (2, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
-        {**_SGD, "fragments": 3, "overlap": 2, "exchange_dtype": "int8"},
-        "the outer optimizer begins again",
+        {**_OWN_RULE, "fragments": 3, "overlap": 2, "exchange_dtype": "int8", "offload": True},
+        "what a rule remembers is not restored",
     ),
-    "a group diverges under an outer optimizer of PyTorch": (
+    "a group diverges under a rule of one's own": (
         [(4, QUIET), (1, _BAD), (7, QUIET)],
-        _SGD,
+        _OWN_RULE,
         "nobody is restarted",
     ),
     "biases, stopped under way, behind a group that diverges": (
@@ -292,7 +291,7 @@ _REHEARSED: list[dict[str, Any]] = [
     {"preset": "noloco", "groups": 3},
     {"preset": "noloco", "groups": 4, "exchange_dtype": "int8", "overlap": 2, "fragments": 2, "offload": True},
     {**_SITES, "groups": 4, "exchange_dtype": "int4"},
-    {**_SGD, "groups": 2},
+    {**_OWN_RULE, "groups": 2},
 ]
 
 

@@ -33,7 +33,7 @@ def test_islands_continue_within_seconds_without_a_node_that_vanishes(tmp_path: 
         path = tmp_path / "log"
         log = stack.enter_context(path.open("w"))
         flags = f"--islands {ISLANDS} --min-islands 1 --address {nodes.address(0)} --heartbeat-timeout 2"
-        command = [sys.executable, "-m", "pier_megatron.commands.cli", "lighthouse", *flags.split(), "--port", str(_PORT)]
+        command = [sys.executable, "-m", "pier_megatron.cli", "lighthouse", *flags.split(), "--port", str(_PORT)]
         stack.enter_context(nodes.running_on(0)(command, log, {"RUST_LOG": "error"}))
         _wait(lambda: "--pier-lighthouse" in path.read_text(), 120, path)
         for index in range(ISLANDS):

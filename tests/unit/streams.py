@@ -1,7 +1,7 @@
 """Stand-in CUDA streams that find what could be read or written too early: a race detector for a machine without a GPU.
 
 Everything runs at once on the CPU. What is recorded is which stream would have run it, and what that stream had waited for
-(vector clocks). Two accesses to the same memory, one of them a write, of which neither has to come after the other, are a race.
+(vector clocks). Two accesses to the same memory are a race if one of them writes and nothing orders them.
 """
 
 import collections
@@ -41,7 +41,7 @@ class Timeline:
 
 @dataclasses.dataclass
 class _Access:
-    """Of one timeline to a stretch of memory, at its own time."""
+    """Access of one timeline to a stretch of memory, at its own time."""
 
     timeline: str
     time: int
@@ -90,7 +90,7 @@ class RaceDetector(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator["RaceDetector"]:
-        """Watches, with stand-ins in the place of CUDA's streams."""
+        """Watches, with stand-ins for CUDA's streams."""
         names = {"Stream": self.new_stream, "current_stream": self.current_stream, "stream": self.stream}
         with mock.patch.multiple(torch.cuda, **names), self:
             yield self

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands import batch_script, cli
+from pier_megatron import cli
+from pier_megatron.commands import batch_script
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import PierConfigError
 
@@ -157,7 +158,7 @@ def test_flags_behind_a_script_go_to_the_script(
 ) -> None:
     assert cli.main(command.replace("FILE", str(script)).split()) > 0
     told = capsys.readouterr()
-    assert f"ERROR: {flag} behind job.sh goes to the script. Put it before job.sh." in told.out + told.err
+    assert f"ERROR: {flag} after job.sh goes to the script. Put it before job.sh." in told.out + told.err
 
 
 @pytest.mark.parametrize("flag", ["--nodes", "--ranks-per-node"])

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and who may go on from it."""
+"""How a checkpoint describes itself, and which runs may resume from it."""
 
 import dataclasses
 
@@ -23,9 +23,8 @@ def test_metadata_is_plain_and_comes_back() -> None:
 
 def test_what_depends_on_how_ranks_share_the_parameters_needs_the_same() -> None:
     pairs = described(preset="noloco", fragments=2)
-    one, other, older = (dataclasses.replace(pairs, cut=cut) for cut in (1, 2, None))
+    one, other = (dataclasses.replace(pairs, cut=cut) for cut in (1, 2))
     assert one.is_exact_for(one)
-    assert older.is_exact_for(one)
     assert not one.is_exact_for(other)
     assert one.has_layout_of(other)
 
@@ -54,11 +53,6 @@ def test_another_run_is_named(changes: dict[str, object], said: str) -> None:
     assert said in described().check(described(**changes), accepts_changes=True)  # type: ignore[arg-type]
 
 
-def test_rule_of_an_older_checkpoint_is_not_known() -> None:
-    older = dataclasses.replace(described(), rule=None)
-    assert older.is_exact_for(described())
-
-
 def test_checkpoint_of_the_first_group_is_not_all() -> None:
     assert described(own=(1,)).holds_all_groups
     assert not described().holds_all_groups
@@ -84,19 +78,9 @@ def test_newer_format_is_refused() -> None:
         Description.from_metadata(future)
 
 
-def test_slow_weights_that_older_plugins_sent_ahead_are_refused() -> None:
-    older = described().to_metadata() | {"format": 6}
-    assert Description.from_metadata(older | {"pulled": ()}).iteration == described().iteration
-    with pytest.raises(PierConfigError, match="Finish the run with the plugin that wrote it"):
-        Description.from_metadata(older | {"pulled": (0,)})
-
-
-def test_islands_that_older_plugins_had_in_one_launch_are_refused() -> None:
-    older = described().to_metadata() | {"format": 7, "holds_outer_state": True}
-    older["settings"] = {**older["settings"], "islands": False}
-    assert Description.from_metadata(older).is_exact_for(described())
-    with pytest.raises(PierConfigError, match=r"part of island 1 of a launch .* no more.*with --finetune"):
-        Description.from_metadata(older | {"island": 1, "holds_outer_state": False})
+def test_older_format_is_refused() -> None:
+    with pytest.raises(PierConfigError, match=r"iteration 400 .* in format 7.*Finish the run .* or begin .* with --finetune"):
+        Description.from_metadata(described().to_metadata() | {"format": 7, "version": "0.1.0"})
 
 
 def test_an_elastic_island_is_alone_in_its_folder() -> None:
@@ -126,32 +110,6 @@ def test_sources_of_the_inner_state(
 ) -> None:
     description = described(groups=saved, own=own)
     assert [description.sources(group, groups, rule) for group in range(groups)] == expected
-
-
-@pytest.mark.parametrize(
-    ("iteration", "changes", "expected"),
-    [
-        (90, {}, True),
-        (400, {}, True),
-        (410, {}, False),
-        (1000, {}, True),
-        (400, {"overlap": 10}, False),
-        (400, {"fragments": 2}, False),
-        (1000, {"overlap": 10, "fragments": 2}, True),
-    ],
-)
-def test_weights_are_synchronised_where_all_groups_have_met(iteration: int, changes: dict[str, object], expected: bool) -> None:
-    saved = dataclasses.replace(described(**changes), iteration=iteration)  # type: ignore[arg-type]
-    assert of_format_1(saved).is_synchronised is expected
-    assert of_format_1(saved).is_local is (iteration > 100)
-
-
-def of_format_1(description: Description) -> Description:
-    """What is read of a checkpoint that says less of itself."""
-    metadata = description.to_metadata() | {"format": 1, "version": "0.1.0"}
-    return Description.from_metadata(
-        {name: value for name, value in metadata.items() if name not in ("restarted", "is_local", "is_synchronised")}
-    )
 
 
 def test_run_that_would_fall_back_into_the_lazy_start_is_refused() -> None:

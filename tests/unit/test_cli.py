@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands import cli, lighthouse
+from pier_megatron import cli
+from pier_megatron.commands import lighthouse
 from pier_megatron.errors import PierConfigError
 from pier_megatron.processes import refusal
 from pier_megatron.version import __version__

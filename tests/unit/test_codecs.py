@@ -104,7 +104,7 @@ def test_any_tensor_arrives_within_half_a_step(
         assert payload.shape == payload_like(original, codec).shape
     arrived = torch.empty_like(original, requires_grad=True)
     unpack(payload, codec, arrived)
-    # Beside the step of a block, what the tensor's own type cannot say.
+    # The step of a block, plus the rounding of the tensor's own type.
     bound = step * original.float().abs().max() + torch.finfo(dtype).eps * original.float().abs()
     assert ((arrived.float() - original.float()).abs() <= bound + torch.finfo(dtype).tiny).all()
 

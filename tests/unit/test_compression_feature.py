@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.compression import feature as compression
-from pier_megatron.features.compression import quantization_error, traffic
-from pier_megatron.features.compression.policy import DIMENSIONS, POLICIES, parse_policy
+from pier_megatron.experiments.compression import feature as compression
+from pier_megatron.experiments.compression import quantization_error, traffic
+from pier_megatron.experiments.compression.policy import DIMENSIONS, POLICIES, parse_policy
 from pier_megatron.megatron_api import run
 
 
 def args(**changes: Any) -> argparse.Namespace:
-    """Of two tensor-parallel ranks, two stages and four replicas, in bf16."""
+    """Arguments of two tensor-parallel ranks, two stages and four replicas, in bf16."""
     given = {
         "pier_compress": "naive",
         "pier_log_codec_errors": None,
@@ -165,7 +165,7 @@ def test_a_policy_that_names_no_codec_is_refused() -> None:
 def tried(**changes: Any) -> dict[str, str]:
     """What start-up says of the codecs that are tried, by dimension."""
     head, *lines = compression.describe(args(pier_compress=None, pier_log_codec_errors=True, **changes))
-    assert head == "Pier logs how far codecs are from what is sent:"
+    assert head == "Pier logs the error of these codecs on what is sent:"
     return {line.split(":")[0].strip(): line.split(": ", 2)[2] for line in lines}
 
 

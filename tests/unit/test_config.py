@@ -149,7 +149,7 @@ def test_a_short_run_is_warned_of_and_not_refused() -> None:
     assert "0.1 of --train-iters 24 is 2.4 iterations, which rounds to 0 x --pier-sync-interval 50" in none
     assert "; --pier-sync-interval 2 or less would have one" in none
     assert PierConfig(train_iters=24, groups=2, sync_interval=2).lazy_start == 2
-    assert "the run has 1 outer step: 24 iterations behind the lazy start / --pier-sync-interval 50" in few
+    assert "the run has 1 outer step: 24 iterations after the lazy start / --pier-sync-interval 50" in few
     # An iteration of the local phase remains.
     assert PierConfig(train_iters=50, groups=2, lazy_start_fraction=0.6).lazy_start == 0
     assert PierConfig(train_iters=100, groups=2, lazy_start_fraction=0.9).lazy_start == 50
@@ -232,7 +232,7 @@ def test_constants_under_which_groups_drift_apart_are_said() -> None:
     assert "gamma = 0.4 is not between 0.5 and 1.5" in weak
     [strong] = said(subgroup_gamma=1.6, subgroup_size=2)
     assert "1.6 is not between" in strong
-    # Three groups that meet: sqrt(3 / 4) * 0.5.
+    # Subgroups of three: sqrt(3 / 4) * 0.5.
     assert "between 0.433 and" in said(subgroup_gamma=0.4, subgroup_size=3)[0]
 
 
@@ -242,7 +242,7 @@ def test_groups_in_pairs_have_a_partner_each_and_the_last_sits_out() -> None:
             drawn = draw_subgroups(groups, size, 0, iteration)
             assert sorted(itertools.chain(*drawn)) == list(range(groups))
             assert [len(met) for met in drawn[:-1]] == [size] * (len(drawn) - 1)
-    # A drawing is part of what a checkpoint goes on from: it must be the same for ever.
+    # A resumed run repeats the drawing, so it must stay the same for ever.
     assert [draw_subgroups(5, 2, 0, t) for t in (50, 100)] == _DRAWN
     assert draw_subgroups(5, 2, 1, 50) != draw_subgroups(5, 2, 0, 50)
     # Everybody meets everybody.

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pier_megatron.commands import cli
+from pier_megatron import cli
 from pier_megatron.commands.demo import command, comparison
 from pier_megatron.commands.demo.comparison import Curve, verdict
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
@@ -33,13 +33,13 @@ _SLOW = curve((10, 4.0), (20, 3.0), (30, 2.0))
 def test_verdict_compares_at_the_lowest_loss_that_both_have_reached() -> None:
     sooner, tokens = verdict(_SLOW, curve((2, 4.0), (4, 3.0), (6, 2.5)))
     # Synchronous training passed 2.5 half way between 20 s and 30 s.
-    assert sooner == "Pier reached a validation loss of 2.500 4.2 x sooner: after 6 s, synchronous AdamW after 25 s"
+    assert sooner == "Pier reached a validation loss of 2.500, 4.2 x sooner: after 6 s, synchronous AdamW after 25 s"
     assert tokens == "After the same tokens: 2.500 and 2.000 nats per byte, Pier +0.500, in 6 s and 30 s"
 
 
 def test_verdict_does_not_flatter() -> None:
     sooner, _ = verdict(_SLOW, curve((40, 4.0), (60, 2.0)))
-    assert sooner == "Pier reached a validation loss of 2.000 no sooner: after 60 s, synchronous AdamW after 30 s"
+    assert sooner == "Pier reached a validation loss of 2.000, no sooner: after 60 s, synchronous AdamW after 30 s"
 
 
 def test_curve_leaves_the_test_loss_out(tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ def test_lines_name_preset_seed_and_final_loss(tmp_path: Path, monkeypatch: pyte
                 writer.add_scalar(scalar, 6.0 - index - step / 4, step, walltime=100 + step)
         writer.close()
     drawn: dict[str, str] = {}
-    monkeypatch.setattr(comparison, "_draw", lambda path, logs, validation, labels, title, rate: drawn.update(labels))
+    monkeypatch.setattr(comparison, "_draw", lambda path, logs, validation, labels, rate: drawn.update(labels))
     said = comparison.summarise(tmp_path, runs, 100)
-    assert "Pier (pier-rising) reached a validation loss of 5.000 " in said
+    assert "Pier (pier-rising) reached a validation loss of 5.000, " in said
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous Muon after ", said)
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous AdamW after ", said)
     assert drawn == {

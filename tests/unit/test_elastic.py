@@ -1,4 +1,4 @@
-"""An island that takes over from another one which is lost before both have taken the outer step."""
+"""An island takes over the state of another one, and that one dies before both have taken the outer step."""
 
 import datetime
 import functools
@@ -26,7 +26,7 @@ from pier_megatron.outer.verdicts import GOOD
 
 
 class _Lost(GroupExchange):
-    """Two islands, of which the other is due to take an outer step, hands over all of its state and then dies."""
+    """Two islands: the other is due to take an outer step, hands over all of its state and then dies."""
 
     def __init__(self) -> None:
         super().__init__(codec=CODECS["fp32"])
@@ -134,7 +134,7 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
     [
         ({"overlap": 3}, "--pier-overlap 3 cannot be used with elastic islands .*retried"),
         ({"fragments": 2}, "--pier-fragments 2 cannot .*all parameters at once"),
-        ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*nothing in common"),
+        ({"preset": "noloco"}, "--pier-preset noloco in subgroups of 2 cannot .*no common state"),
         ({"exchange_dtype": "int8"}, "--pier-exchange-dtype int8 cannot .*Add --pier-no-error-feedback"),
     ],
 )

@@ -29,7 +29,7 @@ assert torch.empty(2, device="cuda").device == torch.zeros(1).device == cpu
 
 
 def test_tensors_are_made_where_a_device_is_the_default() -> None:
-    """As transformers loads models: where it fails, their rotary embeddings are left as memory was."""
+    """transformers loads models this way; on failure their rotary embeddings hold uninitialised memory."""
     command = [sys.executable, "-c", _UNDER_ANOTHER_DEVICE]
     found = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

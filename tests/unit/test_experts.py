@@ -14,17 +14,17 @@ import pytest
 import torch
 import yaml
 
-from pier_megatron.commands import cli
-from pier_megatron.commands.experts import jobs, mix, mixture, score, seeds, train
-from pier_megatron.commands.experts.budget import apportioned, shares
-from pier_megatron.commands.experts.ensemble import VARIANTS, Ensemble
-from pier_megatron.commands.experts.jobs import ExpertJob, run_all
-from pier_megatron.commands.experts.plan import _check_nothing_is_lost, _check_scoring, _places, _write_scripts
-from pier_megatron.commands.experts.planned import Expert, Model, Plan
-from pier_megatron.commands.experts.scoring_arguments import scoring_arguments
+from pier_megatron import cli
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.sizes import sizes_of
 from pier_megatron.errors import PierConfigError
+from pier_megatron.experiments.experts import jobs, mix, mixture, score, seeds, train
+from pier_megatron.experiments.experts.budget import apportioned, shares
+from pier_megatron.experiments.experts.ensemble import VARIANTS, Ensemble
+from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
+from pier_megatron.experiments.experts.plan import _check_nothing_is_lost, _check_scoring, _places, _write_scripts
+from pier_megatron.experiments.experts.planned import Expert, Model, Plan
+from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -325,7 +325,7 @@ def test_launch_script_leaves_the_gpus_to_its_caller(
 ) -> None:
     law = Expert("law", ("law",), "one", 8, 1e9, (2, 3), (0,), 1e9, None)
     plan = Plan(tmp_path, "pretrain.py", "cuda", 4, "one", {}, ("law",), {"one": Model((), None, 2, 1)}, (law,))
-    # In the place of the Python that would train.
+    # Stands in for the Python that would train.
     (tmp_path / "python").write_text("#!/usr/bin/env bash\necho $CUDA_VISIBLE_DEVICES")
     (tmp_path / "python").chmod(0o755)
     with monkeypatch.context() as patch:
@@ -368,7 +368,7 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
     model = Model(tuple(f"{_MODEL} --overlap-grad-reduce --overlap-param-gather".split()), None, 1, 4)
     _check_scoring(read(content), "small", model)
     # As if nobody had thought of that flag.
-    monkeypatch.setattr("pier_megatron.commands.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
+    monkeypatch.setattr("pier_megatron.experiments.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
     with pytest.raises(PierConfigError, match=r"scoring experts of size small: .* --overlap-param-gather only supported with"):
         _check_scoring(read(content), "small", model)
 
@@ -377,7 +377,7 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
 
 
 def plan_with_scores(folder: Path, labels: np.ndarray, printed: float) -> tuple[Plan, score.Scored]:
-    """A plan of one trained expert, of which a job has just written scores of 2 nats and a log."""
+    """A plan of one trained expert; a job has just written its scores of 2 nats and a log."""
     law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (0,), (0,), 1e9, None)
     plan = Plan(folder, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, (law,))
     plan.write()
@@ -426,7 +426,7 @@ def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pyt
 
 @pytest.fixture(scope="module")
 def logits() -> torch.Tensor:
-    """Of three experts, ``[experts, sequences, tokens, vocabulary]``: unlike, so that the posterior moves."""
+    """Logits of three experts, ``[experts, sequences, tokens, vocabulary]``: unlike, so that the posterior moves."""
     return 2 * torch.randn(3, 4, 6, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pier_megatron.commands.experts import train
-from pier_megatron.commands.experts.plan import _write_scripts
-from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import PierConfigError
+from pier_megatron.experiments.experts import train
+from pier_megatron.experiments.experts.plan import _write_scripts
+from pier_megatron.experiments.experts.planned import Expert, Model, Plan
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def submit(plan: Plan) -> int:
 
 
 def statuses(queue: Path) -> list[int]:
-    """Of all jobs, when all have ended."""
+    """Exit statuses of all jobs, when all have ended."""
     deadline = time.monotonic() + 60
     while len(found := list(queue.glob("*.status"))) < len(list(queue.glob("*.job"))):
         assert time.monotonic() < deadline

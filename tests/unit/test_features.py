@@ -24,11 +24,11 @@ _NAMED: dict[str, Any] = {feature.__name__.split(".")[-2]: feature for feature i
 
 def source(feature: ModuleType) -> str:
     folder = Path(str(feature.__file__)).parent
-    return "".join(path.read_text() for path in (*sorted(folder.glob("*.py")), folder.parent / "feature.py"))
+    return "".join(path.read_text() for path in (*sorted(folder.glob("*.py")), folder.parents[1] / "features.py"))
 
 
 def test_every_folder_is_in_the_list() -> None:
-    folders = {path.parent.name for path in (_REPOSITORY / "pier_megatron" / "features").glob("*/feature.py")}
+    folders = {path.parent.name for path in (_REPOSITORY / "pier_megatron" / "experiments").glob("*/feature.py")}
     assert set(_NAMED) == folders
 
 

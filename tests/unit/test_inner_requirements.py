@@ -46,7 +46,7 @@ def test_release_without_a_layout_is_named() -> None:
 
 
 def test_other_learning_rates_are_refused_wherever_the_save_fell() -> None:
-    """As Megatron 0.19 does, which finds groups of parameters by their rates."""
+    """Megatron 0.19 finds groups of parameters by their rates."""
     own = {"params": [], "max_lr": 2e-4, "min_lr": 0.0, "step": 3}
     stock = mock.Mock(float16_groups=[], fp32_from_float16_groups=[], fp32_from_fp32_groups=[])
     stock.optimizer = mock.Mock(param_groups=[own], state={})

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.layered import accumulation, breadth_first, segments
-from pier_megatron.features.layered import feature as layered
+from pier_megatron.experiments.layered import accumulation, breadth_first, segments
+from pier_megatron.experiments.layered import feature as layered
 from pier_megatron.megatron_api import batches, versions
 
 
@@ -41,7 +41,7 @@ def test_activations_are_told_for_the_largest_batch() -> None:
     with mock.patch.object(batches, "training_phases", return_value={8: 4, 32: 16}):
         lines = layered.describe(args())
         assert layered.cost(args()).activations == 55 / 19
-    assert "4 pipeline ranks of 4 virtual stages, each of which takes all 4-16 micro-batches" in lines[0]
+    assert "4 pipeline ranks of 4 virtual stages: a stage runs all 4-16 micro-batches" in lines[0]
     assert "up to 55 of 64 stage-micro-batches at once; depth-first, of 19 (2.89 x)" in lines[1]
 
 
@@ -49,7 +49,7 @@ def test_activations_are_told_for_the_largest_batch() -> None:
     ("changes", "micro_batches", "words"),
     [
         ({}, 16, None),
-        ({"overlap_grad_reduce": False}, 16, "in vain. Add it"),
+        ({"overlap_grad_reduce": False}, 16, "buys nothing. Add it"),
         ({}, 4, "a step has 4 micro-batches, as many as --pipeline-model-parallel-size"),
         ({"data_parallel_size": 1}, 16, "with one model replica: no gradients"),
         ({"pier": True, "pier_groups": 2}, 16, "one model replica per group: no gradients are reduced"),
@@ -203,5 +203,5 @@ def test_a_second_way_for_gradients_is_refused() -> None:
     layer.register_forward_pre_hook(segments._pause, with_kwargs=True)
     bias = torch.ones(4, requires_grad=True)
     passing = segments._MicroBatch(lambda: layer(hidden_states=torch.ones(2, 4, requires_grad=True), attention_bias=bias))
-    with pytest.raises(PierConfigError, match="layers pass gradients through attention_bias"):
+    with pytest.raises(PierConfigError, match="layers also pass gradients through attention_bias"):
         passing.switch()

@@ -5,10 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from pier_megatron.exchange import layout
 from pier_megatron.exchange.codecs import BLOCK, CODECS
 from pier_megatron.exchange.coding import decode, encode
-from pier_megatron.exchange.layout import pieces
+from pier_megatron.experiments.compression import layout
+from pier_megatron.experiments.compression.layout import pieces
 
 
 def through(codec: str, buffer: torch.Tensor, parts: int, parameters: list[tuple[int, int]]) -> torch.Tensor:

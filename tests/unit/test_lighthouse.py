@@ -21,7 +21,7 @@ def lighthouse(soft: int, hard: int) -> Iterator[subprocess.Popen[str]]:
     """A lighthouse that may open so many files."""
     # Not between fork and exec of this process, whose other threads may hold locks.
     limited = f'ulimit -S -n {soft} && ulimit -H -n {hard} && exec "$@"'
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", "lighthouse", "--islands", str(_ISLANDS), "--port", "0"]
+    command = [sys.executable, "-m", "pier_megatron.cli", "lighthouse", "--islands", str(_ISLANDS), "--port", "0"]
     # A process of its own: a fork of a warm one has that one's limits.
     variables = os.environ | {"PIER_TEST_WARM": ""}
     process = subprocess.Popen(

@@ -121,7 +121,7 @@ def test_training_is_the_mean_over_ranks_iterations_and_groups() -> None:
             training.add(loss, norm)
         rows.append(training.take())
         assert not training.take().any()
-    # Each group of two ranks, of which one has no losses: a stage that is not the last.
+    # Each group has two ranks, one without losses: a stage that is not the last.
     found = TrainingSums.means(torch.stack(rows))
     assert found == {"loss": 4.5, "loss_min": 3.0, "loss_max": 6.0, "grad_norm": 1.0}
     assert TrainingSums.means(torch.zeros(2, 9)) == {}

@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pier_megatron.commands.experts import exporting, mixture, mixture_model
-from pier_megatron.commands.experts.planned import Expert, Model, Plan
 from pier_megatron.errors import PierConfigError
+from pier_megatron.experiments.experts import exporting, mixture, mixture_model
+from pier_megatron.experiments.experts.planned import Expert, Model, Plan
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def folder(experts: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> PreTrainedModel:
-    """As a user loads it, with the code that is beside the weights."""
+    """Loads the model like a user, with the code in the folder of the weights."""
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     assert type(loaded) is not mixture_model.MixtureForCausalLM
     return loaded
@@ -84,7 +84,7 @@ def no_gradients() -> Any:
 
 
 def likelihoods(logits: Tensor, tokens: Tensor) -> np.ndarray:
-    """Of each token after the first one, under what was predicted before it."""
+    """Log-likelihood of each token after the first one, under the prediction before it."""
     return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0].double().numpy()
 
 
@@ -114,7 +114,7 @@ def test_cache_changes_nothing(model: PreTrainedModel, tokens: Tensor, pieces: l
     cache, found = None, []
     for piece in tokens.split(pieces, dim=1):
         output = model(piece, past_key_values=cache)
-        # As others do, a cache is changed in place: whoever holds it can go on.
+        # As in other models, the cache is changed in place: its holder can continue.
         cache = cache or output.past_key_values
         assert output.past_key_values is cache
         found.append(output.logits)
@@ -147,7 +147,7 @@ def test_cache_is_reordered_for_a_beam_search(model: PreTrainedModel, tokens: Te
 
 
 def test_generation_continues_from_a_cache(model: PreTrainedModel, tokens: Tensor) -> None:
-    """As in a conversation: the second turn's prompt is the first one's text and more."""
+    """A conversation: the second turn's prompt begins with the first one's text."""
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     first = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), use_cache=True, return_dict_in_generate=True, **options

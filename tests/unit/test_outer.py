@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
-from pier_megatron.exchange.collectives import GroupExchange, Wire
-from pier_megatron.exchange.sites import SiteWire
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop, state
 from pier_megatron.outer.arithmetic import PRODUCTS
@@ -274,7 +274,7 @@ def test_bytes_of_a_sum() -> None:
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 @pytest.mark.parametrize("exactly", [False, True])
 def test_group_of_a_site_sends_over_the_slow_link_what_its_part_takes(codec: Codec, exactly: bool) -> None:
-    wire = SiteWire(codec, 2, groups_in_site=4)
+    wire = Wire(codec, 2, groups_in_site=4)
     between = Wire(codec, 2).bytes_of_sum(1000 * BLOCK, exactly)
     assert wire.bytes_between_sites(4000 * BLOCK, exactly) == between
     assert wire.bytes_of_sum(4000 * BLOCK, exactly) == between + 3 * 4 * 1000 * BLOCK
@@ -327,7 +327,7 @@ def test_groups_are_compared_without_copies_of_the_model() -> None:
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_host_memory_is_counted_for_all_ranks_of_a_node(is_pinned: bool) -> None:
     config = PierConfig(1000, groups=2, offload=True)
-    numel = 50 * 10**9 // 8  # Anchor and momentum together 50 GB, of which pinning makes 68.7 GB.
+    numel = 50 * 10**9 // 8  # Anchor and momentum take 50 GB; pinned, 68.7 GB.
     available = 700 * 10**9
     startup.check_host_memory(config, [numel], 8, available, is_pinned)
     with pytest.raises(PierConfigError, match=r"--pier-offload: .* 16 ranks.*takes (800\.0|1,099\.5) GB.*700\.0 GB are"):

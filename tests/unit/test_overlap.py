@@ -88,7 +88,7 @@ def test_collectives_of_a_hidden_exchange_have_iterations_of_their_own(
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_vectors_on_a_gpu_are_summed_in_one_launch_unless_over_gloo(backend: str) -> None:
-    """Of CUDA tensors gloo refuses ``allreduce_coalesced``, and takes ``allreduce``."""
+    """Gloo refuses CUDA tensors in ``allreduce_coalesced`` and accepts them in ``allreduce``."""
     between = mock.Mock()
     between.size.return_value, between._get_backend.return_value.name.return_value = 2, backend
     vectors = [torch.empty(3, device="meta") for _ in range(2)]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.pipeline.paths import Paths, draw, most, search, wanted
-from pier_megatron.pipeline.schedule import Pass, Pipeline
-from pier_megatron.pipeline.simulator import makespan
+from pier_megatron.experiments.skipping.pipeline.paths import Paths, draw, most, search, wanted
+from pier_megatron.experiments.skipping.pipeline.schedule import Pass, Pipeline
+from pier_megatron.experiments.skipping.pipeline.simulator import makespan
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Clusters of the planner: by name, from a file, with single figures in place of theirs."""
+"""Clusters of the planner: by name, from a file, with figures that flags override."""
 
 import argparse
 import re

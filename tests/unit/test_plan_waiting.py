@@ -11,7 +11,8 @@ from pier_megatron.commands.plan import model
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Way, predict
 from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.exchange.collectives import GroupExchange, Wire
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staged, Staging
@@ -24,7 +25,7 @@ _A100 = Cluster(4, 40e9, 1e14, 80e9, 30e9, 1.4e12, 20e9, overhead=0.0, latency=0
 
 # Half a ring of 16 for FP32, 4 shards a node: 52.5 GB at 80 GB/s; 26 passes over 7 GB, or 33; 32 bytes a parameter for a codec.
 _WIRE, _BLOCKING_PASSES, _OVERLAPPED_PASSES, _CODING = 0.65625, 0.13, 0.165, 0.04
-# A vector of FP32 at 20 GB/s; five that an overlapped step waits for, beside its passes.
+# A vector of FP32 at 20 GB/s. An overlapped step waits for five, in addition to its passes.
 _VECTOR = 0.35
 _OVERLAPPED = 5 * _VECTOR
 

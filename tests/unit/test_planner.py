@@ -93,7 +93,7 @@ def test_sites_share_a_link() -> None:
     four = dataclasses.replace(_JOB, gpus=16, replicas=4, groups=4)
     pairs = predict(four, dataclasses.replace(far, nodes_per_site=2)).pairs
     assert pairs == pytest.approx(4 * 4 * 1e9 / 1e8 + 0.5)
-    # Twice around the ring less one hop, of which two cross between sites.
+    # Twice around the ring less one hop; two hops cross between sites.
     ring, near = (predict(four, dataclasses.replace(each, nodes_per_site=2)).exchange["fp32"] for each in (far, still))
     assert ring - near == pytest.approx(2 * (2 * 0.5 + 0.02))
     # A group inside a site does not feel it.

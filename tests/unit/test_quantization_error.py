@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, CODECS
-from pier_megatron.features.compression import activations, gradients, quantization_error, tensor_parallel, traffic
+from pier_megatron.experiments.compression import activations, gradients, quantization_error, tensor_parallel, traffic
 from pier_megatron.megatron_api import run
 
 _TRIED = [CODECS[name] for name in ("bf16", "int12", "int8", "int4")]
@@ -84,7 +84,7 @@ def taken(iteration: int, step: Callable[[], None], interval: int = 2) -> tuple[
 
 
 def send(*tensors: Tensor) -> None:
-    """As a stage between two others: what it receives, and lengths that vary, are not measured."""
+    """Sends like a stage between two others: received tensors, and lengths that vary, are not measured."""
     given = {"tensor_send_next": tensors[0], "tensor_send_prev": tensors[1], "tensor_recv_next": torch.full((4,), 9.0)}
     activations.transfer(lambda **given: {}, **given, length_send_next=torch.tensor([1, 300, 7]))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pier_megatron.features.layered import random_states
+from pier_megatron.experiments.layered import random_states
 
 
 def drawn_from(seed: int, *counts: int) -> list[Tensor]:

@@ -115,5 +115,12 @@ def test_prose_is_checked_outside_of_code() -> None:
     assert [(line, word) for line, word, _ in check_prose.of_page(page)] == [(1, "goes on without"), (7, "foretold")]
     page = "It takes some 2.3 in place\nof 3, else `beside` none, of which besides: some text"
     assert [word for _, word, _ in check_prose.of_page(page)] == ["some", "in place of", "else", "of which"]
-    module = 'def f():\n    """Begins anew."""\n    x = "anew"\n    p.add_argument("--a", help="in vain")\n'
-    assert [(line, word) for line, word, _ in check_prose.of_module(module)] == [(2, "anew"), (4, "in vain")]
+    page = "A rule that a group takes by which nothing is lost. A rule by which nothing is lost."
+    assert [word for _, word, _ in check_prose.of_page(page)] == ["that a group takes by which"]
+    module = (
+        'def f():\n    """Begins anew.\n\n    Args:\n        beside: None.\n    """\n    x = "anew"\n'
+        '    p.add_argument("--a", help="in vain")\n    # It goes\n    # on.\n    E(f"{beside} in place "\n "of it")\n'
+    )
+    found = [(2, "anew"), (8, "in vain"), (9, "goes on"), (11, "in place of")]
+    assert [(line, word) for line, word, _ in check_prose.of_module(module)] == found
+    assert [line for line, *_ in check_prose.of_module(module, is_test=True)] == [2, 9]

@@ -15,13 +15,23 @@ import grids
 import pytest
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.skipping import executor
-from pier_megatron.pipeline import search as searches
-from pier_megatron.pipeline.play import play
-from pier_megatron.pipeline.routes import FARTHEST, MOST_SWAPS, MicroBatch, Place, Routes, Visit, bounds, passes, plain
-from pier_megatron.pipeline.schedule import Pipeline
-from pier_megatron.pipeline.search import Wishes, search
-from pier_megatron.pipeline.simulator import makespan
+from pier_megatron.experiments.skipping import executor
+from pier_megatron.experiments.skipping.pipeline import search as searches
+from pier_megatron.experiments.skipping.pipeline.play import play
+from pier_megatron.experiments.skipping.pipeline.routes import (
+    FARTHEST,
+    MOST_SWAPS,
+    MicroBatch,
+    Place,
+    Routes,
+    Visit,
+    bounds,
+    passes,
+    plain,
+)
+from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
+from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
+from pier_megatron.experiments.skipping.pipeline.simulator import makespan
 
 pytestmark = pytest.mark.slow
 
@@ -175,7 +185,7 @@ def test_other_files_are_refused(text: str, message: str) -> None:
 
 
 def changed(path: list[tuple[int, int]]) -> Routes:
-    """Whole routes of which one is another."""
+    """Whole routes with one of them replaced."""
     routes = _WHOLE
     paths = {**routes.paths, MicroBatch(0, 0): tuple(Place(*place) for place in path)}
     order = tuple(itertools.chain.from_iterable(passes(path, key) for key, path in paths.items()))

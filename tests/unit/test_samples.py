@@ -29,7 +29,7 @@ class Loader:
 
 
 def look_at(iterator: Any, other_group: float = 0.5) -> None:
-    """As in a run of two groups, the other of which reads something with that checksum, or the same if negative."""
+    """Two groups: the other one reads something with that checksum, or the same if negative."""
 
     def gather(own: torch.Tensor) -> SimpleNamespace:
         other = own if other_group < 0 else torch.full_like(own, other_group)

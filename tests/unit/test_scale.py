@@ -61,7 +61,7 @@ class CountedList(list[Any]):
 
 
 def topology() -> Topology:
-    """As Megatron lays them out: a group is 16 ranks in order."""
+    """Megatron's layout: a group is 16 ranks in order."""
     size = _RANKS // _GROUPS
     return Topology(
         [
@@ -131,7 +131,7 @@ def test_samples_with_one_checksum_of_32_bits_are_told_apart() -> None:
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """A world of which this process is one rank, and the others are not there."""
+    """A world with this process as its only live rank."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_RANKS)
     yield
     dist.destroy_process_group()

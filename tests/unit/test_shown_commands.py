@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from pier_megatron.commands import cli
+from pier_megatron import cli
 from pier_megatron.commands.export import name_or_folder
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.flags import add_pier_arguments

@@ -28,7 +28,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     folder: Path = tmp_path_factory.mktemp("corpus")
     generator = np.random.default_rng(0)
     for name in ("train", "excerpt"):
-        # Bytes of which half say what comes next, so that there is something to learn.
+        # Every byte comes twice, so that there is something to learn.
         generator.integers(0, 8, 5000, dtype=np.uint16).repeat(2).tofile(folder / f"{name}.bin")
     return Text(folder)
 

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.features.skipping import feature as skipping
+from pier_megatron.experiments.skipping import feature as skipping
+from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
 from pier_megatron.megatron_api import batches, versions
-from pier_megatron.pipeline.schedule import Pipeline
 
 
 def args(**changes: Any) -> argparse.Namespace:
@@ -35,8 +35,8 @@ def _of_one_layer() -> Any:
 def test_every_phase_is_told_and_the_last_one_shown() -> None:
     with mock.patch.object(batches, "training_phases", return_value={16: 8, 32: 16}):
         lines = skipping.describe(args(pier_eval_skip="2,1"))
-    assert lines[0].startswith("Pier skipping: 32 of 16 stages x 8 micro-batches = 25.0% are skipped; 0.")
-    assert lines[1].startswith("Pier skipping: 64 of 16 stages x 16 micro-batches = 25.0% are skipped; 0.")
+    assert lines[0].startswith("Pier skipping: 32 of 16 stages x 8 micro-batches = 25.0% are skipped; predicted: 0.")
+    assert lines[1].startswith("Pier skipping: 64 of 16 stages x 16 micro-batches = 25.0% are skipped; predicted: 0.")
     assert "not measured" in lines[2]
     assert [re.fullmatch(r"  stage +(\d+) on rank (\d) [.#]{15}#", line)[2] for line in lines[3:19]] == list("0123" * 4)
     assert lines[19:] == ["Pier skipping: evaluation leaves out 2 of 16 stages: 1, 2"]
@@ -48,7 +48,7 @@ def test_where_little_is_gained(stages: int | None, gains: bool) -> None:
     with mock.patch.object(batches, "training_phases", return_value={32: 16}):
         found = skipping.warnings(args(virtual_pipeline_model_parallel_size=stages))
     assert len(found) == (not gains)
-    assert gains or re.search(r"expected to take 0\.9\d\d x as long .*--num-virtual-stages-per-pipeline-rank", found[0])
+    assert gains or re.search(r"predicted to take 0\.9\d\d x as long .*--num-virtual-stages-per-pipeline-rank", found[0])
 
 
 @pytest.mark.usefixtures("_of_one_layer")

@@ -1,6 +1,5 @@
 """A snapshot that is read into the loop's own buffers, as checkpoints are."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,11 @@ from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.outer import OuterLoop, Shards, Snapshot
 from pier_megatron.outer.snapshot import Progress
+from pier_megatron.outer.state import ANCHOR, MOMENTUM
 
 
 class _Deaf(GroupExchange):
-    """Two groups, of which the other never comes to a collective."""
+    """Two groups; the other never comes to a collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _loop(exchange: GroupExchange | None = None) -> OuterLoop:
 def test_buffers_are_the_loops_own_and_talk_to_nobody() -> None:
     loop = _loop()
     snapshot = loop.empty_snapshot(Progress(6, is_local=True, is_synchronised=False, last_common_step=4, trained=2), {})
-    snapshot.states[0].momentum.fill_(3.0)
+    snapshot.states[0][MOMENTUM].fill_(3.0)
     with _Copies() as copies:
         loop.restore(snapshot)
     assert not copies.targets
@@ -60,18 +60,20 @@ def test_foreign_buffers_are_copied(has_residuals: bool) -> None:
     loop, other = _loop(), _loop()
     progress = Progress(6, is_local=True)
     [own], [saved] = (of.empty_snapshot(progress, {}).states for of in (loop, other))
-    for tensor in (saved.momentum, *saved.residuals.values()):
-        tensor.fill_(3.0)
+    residuals = saved.keys() - {ANCHOR, MOMENTUM}
+    for name in (MOMENTUM, *residuals):
+        saved[name].fill_(3.0)
     if not has_residuals:
-        saved = dataclasses.replace(saved, residuals={})
+        saved = {name: saved[name] for name in (ANCHOR, MOMENTUM)}
     with _Copies() as copies:
         loop.restore(Snapshot(progress, [saved]))
-    assert copies.targets >= {own.anchor.data_ptr(), own.momentum.data_ptr()}
-    torch.testing.assert_close(own.anchor, saved.anchor, rtol=0, atol=0)
-    assert all(bool(residual.eq(3.0).all()) is has_residuals for residual in own.residuals.values() if residual.numel())
+    assert copies.targets >= {own[ANCHOR].data_ptr(), own[MOMENTUM].data_ptr()}
+    torch.testing.assert_close(own[ANCHOR], saved[ANCHOR], rtol=0, atol=0)
+    assert residuals
+    assert all(bool(own[name].eq(3.0).all()) is has_residuals for name in residuals if own[name].numel())
     # The snapshot stays what it was.
     loop.states[0].anchor.zero_()
-    assert saved.anchor.any()
+    assert saved[ANCHOR].any()
 
 
 def test_room_for_a_round_is_as_long_as_its_chunks() -> None:
@@ -81,7 +83,7 @@ def test_room_for_a_round_is_as_long_as_its_chunks() -> None:
 
 
 class _Handed(_Deaf):
-    """Two groups, of which the other hands out ones; notes the memory of what it is given."""
+    """Two groups; the other hands out ones. Notes the memory of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,11 +12,12 @@ from streams import RaceDetector, RaceError, new_work
 
 from pier_megatron import PierConfig
 from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum, Wire
+from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.membership import Outcome
+from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer import Shards, loop, rounds
 from pier_megatron.outer.elastic import ElasticMembership
-from pier_megatron.outer.participants import DrawnParticipants, Participants
+from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.rounds import Stopwatch
 from pier_megatron.outer.staging import OWN, Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
@@ -79,7 +80,7 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
         stack.enter_context(mock.patch.object(OuterState, "copies_on_streams", True))
-        stack.enter_context(mock.patch.object(DrawnParticipants, "at", Participants.at))
+        stack.enter_context(mock.patch.object(Participants, "at", lambda participants, iteration: participants._everyone))
         stack.enter_context(mock.patch.object(Staging, "keep", kept_on_host))
         stack.enter_context(detector.watching())
         trained = loop.OuterLoop(
@@ -157,7 +158,7 @@ def _lend_without_the_last_write(staging: Staging, *args: Any, **kwargs: Any) ->
     return _lend(staging, *args, **kwargs)
 
 
-# What is left out, and the settings under which that is a race.
+# What is omitted, and the settings under which that is a race.
 _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "new buffers are written at once": (Staging, "take_work", _take_unfinished_work, {}),
     "a chunk is read while it is written back": (
@@ -197,7 +198,7 @@ def test_stopwatch_reads_events_only_when_asked() -> None:
 
 
 class _Furthest(_Exchange):
-    """Two islands, of which the other is ahead; what it hands over breaks off once."""
+    """Two islands; the other is ahead, and its transfer of state breaks off once."""
 
     def __init__(self, detector: RaceDetector) -> None:
         super().__init__(detector, "fp32")

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from pier_megatron import PierConfig, PierConfigError, launcher
-from pier_megatron.commands import cli
+from pier_megatron import PierConfig, PierConfigError, cli, launcher
 from pier_megatron.flags import WITH_ANY_OPTIMIZER
 from pier_megatron.settings import Settings, flag_of
 from pier_megatron.values import Number, any_path, existing_file, existing_folder, file_to_write, folder_to_write, png_to_write
@@ -276,7 +275,7 @@ def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
     ],
 )
 def test_real_processes_refuse_at_once(words: str, said: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pier_megatron.commands.cli", *words.split()]
+    command = [sys.executable, "-m", "pier_megatron.cli", *words.split()]
     environment = os.environ | {"PYTHONPATH": str(_REPOSITORY)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
     assert ended.returncode == 2
@@ -287,7 +286,7 @@ def test_real_processes_refuse_at_once(words: str, said: str, tmp_path: Path) ->
 
 _LATE = """
 import argparse, contextlib, io, sys
-from pier_megatron.commands import cli
+from pier_megatron import cli
 from pier_megatron import launcher
 
 def show(parser):

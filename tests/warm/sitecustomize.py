@@ -14,7 +14,7 @@ _STARTS = {
     ("-m", "worker"): "megatron",
     ("-m", "pier_megatron", "--device", "cpu"): "megatron",
     ("-m", "torch.distributed.run"): "torch",
-    ("-m", "pier_megatron.commands.cli"): "torch",
+    ("-m", "pier_megatron.cli"): "torch",
     ("parse_arguments.py",): "megatron",
     ("megatron_logits.py",): "megatron",
     ("prepare_openwebtext.py",): "megatron",

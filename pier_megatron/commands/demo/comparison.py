@@ -41,7 +41,7 @@ class Curve:
     losses: list[float]
 
     def seconds_to(self, loss: float) -> float | None:
-        """When the loss was reached, on the straight lines between the points; None if it never was."""
+        """Time at which the loss was reached, interpolated between the points; None if it never was."""
         points = list(zip(self.seconds, self.losses, strict=True))
         if points and points[0][1] <= loss:
             return points[0][0]
@@ -88,7 +88,7 @@ def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
         said.append("Muon was not trained: pip install 'emerging-optimizers>=0.2'")
     seed = logs["pier"].arguments["seed"]
     labels = {name: f"{title}, seed {seed}: {validation[name].losses[-1]:.3f}" for name, title in titles.items()}
-    _draw(output / "loss.png", logs, validation, labels, said[0], megabits)
+    _draw(output / "loss.png", logs, validation, labels, megabits)
     return "\n".join(
         [
             "",
@@ -121,7 +121,7 @@ def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"], baselin
     gap = pier.losses[-1] - synchronous.losses[-1]
     ratio = f"{slow / fast:.1f} x sooner" if slow >= fast > 0 else "no sooner"
     return [
-        f"{name} reached a validation loss of {loss:.3f} {ratio}: after {fast:.0f} s, {baseline} after {slow:.0f} s",
+        f"{name} reached a validation loss of {loss:.3f}, {ratio}: after {fast:.0f} s, {baseline} after {slow:.0f} s",
         f"After the same tokens: {pier.losses[-1]:.3f} and {synchronous.losses[-1]:.3f} nats per byte, {name} {gap:+.3f}, "
         f"in {pier.seconds[-1]:.0f} s and {synchronous.seconds[-1]:.0f} s",
     ]
@@ -155,26 +155,26 @@ def _draw(
     logs: dict[str, TensorBoardLog],
     validation: dict[str, Curve],
     labels: dict[str, str],
-    title: str,
     megabits: float | None,
 ) -> None:
+    """Draws the losses, narrow enough to be read on a telephone."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (over_time, over_tokens) = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    figure, (over_time, over_tokens) = pyplot.subplots(2, 1, figsize=(4.6, 6.2), layout="constrained")
     for name, log in logs.items():
         per_iteration = float(log.arguments["global_batch_size"]) * float(log.arguments["seq_length"]) / 1e6
         found = validation[name]
-        over_time.plot(found.seconds, found.losses, marker="o", label=labels[name], **_STYLES[name])
-        over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, marker="o", **_STYLES[name])
-    link = "" if megabits is None else f", {megabits:g} Mbit/s between two nodes"
-    over_time.set(xlabel=f"seconds of training{link}", ylabel="validation loss, nats per byte", xlim=(0, None))
-    over_tokens.set(xlabel="tokens, in millions", xlim=(0, None))
+        over_time.plot(found.seconds, found.losses, marker=".", label=labels[name], **_STYLES[name])
+        over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, marker=".", **_STYLES[name])
+    over_time.set(xlabel="seconds of training" + ("" if megabits is None else f", {megabits:g} Mbit/s between two nodes"))
+    over_tokens.set(xlabel="tokens, in millions")
     for axes in (over_time, over_tokens):
+        axes.set(xlim=(0, None), ylabel="nats per byte")
         axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    figure.legend(loc="outside lower left", fontsize=9)
+    figure.suptitle("Validation loss, synchronous and with Pier")
+    figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -10,8 +10,8 @@ END_OF_DOCUMENT = 256
 
 VOCABULARY = 257
 
-# One file in this many is held out for validation. The choice hangs on the file's name, not on its place in a listing, so
-# that it survives a Python that adds a module.
+# One file in this many is held out for validation. The file's name decides, not its place in a listing: a release of Python
+# that adds a module leaves the choice of the others as it was.
 _VALIDATION_SHARE = 20
 
 

@@ -17,8 +17,8 @@ from pier_megatron.values import function_name, whole
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the doctor's own flags."""
     parser.epilog = (
-        "The last line is the verdict: OK, the number of warnings, or that the job will not start, which alone makes the exit "
-        f"status 1. {TRUSTED_ONLY}"
+        "The last line is the verdict: OK, the number of warnings, or that the job will not start. Only the last of these ends "
+        f"with exit status 1. {TRUSTED_ONLY}"
     )
     parser.add_argument(
         "--start",
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also start the job on this machine, without its lazy start, loading and saving nothing, for one iteration "
         "between outer steps, and list the collectives of that iteration",
     )
-    recipe = parser.add_argument_group("a recipe of Megatron-Bridge, in place of a launch command")
+    recipe = parser.add_argument_group("a recipe of Megatron-Bridge, instead of a launch command")
     recipe.add_argument(
         "--recipe",
         type=function_name,
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if options.recipe is not None:
         return _examine_recipe(options)
     if not options.command:
-        raise PierConfigError("no launch command is given. Give it behind doctor, such as torchrun ... SCRIPT ...")
+        raise PierConfigError("no launch command is given. Give it after doctor, such as torchrun ... SCRIPT ...")
     for flag, given in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
         if given is not None:
             raise PierConfigError(
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 def _examine_recipe(options: argparse.Namespace) -> int:
     if options.command or options.start:
         raise PierConfigError(
-            f"--recipe {options.recipe} stands in place of a launch command, and starts nothing: drop the command and --start."
+            f"--recipe {options.recipe} replaces the launch command, and starts nothing: drop the command and --start."
         )
     from pier_megatron.commands.doctor import recipe
 

@@ -115,7 +115,7 @@ def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings
 
 
 def look_at_checkpoint(args: Any, config: PierConfig, ranks_in_group: int, findings: Findings) -> None:
-    """Adds what the checkpoint is that a validated job would load, or why it would refuse it."""
+    """Describes the checkpoint that a validated job would load, or the reason why the job would refuse it."""
     with findings.collecting():
         checkpoint = planned_job.check_checkpoint(args, config, ranks_in_group)
         findings.notes += [f"--load {checkpoint}"] if checkpoint else []

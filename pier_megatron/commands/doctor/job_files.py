@@ -54,7 +54,7 @@ def look(given: argparse.Namespace, findings: Findings) -> None:
         named = list(_prefixes(given, findings))
         if not named and all(_value(given, flag) is None for flag in _LISTS):
             findings.warnings.append(
-                "no data is given, so that Megatron trains on made-up tokens. Give --data-path, or --mock-data if that is meant"
+                "no data is given, so Megatron trains on made-up tokens. Give --data-path, or --mock-data if that is meant"
             )
         for flag, prefix in named:
             _look_at_data(flag, prefix, given.sft, findings)
@@ -181,6 +181,6 @@ def _look_at_load_folders(given: argparse.Namespace, findings: Findings) -> None
             )
         elif load != given.save:
             findings.warnings.append(
-                f"--load {load}: there is no checkpoint in it, so that the run begins from random weights. Correct the path, "
+                f"--load {load}: there is no checkpoint in it, so the run begins from random weights. Correct the path, "
                 "or drop --load"
             )

@@ -38,8 +38,8 @@ def _look_at_variables(command: LaunchCommand, sources: ScriptSources, findings:
         names = ", ".join(missing)
         if around.step is None:
             findings.errors.append(
-                f"python without torchrun: {names} not set, without which no process group forms. Write torchrun "
-                "--nproc-per-node 1 in the place of python."
+                f"python without torchrun: {names} not set, so no process group can form. Write torchrun --nproc-per-node 1 "
+                "instead of python."
             )
         elif around.unread is None:
             findings.errors.append(
@@ -79,6 +79,6 @@ def _look_at_torchrun(command: LaunchCommand, findings: Findings) -> None:
         )
     if command.nodes > 1 and command.rendezvous == "static" and "SLURM_NODEID" not in command.surroundings.wrapper:
         findings.errors.append(
-            f"srun gives torchrun the same --node-rank on all {command.nodes} nodes. Use --rdzv-backend c10d --rdzv-endpoint "
-            "FIRST_NODE:29500 in the place of --master-addr, or srun ... bash -c 'torchrun --node-rank $SLURM_NODEID ...'."
+            f"srun gives torchrun the same --node-rank on all {command.nodes} nodes. Replace --master-addr by --rdzv-backend "
+            "c10d --rdzv-endpoint FIRST_NODE:29500, or use srun ... bash -c 'torchrun --node-rank $SLURM_NODEID ...'."
         )

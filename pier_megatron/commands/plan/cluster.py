@@ -1,4 +1,4 @@
-"""Where a job runs: clusters by name, from a file of a few lines, and single figures in the place of theirs."""
+"""Where a job runs: a cluster by name or from a file of a few lines, with figures that flags override."""
 
 import argparse
 import dataclasses
@@ -175,7 +175,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(options: argparse.Namespace) -> Cluster:
-    """The cluster of ``--cluster`` with the figures of other flags in place of its own.
+    """The cluster of ``--cluster``, with the figures that other flags override.
 
     Raises:
         argparse.ArgumentTypeError: If sites are described by halves.

@@ -80,7 +80,7 @@ class Way:
         overlap: Iterations behind which an exchange is hidden.
         fragments: Parts that are exchanged in turn, each hidden for itself.
         dtype: Type on the wire.
-        in_pairs: Whether two groups exchange weights in FP32 in place of all groups' pseudo-gradients.
+        in_pairs: Whether groups exchange weights in FP32 with one other group, instead of pseudo-gradients with all.
         offload: Whether the outer state is in host memory.
     """
 
@@ -149,9 +149,9 @@ class Prediction:
     def exchanged_and_waited(self, way: Way) -> tuple[float, float]:
         """Seconds of an outer step that iterations can hide, if it is overlapped, and those that a group waits for.
 
-        Copies of offloaded state run in both directions at once, beside the exchange and the passes over the parameters. Left
-        out: the first chunk, which is copied before anything runs beside it; residuals that ``--pier-no-error-feedback`` saves;
-        slow weights that pairs send beside.
+        Copies of offloaded state run in both directions at once, during the exchange and the passes over the parameters. Not
+        counted: the copy of the first chunk, which nothing hides; the residuals, which ``--pier-no-error-feedback`` saves;
+        the slow weights of pairs.
         """
         wire, coding = self.pairs if way.in_pairs else self.exchange[way.dtype], self._coding(way.dtype)
         if not way.offload:
@@ -164,7 +164,7 @@ class Prediction:
         return self.local if hidden else self.compute + self.inner
 
     def mean_of_run(self, way: Way, lazy: float, hidden: bool = True) -> float:
-        """Mean iteration of a whole run in seconds, of which the share ``lazy`` is synchronous."""
+        """Mean iteration in seconds of a run that is synchronous for the share ``lazy``."""
         return lazy * self.of_synchronous(hidden) + (1 - lazy) * self.mean_iteration(way, hidden)
 
     def of_synchronous(self, hidden: bool) -> float:
@@ -178,7 +178,7 @@ def copied_by_blocking(dtype: str) -> float:
 
 
 def copied_by_overlapped(dtype: str) -> float:
-    """Bytes per owned parameter that come from the host in an overlapped step, all of which training waits for.
+    """Bytes per owned parameter that an overlapped step copies from the host; training waits for all of them.
 
     The anchor when it begins, what is sent and the residual when it is sent, what was sent and the state when it ends.
     """

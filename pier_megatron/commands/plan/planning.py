@@ -42,7 +42,7 @@ def make_plan(
     if config is not None and config.sites is not None:
         raise PierConfigError(
             f"--pier-sites {config.sites}: pier-megatron plan does not count averages inside sites. Plan with --pier-groups "
-            f"{config.sites} in place of --pier-sites and --pier-site-interval: the links between sites carry the same."
+            f"{config.sites} instead of --pier-sites and --pier-site-interval: the links between sites carry the same."
         )
     source = "given" if is_given else "not measured: give --tflops, or --log of a short run"
     if log is not None and not is_given:

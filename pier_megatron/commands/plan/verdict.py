@@ -31,7 +31,7 @@ def of_rows(rows: Mapping[str, Row], groups: int, is_measured: bool) -> str:
     if row.high < _WORTH or (is_measured and row.gain < _WORTH):
         return f"Do not use it: {f'{how} at best ' if how else ''}{gain} {spread}."
     answer = "Use it" if row.low >= _WORTH or is_measured else "Measure first"
-    days = f"{row.days:.2f} days in place of {rows[SYNCHRONOUS].days:.2f}"
+    days = f"{row.days:.2f} days instead of {rows[SYNCHRONOUS].days:.2f}"
     return f"{answer}{f', {how}' if how else ''}: {gain}, {days} {spread}."
 
 

@@ -108,7 +108,7 @@ def gain_of(way: Way, job: Job, cluster: Cluster, config: PierConfig, is_measure
     gain, *ends = (each.of_synchronous(hidden) / each.mean_of_run(way, lazy, hidden) for each in predictions)
     seconds = predictions[0].mean_of_run(way, lazy, hidden)
     with_flags = predictions[0].of_synchronous(True) / predictions[0].mean_of_run(way, lazy)
-    # Where Pier loses, the end at which it saves most is also the one at which an outer step costs most.
+    # The ends may swap: if Pier loses, the slowest link saves most per iteration and costs most per outer step.
     return Row(seconds, gain, min(gain, *ends), max(gain, *ends), with_flags, seconds * config.train_iters / 86400)
 
 

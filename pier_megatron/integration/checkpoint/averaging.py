@@ -22,7 +22,7 @@ def write_mean(checkpoints: Sequence[Path], output: Path) -> None:
     """Writes the mean of models' weights, without optimizer state.
 
     Args:
-        checkpoints: ``--save`` folders of the runs, of which the last checkpoints count.
+        checkpoints: ``--save`` folders of the runs; the last checkpoint of each is averaged.
         output: ``--load`` folder to write; what is there is overwritten.
 
     Raises:

@@ -20,6 +20,8 @@ from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
 from pier_megatron.outer.description import LAYER_WISE, Description, group_prefix
+from pier_megatron.outer.rules import rule_class
+from pier_megatron.outer.state import ANCHOR
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing import ShardedObject
@@ -91,15 +93,14 @@ class RunPosition:
         return zlib.crc32(repr(found).encode())
 
     def outer_states(self, snapshot: Snapshot) -> list[ParameterState]:
-        """Anchor and momentum, in the places of a main parameter and its first moment."""
+        """Anchor and memory of the outer rule, in the places of a main parameter and its moments."""
+        places = dict(zip((ANCHOR, *rule_class(self.config).memory), ("param", "exp_avg", "exp_avg_sq"), strict=False))
+
+        def tensors(state: Mapping[str, Tensor], main: Tensor, at: slice) -> dict[str, Tensor]:
+            return {there: state[name][at].view(main.shape) for name, there in places.items() if name in state}
+
         return [
-            _state_of(
-                owner,
-                {
-                    id(main): {"param": state.anchor[at].view(main.shape), "exp_avg": state.momentum[at].view(main.shape)}
-                    for main, at in slices
-                },
-            )
+            _state_of(owner, {id(main): tensors(state, main, at) for main, at in slices})
             for owner, slices, state in zip(self.owners, self.slices, snapshot.states, strict=True)
         ]
 
@@ -122,10 +123,12 @@ class RunPosition:
 
     def exact_tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """What only a run of the same shape can use: residuals and exchanges under way."""
+        common = (ANCHOR, *rule_class(self.config).memory)
         tensors = {
-            f"{index}.{name}": residual
+            f"{index}.{name}": tensor
             for index, state in enumerate(snapshot.states)
-            for name, residual in state.residuals.items()
+            for name, tensor in state.items()
+            if name not in common
         }
         for round_ in snapshot.rounds:
             parts = {"own": round_.own, "sum": round_.sum, "slow": round_.slow}

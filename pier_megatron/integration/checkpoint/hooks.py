@@ -50,7 +50,7 @@ def describe_the_run[**P](
 
 @current.in_pier_runs
 def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Saves what the groups agree on as the model, and each group's own state beside it."""
+    """Saves the weights that the groups agree on as the model, and adds each group's own state."""
     scheduler = versions.given(save_checkpoint, args, kwargs)["opt_param_scheduler"]
     loop, place = pier.loop, _place(pier)
     snapshot, checksums = loop.snapshot(), loop.checksums()
@@ -68,7 +68,7 @@ def save[**P, R](save_checkpoint: Callable[P, R], pier: "PierOptimizer", /, *arg
 def load[**P](
     load_checkpoint: Callable[P, tuple[int, float]], pier: "PierOptimizer", /, *args: P.args, **kwargs: P.kwargs
 ) -> tuple[int, float]:
-    """Loads the groups' own state and the outer state beside the model."""
+    """Loads the model, the groups' own state and the outer state."""
     loop, place, settings = pier.loop, _place(pier), versions.megatron_args()
     folder = {}
     if loop.config.island is not None and settings.load is not None:

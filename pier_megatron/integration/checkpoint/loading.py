@@ -15,6 +15,7 @@ from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.description import ENTRY, Description, Metadata, checksum_name, group_prefix
 from pier_megatron.outer.snapshot import Progress
+from pier_megatron.outer.state import ANCHOR, MOMENTUM
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
@@ -35,7 +36,7 @@ class _Request:
         inner_sources: Saved groups of whose inner states this group takes the mean.
         outer_sources: The same for the outer state.
         snapshot: Snapshot for the outer loop; its tensors are what is read into.
-        objects: What the first source has beside its tensors, once it was read.
+        objects: Values of the first source that are not tensors, once it was read.
     """
 
     saved: Description
@@ -73,7 +74,7 @@ class Loading:
         if request is None:
             return stock
         saved = request.saved
-        # Of the groups that go on with the inner state of a saved one, each reads a copy.
+        # Each group that continues with the inner state of a saved one reads its own copy.
         before_this = range(place.in_launch.start, place.group)
         copies = collections.Counter(source for group in before_this for source in self._inner_sources(saved, group))
         copies_of_outer = collections.Counter(
@@ -120,10 +121,13 @@ class Loading:
             ]
         changes = saved.check(present, config.override_checkpoint, lacking)
         is_exact = saved.is_exact_for(present) and not lacking
-        last_common_step = saved.iteration if saved.last_common_step is None else saved.last_common_step
-        progress = Progress(saved.iteration, bool(saved.is_local), bool(saved.is_synchronised), last_common_step)
+        progress = Progress(saved.iteration, saved.is_local, saved.is_synchronised, saved.last_common_step)
         snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})
         snapshot.restarted = saved.restarted if is_exact else {}
+        if saved.rule != present.rule:
+            # The momentum of another rule is read and forgotten; what else it remembered is not even asked for.
+            snapshot.rule = saved.rule
+            snapshot.states = [{name: state[name] for name in (ANCHOR, MOMENTUM)} for state in snapshot.states]
         return _Request(
             saved,
             present,
@@ -149,7 +153,7 @@ class Loading:
             if request.saved.is_apart(source):
                 for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
                     owner.take_settings(settings)
-                # Only now: loading may have put other tensors in the place of those that were there.
+                # Only now: loading the settings may have replaced the tensors.
                 for index, inner in enumerate(place.inner_states()):
                     inner.load(entry[f"inner{index}.{source}"], request.metadata)
             else:
@@ -167,13 +171,12 @@ class Loading:
         outer_mean.take()
         assert request.objects is not None
         snapshot, progress = request.snapshot, request.snapshot.progress
-        # Older plugins do not say: all of them, as far as they knew.
-        progress.trained = request.objects.get("trained", progress.iteration - progress.last_common_step)
+        progress.trained = request.objects["trained"]
         self._loop.restore(snapshot)
         return True
 
     def _inner_settings(self, request: _Request) -> "list[StateDict]":
-        """What each inner optimizer has beside its tensors."""
+        """Settings of each inner optimizer: all of its state that is not a tensor."""
         assert request.objects is not None
         saved: list[StateDict] = request.objects["inner"]
         if request.same_layout and len(saved) == len(self._place.owners):
@@ -219,6 +222,9 @@ class Loading:
 
     def _verify(self, request: _Request) -> None:
         saved, found = request.saved, self._loop.checksums()[self._loop.exchange.rank]
+        if saved.rule != request.present.rule:
+            # Nothing else has been kept.
+            found = {ANCHOR: found[ANCHOR]}
         [source, *others] = request.outer_sources
         expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}
         wrong = [name for name, checksum in expected.items() if checksum not in (None, found[name])]

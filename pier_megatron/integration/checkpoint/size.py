@@ -4,10 +4,10 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.outer.memory import rounds_at_once
-from pier_megatron.outer.state import COMMON
+from pier_megatron.outer.rules import rule_class
 
 INNER_STATE = "inner state of"
-"""Beginning of the name of what groups store beside what Megatron stores."""
+"""Prefix of the names under which groups store what Megatron does not."""
 
 _FP32 = 4
 # Main parameter and AdamW's two moments.
@@ -25,13 +25,14 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     weights = 2 if is_half else _FP32
     if args.no_save_optim:
         return {"weights": weights}
-    # Of FP32 weights only the distributed optimizer keeps main parameters beside them.
+    # Of FP32 weights, only the distributed optimizer keeps separate main parameters.
     optimizer = _INNER if is_half or args.use_distributed_optimizer else _INNER - _FP32
     sizes: dict[str, float] = {"weights": weights, "optimizer": optimizer}
     if config is None:
         return sizes
     groups = config.groups // config.launches
-    sizes["outer state"] = _FP32 * len(COMMON) * (1 if config.has_common_anchor else config.groups)
+    outer = _FP32 * (1 + len(rule_class(config).memory))
+    sizes["outer state"] = outer * (1 if config.has_common_anchor else config.groups)
     own = _groups_apart(args, config, groups)
     if own:
         sizes[f"{INNER_STATE} {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
@@ -42,7 +43,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
 
 
 def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int) -> int:
-    """How many groups have their main parameters and moments stored beside what Megatron stores."""
+    """Number of groups whose main parameters and moments are stored apart from Megatron's keys."""
     if config.save_inner_state == "first":
         return 0
     interval = args.save_interval or config.sync_interval

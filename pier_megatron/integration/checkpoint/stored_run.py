@@ -12,7 +12,7 @@ _ISLANDS = "islands"
 
 
 def folder_of_island(folder: Path, index: int) -> Path:
-    """The folder of an island: below that of the run, but for the first one."""
+    """The folder of an island: that of the run for the first island, a folder in it for any other."""
     return folder / _ISLANDS / str(index) if index else folder
 
 

@@ -38,7 +38,7 @@ class InnerOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def settings(self) -> "StateDict":
-        """What it has beside tensors: ``optimizer``, with the settings of its ``param_groups``, and what else there is."""
+        """State that is not a tensor: ``optimizer``, with the settings of its ``param_groups``, and anything else."""
 
     @abc.abstractmethod
     def take_settings(self, settings: "StateDict") -> None:
@@ -57,8 +57,8 @@ class InnerOptimizer(abc.ABC):
         """The FP32 main parameters.
 
         Returns:
-            Those that are split over tensor-parallel ranks, then those of which each of these ranks holds a copy, then those
-            that the first and the last pipeline stage share. All copies come at the same place on their ranks.
+            Parameters split over tensor-parallel ranks, then those that each of these ranks copies, then those that the first
+            and the last pipeline stage share. All copies come at the same place on their ranks.
         """
         split: list[Tensor] = []
         copied: list[Tensor] = []

@@ -35,7 +35,7 @@ class RouterBiases(InnerOptimizer):
         self.copies = own_data_parallel_ranks().size()
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The biases, each of which is its own main parameter."""
+        """The biases; each is its own main parameter."""
         return ((bias, bias) for bias in self._biases)
 
     def round_to_model(self) -> None:

@@ -33,5 +33,5 @@ class ShardedOptimizer(InnerOptimizer):
         return settings
 
     def take_settings(self, settings: "StateDict") -> None:
-        """Takes over other settings; may put other tensors in the place of those that were there."""
+        """Takes over other settings; may replace the tensors."""
         self.optimizer.load_state_dict(settings)

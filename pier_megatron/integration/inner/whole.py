@@ -54,7 +54,7 @@ class WholeOptimizer(InnerOptimizer):
             self.optimizer._copy_main_params_to_model_params()
 
     def is_counted(self, is_expert: bool) -> bool:
-        """Whether this is the one of the ranks that hold the same main parameters whose are counted."""
+        """Whether this rank's main parameters count; among ranks with equal ones, one rank's do."""
         return self.is_shared_out or own_data_parallel_ranks(is_expert).rank() == 0
 
     def settings(self) -> "StateDict":
@@ -79,8 +79,8 @@ class WholeOptimizer(InnerOptimizer):
                 if group.get(name) != taken.get(name, group.get(name)):
                     raise PierConfigError(
                         f"{flag}: parameters had {name} {taken.get(name)} in the run that was saved, and have "
-                        f"{group.get(name)} now. Megatron knows groups of parameters by it, and finds them no more, also under "
-                        f"--override-opt_param-scheduler. Restore {flag}, or begin anew from the weights with --finetune."
+                        f"{group.get(name)} now. Megatron identifies groups of parameters by it and finds no match, even with "
+                        f"--override-opt_param-scheduler. Restore {flag}, or restart from the weights with --finetune."
                     )
             counts_for_all = _STEP in group
             group |= {name: value for name, value in taken.items() if name != _STEP or counts_for_all}

@@ -1,0 +1,221 @@
+"""A rule of the user's own in the outer step, by name; its memory lasts wherever the anchor does."""
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from pier_megatron import PierConfig, PierConfigError
+from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Snapshot
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"fragments": 2},
+    {"overlap": 2, "fragments": 3, "offload": True},
+    {"exchange_dtype": "int8", "overlap": 1},
+]
+
+
+class Adam(OuterRule):
+    """Adam on the mean pseudo-gradient, whose second moment remembers twenty outer steps."""
+
+    memory = ("momentum", "second_moment")
+
+    def step(self, anchor: Tensor, delta: Tensor, *memory: Tensor) -> None:
+        momentum, second_moment = memory
+        momentum.lerp_(delta, 1 - self.mu)
+        second_moment.lerp_(delta**2, 0.05)
+        anchor.sub_(self.eta * momentum / (second_moment.sqrt() + 1e-3))
+
+
+class Descent(OuterRule):
+    """No momentum at all."""
+
+    def step(self, anchor: Tensor, delta: Tensor, *memory: Tensor) -> None:
+        anchor.sub_(self.eta * delta)
+
+
+class Three(OuterRule):
+    memory = ("momentum", "second", "third")
+
+
+class Taken(OuterRule):
+    memory = ("momentum", "residual")
+
+
+class Pairs(OuterRule):
+    has_common_anchor = False
+
+
+def nothing() -> None:
+    """No rule."""
+
+
+ADAM, DESCENT = "test_own_rules:Adam", "test_own_rules:Descent"
+
+
+@pytest.fixture(autouse=True)
+def short_chunks() -> Iterator[None]:
+    """Several chunks in each fragment, which cut tensors."""
+    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=4):
+        yield
+
+
+def _config(**settings: Any) -> PierConfig:
+    return PierConfig(
+        **{"train_iters": 18, "groups": 1, "preset": "pier", "sync_interval": 4, "lazy_start_iters": 4} | settings
+    )
+
+
+def _target(iteration: int) -> Tensor:
+    return torch.randn(23, generator=torch.Generator().manual_seed(iteration)) + 1
+
+
+class _Run:
+    """One group that SGD draws to a target that moves."""
+
+    def __init__(self, config: PierConfig) -> None:
+        self.parameters = [torch.zeros(size) for size in ((3, 5), (1,), (7,))]
+        self.reports: list[OuterStepReport] = []
+        self._inner = torch.optim.SGD(self.parameters, lr=0.1)
+        exchange = GroupExchange(codec=config.codec)
+        self.loop = OuterLoop.for_optimizer(self._inner, config, exchange, report=self.reports.append)
+
+    def train(self, until: int) -> "_Run":
+        for iteration in range(self.loop.iteration + 1, until + 1):
+            self.loop.begin_iteration(iteration)
+            for parameter, target in zip(self.parameters, _target(iteration).split((15, 1, 7)), strict=True):
+                parameter.grad = parameter - target.view(parameter.shape)
+            self._inner.step()
+            self.loop.end_iteration()
+        return self
+
+    def weights(self) -> Tensor:
+        return torch.cat([parameter.flatten() for parameter in self.parameters])
+
+
+@pytest.mark.parametrize("settings", [{}, {"fragments": 2}, {"lazy_start_iters": 8}, {"preset": "diloco"}])
+def test_adam_is_what_its_formula_says_also_in_the_warmup(settings: dict[str, Any]) -> None:
+    config = _config(**settings)
+    run = _Run(_config(outer_rule=ADAM, **settings))
+    fragments = torch.empty(23)
+    for chunk in run.loop.states[0].chunks:
+        chunk.of(fragments).fill_(chunk.fragment)
+    weights, anchor, first, second = (torch.zeros(23, dtype=torch.float64) for _ in range(4))
+    for iteration in range(1, 19):
+        weights = weights - 0.1 * (weights - _target(iteration))
+        is_warmup = config.is_momentum_warmup(iteration)
+        mu, eta = config.momentum_at(iteration), config.learning_rate_at(iteration)
+        for fragment in range(config.fragments) if is_warmup else config.fragments_due(iteration):
+            here = fragments == fragment
+            delta = anchor[here] - weights[here]
+            first[here] = mu * first[here] + (1 - mu) * delta
+            second[here] = 0.95 * second[here] + 0.05 * delta**2
+            anchor[here] -= eta * first[here] / (second[here].sqrt() + 1e-3)
+            if not is_warmup:
+                weights[here] = anchor[here]
+        if config.is_lazy(iteration) and (is_warmup or iteration == config.lazy_start):
+            anchor = weights.clone()
+    torch.testing.assert_close(run.train(18).weights().double(), weights, rtol=1e-5, atol=1e-5)
+    assert run.reports[-1].mu == config.momentum_at(18)
+
+
+def _through_a_file(snapshot: Snapshot) -> Snapshot:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    file.seek(0)
+    found: Snapshot = torch.load(file, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("rule", [ADAM, DESCENT])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("stop", [4, 9, 13])
+def test_resume_is_exact(rule: str, settings: dict[str, Any], stop: int) -> None:
+    config = _config(outer_rule=rule, **settings)
+    stopped = _Run(config).train(stop)
+    stored = _through_a_file(stopped.loop.snapshot())
+    expected = _Run(config).train(18)
+    # Twice: the loop that continues from a snapshot leaves it as it is.
+    for _ in range(2):
+        run = _Run(config)
+        for parameter, kept in zip(run.parameters, stopped.parameters, strict=True):
+            parameter.copy_(kept)
+        run.loop.restore(stored)
+        run.train(18)
+        assert torch.equal(run.weights(), expected.weights())
+        run.loop.snapshot()
+        expected.loop.snapshot()
+        assert all(torch.equal(run.loop.states[0].kept[name], of) for name, of in expected.loop.states[0].kept.items())
+
+
+def test_memory_is_registered_once_and_lasts_everywhere() -> None:
+    """Saved, restored, reset, compared; what is handed to an island that joins is the same list."""
+    run = _Run(_config(outer_rule=ADAM, exchange_dtype="int8")).train(10)
+    [state], [saved] = run.loop.states, run.loop.snapshot().states
+    assert saved["second_moment"].any()
+    assert run.loop.checksums()[0].keys() == {"anchor", "momentum", "second_moment"}
+    assert state.nbytes == sum(tensor.nbytes for tensor in saved.values())
+    run.loop.reset()
+    assert [name for name, tensor in state.kept.items() if tensor.any()] == ["anchor"]
+
+
+def test_snapshot_of_another_rule_is_refused_or_begins_without_memory() -> None:
+    stopped = _Run(_config(outer_rule=ADAM, overlap=2)).train(9)
+    snapshot = stopped.loop.snapshot()
+    for other, named in ((None, "nesterov"), (DESCENT, DESCENT)):
+        with pytest.raises(PierConfigError, match=rf"are {ADAM}'s, .* {named}'s.*override_checkpoint"):
+            _Run(_config(outer_rule=other, overlap=2)).loop.restore(snapshot)
+        run = _Run(_config(outer_rule=other, overlap=2, override_checkpoint=True))
+        for parameter, kept in zip(run.parameters, stopped.parameters, strict=True):
+            parameter.copy_(kept)
+        run.loop.restore(snapshot)
+        assert torch.equal(run.loop.states[0].anchor, snapshot.states[0]["anchor"])
+        assert not run.loop.states[0].momentum.any()
+        assert run.loop.snapshot().rounds == []
+        assert run.train(18).weights().isfinite().all()
+    pairs = _Run(_config(preset="noloco", groups=2))
+    with pytest.raises(PierConfigError, match="outer steps are nesterov's, and this loop's are noloco's"):
+        pairs.loop.restore(_Run(_config()).train(6).loop.snapshot())
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("no_such_module:Rule", r"No module named 'no_such_module'.*PYTHONPATH"),
+        ("test_own_rules:Missing", r"no attribute 'Missing'"),
+        ("test_own_rules:nothing", r"not a subclass of pier_megatron.outer.OuterRule"),
+        ("test_own_rules:Pairs", r"by which all groups agree"),
+        ("test_own_rules:Three", r"its memory is \('momentum', 'second', 'third'\), must be"),
+        ("test_own_rules:Taken", r"with a NAME other than anchor, momentum, residual"),
+    ],
+)
+def test_what_is_no_rule_is_refused(rule: str, message: str) -> None:
+    with pytest.raises(PierConfigError, match=rf"--pier-outer-rule {rule}: .*{message}"):
+        _Run(_config(outer_rule=rule))
+
+
+def test_the_rule_of_the_page_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    [code] = re.findall(r"```python\n(# my_rules.py\n.*?)```", page, re.DOTALL)
+    assert len(code.strip().splitlines()) <= 10
+    (tmp_path / "my_rules.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    loop = _Run(_config(outer_rule="my_rules:HeavyBall", outer_lr=0.7, outer_momentum=0.6)).train(12).loop
+    built_in = _Run(_config(outer_lr=0.7, outer_momentum=0.6)).train(12).loop
+    assert not torch.allclose(loop.states[0].anchor, built_in.states[0].anchor, atol=1e-3)
+    loop = _Run(_config(outer_rule="my_rules:HeavyBall", outer_lr=0.7, outer_momentum=0.0)).train(12).loop
+    built_in = _Run(_config(outer_lr=0.7, outer_momentum=0.0)).train(12).loop
+    torch.testing.assert_close(loop.states[0].anchor, built_in.states[0].anchor, rtol=1e-6, atol=1e-6)
+
+
+def test_pairs_are_refused() -> None:
+    with pytest.raises(PierConfigError, match=rf"--pier-outer-rule {ADAM} with outer steps of 2 groups.*NoLoCo's rule"):
+        _config(preset="noloco", groups=4, outer_rule=ADAM)
