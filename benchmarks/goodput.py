@@ -194,7 +194,7 @@ def main() -> None:
         begun = time.monotonic()
         time.sleep(60 * options.quiet_minutes)
         ended = time.monotonic()
-        faults = _misfortunes(nodes, ended + 60 * options.minutes, options)
+        faults = _cause_faults(nodes, ended + 60 * options.minutes, options)
         quiet = Counted.between(nodes, begun, ended)
         found = Counted.between(nodes, ended, ended + 60 * options.minutes)
     each = quiet.samples / quiet.possible
@@ -223,7 +223,7 @@ def _start(emulated: EmulatedNodes, folder: Path, stack: contextlib.ExitStack) -
     return nodes
 
 
-def _misfortunes(nodes: Sequence[Node], end: float, options: argparse.Namespace) -> collections.Counter[str]:
+def _cause_faults(nodes: Sequence[Node], end: float, options: argparse.Namespace) -> collections.Counter[str]:
     """Faults until a time, each on an island that has joined the others; returns the number of each kind."""
     chance, happened = random.Random(options.seed), collections.Counter[str]()
     # As faults that do not know of each other: one may begin before another is over.
