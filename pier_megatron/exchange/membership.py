@@ -184,7 +184,7 @@ class Membership:
         of_island = dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world, async_op=True)
         if meeting is not None and meeting.size > 1 and outcome == Outcome.SUCCEEDED:
             try:
-                # Another rank of this island may still wait for islands, of which the first one hears.
+                # Another rank of this island may still wait for islands. The first rank notices when one is gone.
                 self._communicator.watched(functools.partial(completes, of_island))
             except RuntimeError:
                 self._leave()
