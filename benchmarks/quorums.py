@@ -18,7 +18,7 @@ from datetime import date, timedelta
 from typing import Any
 
 from pier_megatron.exchange import membership
-from pier_megatron.exchange.authentication import Door, ask
+from pier_megatron.exchange.authentication import answer_peers, ask
 
 _ADDRESS, _PATIENCE = "127.0.0.1", timedelta(seconds=120)
 
@@ -32,10 +32,10 @@ class Island:
     def __init__(self, index: int, lighthouse: str, secret: bytes) -> None:
         """Announces itself, as ``Membership`` does."""
         said = {"is_new": False, "run": _RUN, "store": "127.0.0.1:0"}
-        self.door = Door(index, _ADDRESS, secret, lambda: said)
+        self.name = answer_peers(index, _ADDRESS, secret, lambda: said)
         coordination = membership.torchft("coordination")
         self.server = coordination.ManagerServer(
-            replica_id=self.door.name,
+            replica_id=self.name,
             lighthouse_addr=lighthouse,
             hostname=_ADDRESS,
             bind=f"{_ADDRESS}:0",
@@ -104,7 +104,7 @@ def _measure(number: int) -> None:
             *left, dead = islands
             dead.server.shutdown()
             print(f" {_of_all(pool, left):.2f} |", end="", flush=True)
-        seconds, answers = _seconds(lambda: ask([island.door.name for island in left], secret, 600))
+        seconds, answers = _seconds(lambda: ask([island.name for island in left], secret, 600))
         assert len(left) == sum(answer is not None for answer in answers.values())
         print(f" {seconds:.2f} |", flush=True)
     finally:
@@ -116,7 +116,7 @@ def _measure(number: int) -> None:
 def _of_all(pool: futures.Executor, islands: Sequence[Island]) -> float:
     """Seconds until all islands have the same quorum of all."""
     seconds, found = _seconds(lambda: list(pool.map(lambda island: island.quorum(), islands)))
-    assert all(sorted(names) == sorted(island.door.name for island in islands) for names in found), sorted(map(len, found))
+    assert all(sorted(names) == sorted(island.name for island in islands) for names in found), sorted(map(len, found))
     return seconds
 
 

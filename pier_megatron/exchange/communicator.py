@@ -1,4 +1,4 @@
-"""The communicator between elastic islands: gloo on every device, which a watch interrupts when it waits for nobody.
+"""The communicator between elastic islands: gloo on every device, in which nobody waits for an island that is gone.
 
 NCCL's watchdog would end the process of a survivor. gloo takes CUDA tensors as well, for each collective that
 :class:`~pier_megatron.exchange.collectives.GroupExchange` calls, through pinned memory of its own.
@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from pier_megatron.exchange.authentication import listen_at
 
-# How often a watch looks whether its exchange is lost. It looks a second time: who has all of an exchange may leave it.
+# How often who waits looks whether the exchange is lost.
 _PERIOD_SECONDS = 0.5
 
 
@@ -91,48 +92,51 @@ def is_closed(group: dist.ProcessGroup) -> bool:
     return False
 
 
+def completes(work: dist.Work, seconds: float) -> bool:
+    """Whether a collective completes in some seconds. Not by its own wait: NCCL's would end it after them."""
+    deadline = time.monotonic() + seconds
+    while not (completed := work.is_completed()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return completed
+
+
 def _others(group: dist.ProcessGroup) -> list[int]:
     return [other for other in range(group.size()) if other != group.rank()]
 
 
 class _Wait:
-    """A collective under way that is waited for until its exchange is lost."""
-
-    def __init__(self, work: dist.Work, lost: threading.Event) -> None:
-        self._work, self._lost = work, lost
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self) -> bool:
-        while not self._work.is_completed():
-            if self._lost.is_set():
-                raise RuntimeError("interrupted")
-            # Comes back as soon as it is completed; what is wrong with it is said below.
-            with contextlib.suppress(RuntimeError):
-                self._work.wait(datetime.timedelta(seconds=_PERIOD_SECONDS))
-        return self._work.wait()
-
-
-class _Guarded(dist.ProcessGroup):
-    """A process group in which nothing waits for a lost exchange.
+    """A collective under way that is waited for until its exchange is lost.
 
     gloo may forget a send whose connection closes meanwhile, which then ends by its time-out only (seen with PyTorch 2.13).
     """
 
-    def __init__(self, group: dist.ProcessGroup, lost: threading.Event) -> None:
+    def __init__(self, work: dist.Work, watched: Callable[[Callable[[float], bool]], None]) -> None:
+        self._work, self._watched, self.is_completed = work, watched, work.is_completed
+
+    def wait(self) -> bool:
+        self._watched(self._wait_for)
+        return self._work.wait()
+
+    def _wait_for(self, seconds: float) -> bool:
+        # Comes back as soon as it is completed; what is wrong with it is said later.
+        with contextlib.suppress(RuntimeError):
+            self._work.wait(datetime.timedelta(seconds=seconds))
+        return self._work.is_completed()
+
+
+class _Guarded(dist.ProcessGroup):
+    """A process group in which nothing waits for a lost exchange."""
+
+    def __init__(self, group: dist.ProcessGroup, watched: Callable[[Callable[[float], bool]], None]) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self.group, self.lost = group, lost
+        self.group, self.watched = group, watched
 
     def _get_backend(self, device: torch.device) -> Any:
         return self.group._get_backend(device)
 
 
 def _guarded(name: str) -> Callable[..., _Wait]:
-    def call(guarded: _Guarded, *args: Any) -> _Wait:
-        return _Wait(getattr(guarded.group, name)(*args), guarded.lost)
-
-    return call
+    return lambda guarded, *args: _Wait(getattr(guarded.group, name)(*args), guarded.watched)
 
 
 # Those that GroupExchange calls, by their names until PyTorch 2.12 and since.
@@ -150,10 +154,9 @@ for _name in (
 
 
 class Communicator:
-    """The connection of this rank with other islands, guarded while they exchange something.
+    """The connection of this rank with other islands.
 
-    A thread watches each exchange. One that is lost is interrupted on all ranks of the island, and then on those that are
-    connected with them.
+    Who waits in an exchange that is lost is interrupted: on all ranks of the island, and then on those connected with them.
     """
 
     def __init__(self, store: Any, timeout: datetime.timedelta) -> None:
@@ -165,7 +168,6 @@ class Communicator:
         """
         self._store, self._timeout = store, timeout
         self._group: dist.ProcessGroup | None = None
-        self._ended = threading.Event()
 
     @property
     def is_connected(self) -> bool:
@@ -179,7 +181,7 @@ class Communicator:
 
         Args:
             key: Key of this exchange in the store, the same on all ranks of the island.
-            silence: Reason why this rank thinks an island gone, or None; called twice a second, in a thread.
+            silence: Reason why this rank thinks an island gone, or None; called about twice a second while it waits.
             connects: What makes a new connection.
 
         Returns:
@@ -188,28 +190,39 @@ class Communicator:
         Raises:
             RuntimeError: If there is no connection, or the exchange is lost before it begins.
         """
-        self._ended, lost = threading.Event(), threading.Event()
-        # Waited for when the process ends: a thread that is in the midst of PyTorch then would abort it.
-        threading.Thread(target=self._watch, args=(key, silence, self._ended, lost)).start()
+        self._key, self._silence = key, silence
         if self._group is None:
             connected: futures.Future[dist.ProcessGroup] = futures.Future()
+
+            def connect() -> None:
+                try:
+                    connected.set_result(connects())
+                except Exception as error:
+                    connected.set_exception(error)
+
             # What PyTorch connects cannot be interrupted: it is left to its own time-out.
-            threading.Thread(target=_run, args=(connects, connected), daemon=True).start()
-            while not lost.is_set() and not futures.wait([connected], _PERIOD_SECONDS).done:
-                pass
-            if connected.done():
-                self._group = connected.result()
-        if self._group is None or lost.is_set():
-            raise RuntimeError("interrupted before the exchange")
-        return _Guarded(self._group, lost)
+            threading.Thread(target=connect, daemon=True).start()
+            self.watched(lambda seconds: bool(futures.wait([connected], seconds).done))
+            self._group = connected.result()
+        return _Guarded(self._group, self.watched)
+
+    def watched(self, waits: Callable[[float], bool]) -> None:
+        """Waits for something in an exchange.
+
+        Args:
+            waits: Waits for it for some seconds at most; returns whether it is there.
+
+        Raises:
+            RuntimeError: If the exchange is lost before.
+        """
+        while not waits(_PERIOD_SECONDS):
+            # Who has all of an exchange may leave it, and this rank may have it in a moment.
+            if (why := self._why_lost()) is not None and not waits(_PERIOD_SECONDS):
+                raise RuntimeError(f"the exchange is interrupted: {why}")
 
     def close(self) -> None:
         """Closes a connection that is not needed any more."""
         self._group = None
-
-    def end(self) -> None:
-        """Ends the watch over an exchange."""
-        self._ended.set()
 
     def leave(self, key: str) -> None:
         """Ends the connection, and the exchange of all ranks of the island.
@@ -226,39 +239,16 @@ class Communicator:
             buried.start()
             self._group = None
 
-    def _watch(self, key: str, silence: Callable[[], str | None], ended: threading.Event, lost: threading.Event) -> None:
-        why = None
-        while why is None and not ended.wait(_PERIOD_SECONDS):
-            if not threading.main_thread().is_alive():
-                return
-            why = self._why_lost(key, silence)
-        if ended.wait(_PERIOD_SECONDS):
-            return
-        print(f" Pier: the exchange is interrupted: {why}", flush=True)
-        lost.set()
-        with contextlib.suppress(RuntimeError):
-            self._store.set(key, "")
-        if (group := self._group) is not None:
-            interrupt(group)
-
-    def _why_lost(self, key: str, silence: Callable[[], str | None]) -> str | None:
-        group = self._group
+    def _why_lost(self) -> str | None:
         try:
-            if self._store.check([key]):
+            if self._store.check([self._key]):
                 return "another rank of this island has ended it"
-            if group is not None and is_closed(group):
+            if self._group is not None and is_closed(self._group):
                 return "another island has ended it"
-            return silence()
+            return self._silence()
         except (RuntimeError, OSError) as error:
             # The first rank of the island is gone, and its store with it.
             return str(error)
-
-
-def _run(connects: Callable[[], dist.ProcessGroup], connected: "futures.Future[dist.ProcessGroup]") -> None:
-    try:
-        connected.set_result(connects())
-    except Exception as error:
-        connected.set_exception(error)
 
 
 def _device_at(address: str) -> Any:

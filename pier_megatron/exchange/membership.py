@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.authentication import Door, Said, ask, island_of, read_secret
+from pier_megatron.exchange.authentication import Description, answer_peers, ask, island_of, read_secret
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.exchange.communicator import Communicator, connect, store_at
-from pier_megatron.exchange.silence import REMEMBERED, complaint, neighbours
+from pier_megatron.exchange.communicator import Communicator, completes, connect, store_at
+from pier_megatron.exchange.silence import REMEMBERED, SECONDS, lost_peer, neighbours
 from pier_megatron.exchange.topology import NAMED
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
@@ -80,7 +80,7 @@ class Membership:
         world: dist.ProcessGroup,
         codec: Codec,
         timeout: datetime.timedelta,
-        run: Said,
+        run: Description,
         most: int,
         secret_file: str | None = None,
     ) -> None:
@@ -181,9 +181,15 @@ class Membership:
             # Before this rank waits for the others, which may wait for other islands.
             self._leave()
         least = torch.tensor([outcome], dtype=torch.int32, device=self._device)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world)
+        of_island = dist.all_reduce(least, dist.ReduceOp.MIN, group=self._world, async_op=True)
+        if meeting is not None and meeting.size > 1 and outcome == Outcome.SUCCEEDED:
+            try:
+                # Another rank of this island may still wait for islands. The first rank notices when one is gone.
+                self._communicator.watched(functools.partial(completes, of_island))
+            except RuntimeError:
+                self._leave()
+        of_island.wait()
         outcome = Outcome(int(least.item()))
-        self._communicator.end()
         if outcome == Outcome.SUCCEEDED:
             self._failures, self._is_new = 0, False
         else:
@@ -210,17 +216,17 @@ class Membership:
         """
         if self._world.rank() > 0:
             return None
-        return complaint(islands[:1] if self._communicator.is_connected else islands, step, self._secret)
+        return lost_peer(islands[:1] if self._communicator.is_connected else islands, step, self._secret)
 
     def _announce(self, index: int, lighthouse: str, address: str) -> tuple[Any, Any]:
         """Registers the island, on its first rank. Returns its store and its client of the lighthouse."""
         store = store_at(address)
-        self._door = Door(index, address, self._secret, self._said)
+        self._name = answer_peers(index, address, self._secret, self._description)
         self._at = [address, store.port]
         keep_quiet(self._most)
         coordination = torchft("coordination")
         self._server = coordination.ManagerServer(
-            replica_id=self._door.name,
+            replica_id=self._name,
             lighthouse_addr=lighthouse,
             hostname=address,
             bind=f"{address}:0",
@@ -232,7 +238,7 @@ class Membership:
         )
         return store, coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
 
-    def _quorum(self, within: datetime.timedelta) -> Said:
+    def _quorum(self, within: datetime.timedelta) -> Description:
         """Who is there. One rank asks and tells the others: asked by each, torchft could tell them of different quorums."""
         self._meetings += 1
         key = f"meetings/{self._meetings}"
@@ -250,23 +256,23 @@ class Membership:
             for past in ("meetings", "ends"):
                 self._store.delete_key(f"{past}/{self._meetings - 1}")
         self._store.wait([key], within + _CONNECT + self._timeout)
-        told: Said = json.loads(self._store.get(key))
+        told: Description = json.loads(self._store.get(key))
         if "refusal" in told:
             raise PierConfigError(told["refusal"])
         if "error" in told:
             raise RuntimeError(told["error"])
         return told
 
-    def _said(self) -> Said:
+    def _description(self) -> Description:
         return {"is_new": self._is_new, "run": self._run, "store": self._at, "left": list(self._left)}
 
-    def _admit(self, quorum: Said) -> Said:
+    def _admit(self, quorum: Description) -> Description:
         """Asks the islands of a quorum who they are, and excludes those without proof that they belong to the run.
 
         Islands of another run are kept apart, since a collective of tensors of unequal size can end the process of either.
         """
         own, names = quorum["own"], quorum["islands"]
-        said = ask([name for name in names if name != own], self._secret, _CONNECT.total_seconds()) | {own: self._said()}
+        said = ask([name for name in names if name != own], self._secret, SECONDS) | {own: self._description()}
         known = {name: answer for name in names if (answer := said.get(name))}
         strangers = [name for name in names if name not in known]
         for name in strangers:
@@ -297,7 +303,7 @@ class Membership:
         first = next(iter(known.values()))
         return {"admitted": list(known), "store": first["store"]}
 
-    def _ask(self, within: datetime.timedelta) -> Said:
+    def _ask(self, within: datetime.timedelta) -> Description:
         patience = 0.0
         while True:
             quorum = self._client._quorum(
@@ -321,21 +327,21 @@ class Membership:
         return {
             "id": quorum.quorum_id,
             "islands": quorum.replica_ids,
-            "own": self._door.name,
+            "own": self._name,
             "step": quorum.max_step,
         }
 
 
-def _members(quorum: Said) -> tuple[int, tuple[str, ...]]:
+def _members(quorum: Description) -> tuple[int, tuple[str, ...]]:
     """What tells a communicator from another."""
     return quorum["id"], tuple(quorum["islands"])
 
 
-def _common_run(said: Sequence[Said]) -> tuple[Said, list[int]]:
+def _common_run(said: Sequence[Description]) -> tuple[Description, list[int]]:
     """The run that most islands are in, counting only those who have met before if any have; and the places of the others."""
     met_before = [each for each in said if not each["is_new"]] or said
     [(text, _)] = collections.Counter(json.dumps(each["run"], sort_keys=True) for each in met_before).most_common(1)
-    common: Said = json.loads(text)
+    common: Description = json.loads(text)
     return common, [place for place, each in enumerate(said) if each["run"] != common]
 
 

@@ -8,8 +8,8 @@ from pier_megatron.exchange.authentication import ask, island_of
 REMEMBERED = 64
 """Number of past meetings that an island reports as left; an island that still waits in one asks within seconds."""
 
-# Silence after which an island counts as dead in the middle of a meeting, as it does at the lighthouse by default.
-_SECONDS = 5.0
+SECONDS = 5.0
+"""Silence after which an island counts as dead in a meeting, as it does at the lighthouse by default."""
 
 
 def neighbours(islands: Sequence[str], place: int) -> list[str]:
@@ -20,8 +20,8 @@ def neighbours(islands: Sequence[str], place: int) -> list[str]:
     return [islands[(place + 2**power) % len(islands)] for power in range((len(islands) - 1).bit_length())]
 
 
-def complaint(islands: Sequence[str], step: int, secret: bytes) -> str | None:
-    """What is wrong with an island that does not answer or prove that it has the secret, or has left a meeting; or None.
+def lost_peer(islands: Sequence[str], step: int, secret: bytes) -> str | None:
+    """Finds an island that does not answer or prove the secret, or has left a meeting; returns what is wrong with it, or None.
 
     Args:
         islands: Names of those to ask.
@@ -29,8 +29,8 @@ def complaint(islands: Sequence[str], step: int, secret: bytes) -> str | None:
         secret: Key of all islands of the run.
     """
     begun = time.monotonic()
-    answers = ask(islands, secret, _SECONDS)
-    if time.monotonic() - begun > 1.2 * _SECONDS:
+    answers = ask(islands, secret, SECONDS)
+    if time.monotonic() - begun > 1.2 * SECONDS:
         # This process itself stood still.
         return None
     for island in islands:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -67,6 +67,7 @@ class _Formed:
         last_common_step: Iteration of the last outer step of all, this one included.
         round: Outer step that still needs :meth:`OuterRound.finish`; None if none was due.
         restarted: Islands that go back to the anchor with moments of another one, by their index in the quorum.
+        refusal: Reason why this island cannot continue, although the others can.
     """
 
     iteration: int
@@ -74,6 +75,7 @@ class _Formed:
     last_common_step: int
     round: OuterRound | None = None
     restarted: Sequence[int] = ()
+    refusal: LeftBehindError | None = None
 
 
 # What each island says of itself in a quorum.
@@ -177,6 +179,8 @@ class ElasticParticipants(Participants):
             if attempted is not None and outcome != Outcome.SUCCEEDED:
                 attempted.drop(is_lost=True)
             if outcome == Outcome.SUCCEEDED:
+                if formed is not None and formed.refusal is not None:
+                    raise formed.refusal
                 self._is_new, self._has_own_anchor = False, True
                 return formed
             if of_rank == Outcome.SUCCEEDED:
@@ -194,19 +198,21 @@ class ElasticParticipants(Participants):
             present = _those_present(standings)
             here, source = exchange.rank in present, standings[present[0]]
             refusals = _refusals(standings, present)
-            if exchange.rank in refusals:
+            # Those left behind come to this step's collectives before they end, so that it costs the others no attempt.
+            behind = {} if source[_SYNCED] == _NOWHERE else _left_behind(refusals)
+            if exchange.rank in refusals.keys() - behind.keys():
                 raise refusals[exchange.rank]
-            if refusals:
+            if refusals.keys() - behind.keys():
                 # Not to wait for them in a collective that they do not come to.
                 raise RuntimeError(f"islands end: {[standings[rank][_ISLAND] for rank in refusals]}")
-            absent = sorted({*range(exchange.size)} - {*present})
+            absent = sorted({*range(exchange.size)} - {*present} - {*behind})
             if absent:
                 # Until the outer step has succeeded: the anchor of the others with the iteration of this island is that of
                 # nobody.
                 self._has_own_anchor = self._has_own_anchor and exchange.rank not in absent
                 self._share.hand_over(exchange, present[0], absent)
             if not source[_IS_DUE]:
-                return _Formed(source[_ITERATION], not here, source[_SYNCED], None)
+                return _Formed(source[_ITERATION], not here, source[_SYNCED], None, refusal=behind.get(exchange.rank))
             verdicts = Verdicts(exchange, verdict if here else ABSENT, self._share.device)
             verdicts.check(source[_ITERATION])
             self._attempted = round_ = self.round(source[_ITERATION], exchange, verdicts, stopwatch)
@@ -214,7 +220,8 @@ class ElasticParticipants(Participants):
             round_.begin()
             round_.arrive()
             restarted = self.restarts.restart_excluded(round_, source[_ITERATION])
-        return _Formed(source[_ITERATION], not here, source[_ITERATION], round_, restarted)
+        refusal = behind.get(exchange.rank)
+        return _Formed(source[_ITERATION], not here, source[_ITERATION], round_, restarted, refusal)
 
     def _standing(self, progress: Progress, fragments: Sequence[int]) -> Tensor:
         # After a quorum that failed, what it handed over may still be on its way to the host.
@@ -277,6 +284,10 @@ def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int
                 "to --pier-groups less 1."
             )
     return found
+
+
+def _left_behind(refusals: Mapping[int, LeftBehindError | PierConfigError]) -> dict[int, LeftBehindError]:
+    return {rank: error for rank, error in refusals.items() if isinstance(error, LeftBehindError)}
 
 
 def _first_line(error: Exception) -> str:

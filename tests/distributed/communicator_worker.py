@@ -58,7 +58,6 @@ class _Island:
         self._store.add(key, 1)
         while self._store.add(key, 0) < ISLANDS:
             time.sleep(0.01)
-        self.communicator.end()
         self.communicator.close()
 
     def collectives(self, codec: str) -> dict[str, torch.Tensor]:
@@ -91,7 +90,6 @@ class _Island:
         return self._leave_after_the_others(seconds)
 
     def _leave_after_the_others(self, seconds: float) -> float:
-        self.communicator.end()
         key = f"interrupted/{self._begun}"
         self._store.add(key, int(self._rank != DEAD))
         while self._store.add(key, 0) < ISLANDS - 1:

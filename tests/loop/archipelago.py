@@ -513,6 +513,10 @@ class Island:
         """Iteration of its last outer step that all its ranks have taken."""
         return min(max(self.steps(part), default=0) for part in range(PARTS))
 
+    def missed(self, iteration: int) -> bool:
+        """Whether it was left behind before an outer step."""
+        return self.last_step() < iteration and any(said.startswith("LeftBehindError") for said in self.ends())
+
     def _joined(self) -> Step:
         return next((entry for entry in self.entries() if "joined" in entry), {})
 
@@ -686,7 +690,8 @@ class Archipelago:
         joined = [island for island in self.islands if island.index == index and island.has_joined]
         # One that starts from a save of this very outer step has not taken it.
         took = [island for island in joined if island.joined_at < iteration or iteration in island.steps()]
-        there = [island for island in took if iteration <= island.valid_until]
+        # One that was left behind counts in no step from then on, though it came to the next.
+        there = [island for island in took if iteration <= island.valid_until and not island.missed(iteration)]
         return there[-1] if there else None
 
     def check(self) -> dict[int, Step]:

@@ -1,20 +1,21 @@
 """Who reaches the lighthouse and the islands, and has heard all that they said, but does not have their secret."""
 
+import contextlib
 import datetime
 import secrets
 import socket
 import threading
 import time
+from multiprocessing.connection import Client, Connection, wait
 from typing import Any
 
 from torchft import coordination
 
-_NONCE, _ANSWERS = 32, 1 << 20
 _SECOND = datetime.timedelta(seconds=1)
 
 
 class Stranger:
-    """Stays in every quorum while the ``with`` block lasts, under a door of its own.
+    """Stays in every quorum while the ``with`` block lasts, and answers at a port of its own.
 
     Attributes:
         name: Name by which the lighthouse knows it.
@@ -26,15 +27,15 @@ class Stranger:
 
         Args:
             url: Address of the lighthouse.
-            passes_on: Whether it answers a challenge with another island's answer to it, or with one that it has heard before.
+            passes_on: Whether it passes challenges on to another island, or answers with what it has heard before.
         """
         self.quorums = 0
         self._url, self._passes_on = url, passes_on
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.name = f"0002/{secrets.token_hex(8)}/127.0.0.1/{self._door.getsockname()[1]}"
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.name = f"0002/{secrets.token_hex(8)}/127.0.0.1/{self._listener.getsockname()[1]}"
         self._others: list[str] = []
         self._heard = b""
-        self._has_heard, self._ended = threading.Event(), threading.Event()
+        self._has_others, self._ended = threading.Event(), threading.Event()
 
     def __enter__(self) -> "Stranger":
         self._server = coordination.ManagerServer(
@@ -56,7 +57,7 @@ class Stranger:
     def __exit__(self, *_: Any) -> None:
         self._ended.set()
         self._server.shutdown()
-        self._door.close()
+        self._listener.close()
 
     def _meet(self) -> None:
         client = coordination.ManagerClient(self._server.address(), connect_timeout=3 * _SECOND)
@@ -74,28 +75,36 @@ class Stranger:
             except RuntimeError:
                 continue
             self._others = [name for name in quorum.replica_ids if name != self.name]
-            if self._others and not self._heard:
-                self._heard = self._ask(secrets.token_bytes(_NONCE))
-                self._has_heard.set()
             self.quorums += 1
-
-    def _ask(self, nonce: bytes) -> bytes:
-        _, _, address, port = self._others[0].split("/")
-        answer = b""
-        with socket.create_connection((address, int(port)), 3) as connection:
-            connection.sendall(nonce)
-            while part := connection.recv(_ANSWERS):
-                answer += part
-        return answer
+            self._has_others.set()
 
     def _answer(self) -> None:
         while not self._ended.is_set():
             try:
-                connection, _ = self._door.accept()
+                asker = Connection(self._listener.accept()[0].detach())
             except OSError:
                 return
-            with connection:
-                nonce = connection.recv(_NONCE)
+            # An asker ends it when it has heard enough.
+            with asker, contextlib.suppress(OSError, EOFError):
                 # It may be asked before it knows whom to ask.
-                self._has_heard.wait(2)
-                connection.sendall(self._ask(nonce) if self._passes_on else self._heard)
+                self._has_others.wait(2)
+                if self._passes_on:
+                    self._relay(asker)
+                else:
+                    self._repeat(asker)
+
+    def _relay(self, asker: Connection) -> None:
+        _, _, address, port = self._others[0].split("/")
+        with Client((address, int(port))) as island:
+            while not self._ended.is_set():
+                for one in wait([asker, island], 1):
+                    (island if one is asker else asker).send_bytes(one.recv_bytes())
+
+    def _repeat(self, asker: Connection) -> None:
+        asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        self._heard = self._heard or asker.recv_bytes()
+        asker.send_bytes(b"#WELCOME#")
+        asker.send_bytes(b"{}")
+        asker.send_bytes(self._heard)
+        while True:
+            asker.recv_bytes()

@@ -1,48 +1,50 @@
 """An island that does not have the secret proves nothing, whatever it has heard."""
 
+import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge
 from pathlib import Path
 
 import pytest
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange import authentication
-from pier_megatron.exchange.authentication import Door, ask, is_loopback, new_secret, read_secret
+from pier_megatron.exchange.authentication import answer_peers, ask, is_loopback, new_secret, read_secret
 
 _SECRET, _ANOTHER = b"s" * 32, b"t" * 32
 
 
 @pytest.fixture
-def door() -> Door:
-    return Door(3, "127.0.0.1", _SECRET, lambda: {"run": "this"})
+def island() -> str:
+    return answer_peers(3, "127.0.0.1", _SECRET, lambda: {"run": "this"})
 
 
-def _raw(name: str, nonce: bytes) -> bytes:
+def _connect(name: str) -> Connection:
     _, _, address, port = name.split("/")
-    answer = b""
-    with socket.create_connection((address, int(port)), 5) as connection:
-        connection.sendall(nonce)
-        while part := connection.recv(4096):
-            answer += part
-    return answer
+    peer = socket.create_connection((address, int(port)), 5)
+    peer.setblocking(True)
+    return Connection(peer.detach())
 
 
 @pytest.fixture
-def fake() -> Iterator[Callable[[Callable[[bytes], bytes]], str]]:
-    """Makes a door that answers a nonce as it is told to; gives its name."""
+def fake() -> Iterator[Callable[[Callable[[Connection], object]], str]]:
+    """Makes an island that does something with each connection; gives its name."""
     listeners = []
 
-    def make(answer: Callable[[bytes], bytes]) -> str:
+    def make(answer: Callable[[Connection], object]) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(answer(connection.recv(32)))
+            with contextlib.suppress(OSError, EOFError):
+                while True:
+                    with Connection(listener.accept()[0].detach()) as asker:
+                        answer(asker)
 
         threading.Thread(target=serve, daemon=True).start()
         return f"0003/{'0' * 16}/127.0.0.1/{listener.getsockname()[1]}"
@@ -52,39 +54,132 @@ def fake() -> Iterator[Callable[[Callable[[bytes], bytes]], str]]:
         listener.close()
 
 
-def test_only_the_same_secret_is_believed(door: Door) -> None:
-    assert door.name.startswith("0003/")
-    assert ask([door.name], _SECRET, 5) == {door.name: {"run": "this"}}
-    assert ask([door.name], _ANOTHER, 5) == {door.name: None}
-    assert ask([door.name], b"", 5) == {door.name: None}
+def test_only_the_same_secret_is_believed(island: str) -> None:
+    assert island.startswith("0003/")
+    assert ask([island], _SECRET, 5) == {island: {"run": "this"}}
+    assert ask([island], _ANOTHER, 5) == {island: None}
+    assert ask([island], b"", 5) == {island: None}
 
 
-def test_nobody_answers_for_another_one(door: Door, fake: Callable[..., str]) -> None:
-    renamed = door.name.replace("0003/", "0004/")
-    heard = _raw(door.name, bytes(32))
-    repeats, passes_on = fake(lambda nonce: heard), fake(lambda nonce: _raw(door.name, nonce))
-    assert ask([renamed, repeats, passes_on], _SECRET, 5) == {renamed: None, repeats: None, passes_on: None}
+def test_a_stranger_is_told_nothing(island: str) -> None:
+    with _connect(island) as connection:
+        with pytest.raises(AuthenticationError, match="rejected"):
+            answer_challenge(connection, _ANOTHER)
+        with pytest.raises((EOFError, ConnectionError)):
+            connection.recv_bytes()
 
 
-def test_what_a_stranger_sends_is_bounded(fake: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_for = []
-    receive = authentication._receive
-    monkeypatch.setattr(
-        authentication,
-        "_receive",
-        lambda socket_, size, deadline: (asked_for.append(size), receive(socket_, size, deadline))[1],
-    )
-    endless = fake(lambda nonce: bytes(32) + b"\xff" * 4)
-    assert ask([endless], _SECRET, 5) == {endless: None}
-    assert asked_for == [32, 4]
+def _relay(asker: Connection, name: str) -> None:
+    """Passes each message on, in turn: the island's challenge, the answer, what it says of it, and the same the other way."""
+    with _connect(name) as other:
+        for sender, receiver in [(other, asker), (asker, other), (other, asker)] * 2:
+            receiver.send_bytes(sender.recv_bytes())
 
 
-def test_who_does_not_answer_costs_no_more_than_the_time_given(fake: Callable[..., str]) -> None:
+def test_nobody_answers_for_another_one(island: str, fake: Callable[..., str]) -> None:
+    renamed = island.replace("0003/", "0004/")
+    passes_on = fake(lambda asker: _relay(asker, island))
+    assert ask([renamed, passes_on], _SECRET, 5) == {renamed: None, passes_on: None}
+
+
+def test_an_answer_heard_earlier_or_made_by_the_asker_proves_nothing(fake: Callable[..., str]) -> None:
+    heard: list[bytes] = []
+
+    def repeat(asker: Connection) -> None:
+        asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        heard.append(asker.recv_bytes())
+        asker.send_bytes(b"#WELCOME#")
+        asker.send_bytes(b"{}")
+        asker.recv_bytes()
+        asker.send_bytes(heard[0])
+        asker.recv_bytes()
+
+    def reflect(asker: Connection) -> None:
+        """Has an asker, the other one or this one, answer the challenge of this one."""
+        asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        asker.recv_bytes()
+        asker.send_bytes(b"#WELCOME#")
+        asker.send_bytes(b"{}")
+        challenge = asker.recv_bytes()
+        challenges.append(challenge)
+        other = threading.Thread(target=ask, args=([oracle], _SECRET, 5))
+        other.start()
+        other.join()
+        asker.send_bytes(answers[0])
+        asker.recv_bytes()
+
+    challenges: list[bytes] = []
+    answers: list[bytes] = []
+
+    def answer_for(asker: Connection) -> None:
+        asker.send_bytes(challenges[0])
+        answers.append(asker.recv_bytes())
+
+    repeats, reflects, oracle = fake(repeat), fake(reflect), fake(answer_for)
+    for _ in range(2):
+        assert ask([repeats], _SECRET, 5) == {repeats: None}
+    assert ask([reflects], _SECRET, 5) == {reflects: None}
+    assert answers
+
+
+def test_what_a_stranger_sends_is_bounded(fake: Callable[..., str]) -> None:
+    sent: list[int] = []
+
+    def send_without_end(asker: Connection) -> None:
+        asker.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+        asker.recv_bytes()
+        asker.send_bytes(b"#WELCOME#")
+        with contextlib.suppress(OSError):
+            os.write(asker.fileno(), b"\x7f" + b"\xff" * 3)
+            while True:
+                sent.append(os.write(asker.fileno(), bytes(1 << 16)))
+
+    endless = fake(send_without_end)
+    assert ask([endless], _SECRET, 5) == {}
+    time.sleep(0.1)
+    # What fits into the buffers of the connection that was closed.
+    assert sum(sent) < 1 << 24
+
+
+def test_who_does_not_answer_costs_no_more_than_the_time_given(island: str, fake: Callable[..., str]) -> None:
     ended = threading.Event()
-    silent = fake(lambda nonce: (ended.wait(30), b"")[1])
-    gone = "0001/x/127.0.0.1/1"
-    assert ask([silent, gone, "no name", "0001/x/127.0.0.1/70000"], _SECRET, 0.5) == {}
+
+    def drip(asker: Connection) -> None:
+        os.write(asker.fileno(), bytes(3) + b"\xf0")
+        while not ended.wait(0.05):
+            os.write(asker.fileno(), bytes(1))
+
+    silent = [fake(lambda _: ended.wait(30)) for _ in range(40)]
+    gone = ["0001/x/127.0.0.1/1", "no name", "0001/x/127.0.0.1/70000"]
+    begun = time.monotonic()
+    assert ask([island, fake(drip), *gone, *silent], _SECRET, 0.5) == {island: {"run": "this"}}
+    assert time.monotonic() - begun < 2
+    # No thread of a question outlives it.
+    while any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate()):
+        assert time.monotonic() - begun < 5
+        time.sleep(0.05)
     ended.set()
+
+
+def test_a_silent_asker_holds_nobody(island: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "_ANSWER_SECONDS", 0.5)
+    with _connect(island) as silent:
+        assert ask([island], _SECRET, 5) == {island: {"run": "this"}}
+        silent.recv_bytes()
+        assert silent.poll(3)
+        with pytest.raises(EOFError):
+            silent.recv_bytes()
+
+
+def test_an_island_listens_at_one_address_only() -> None:
+    listener = authentication.listen_at("127.0.0.2")
+    port = listener.getsockname()[1]
+    assert listener.getsockname()[0] == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 1)
+    listener.close()
+    with pytest.raises(OSError, match="assign"):
+        authentication.listen_at("192.0.2.1")
 
 
 def test_secret_is_for_its_owner_only(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Where the communicator between islands listens, and how long somebody waits in it."""
 
 import datetime
-import threading
+import itertools
 import time
 from concurrent import futures
 
@@ -43,21 +43,31 @@ class _Forgotten:
 
 
 def test_nobody_waits_for_a_collective_of_a_lost_exchange() -> None:
-    lost = threading.Event()
-    threading.Timer(0.1, lost.set).start()
-    with pytest.raises(RuntimeError, match="interrupted"):
-        communicator._Wait(_Forgotten(), lost).wait()  # type: ignore[arg-type]
+    store, silences = dist.HashStore(), iter([None, "island 7 does not answer"])
+    own = communicator.Communicator(store, datetime.timedelta(seconds=300))
+    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=300))
+    own.begin("ends/1", lambda: next(silences), lambda: alone)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RuntimeError, match="the exchange is interrupted: island 7 does not answer"):
+        communicator._Wait(_Forgotten(), own.watched).wait()  # type: ignore[arg-type]
+    store.set("ends/1", "")
+    with pytest.raises(RuntimeError, match="interrupted: another rank of this island has ended it"):
+        own.watched(lambda _: False)
+    # What comes about in the meantime is taken.
+    comes = itertools.chain([False], itertools.repeat(True))
+    own.watched(lambda _: next(comes))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_islands_sum_several_chunks_in_one_launch(dtype: str) -> None:
-    store, lost = communicator.store_at("127.0.0.1"), threading.Event()
+    store = communicator.store_at("127.0.0.1")
 
     def island(rank: int) -> list[torch.Tensor]:
         at = ("127.0.0.1", store.port)
-        group = communicator.connect(at, dtype, (rank, 2), "127.0.0.1", datetime.timedelta(seconds=10))
+        timeout = datetime.timedelta(seconds=10)
+        own = communicator.Communicator(dist.HashStore(), timeout)
+        group = own.begin("ends", lambda: None, lambda: communicator.connect(at, dtype, (rank, 2), "127.0.0.1", timeout))
         chunks = [torch.full((numel,), rank + 1.0) for numel in (3, 5)]
-        under_way = GroupExchange(communicator._Guarded(group, lost), CODECS[dtype]).sum(chunks)
+        under_way = GroupExchange(group, CODECS[dtype]).sum(chunks)
         under_way.advance()
         under_way.finish()
         return chunks

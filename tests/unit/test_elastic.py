@@ -15,11 +15,11 @@ import torch
 from forked_ranks import free_port
 
 from pier_megatron import PierConfig, PierConfigError
-from pier_megatron.exchange.authentication import Door
+from pier_megatron.exchange.authentication import answer_peers
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.exchange.silence import complaint, neighbours
+from pier_megatron.exchange.silence import lost_peer, neighbours
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.elastic import ElasticMembership, LeftBehindError
 from pier_megatron.outer.verdicts import GOOD
@@ -158,22 +158,22 @@ def test_loop_without_islands_has_nobody_to_join() -> None:
 def test_an_island_hears_of_silent_ones_and_of_those_that_have_left() -> None:
     secret = b"s" * 32
     said: list[dict[str, list[int]]] = [{"left": []} for _ in range(3)]
-    names = [Door(index, "127.0.0.1", secret, functools.partial(said.__getitem__, index)).name for index in range(3)]
-    stranger = Door(3, "127.0.0.1", b"t" * 32, lambda: {"left": []}).name
+    names = [answer_peers(index, "127.0.0.1", secret, functools.partial(said.__getitem__, index)) for index in range(3)]
+    stranger = answer_peers(3, "127.0.0.1", b"t" * 32, lambda: {"left": []})
     nobody = f"0004/{'0' * 16}/127.0.0.1/{free_port()}"
-    assert complaint(names, 7, secret) is None
+    assert lost_peer(names, 7, secret) is None
     said[2]["left"] = [6, 8]
-    assert complaint(names, 7, secret) is None
+    assert lost_peer(names, 7, secret) is None
     said[2]["left"] = [6, 7, 8]
-    assert complaint(names, 7, secret) == "island 2 has ended it"
-    assert complaint([*names[:2], nobody], 7, secret) == "island 4 does not answer"
-    assert complaint([stranger], 7, secret) == "island 3 does not answer"
+    assert lost_peer(names, 7, secret) == "island 2 has ended it"
+    assert lost_peer([*names[:2], nobody], 7, secret) == "island 4 does not answer"
+    assert lost_peer([stranger], 7, secret) == "island 3 does not answer"
 
 
 def test_who_stood_still_itself_believes_in_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pier_megatron.exchange.silence.ask", lambda *_: time.sleep(0.1) or {})
-    monkeypatch.setattr("pier_megatron.exchange.silence._SECONDS", 0.01)
-    assert complaint(["0001/x/127.0.0.1/1"], 7, b"") is None
+    monkeypatch.setattr("pier_megatron.exchange.silence.SECONDS", 0.01)
+    assert lost_peer(["0001/x/127.0.0.1/1"], 7, b"") is None
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 1000])
