@@ -20,6 +20,7 @@ from pier_megatron.integration.inner import requirements
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.megatron_api.seam import install
+from pier_megatron.outer.rules import rule_class
 from pier_megatron.settings import Settings, flag_of, given, settings_of
 
 
@@ -270,4 +271,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         for check in (refusals.check_sizes_and_intervals, nccl_options.check):
             with problems.collecting():
                 check(args, config)
+        with problems.collecting():
+            rule_class(config)
         problems.report()
