@@ -55,6 +55,7 @@ class PierOptimizerConfig(OptimizerConfig):
     lazy_start_iters: int | None = Settings.lazy_start_iters
     outer_lr: float | None = Settings.outer_lr
     outer_momentum: float | None = Settings.outer_momentum
+    outer_rule: str | None = Settings.outer_rule
     subgroup_size: int | None = Settings.subgroup_size
     subgroup_gamma: float | None = Settings.subgroup_gamma
     subgroup_seed: int = Settings.subgroup_seed
