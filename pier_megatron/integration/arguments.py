@@ -111,6 +111,11 @@ def _translate(args: argparse.Namespace) -> None:
     if not args.pier:
         if without_effect := ", ".join(map(flag_of, given(Settings, args))):
             problems.found.append(f"{without_effect} has no effect with --optimizer {args.optimizer}: add --optimizer pier.")
+        if args.yaml_cfg is not None and (dropped := ", ".join(features.settings(args))):
+            problems.found.append(
+                f"{dropped} has no effect with --yaml-cfg {args.yaml_cfg}: Megatron then takes all settings from the file, and "
+                "checks them without Pier. Pass the settings as flags."
+            )
         problems.report()
         return
     with problems.collecting():
