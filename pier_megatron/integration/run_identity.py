@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import inspect
 import os
 import zlib
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.outer import Shards
 from pier_megatron.outer.description import Description
+from pier_megatron.outer.rules import rule_class
 from pier_megatron.version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
@@ -94,6 +96,10 @@ def in_common(
     """
     settings = Description.of_run(config, 0, layout_of(args, world.size()), device.type).in_common
     of_code = {"pier_megatron": f"{__version__}, sources {fingerprint(_PACKAGE)}"}
+    if config.outer_rule is not None:
+        # Islands have files of their own, and the same name may be another formula.
+        source = Path(inspect.getfile(rule_class(config))).read_bytes()
+        of_code[f"source of {config.outer_rule}"] = hashlib.sha256(source).hexdigest()[:12]
     shapes = {"shapes of all ranks' parameters": _shapes(shards, world, device)}
     return {**arguments_in_common(args), **settings, **of_code, **shapes}
 

@@ -122,3 +122,25 @@ def test_other_code_of_the_same_version_is_another_run(tmp_path: Path, monkeypat
         assert code().startswith(f"{__version__}, sources ")
     finally:
         dist.destroy_process_group()
+
+
+def test_another_formula_of_the_same_name_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = tmp_path / "rules_of_islands.py"
+    text = "from pier_megatron.outer import OuterRule\n\nclass Rule(OuterRule):\n    def step(self, *_): pass\n"
+    rules.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        def source() -> str:
+            config, world = PierConfig(train_iters=1000, groups=2, outer_rule="rules_of_islands:Rule"), dist.group.WORLD
+            assert world is not None
+            in_common = run_identity.in_common(args(optimizer="adam"), config, [], world, torch.device("cpu"))
+            return str(in_common["source of rules_of_islands:Rule"])
+
+        here = source()
+        assert source() == here
+        rules.write_text(f"{text}# Another.\n")
+        assert source() != here
+    finally:
+        dist.destroy_process_group()
