@@ -10,14 +10,14 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
     "": 2144,
-    "bridge": 541,
-    "commands": 4608,
+    "bridge": 542,
+    "commands": 4609,
     "cpu": 673,
     "exchange": 2043,
     "experiments": 5840,
-    "integration": 5170,
+    "integration": 5182,
     "megatron_api": 477,
-    "outer": 3303,
+    "outer": 3314,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

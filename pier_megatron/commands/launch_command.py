@@ -131,10 +131,11 @@ class LaunchCommand:
         return cls(nodes, ranks, script, tuple(arguments), 0, "static", "python", has_plugin, is_module, surroundings=around)
 
     def find_megatron(self) -> None:
-        """Makes this process import the Megatron that the job would: a checkout around the script comes first."""
+        """Makes this process import the Megatron that the job would and modules of the script's folder: a checkout first."""
         folder = Path(self.script).resolve().parent
-        if (folder / "megatron" / "core" / "package_info.py").is_file() and str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+        if str(folder) not in sys.path:
+            is_checkout = (folder / "megatron" / "core" / "package_info.py").is_file()
+            sys.path.insert(0 if is_checkout else len(sys.path), str(folder))
 
     def validated_arguments(self) -> argparse.Namespace:
         """Megatron's arguments of a job with any optimizer; needs no GPU.

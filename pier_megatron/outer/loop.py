@@ -242,7 +242,7 @@ class OuterLoop:
             snapshot: Snapshot that :meth:`snapshot` has returned.
 
         Raises:
-            PierConfigError: If this run would fall back into the lazy start, or has another outer optimizer.
+            PierConfigError: If this run would fall back into the lazy start, or has another outer rule.
         """
         self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
         self.progress = dataclasses.replace(snapshot.progress)

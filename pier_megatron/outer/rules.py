@@ -198,13 +198,24 @@ def _imported(name: str) -> type[OuterRule]:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise PierConfigError(
-            f"--pier-outer-rule {name}: {error}. Name a class as package.module:Class, in a module that every rank finds "
-            "(PYTHONPATH)."
+            f"--pier-outer-rule {name}: {error}. Name a class as package.module:Class, in a module that every rank finds: "
+            "in the training script's folder, or on PYTHONPATH."
+        ) from error
+    except Exception as error:
+        raise PierConfigError(
+            f"--pier-outer-rule {name}: the import of {module} ends with {type(error).__name__}: {error}. Mend the module."
         ) from error
     if not (isinstance(found, type) and issubclass(found, OuterRule) and found.has_common_anchor):
         raise PierConfigError(
             f"--pier-outer-rule {name}: not a subclass of pier_megatron.outer.OuterRule by which all groups agree. Derive it "
             "from OuterRule, with a method step()."
+        )
+    if found.step is OuterRule.step and found.update is OuterRule.update:
+        raise PierConfigError(f"--pier-outer-rule {name}: it has no method step(), which takes the outer step. Write one.")
+    if found.sends_slow_weights is not OuterRule.sends_slow_weights:
+        raise PierConfigError(
+            f"--pier-outer-rule {name}: it defines sends_slow_weights, but only NoLoCo's rule has buffers for slow weights. "
+            "Send all in staged.shared."
         )
     if found.memory[:1] != (MOMENTUM,) or len(found.memory) > 2 or {*found.memory[1:]} & {*_TAKEN}:
         raise PierConfigError(

@@ -122,7 +122,9 @@ def test_megatron_of_a_checkout_comes_first(tmp_path: Path, monkeypatch: pytest.
     before = list(sys.path)
     job = LaunchCommand(1, 2, str(tmp_path / "pretrain_gpt.py"), ())
     job.find_megatron()
-    assert sys.path == before
+    # Modules in the script's folder are found, as in the job, and shadow nothing here.
+    assert sys.path == [*before, str(tmp_path)]
+    sys.path.pop()
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "package_info.py").touch()
     job.find_megatron()

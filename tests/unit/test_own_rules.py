@@ -1,5 +1,6 @@
 """A rule of the user's own in the outer step, by name; its memory lasts wherever the anchor does."""
 
+import argparse
 import io
 import re
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.integration.arguments import check_arguments
+from pier_megatron.integration.startup import Takes
 from pier_megatron.outer import OuterLoop, OuterRule, OuterStepReport, Snapshot
 
 SETTINGS: list[dict[str, Any]] = [
@@ -42,16 +45,24 @@ class Descent(OuterRule):
         anchor.sub_(self.eta * delta)
 
 
-class Three(OuterRule):
+class Three(Descent):
     memory = ("momentum", "second", "third")
 
 
-class Taken(OuterRule):
+class Taken(Descent):
     memory = ("momentum", "residual")
 
 
 class Pairs(OuterRule):
     has_common_anchor = False
+
+
+class Idle(OuterRule):
+    """Without step()."""
+
+
+class Slow(Descent):
+    sends_slow_weights = True  # type: ignore[assignment]
 
 
 def nothing() -> None:
@@ -193,6 +204,8 @@ def test_snapshot_of_another_rule_is_refused_or_begins_without_memory() -> None:
         ("test_own_rules:Missing", r"no attribute 'Missing'"),
         ("test_own_rules:nothing", r"not a subclass of pier_megatron.outer.OuterRule"),
         ("test_own_rules:Pairs", r"by which all groups agree"),
+        ("test_own_rules:Idle", r"it has no method step\(\)"),
+        ("test_own_rules:Slow", r"only NoLoCo's rule has buffers"),
         ("test_own_rules:Three", r"its memory is \('momentum', 'second', 'third'\), must be"),
         ("test_own_rules:Taken", r"with a NAME other than anchor, momentum, residual"),
     ],
@@ -200,6 +213,32 @@ def test_snapshot_of_another_rule_is_refused_or_begins_without_memory() -> None:
 def test_what_is_no_rule_is_refused(rule: str, message: str) -> None:
     with pytest.raises(PierConfigError, match=rf"--pier-outer-rule {rule}: .*{message}"):
         _Run(_config(outer_rule=rule))
+
+
+@pytest.mark.parametrize(("text", "message"), [("x = y", "NameError: name 'y'"), ("def f(:", "SyntaxError: ")])
+def test_module_that_fails_is_refused(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "failing_rules.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PierConfigError, match=f"--pier-outer-rule failing_rules:Rule: the import .*{message}"):
+        _Run(_config(outer_rule="failing_rules:Rule"))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_memory_is_in_what_is_planned(offload: bool) -> None:
+    config = _config(outer_rule=ADAM, offload=offload)
+    [state] = _Run(config).loop.states
+    assert Takes.planned(config, (23, 0, 0), False, "cpu").state == state.nbytes == 3 * 4 * 23
+
+
+def test_arguments_are_refused_before_anything_is_built() -> None:
+    given = vars(_config()) | {"outer_rule": "no_such_module:Rule"}
+    args = argparse.Namespace(**{f"pier_{name}": value for name, value in given.items()}, train_iters=18)
+    with (
+        mock.patch("pier_megatron.integration.refusals.check_sizes_and_intervals"),
+        mock.patch("pier_megatron.integration.nccl_options.check"),
+        pytest.raises(PierConfigError, match="no_such_module"),
+    ):
+        check_arguments(args)
 
 
 def test_the_rule_of_the_page_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
