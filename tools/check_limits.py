@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2144,
     "bridge": 542,
-    "commands": 4609,
+    "commands": 4612,
     "cpu": 673,
     "exchange": 2043,
     "experiments": 5840,

@@ -187,6 +187,9 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
     metadata = versions.require("megatron.core", "dist_checkpointing").load_content_metadata(str(folder)) or {}
     if ENTRY not in metadata:
         return f"{folder}: a stock checkpoint; Pier begins from its weights, without outer momentum"
+    if getattr(args, "finetune", False):
+        # Megatron then reads the weights alone, whoever has saved them.
+        return f"{folder}: with --finetune, Pier begins from its weights, without outer momentum"
     saved = Description.from_metadata(metadata[ENTRY])
     if (no := saved.refusal_in_one_launch(config, args.load)) is not None:
         raise PierConfigError(no)

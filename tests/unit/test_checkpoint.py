@@ -1,12 +1,16 @@
 """How a checkpoint describes itself, and which runs may resume from it."""
 
+import argparse
 import dataclasses
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from pier_megatron import PierConfig
+from pier_megatron.commands import planned_job
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.description import FORMAT, Description
+from pier_megatron.outer.description import ENTRY, FORMAT, Description
 
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:
@@ -81,6 +85,24 @@ def test_newer_format_is_refused() -> None:
 def test_older_format_is_refused() -> None:
     with pytest.raises(PierConfigError, match=r"iteration 400 .* in format 7.*Finish the run .* or begin .* with --finetune"):
         Description.from_metadata(described().to_metadata() | {"format": 7, "version": "0.1.0"})
+
+
+def test_doctor_accepts_weights_of_an_older_format() -> None:
+    """The refusal names --finetune, and the job accepts it."""
+    older = {ENTRY: described().to_metadata() | {"format": 7, "version": "0.1.0"}}
+    files = mock.Mock(load_content_metadata=mock.Mock(return_value=older))
+    config = PierConfig(train_iters=1000, groups=2)
+    with mock.patch.multiple(
+        planned_job,
+        stored_checkpoint=mock.Mock(return_value=Path("run/iter_0000400")),
+        refusal=mock.Mock(return_value=None),
+        versions=mock.Mock(require=mock.Mock(return_value=files)),
+    ):
+        given = argparse.Namespace(load="run", ckpt_step=None, finetune=False)
+        with pytest.raises(PierConfigError, match="with --finetune"):
+            planned_job.check_checkpoint(given, config, 2)
+        given.finetune = True
+        assert "begins from its weights" in str(planned_job.check_checkpoint(given, config, 2))
 
 
 def test_an_elastic_island_is_alone_in_its_folder() -> None:
