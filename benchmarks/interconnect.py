@@ -184,22 +184,6 @@ def times_wire(row: dict[str, Any], rate: float) -> float | None:
     return row["outer seconds"] / wire if row["outer steps"] and wire else None
 
 
-def headline(measured: dict[str, list[dict[str, Any]]]) -> str:
-    """What decides: mean iterations, outer steps included, of synchronous training and of Pier on links of each rate."""
-    found = {rate: {row["name"]: row["mean"] for row in rows(measured, rate)} for rate in rates(measured)}
-    lines = [f"| | {' | '.join(f'{rate:g} Mbit/s' for rate in found)} |", "|---" * (1 + len(found)) + "|"]
-    for label, name in (
-        ("synchronous", _SYNCHRONISED),
-        ("Pier, blocking", "Pier, blocking"),
-        ("Pier, overlapped by 25", "Pier, overlapped by 25"),
-        ("one group alone, no network", _LIMIT),
-    ):
-        lines.append(f"| {label} | {' | '.join(f'{at[name] * 1e3:.0f} ms' for at in found.values())} |")
-    gains = (at[_SYNCHRONISED] / at["Pier, blocking"] for at in found.values())
-    lines.append(f"| synchronous against Pier, blocking | {' | '.join(f'{gain:.1f} x' for gain in gains)} |")
-    return "\n".join(lines)
-
-
 def summary(measured: dict[str, list[dict[str, Any]]]) -> str:
     """One table of all rates: the best interval against one group alone, and outer steps against the wire."""
     columns = [f"{rate:g} Mbit/s, x alone | x wire" for rate in rates(measured)]

@@ -70,6 +70,9 @@ def compare() -> Rows:
                 continue
         lines = {int(at): (float(milliseconds), loss) for at, milliseconds, loss in _LINE.findall(printed)}
         losses = {at: loss for at, (_, loss) in lines.items()}
+        if len(losses) < _END:
+            yield Row(name, "", "failed", f"the log has {len(losses)} of {_END} iterations")
+            continue
         if flags:
             same = all(stock.get(ranks, {}).get(at) == losses[at] for at in range(1, _LAZY + 1))
             yield checked(f"{name}: losses of the lazy start", same, f"{losses[1]} to {losses[_LAZY]}", "not those of stock")

@@ -193,7 +193,8 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     groups = f"{'group' if config.lighthouse is None else 'island'}{'' if config.groups == 1 else 's'}"
     copying = "overlapped steps wait for copies of offloaded state: pier-megatron plan says whether blocking ones are faster"
     return [
-        f"{config.groups} {groups} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}",
+        f"{config.groups} {groups} of {ranks} rank{'' if ranks == 1 else 's'}, {preset(config)}"
+        + ("" if config.outer_rule is None else f", outer rule {config.outer_rule}"),
         *who,
         f"iterations: {config.lazy_start} of lazy start (synchronous), then {config.train_iters - config.lazy_start} local "
         f"with an outer step every {config.sync_interval}",

@@ -217,10 +217,14 @@ def _imported(name: str) -> type[OuterRule]:
             f"--pier-outer-rule {name}: it defines sends_slow_weights, but only NoLoCo's rule has buffers for slow weights. "
             "Send all in staged.shared."
         )
-    if found.memory[:1] != (MOMENTUM,) or len(found.memory) > 2 or {*found.memory[1:]} & {*_TAKEN}:
+    if (
+        found.memory[:1] != (MOMENTUM,)
+        or len(found.memory) > 2
+        or any(name in _TAKEN or not name.isalpha() for name in found.memory[1:])
+    ):
         raise PierConfigError(
             f"--pier-outer-rule {name}: its memory is {found.memory}, must be ('{MOMENTUM}',) or ('{MOMENTUM}', NAME), because "
-            f"checkpoints have room for two, with a NAME other than {', '.join(_TAKEN)}."
+            f"checkpoints have room for two, with a NAME of letters other than {', '.join(_TAKEN)}."
         )
     return found
 

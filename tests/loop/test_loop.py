@@ -117,6 +117,11 @@ _CASES: dict[str, tuple[list[Command], dict[str, Any], str]] = {
         {**_OWN_RULE, "fragments": 3, "overlap": 2, "exchange_dtype": "int8", "offload": True},
         "what a rule remembers is not restored",
     ),
+    "sites under a rule of one's own, stopped in flight": (
+        [(10, QUIET), ("stop_and_resume", QUIET), (5, QUIET)],
+        {**_SITES, **_OWN_RULE, "overlap": 3},
+        "what a rule remembers is not restored",
+    ),
     "a group diverges under a rule of one's own": (
         [(4, QUIET), (1, _BAD), (7, QUIET)],
         _OWN_RULE,

@@ -29,13 +29,13 @@ SETTINGS: list[dict[str, Any]] = [
 class Adam(OuterRule):
     """Adam on the mean pseudo-gradient, whose second moment remembers twenty outer steps."""
 
-    memory = ("momentum", "second_moment")
+    memory = ("momentum", "squares")
 
     def step(self, anchor: Tensor, delta: Tensor, *memory: Tensor) -> None:
-        momentum, second_moment = memory
+        momentum, squares = memory
         momentum.lerp_(delta, 1 - self.mu)
-        second_moment.lerp_(delta**2, 0.05)
-        anchor.sub_(self.eta * momentum / (second_moment.sqrt() + 1e-3))
+        squares.lerp_(delta**2, 0.05)
+        anchor.sub_(self.eta * momentum / (squares.sqrt() + 1e-3))
 
 
 class Descent(OuterRule):
@@ -171,8 +171,8 @@ def test_memory_is_registered_once_and_lasts_everywhere() -> None:
     """Saved, restored, reset, compared; what is handed to an island that joins is the same list."""
     run = _Run(_config(outer_rule=ADAM, exchange_dtype="int8")).train(10)
     [state], [saved] = run.loop.states, run.loop.snapshot().states
-    assert saved["second_moment"].any()
-    assert run.loop.checksums()[0].keys() == {"anchor", "momentum", "second_moment"}
+    assert saved["squares"].any()
+    assert run.loop.checksums()[0].keys() == {"anchor", "momentum", "squares"}
     assert state.nbytes == sum(tensor.nbytes for tensor in saved.values())
     run.loop.reset()
     assert [name for name, tensor in state.kept.items() if tensor.any()] == ["anchor"]
@@ -207,7 +207,7 @@ def test_snapshot_of_another_rule_is_refused_or_begins_without_memory() -> None:
         ("test_own_rules:Idle", r"it has no method step\(\)"),
         ("test_own_rules:Slow", r"only NoLoCo's rule has buffers"),
         ("test_own_rules:Three", r"its memory is \('momentum', 'second', 'third'\), must be"),
-        ("test_own_rules:Taken", r"with a NAME other than anchor, momentum, residual"),
+        ("test_own_rules:Taken", r"with a NAME of letters other than anchor, momentum, residual"),
     ],
 )
 def test_what_is_no_rule_is_refused(rule: str, message: str) -> None:

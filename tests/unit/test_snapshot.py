@@ -39,8 +39,9 @@ class _Copies(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _loop(exchange: GroupExchange | None = None) -> OuterLoop:
-    config = PierConfig(20, groups=2, preset="pier", sync_interval=4, lazy_start_iters=4, exchange_dtype="int8", offload=True)
+def _loop(exchange: GroupExchange | None = None, outer_rule: str | None = None) -> OuterLoop:
+    settings: dict[str, Any] = {"exchange_dtype": "int8", "offload": True, "outer_rule": outer_rule}
+    config = PierConfig(20, groups=2, preset="pier", sync_interval=4, lazy_start_iters=4, **settings)
     return OuterLoop([[Shards([torch.randn(10), torch.randn(4, 5)])]], config, exchange or _Deaf())
 
 
@@ -98,10 +99,11 @@ class _Handed(_Deaf):
 def test_offloaded_state_is_handed_out_by_way_of_the_device() -> None:
     """NCCL takes no host tensors: what crosses must be none of the flat buffers, which are in host memory."""
     exchange = _Handed()
-    loop = _loop(exchange)
+    loop = _loop(exchange, "own_rules:Aside")
     loop._share.hand_over(exchange, 0, [1])
     [state] = loop.states
     assert exchange.memory
     assert exchange.memory.isdisjoint(flat.untyped_storage().data_ptr() for flat in state.flats.values())
     assert state.anchor.eq(1.0).all()
     assert state.momentum.eq(1.0).all()
+    assert state.flats["aside"].eq(1.0).all()
