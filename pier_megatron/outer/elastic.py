@@ -200,6 +200,9 @@ class ElasticParticipants(Participants):
             refusals = _refusals(standings, present)
             # Those left behind come to this step's collectives before they end, so that it costs the others no attempt.
             behind = {} if source[_SYNCED] == _NOWHERE else _left_behind(refusals)
+            if 2 * (exchange.size - len(behind)) <= self._config.groups:
+                # The lighthouse counted them, and the others alone may be too few.
+                behind = {}
             if exchange.rank in refusals.keys() - behind.keys():
                 raise refusals[exchange.rank]
             if refusals.keys() - behind.keys():
