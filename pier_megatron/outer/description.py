@@ -177,6 +177,10 @@ class Description:
         """Whether the ranks of a group share the model as they did."""
         return self.layout == present.layout
 
+    def remembers_otherwise(self, present: "Description") -> bool:
+        """Whether the outer momentum means something else: the built-in rules sum the same pseudo-gradients."""
+        return self.rule != present.rule and ":" in f"{self.rule} {present.rule}"
+
     def check(self, present: "Description", accepts_changes: bool, lacking: Sequence[str] = ()) -> list[str]:
         """Compares the run that was saved with the one that loads it.
 

@@ -124,7 +124,7 @@ class Loading:
         progress = Progress(saved.iteration, saved.is_local, saved.is_synchronised, saved.last_common_step)
         snapshot = loop.empty_snapshot(progress, saved.rounds if is_exact else {})
         snapshot.restarted = saved.restarted if is_exact else {}
-        if saved.rule != present.rule:
+        if saved.remembers_otherwise(present):
             # The momentum of another rule is read and forgotten; what else it remembered is not even asked for.
             snapshot.rule = saved.rule
             snapshot.states = [{name: state[name] for name in (ANCHOR, MOMENTUM)} for state in snapshot.states]
@@ -222,7 +222,7 @@ class Loading:
 
     def _verify(self, request: _Request) -> None:
         saved, found = request.saved, self._loop.checksums()[self._loop.exchange.rank]
-        if saved.rule != request.present.rule:
+        if saved.remembers_otherwise(request.present):
             # Nothing else has been kept.
             found = {ANCHOR: found[ANCHOR]}
         [source, *others] = request.outer_sources
