@@ -235,7 +235,7 @@ def test_sequences_are_as_long_as_all_experts_take(model: PreTrainedModel) -> No
 def test_what_cannot_be_is_refused(model: PreTrainedModel, experts: list[PreTrainedModel], tokens: Tensor) -> None:
     of_another = experts[0](tokens, use_cache=True).past_key_values
     assert isinstance(of_another, DynamicCache)
-    with pytest.raises(ValueError, match="only from what a mixture returned"):
+    with pytest.raises(ValueError, match="only a cache that a mixture returned"):
         model(tokens, past_key_values=of_another)
     with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
         model(tokens, attention_mask=torch.ones(3, 1, _TOKENS, _TOKENS))

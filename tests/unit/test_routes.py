@@ -263,7 +263,7 @@ def test_micro_batches_find_their_own_data_in_any_order() -> None:
 def test_data_of_another_replica_is_refused_when_it_is_read() -> None:
     batches = executor._Batches(iter("abc"), Place(1, 1)).of(MicroBatch(0, 0))
     with pytest.raises(
-        PierConfigError, match=r"reads data in stage 1, between the ends .* of replica 1, .* Search .* --stay of"
+        PierConfigError, match=r"reads data in stage 1, between the ends .* of replica 1 for .* replica 0. Search .* --stay of"
     ):
         next(batches or iter(()))
 
