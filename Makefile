@@ -87,9 +87,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_docstrings.py pier_megatron study tools tests
+	$(BIN)/python tools/check_docstrings.py pier_megatron study benchmarks tools tests
 	$(BIN)/python tools/check_limits.py pier_megatron
-	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md SECURITY.md docs examples pier_megatron study benchmarks/*.py tools tests
+	$(BIN)/python tools/check_prose.py README.md CONTRIBUTING.md SECURITY.md docs examples pier_megatron study benchmarks tools tests
 
 typecheck: setup
 	$(BIN)/mypy

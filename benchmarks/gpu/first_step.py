@@ -1,8 +1,8 @@
 """Outer steps of 7B-shaped shards between two ranks, in four modes: the first thing to run where a GPU is at hand.
 
 ``python benchmarks/gpu/first_step.py [--parameters N] [--device cuda|cpu]``. Each rank has a quarter of 7B parameters, in FP32:
-groups of four ranks. Blocking and overlapped, on the device and offloaded; each mode has processes of its own, so that one
-which does not fit costs no other. Times between two ranks on one GPU say nothing about a network.
+groups of four ranks. Blocking and overlapped, on the device and offloaded. Each mode has its own processes: if one does not
+fit, the others still run. Times between two ranks on one GPU say nothing about a network.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def main() -> int:
     """Measures and prints, or is one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, help=f"FP32 parameters of each rank; {PARAMETERS:,}, few on a CPU")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="by default cuda where there is one")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="device; by default cuda where there is one")
     parser.add_argument("--backend", choices=["nccl", "gloo"], help="between ranks; by default what answers, NCCL first")
     parser.add_argument("--mode", choices=list(MODES), action="append", help="run this one; all by default")
     parser.add_argument("--rank-of", nargs=2, metavar=("MODE", "FILE"), help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Inner optimizers alone: what state they keep for FP32 main parameters, and whether a stored state goes on exactly."""
+"""Inner optimizers alone: what state they keep for FP32 main parameters, and whether a stored state continues exactly."""
 
 import importlib
 import io

@@ -117,7 +117,7 @@ def offload() -> Rows:
         outer_step_passes.measure(numel, _SHARDS, _CHUNK_MIB, away, _REPETITIONS, device.type) for away in (False, True)
     )
     for name in list(kept)[1:]:
-        # Anchor and momentum, there and back; one way runs beside the other.
+        # Anchor and momentum, there and back; the two directions run at the same time.
         result = (
             f"{offloaded[name] * 1e3:.1f} ms; its copies alone {2 * slowest * 1e3:.1f} ms; "
             f"not offloaded {kept[name] * 1e3:.1f} ms"

@@ -27,7 +27,7 @@ def _loop(parameters: int, **settings: Any) -> OuterLoop:
 
 
 def overlap() -> dict[str, float]:
-    """Mean seconds of an iteration of matrix products, by what is exchanged beside them."""
+    """Mean seconds of an iteration of matrix products, by what is exchanged during them."""
     interval, overlapped, intervals, parameters = (40, 30, 3, 50_000_000) if is_gpu() else (8, 6, 2, 200_000)
     work = matrix_products(0.02 if is_gpu() else 0.005)
     kinds: dict[str, dict[str, Any]] = {

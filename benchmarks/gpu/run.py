@@ -44,7 +44,7 @@ class Check:
     """Something to look at, in a process of its own.
 
     Attributes:
-        look: That yields rows.
+        look: Function that yields rows.
         weight: Seconds that it may take of nine minutes of its part; more, if others take less.
     """
 
@@ -88,13 +88,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(_PARTS), action="append", help="run this one; all by default")
     parser.add_argument("--only", help="name of the only check to run, of the parts that are run")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="by default cuda, which must be there", default="cuda")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], help="device; by default cuda, which must be there", default="cuda"
+    )
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="limit of each part, set-up included (%(default)s)")
     parser.add_argument(
         "--backend", choices=["nccl", "gloo"], help="between ranks; by default as in --output, or what answers, NCCL first"
     )
     parser.add_argument(
-        "--megatron", type=Path, help="wheel of megatron-core, or an unpacked one; by default a wheel beside the checkout"
+        "--megatron", type=Path, help="wheel of megatron-core, or an unpacked one; by default a wheel next to the checkout"
     )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs/gpu/results.json", help="(%(default)s)")
     parser.add_argument("--into", type=Path, help="also show the tables in this document, such as docs/gpu.md")
@@ -140,7 +142,7 @@ def _importable(megatron: Path | None) -> Iterator[None]:
 
 
 def wheel_beside(repository: Path) -> Path | None:
-    """The newest of Megatron's wheels in the repository or beside it; None where Megatron is installed, or there is none."""
+    """The newest of Megatron's wheels in the repository or next to it; None where Megatron is installed, or there is none."""
     if inventory.has("megatron.core"):
         return None
     wheels = [wheel for folder in (repository, repository.parent) for wheel in folder.glob("megatron_core-*.whl")]

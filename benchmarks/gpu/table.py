@@ -18,7 +18,7 @@ class Row:
 
     Attributes:
         what: It was.
-        result: That was found.
+        result: Finding.
         status: ``ok``, ``failed``, ``skipped``, or ``measured`` where nothing can fail.
         why: It failed or was skipped.
     """
@@ -42,10 +42,10 @@ def checked(what: str, is_right: bool, result: str, why: str = "") -> Row:
 
 
 class Results:
-    """Rows by part and check, in a file that outlives a run which ends early."""
+    """Rows by part and check, in a file, which remains if the run ends early."""
 
     def __init__(self, path: Path) -> None:
-        """Goes on with what the file holds, if there is one."""
+        """Continues with what the file holds, if there is one."""
         self._path = path
         self.parts: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
 

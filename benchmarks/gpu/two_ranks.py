@@ -1,4 +1,4 @@
-"""Two ranks on the device: overlap beside real work, memory, and the death of one of them."""
+"""Two ranks on the device: overlap with real work, memory, and the death of one of them."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def _ask(job: str) -> Any:
 
 
 def overlap() -> Rows:
-    """Iterations that are matrix products, with and without an exchange beside them."""
+    """Iterations that are matrix products, with and without an exchange at the same time."""
     found = _ask("overlap")
     alone = found["no exchange"]
     for name, seconds in found.items():

@@ -36,7 +36,7 @@ def _place() -> str:
 
 
 def _iteration() -> int:
-    """That is trained now; Megatron counts an iteration when it is done, and has no arguments at first."""
+    """Number of the present iteration. Megatron counts one when it is done, and has no arguments at first."""
     try:
         return int(getattr(get_args(), "curr_iteration", -1)) + 1
     except AssertionError:
