@@ -17,10 +17,10 @@ class Row:
     """One thing that was looked at.
 
     Attributes:
-        what: It was.
+        what: Name of the thing.
         result: Finding.
         status: ``ok``, ``failed``, ``skipped``, or ``measured`` where nothing can fail.
-        why: It failed or was skipped.
+        why: Reason for a failure or a skip.
     """
 
     what: str
