@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "register"]
 
 
-features.register(experiments.modules("feature").values())
+features.FEATURES.extend(experiments.modules("feature").values())
 
 
 def register() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from pier_megatron import experiments
 from pier_megatron.errors import PierConfigError, suggestion
-from pier_megatron.experiments import EXPERIMENTS
 from pier_megatron.version import __version__
 
 COMMANDS = {
@@ -19,7 +18,7 @@ COMMANDS = {
     "export": "turn a checkpoint into a Hugging Face GPT-2",
     "evaluate": "run the paper's thirteen downstream tasks on a model",
     "lighthouse": "run the rendezvous server for elastic islands",
-} | {name: purpose for name, purpose in EXPERIMENTS.items() if purpose}
+} | {name: purpose for name, purpose in experiments.EXPERIMENTS.items() if purpose}
 
 
 # Commands that earlier versions had, and what to do instead.
@@ -40,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     from pier_megatron.commands.doctor import command as doctor
     from pier_megatron.commands.plan import command as plan
 
-    modules = {"demo": demo, "doctor": doctor, "plan": plan, "export": export, "evaluate": evaluate}
-    modules |= {"lighthouse": lighthouse} | experiments.modules("command")
+    modules = {"demo": demo, "doctor": doctor, "plan": plan, "export": export, "evaluate": evaluate, "lighthouse": lighthouse}
+    modules |= experiments.modules("command")
     parser = argparse.ArgumentParser(
         prog="pier-megatron",
         description="Tools around --optimizer pier for Megatron-LM.",

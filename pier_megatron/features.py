@@ -6,7 +6,7 @@ package registers those of its experiments. Importing one is cheap.
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pier_megatron.errors import PierConfigError
@@ -103,12 +103,7 @@ ENTRY = "pier_features"
 """Key of Megatron's content metadata that holds :func:`settings` of the run that saved."""
 
 FEATURES: list[Feature] = []
-"""All features, in the order in which they check a run and speak of it."""
-
-
-def register(found: Iterable[Feature]) -> None:
-    """Adds features that are not there yet."""
-    FEATURES.extend(feature for feature in found if feature not in FEATURES)
+"""All features, in the order in which they check a run and speak of it; the package adds those of its experiments."""
 
 
 def used(args: argparse.Namespace) -> list[Feature]:

@@ -9,13 +9,13 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2144,
+    "": 2138,
     "bridge": 542,
     "commands": 4612,
     "cpu": 673,
-    "exchange": 2043,
-    "experiments": 5840,
-    "integration": 5185,
+    "exchange": 2038,
+    "experiments": 5838,
+    "integration": 5183,
     "megatron_api": 477,
     "outer": 3325,
 }

@@ -4,19 +4,17 @@ import collections
 import json
 import re
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import inventory
 import limits
 import one_gpu
 from measuring import is_gpu
-from table import Row, Rows, SkippedError, checked
+from table import Row, Rows, checked
+from trainings import ENVIRONMENT, check_needs, launched, local_flags
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _LAZY, _INTERVAL, _END = 5, 5, 20
 _OUTER = range(_LAZY + _INTERVAL, _END + 1, _INTERVAL)
 
@@ -43,21 +41,13 @@ _WAYS: dict[str, tuple[int, str]] = {
     "Pier, two groups of one rank": (2, f"{_PIER} --pier-groups 2"),
     "Pier, two groups, int8 overlapped and offloaded": (2, f"{_PIER} --pier-groups 2 {_HIDDEN}"),
 }
-_ENVIRONMENT = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 _SAID = re.compile(r"([\d,.]+) MB of device memory")
 _LINE = re.compile(r" iteration +(\d+)/.* elapsed time per iteration \(ms\): ([\d.]+) .* lm loss: (\S+) ")
 
 
 def compare() -> Rows:
     """Rows of each way to train."""
-    for module in ("megatron.core", "einops", "psutil", "pybind11"):
-        if not inventory.has(module):
-            raise SkippedError(f"{module}: {inventory.version(module) or 'missing'}")
+    check_needs()
     stock: dict[int, dict[int, str]] = {}
     stock_bytes: dict[int, int] = {}
     for place, (name, (ranks, flags)) in enumerate(_WAYS.items()):
@@ -117,14 +107,10 @@ def _listed(counted: collections.Counter[str]) -> str:
 
 
 def _train(folder: Path, ranks: int, flags: list[str], seconds: float) -> tuple[str, Any]:
-    from pier_megatron.cpu.preparations import missing_cpu_flags
-
-    backend = ["--distributed-backend", one_gpu.backend()]
-    given = [*(_GPT if is_gpu() else _SMALL).split(), *_COMMON.split(), *backend]
-    launcher = [sys.executable, "-m", "pier_megatron", "--device", one_gpu.device().type]
-    script = [str(Path(__file__).with_name("watched.py")), str(folder / "watched.json")]
+    given = [*(_GPT if is_gpu() else _SMALL).split(), *_COMMON.split()]
+    command = [*launched(Path(__file__).with_name("watched.py")), str(folder / "watched.json"), *given, *local_flags(given)]
     try:
-        one_gpu.run([*launcher, *script, *given, *missing_cpu_flags(given), *flags], ranks, folder, seconds, **_ENVIRONMENT)
+        one_gpu.run([*command, *flags], ranks, folder, seconds, **ENVIRONMENT)
     finally:
         for log in sorted(folder.glob("*.log")):
             print(log.read_text(errors="replace"), flush=True)

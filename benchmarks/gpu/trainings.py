@@ -3,7 +3,7 @@
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ _TRANSFORMER_ENGINE = (
     "--transformer-impl transformer_engine --no-gradient-accumulation-fusion --attention-backend unfused".split()
 )
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -39,16 +39,15 @@ _ENVIRONMENT = {
     # Compiled functions need a compiler, which need not be there.
     "TORCHDYNAMO_DISABLE": "1",
 }
+"""Variables of ranks that train, for the same bits in each run."""
 
 
 def resumed() -> Rows:
     """A row for each way to train."""
-    for module in ("megatron.core", "einops", "psutil", "pybind11"):
-        if not inventory.has(module):
-            raise SkippedError(f"{module}: {inventory.version(module) or 'missing'}")
+    check_needs()
     on_gpu = one_gpu.device().type == "cuda"
     has_te, has_apex = (on_gpu and inventory.has(module) for module in ("transformer_engine", "apex"))
-    local = _local_flags()
+    local = local_flags(_FLAGS)
     with tempfile.TemporaryDirectory() as folder:
         yield _compare("TP 2 x 2 groups", Path(folder) / "plain", local)
         yield _compare("TP 2 x 2 groups, int8 overlapped and offloaded", Path(folder) / "hidden", [*local, *_HIDDEN])
@@ -62,12 +61,24 @@ def resumed() -> Rows:
             yield Row("TP 2 x 2 groups, sequence parallelism", "", "skipped", why)
 
 
-def _local_flags() -> list[str]:
-    """The path through plain PyTorch, which needs no library that may be missing."""
+def check_needs() -> None:
+    """Skips trainings where Megatron, or what it imports, is missing."""
+    for module in ("megatron.core", "einops", "psutil", "pybind11"):
+        if not inventory.has(module):
+            raise SkippedError(f"{module}: {inventory.version(module) or 'missing'}")
+
+
+def local_flags(flags: Sequence[str]) -> list[str]:
+    """Flags that ``flags`` lack for the path through plain PyTorch, which needs no library that may be missing."""
     from pier_megatron.cpu.preparations import missing_cpu_flags
 
     backend = ["--distributed-backend", one_gpu.backend()]
-    return [*backend, *missing_cpu_flags([*_FLAGS, *backend])]
+    return [*backend, *missing_cpu_flags([*flags, *backend])]
+
+
+def launched(script: Path) -> list[str]:
+    """Returns the words that start a training script under the plugin, on the device."""
+    return [sys.executable, "-m", "pier_megatron", "--device", one_gpu.device().type, str(script)]
 
 
 def _compare(what: str, folder: Path, flags: list[str]) -> Row:
@@ -102,9 +113,8 @@ def _train(folder: Path, flags: list[str], *more: str) -> dict[int, str]:
 
     corpus = write_documents(folder.parent / "corpus", [_REPOSITORY / "LICENSE"])
     data = [word for kind in ("train", "valid", "test") for word in (f"--{kind}-data-path", str(corpus))]
-    launcher = [sys.executable, "-m", "pier_megatron", "--device", one_gpu.device().type, str(_SCRIPT)]
     logs = folder.with_name(f"{folder.name}-logs")
-    one_gpu.run([*launcher, *_FLAGS, *data, *flags, *more], _RANKS, logs, limits.left() / 2, **_ENVIRONMENT)
+    one_gpu.run([*launched(_SCRIPT), *_FLAGS, *data, *flags, *more], _RANKS, logs, limits.left() / 2, **ENVIRONMENT)
     printed = (logs / f"rank{_RANKS - 1}.log").read_text()
     print(printed, flush=True)
     return {int(t): loss for t, loss in re.findall(r" iteration +(\d+)/.* lm loss: (\S+) ", printed)}

@@ -9,6 +9,11 @@ BLOCK = 128
 """Elements that share a scale."""
 
 
+def padded(numel: int) -> int:
+    """The least number of whole blocks, in elements, that ``numel`` elements fit in."""
+    return -(-numel // BLOCK) * BLOCK
+
+
 @dataclasses.dataclass(frozen=True)
 class Codec:
     """A format of vectors of FP32 as bytes.

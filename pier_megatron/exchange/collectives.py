@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import CODECS, Codec
-from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter, gather_into, padded
+from pier_megatron.exchange.codecs import CODECS, Codec, padded
+from pier_megatron.exchange.encoded import AllGather, Payloads, ReduceScatter, gather_into
 from pier_megatron.exchange.wire import Wire
 
 _EXACT = CODECS["fp32"]

@@ -7,13 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import BLOCK, Codec
+from pier_megatron.exchange.codecs import Codec, padded
 from pier_megatron.exchange.coding import decode, encode
-
-
-def padded(numel: int) -> int:
-    """The least number of whole blocks, in elements, that ``numel`` elements fit in."""
-    return -(-numel // BLOCK) * BLOCK
 
 
 def saves_bytes(codec: Codec, tensor: Tensor, parts: int = 1) -> bool:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pier_megatron.exchange.codecs import padded
 from pier_megatron.exchange.coding import decode, encode
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
-from pier_megatron.exchange.encoded import padded
 from pier_megatron.exchange.wire import Wire
 
 

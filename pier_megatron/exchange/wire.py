@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
+from pier_megatron.exchange.codecs import Codec, padded
 
-_EXACT = CODECS["fp32"]
 _FP32 = 4
 
 
@@ -30,7 +29,7 @@ class Wire:
 
     def segment_numel(self, numel: int) -> int:
         """Number of elements, out of ``numel``, that each rank sums for others: whole blocks."""
-        return 0 if self.is_direct else _whole_blocks(self.part_numel(numel), self.groups)
+        return 0 if self.is_direct else padded(-(-self.part_numel(numel) // self.groups))
 
     def bytes_between_sites(self, numel: int, exactly: bool = False) -> int:
         """Bytes that each rank sends to other sites; without sites, to other groups.
@@ -45,10 +44,11 @@ class Wire:
         if not others:
             return 0
         if self.is_direct:
-            return others * (_FP32 * part if exactly or self.codec.lossless else self.codec.nbytes(_whole_blocks(part)))
+            return others * (_FP32 * part if exactly or self.codec.lossless else self.codec.nbytes(padded(part)))
         if self.codec.lossless and not exactly:
             return round(2 * others * part * _FP32 / self.groups)
-        return round(2 * others * (_EXACT if exactly else self.codec).nbytes(self.segment_numel(numel)))
+        segment = self.segment_numel(numel)
+        return 2 * others * (_FP32 * segment if exactly else self.codec.nbytes(segment))
 
     def bytes_of_sum(self, numel: int, exactly: bool = False) -> int:
         """Bytes that each rank sends, inside its site too, where the sum is gathered in FP32."""
@@ -63,7 +63,7 @@ class Wire:
         if self.is_direct:
             if self.codec.lossless:
                 return own + (self.groups - 1) * _FP32 * part
-            return own + self.groups * self.codec.nbytes(_whole_blocks(part))
+            return own + self.groups * self.codec.nbytes(padded(part))
         return own if self.codec.lossless else own + 2 * self.groups * self.codec.nbytes(self.segment_numel(numel))
 
     def coding_bytes(self, numel: int) -> int:
@@ -72,10 +72,5 @@ class Wire:
         gathered = self.groups_in_site * _FP32 * part if self.groups_in_site > 1 else 0
         if self.groups == 1 or self.codec.lossless:
             return gathered
-        padded = _whole_blocks(part) if self.is_direct else self.groups * self.segment_numel(numel)
-        return max(gathered, 2 * _FP32 * padded)
-
-
-def _whole_blocks(numel: int, parts: int = 1) -> int:
-    """Elements of each of some equal parts, rounded up to whole blocks."""
-    return -(-numel // (parts * BLOCK)) * BLOCK
+        coded = padded(part) if self.is_direct else self.groups * self.segment_numel(numel)
+        return max(gathered, 2 * _FP32 * coded)

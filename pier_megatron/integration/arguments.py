@@ -245,8 +245,8 @@ def validate[**P, R](
         check_arguments(args)
     for feature in used:
         feature.check(args)
-        # Nothing of theirs has been called yet, and no other run sees it.
-        install(feature.seams())
+    # Nothing of theirs has been called yet, and no other run sees it.
+    install([row for feature in used for row in feature.seams()])
     if args.rank == 0:
         for feature in used:
             print("\n".join([*feature.describe(args), *(f"  WARNING: {told}" for told in feature.warnings(args))]), flush=True)

@@ -11,7 +11,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
-from pier_megatron.outer.rules import rule_class
+from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.state import ANCHOR, OuterState
 
 # Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.
@@ -142,7 +142,7 @@ class Takes:
             fragments=config.fragments,
             segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
             device=torch.device("meta"),
-            memory=rule_class(config).memory,
+            common=common_names(config),
         )
         return cls.of(config, [state], device_type)
 

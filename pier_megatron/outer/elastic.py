@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import datetime
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -198,10 +198,10 @@ class ElasticParticipants(Participants):
             present = _those_present(standings)
             here, source = exchange.rank in present, standings[present[0]]
             refusals = _refusals(standings, present)
-            # Those left behind come to this step's collectives before they end, so that it costs the others no attempt.
-            behind = {} if source[_SYNCED] == _NOWHERE else _left_behind(refusals)
-            if 2 * (exchange.size - len(behind)) <= self._config.groups:
-                # The lighthouse counted them, and the others alone may be too few.
+            behind = {rank: error for rank, error in refusals.items() if isinstance(error, LeftBehindError)}
+            # Those left behind come to this step's collectives before they end, so that it costs the others no attempt. But the
+            # lighthouse counted them, and the others alone may be too few.
+            if source[_SYNCED] == _NOWHERE or 2 * (exchange.size - len(behind)) <= self._config.groups:
                 behind = {}
             if exchange.rank in refusals.keys() - behind.keys():
                 raise refusals[exchange.rank]
@@ -287,10 +287,6 @@ def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int
                 "to --pier-groups less 1."
             )
     return found
-
-
-def _left_behind(refusals: Mapping[int, LeftBehindError | PierConfigError]) -> dict[int, LeftBehindError]:
-    return {rank: error for rank, error in refusals.items() if isinstance(error, LeftBehindError)}
 
 
 def _first_line(error: Exception) -> str:

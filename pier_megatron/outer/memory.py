@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.wire import Wire
-from pier_megatron.outer.rules import rule_class
+from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.staging import SLOW, WORK
 
 _FP32 = 4
@@ -45,8 +45,7 @@ def bytes_per_parameter(config: PierConfig) -> int:
 
 
 def _flat_buffers(config: PierConfig) -> int:
-    # The anchor, and with error feedback the residual.
-    return 1 + len(rule_class(config).memory) + config.has_error_feedback
+    return len(common_names(config)) + config.has_error_feedback
 
 
 def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:

@@ -191,6 +191,11 @@ def rule_class(config: PierConfig) -> type[OuterRule]:
     return Nesterov if config.outer_rule is None else _imported(config.outer_rule)
 
 
+def common_names(config: PierConfig) -> tuple[str, ...]:
+    """Returns the names of the flat buffers that all groups agree on: the anchor, then the memory of the rule."""
+    return ANCHOR, *rule_class(config).memory
+
+
 @functools.cache
 def _imported(name: str) -> type[OuterRule]:
     module, _, attribute = name.partition(":")

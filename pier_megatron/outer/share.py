@@ -9,9 +9,9 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.memory import wire_of, work_names
-from pier_megatron.outer.rules import rule_class
+from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import ANCHOR, Chunk, OuterState, Shards
+from pier_megatron.outer.state import Chunk, OuterState, Shards
 
 
 class Share:
@@ -35,6 +35,7 @@ class Share:
         """Takes over parameters; the arguments are those of :class:`pier_megatron.outer.loop.OuterLoop`."""
         devices = (tensor.device for of_optimizer in shards for alike in of_optimizer for tensor in alike.tensors)
         self.device = device or next(devices, torch.device("cpu"))
+        self.common = common_names(config)
         self.states = [
             OuterState(
                 of_optimizer,
@@ -43,12 +44,11 @@ class Share:
                 offload=config.offload,
                 segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
                 device=self.device,
-                memory=rule_class(config).memory,
+                common=self.common,
             )
             for of_optimizer in shards
         ]
         self.stagings = [Staging(state, work_names(config)) for state in self.states]
-        self.common = (ANCHOR, *rule_class(config).memory)
         self._group, self._inner_state = group, inner_state
 
     def chunks(self, fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:

@@ -128,7 +128,7 @@ class OuterState:
         offload: bool = False,
         segment_numel: Callable[[int], int] | None = None,
         device: torch.device | None = None,
-        memory: Sequence[str] = (MOMENTUM,),
+        common: Sequence[str] = (ANCHOR, MOMENTUM),
     ) -> None:
         """Starts with the anchor at the present parameters, and all else zero.
 
@@ -141,7 +141,7 @@ class OuterState:
             segment_numel: Number, with error feedback, of elements of a chunk that this group sums for all, by the
                 chunk's length.
             device: Device of the main parameters, where there may be none.
-            memory: Names of what the outer rule remembers, see :attr:`pier_megatron.outer.rules.OuterRule.memory`.
+            common: Names of what all groups agree on, see :func:`pier_megatron.outer.rules.common_names`.
 
         Raises:
             TypeError: If a tensor is not float32.
@@ -159,7 +159,7 @@ class OuterState:
         self.offload = offload
         self._on_host: dict[str, Any] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         self.factory_kwargs = self._on_host if offload else {"device": self.device}
-        self.common = (ANCHOR, *memory)
+        self.common = tuple(common)
         names = self.common if segment_numel is None else (*self.common, RESIDUAL)
         self.flats = {name: torch.zeros(self.numel, dtype=torch.float32, **self.factory_kwargs) for name in names}
         self.chunks = _cut(shards, chunk_numel, fragments)

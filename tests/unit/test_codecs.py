@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from streams import is_view
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pier_megatron.exchange.codecs import BLOCK, CODECS
+from pier_megatron.exchange.codecs import BLOCK, CODECS, padded
 from pier_megatron.exchange.coding import decode, encode
-from pier_megatron.exchange.encoded import pack, padded, payload_like, saves_bytes, unpack
+from pier_megatron.exchange.encoded import pack, payload_like, saves_bytes, unpack
 
 LOSSY = ["bf16", "int12", "int8", "int4", "int2", "int1"]
 DEVICE = one_gpu.device()

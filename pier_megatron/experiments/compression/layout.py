@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import BLOCK
-from pier_megatron.exchange.encoded import padded
+from pier_megatron.exchange.codecs import BLOCK, padded
 
 _PIECE = 2**26
 

@@ -20,8 +20,7 @@ from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
 from pier_megatron.outer.description import LAYER_WISE, Description, group_prefix
-from pier_megatron.outer.rules import rule_class
-from pier_megatron.outer.state import ANCHOR
+from pier_megatron.outer.rules import common_names
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing import ShardedObject
@@ -94,7 +93,7 @@ class RunPosition:
 
     def outer_states(self, snapshot: Snapshot) -> list[ParameterState]:
         """Anchor and memory of the outer rule, in the places of a main parameter and its moments."""
-        places = dict(zip((ANCHOR, *rule_class(self.config).memory), ("param", "exp_avg", "exp_avg_sq"), strict=False))
+        places = dict(zip(common_names(self.config), ("param", "exp_avg", "exp_avg_sq"), strict=False))
 
         def tensors(state: Mapping[str, Tensor], main: Tensor, at: slice) -> dict[str, Tensor]:
             return {there: state[name][at].view(main.shape) for name, there in places.items() if name in state}
@@ -123,7 +122,7 @@ class RunPosition:
 
     def exact_tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """What only a run of the same shape can use: residuals and exchanges under way."""
-        common = (ANCHOR, *rule_class(self.config).memory)
+        common = common_names(self.config)
         tensors = {
             f"{index}.{name}": tensor
             for index, state in enumerate(snapshot.states)

@@ -4,7 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.outer.memory import rounds_at_once
-from pier_megatron.outer.rules import rule_class
+from pier_megatron.outer.rules import common_names
 
 INNER_STATE = "inner state of"
 """Prefix of the names under which groups store what Megatron does not."""
@@ -31,8 +31,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     if config is None:
         return sizes
     groups = config.groups // config.launches
-    outer = _FP32 * (1 + len(rule_class(config).memory))
-    sizes["outer state"] = outer * (1 if config.has_common_anchor else config.groups)
+    sizes["outer state"] = _FP32 * len(common_names(config)) * (1 if config.has_common_anchor else config.groups)
     own = _groups_apart(args, config, groups)
     if own:
         sizes[f"{INNER_STATE} {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
