@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["PierConfig", "PierConfigError", "PierOptimizer", "__version__", "register"]
 
 
-features.FEATURES.extend(experiments.modules("feature").values())
+# Assigned, not added: a package that is executed again, as by importlib.reload, has its features once.
+features.FEATURES[:] = experiments.modules("feature").values()
 
 
 def register() -> None:
