@@ -16,7 +16,7 @@ _FLOORS = {
     "exchange": 2038,
     "experiments": 5988,
     "integration": 5084,
-    "megatron_api": 473,
+    "megatron_api": 505,
     "outer": 3325,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")

@@ -12,7 +12,7 @@ from pier_megatron.integration import communication, datasets, evaluation, own_l
 from pier_megatron.integration import seams as of_flags
 from pier_megatron.integration.checkpoint import helpers, hooks
 from pier_megatron.megatron_api import run
-from pier_megatron.megatron_api.seam import Needed, Seam, install
+from pier_megatron.megatron_api.seam import Needed, Seam, check_there, install
 from pier_megatron.processes import end_with_one_message
 
 _CHECKPOINTING = "megatron.bridge.training.checkpointing"
@@ -76,7 +76,7 @@ def register() -> None:
         UnsupportedMegatronError: If this Megatron or Megatron-Bridge lacks something that Pier needs.
     """
     of_flags.check_needed((*of_flags.NEEDED, *NEEDED))
-    of_flags.check_there((*TABLE, *of_flags.CORE))
+    check_there((*TABLE, *of_flags.CORE))
     install(BEFORE_ARGUMENTS)
     helpers.end_forks_with_parent()
     end_with_one_message()

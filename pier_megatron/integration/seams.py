@@ -28,7 +28,7 @@ from pier_megatron.integration.checkpoint import files, formats, helpers, hooks
 from pier_megatron.integration.inner import torch_adam
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
-from pier_megatron.megatron_api.seam import Needed, Seam, install
+from pier_megatron.megatron_api.seam import Needed, Seam, check_there, install
 from pier_megatron.processes import end_with_one_message
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -221,13 +221,6 @@ def check_needed(rows: Iterable[Needed] = NEEDED) -> None:
     for needed in (row for row in rows if row.exist):
         for name in needed.names.split():
             versions.require(needed.module, name)
-
-
-def check_there(rows: Iterable[Seam]) -> None:
-    """Looks for everything that a run might replace; raises as :func:`check_needed`."""
-    for row in rows:
-        if row.exists:
-            row.original()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable
@@ -74,10 +75,11 @@ class Seam:
     def install(self) -> None:
         """Puts the function in place."""
         original = self.original()
+        called = _with_signature(original, _signature_of(self))
 
         @functools.wraps(original)
         def wrapper(*args: object, **kwargs: object) -> object:
-            return self.around(original, *args, **kwargs)
+            return self.around(called, *args, **kwargs)
 
         vars(wrapper)[_MARK] = self
         *path, attribute = self.name.split(".")
@@ -106,6 +108,36 @@ class Needed:
     def exist(self) -> bool:
         """Whether this release has the symbols."""
         return versions.is_between(self.since, None)
+
+
+@functools.cache
+def _signature_of(seam: Seam) -> inspect.Signature:
+    """How the function is called, when it is first asked for: before the training script may have replaced it."""
+    return inspect.signature(seam.original())
+
+
+def _with_signature(function: Callable[..., object], signature: inspect.Signature) -> Callable[..., object]:
+    if inspect.signature(function) == signature:
+        return function
+
+    @functools.wraps(function)
+    def called(*args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    vars(called)["__signature__"] = signature
+    return called
+
+
+def check_there(seams: Iterable[Seam]) -> None:
+    """Looks for every function that a run might replace, and how it is called.
+
+    Raises:
+        UnsupportedMegatronError: If this Megatron lacks one.
+    """
+    for seam in seams:
+        if seam.exists:
+            seam.original()
+            _signature_of(seam)
 
 
 class SeamOrderError(RuntimeError):

@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import arguments, current, seams
 from pier_megatron.integration.inner import torch_adam
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.seam import Seam, SeamOrderError, install
+from pier_megatron.megatron_api.seam import Seam, SeamOrderError, check_there, install
 
 
 class Machine:
@@ -70,6 +70,23 @@ def test_arguments_may_be_passed_by_any_name(module: str, is_local: bool) -> Non
     assert versions.given(versions.require(module, "train_step"), (1,), {"function": "own"}) == {
         "iteration": 1,
         "function": "own",
+    }
+
+
+def test_a_function_of_the_script_in_its_place_is_called_by_the_names_of_megatrons(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return versions.given(function, args, kwargs) | {"returned": function(*args, **kwargs)}
+
+    row = Seam(module, "train_step", named)
+    check_there([row])
+    monkeypatch.setattr(f"{module}.train_step", lambda *args, **kwargs: "the script's")
+    install([row])
+    assert versions.require(module, "train_step")(3, optimizer="own") == {
+        "iteration": 3,
+        "optimizer": "own",
+        "returned": "the script's",
     }
 
 
