@@ -48,8 +48,8 @@ def used_and_said(
     if not config.offload:
         return peak[0], in_state + said
     # If the host is the device, the peak includes the offloaded state and the buffers kept with it.
-    lent = [kept for round_ in loop._steps.rounds for kept in round_._kept]
-    waiting = [buffers.tensors["own"] for buffers in (*loop._share.stagings[0]._kept, *lent)]
+    lent = [kept for round_ in loop.steps.rounds for kept in round_.kept]
+    waiting = [buffers.tensors["own"] for buffers in (*loop.share.stagings[0].kept, *lent)]
     on_host = in_state + sum(buffer.nbytes for buffer in waiting) if here.type == "cpu" else 0
     return peak[0] - on_host, said
 

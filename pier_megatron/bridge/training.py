@@ -49,10 +49,10 @@ def _prepare(config: Any, arguments: Any) -> None:
     if pier.optimizer == "adam":
         config.ddp.num_distributed_optimizer_instances = pier.groups
         config.ddp.use_distributed_optimizer = pier.use_distributed_optimizer = True
-    _name_iteration(config.checkpoint)
+    name_iteration(config.checkpoint)
 
 
-def _name_iteration(checkpoint: Any) -> None:
+def name_iteration(checkpoint: Any) -> None:
     """Puts the folder of one checkpoint, which Megatron-Bridge accepts as well, into a run's folder and an iteration."""
     folder = Path(checkpoint.load or "")
     if iteration := _ITERATION.fullmatch(folder.name):

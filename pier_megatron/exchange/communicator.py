@@ -43,7 +43,7 @@ def connect(
     found = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     keys = dist.PrefixStore(prefix, found)  # type: ignore[attr-defined]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout, options._devices = timeout, [_device_at(address)]
+    options._timeout, options._devices = timeout, [device_at(address)]
     gloo = dist.ProcessGroupGloo(keys, *place, options)
     gloo._set_sequence_number_for_group()
     group = dist.ProcessGroup(keys, *place)
@@ -251,7 +251,8 @@ class Communicator:
             return str(error)
 
 
-def _device_at(address: str) -> Any:
+def device_at(address: str) -> Any:
+    """The card of gloo with an address; without one, that of ``GLOO_SOCKET_IFNAME``, or gloo's own choice."""
     try:
         return dist.ProcessGroupGloo.create_device(hostname=address)
     except RuntimeError:

@@ -72,7 +72,7 @@ def add_flags(
         found = run.part(_Unknown)
         found.words, found.flags = [], list(parser._option_string_actions)
         parsed, found.words = parse(args, namespace)
-        _translate(parsed)
+        translate(parsed)
         return parsed, found.words
 
     # parse_args calls parse_known_args, so this is the one place behind both.
@@ -101,7 +101,7 @@ def check_release(args: argparse.Namespace) -> None:
         )
 
 
-def _translate(args: argparse.Namespace) -> None:
+def translate(args: argparse.Namespace) -> None:
     """Turns ``--optimizer pier`` into what Megatron knows, in place."""
     args.pier = args.optimizer == "pier"
     problems = Problems()

@@ -107,7 +107,7 @@ class ElasticParticipants(Participants):
             weights: Parameters of this rank.
         """
         super().__init__(config, share, alone, weights)
-        self._quorums, self._island, self._wait_seconds = islands.quorums, islands.own, islands.wait_seconds
+        self._quorums, self._island, self.wait_seconds = islands.quorums, islands.own, islands.wait_seconds
         self._has_own_anchor, self._is_new = True, True
         self._restarted: Sequence[int] = ()
         self._attempted: OuterRound | None = None
@@ -154,7 +154,7 @@ class ElasticParticipants(Participants):
         return self._restarted
 
     def _meet(self, progress: Progress, fragments: Sequence[int]) -> _Formed | None:
-        deadline = time.monotonic() + self._wait_seconds
+        deadline = time.monotonic() + self.wait_seconds
         where = f"island {self._island} after iteration {progress.iteration}"
         verdict = own_verdict(self._share)
         while True:
@@ -195,9 +195,9 @@ class ElasticParticipants(Participants):
         stopwatch = Stopwatch(self._share.device)
         with stopwatch.running():
             standings: list[list[int]] = exchange.gather(own).result().tolist()
-            present = _those_present(standings)
+            present = those_present(standings)
             here, source = exchange.rank in present, standings[present[0]]
-            refusals = _refusals(standings, present)
+            refusals = refusals_of(standings, present)
             behind = {rank: error for rank, error in refusals.items() if isinstance(error, LeftBehindError)}
             # Those left behind come to this step's collectives before they end, so that it costs the others no attempt. But the
             # lighthouse counted them, and the others alone may be too few.
@@ -249,7 +249,7 @@ def _weight(standings: Sequence[Standing], counted: Sequence[bool], rank: int) -
     return standings[rank][_TRAINED] * len(trained) / sum(trained) if sum(trained) else 1.0
 
 
-def _those_present(standings: Sequence[Standing]) -> list[int]:
+def those_present(standings: Sequence[Standing]) -> list[int]:
     """The islands whose anchor all continue from, by rank in the quorum: the newest one, with an outer step due if on any.
 
     Of those with different anchors, most have the right one.
@@ -260,7 +260,7 @@ def _those_present(standings: Sequence[Standing]) -> list[int]:
     return [rank for rank in furthest if standings[rank][_CHECKSUM] == checksum]
 
 
-def _refusals(standings: Sequence[Standing], present: Sequence[int]) -> dict[int, LeftBehindError | PierConfigError]:
+def refusals_of(standings: Sequence[Standing], present: Sequence[int]) -> dict[int, LeftBehindError | PierConfigError]:
     """Why islands cannot continue with those present, by rank in the quorum."""
     source, are_present = standings[present[0]], set(present)
     found: dict[int, LeftBehindError | PierConfigError] = {}

@@ -35,6 +35,8 @@ class OuterLoop:
         states: Anchor and momentum over the parameters of this rank. Offloaded ones are written some iterations after an outer
             step that was hidden behind training: call :meth:`snapshot` before you look at them.
         progress: Progress of this group in its run.
+        share: What this rank owns.
+        steps: Outer steps that are due or under way.
     """
 
     def __init__(
@@ -71,13 +73,13 @@ class OuterLoop:
             PierConfigError: If elastic islands cannot have a setting, see :meth:`PierConfig.check_elastic`.
         """
         self.config, self.exchange, self.progress = config, exchange, Progress()
-        self._share = Share(shards, config, group, device, inner_state)
-        self.device, self.states = self._share.device, self._share.states
+        self.share = Share(shards, config, group, device, inner_state)
+        self.device, self.states = self.share.device, self.share.states
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
-        self._weights = Weights(self._share, exchange, on_change)
+        self._weights = Weights(self.share, exchange, on_change)
         self.reports = OuterStepReports(config, report, self.device)
-        self._steps = OuterSteps(config, self._share, exchange, self._weights, self.reports, islands, sites)
+        self.steps = OuterSteps(config, self.share, exchange, self._weights, self.reports, islands, sites)
 
     @classmethod
     def for_optimizer(
@@ -112,7 +114,7 @@ class OuterLoop:
 
         What does not fit or does not connect fails here, before the first iteration. Nothing of the run changes.
         """
-        rehearse(self.config, self._share, self._steps.participants)
+        rehearse(self.config, self.share, self.steps.participants)
 
     @property
     def iteration(self) -> int:
@@ -132,7 +134,7 @@ class OuterLoop:
     @property
     def is_deserted(self) -> bool:
         """Whether too few islands have come for longer than this one waits."""
-        return self._steps.participants.is_deserted
+        return self.steps.participants.is_deserted
 
     @property
     def groups_meet(self) -> bool:
@@ -184,7 +186,7 @@ class OuterLoop:
             AnchorsDifferError: If the groups do not hold the same anchor.
         """
         self.progress.trained += has_trained
-        self._steps.proceed(self.progress)
+        self.steps.proceed(self.progress)
         # Where all groups hold the same parameters they have just met: nobody waits.
         self.reports.write_arrived(waits=self.is_synchronised)
 
@@ -198,7 +200,7 @@ class OuterLoop:
             PierConfigError: If it cannot be one of them, or the loop was built without elastic islands.
             RuntimeError: If too few are there.
         """
-        self._steps.join(self.progress)
+        self.steps.join(self.progress)
 
     def skip_iteration(self) -> None:
         """Skips an iteration, in which no group trains: the clock advances, and what is due is done."""
@@ -214,7 +216,7 @@ class OuterLoop:
             iteration: Iteration to set the clock to; None leaves it.
         """
         self._weights.become_anchor()
-        self._steps.reset()
+        self.steps.reset()
         self.progress.restart(self.iteration if iteration is None else iteration)
 
     def snapshot(self) -> Snapshot:
@@ -222,7 +224,7 @@ class OuterLoop:
 
         Waits for what is on its way between the groups, and applies nothing before its time. Its tensors are the loop's own.
         """
-        return self._steps.snapshot(self.progress)
+        return self.steps.snapshot(self.progress)
 
     def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
         """Returns a snapshot to read saved tensors into, without talking to other groups; its flat buffers are the loop's own.
@@ -231,7 +233,7 @@ class OuterLoop:
             progress: Progress of the saved run.
             rounds: Verdicts on all groups in the outer steps that were under way, by the iteration after which each began.
         """
-        return self._steps.empty_snapshot(progress, rounds)
+        return self.steps.empty_snapshot(progress, rounds)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Continues from a snapshot of an equally configured run over the same shards; rounds and residuals may be missing.
@@ -246,13 +248,13 @@ class OuterLoop:
         """
         self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
         self.progress = dataclasses.replace(snapshot.progress)
-        self._steps.restore(snapshot)
+        self.steps.restore(snapshot)
         self._weights.commit()
 
     def checksums(self) -> list[dict[str, int]]:
         """Sums of the bits of what all groups agree on, for each group over its ranks; see :meth:`OuterState.checksum`."""
-        names = self._share.common
-        sums = self._share.over_group(self._share.checksums(names))
+        names = self.share.common
+        sums = self.share.over_group(self.share.checksums(names))
         return [dict(zip(names, of_group, strict=True)) for of_group in self.exchange.gather(sums).result().tolist()]
 
     def anchor_in_model(self, as_mean: bool = False) -> contextlib.AbstractContextManager[list[Tensor]]:

@@ -48,7 +48,7 @@ class Participants:
             weights: Parameters of this rank.
             sites: Collectives between sites, if groups are in some.
         """
-        self._config, self._share, self._everyone, self._weights, self._sites = config, share, everyone, weights, sites
+        self._config, self._share, self.everyone, self._weights, self._sites = config, share, everyone, weights, sites
         # Drawn groups wait for nobody else, not even for a line in the log.
         self.audience = sites or (everyone if config.has_common_anchor else GroupExchange(groups=(everyone.rank,)))
         self.restarts = Restarts(config, everyone.size if sites is None else sites.size, share)
@@ -56,7 +56,7 @@ class Participants:
 
     def at(self, iteration: int) -> GroupExchange:
         """Returns collectives between the participants of outer steps that begin after ``iteration``; this group is one."""
-        config, everyone = self._config, self._everyone
+        config, everyone = self._config, self.everyone
         if config.subgroup is None:
             return self._sites or everyone
         drawn = draw_subgroups(config.groups, config.subgroup, config.subgroup_seed, iteration)
@@ -67,7 +67,7 @@ class Participants:
         if self._sites is not None:
             return self._sites.inside, self._sites
         # In the end all groups agree.
-        return (self._everyone,) if self._config.has_common_anchor else (self._everyone, self.at(iteration))
+        return (self.everyone,) if self._config.has_common_anchor else (self.everyone, self.at(iteration))
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
         """Brings the participants of an outer step together.
@@ -91,7 +91,7 @@ class Participants:
             since = range(progress.last_common_step + 1, iteration + 1)
             round_.bytes_sent += of_average * sum(map(self._config.is_site_average, since))
             # Over all groups: others know only of those of their own site.
-            round_.restarted_before = self._everyone.gather(torch.tensor([self._was_restarted], device=self._share.device))
+            round_.restarted_before = self.everyone.gather(torch.tensor([self._was_restarted], device=self._share.device))
             self._was_restarted = False
         return round_
 
@@ -147,10 +147,10 @@ class Participants:
             raise
         except RuntimeError as error:
             # A group that is a job of its own knows of the others only while it meets them, and then says so itself.
-            if self._everyone.size > 1:
+            if self.everyone.size > 1:
                 error.add_note(
-                    f"Pier: group {self._everyone.rank} was in phase {name} of the outer step after iteration {iteration}, "
-                    f"together with the {self._everyone.size - 1} other groups. If the error speaks of a connection or a "
+                    f"Pier: group {self.everyone.rank} was in phase {name} of the outer step after iteration {iteration}, "
+                    f"together with the {self.everyone.size - 1} other groups. If the error speaks of a connection or a "
                     "timeout, a rank of another group has died or hangs: its own log says why. The last checkpoint is whole."
                 )
             raise

@@ -165,7 +165,7 @@ class OuterStepReports:
         verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.exchange.groups
         is_common = round_.rule.has_common_anchor and len(sums) == len(groups)
         if is_common:
-            _check_anchors(round_.begun, dict(zip(groups, sums[:, CHECKSUM].tolist(), strict=True)))
+            check_anchors(round_.begun, dict(zip(groups, sums[:, CHECKSUM].tolist(), strict=True)))
         contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
         pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
         # Slow weights are those of all that met; pseudo-gradients, of those that count.
@@ -200,7 +200,7 @@ class OuterStepReports:
         return tuple(sorted({*of_sites, *in_sites}))
 
 
-def _check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:
+def check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:
     """Compares checksums, by group, with that of the first one."""
     first, *_ = checksums
     differing = [group for group, checksum in checksums.items() if checksum != checksums[first]]

@@ -136,14 +136,14 @@ class OuterRound:
             device: Device of the sums.
         """
         self.exchange, self.rule, self.fragments = exchange, rule, fragments
-        self._chunks = list(chunks_of(stagings, fragments))
-        self._kept: list[Buffers] = []
+        self.chunks = list(chunks_of(stagings, fragments))
+        self.kept: list[Buffers] = []
         # One for all chunks; None before they leave.
         self._under_way: list[Sum] | None = None
         self._is_sent_on = False
-        parts = max(1, min(_PARTS_TO_COMPARE, len(self._chunks)))
+        parts = max(1, min(_PARTS_TO_COMPARE, len(self.chunks)))
         # The same on all ranks, and every part's turn comes whatever the intervals are.
-        self._compared = [chunk for _, chunk in self._chunks[random.Random(begun).randrange(parts) :: parts]]
+        self._compared = [chunk for _, chunk in self.chunks[random.Random(begun).randrange(parts) :: parts]]
         self.begun, self.verdicts, self.stopwatch = begun, verdicts, stopwatch
         self.weight = 1.0
         self.restarted_before: Gathered | None = None
@@ -152,14 +152,14 @@ class OuterRound:
         self._on_the_wire = (SHARED, SLOW) if rule.sends_slow_weights else (SHARED,)
         self.bytes_sent = sum(
             exchange.wire.bytes_of_sum(chunk.numel, name == SLOW or chunk.shards.travel_exactly(exchange.codec))
-            for _, chunk in self._chunks
+            for _, chunk in self.chunks
             for name in self._on_the_wire
         )
 
     def begin(self) -> None:
         """Takes the pseudo-gradients."""
         counts = self.verdicts.own_counts()
-        self._kept = [staging.keep() for staging, _ in self._chunks]
+        self.kept = [staging.keep() for staging, _ in self.chunks]
         for staged in self._lent(ANCHOR):
             arithmetic.subtract(staged, counts)
             staged.give_back((OWN,))
@@ -183,10 +183,10 @@ class OuterRound:
     def settle(self) -> RoundBuffers:
         """Waits for everything to arrive, so that only :meth:`finish` is left; returns copies on the host, without verdicts."""
         self.arrive()
-        for staging in {staging for staging, _ in self._chunks}:
+        for staging in {staging for staging, _ in self.chunks}:
             staging.synchronize()
         # On the device they would take eight more bytes a parameter, and a file is written from the host anyway.
-        names, sizes = (OWN, *self._on_the_wire), [chunk.numel for _, chunk in self._chunks]
+        names, sizes = (OWN, *self._on_the_wire), [chunk.numel for _, chunk in self.chunks]
         copies = {name: torch.empty(sum(sizes), dtype=torch.float32, device="cpu") for name in names}
         for name, copy in copies.items():
             for part, of_chunk in zip(self._parts(), copy.split(sizes), strict=True):
@@ -195,8 +195,8 @@ class OuterRound:
 
     def resume(self, saved: RoundBuffers) -> None:
         """Continues where :meth:`settle` has left another round; replaces :meth:`begin`."""
-        self._kept, self._under_way, self._is_sent_on = [staging.keep() for staging, _ in self._chunks], [], True
-        sizes = [chunk.numel for _, chunk in self._chunks]
+        self.kept, self._under_way, self._is_sent_on = [staging.keep() for staging, _ in self.chunks], [], True
+        sizes = [chunk.numel for _, chunk in self.chunks]
         for name, whole in ((OWN, saved.own), (SHARED, saved.sum), (SLOW, saved.slow)):
             if whole is not None:
                 for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):
@@ -225,20 +225,20 @@ class OuterRound:
             self.arrive()
         elif self._under_way:
             # A lost communicator ends once nobody holds its sums.
-            self._kept, self._under_way = [], []
+            self.kept, self._under_way = [], []
         self._release()
 
     def _release(self) -> None:
-        for (staging, _), kept in zip(self._chunks, self._kept, strict=False):
+        for (staging, _), kept in zip(self.chunks, self.kept, strict=False):
             staging.release(kept)
-        self._kept = []
+        self.kept = []
 
     def _lent(self, *reads: str) -> Iterator[Staged]:
-        pairs = zip(self._chunks, self._kept, strict=True)
+        pairs = zip(self.chunks, self.kept, strict=True)
         return one_ahead(staging.lend(chunk, reads, kept) for (staging, chunk), kept in pairs)
 
     def _parts(self) -> list[dict[str, Tensor]]:
-        return [kept.of(chunk) for (_, chunk), kept in zip(self._chunks, self._kept, strict=True)]
+        return [kept.of(chunk) for (_, chunk), kept in zip(self.chunks, self.kept, strict=True)]
 
     def _send(self) -> None:
         if self._under_way is not None:
@@ -271,7 +271,7 @@ class OuterRound:
             self._apply(staged, keep_progress=False)
             staged.give_back(staged.homes)
 
-        for staged in one_ahead(staging.lend(chunk, staging.state.flats) for staging, chunk in self._chunks):
+        for staged in one_ahead(staging.lend(chunk, staging.state.flats) for staging, chunk in self.chunks):
             if len(in_flight) == PIPELINE_DEPTH:
                 land()
             arithmetic.subtract(staged, counts)

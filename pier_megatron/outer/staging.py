@@ -120,6 +120,12 @@ class Staging:
 
     Buffers are made by :meth:`reserve`, or when they are first needed, and then kept. Offloaded state is copied to the
     device on a stream of its own while earlier chunks are worked on, and back on another, behind the work on its chunk.
+
+    Attributes:
+        state: The state.
+        work: Work buffers that nobody has.
+        kept: Buffers of :meth:`keep` that nobody has.
+        written: Event after which what a chunk has sent home is there, by the chunk's start.
     """
 
     def __init__(self, state: OuterState, names: Sequence[str] = WORK) -> None:
@@ -131,10 +137,10 @@ class Staging:
         """
         self.state, self._names = state, names
         self._longest = max((chunk.numel for chunk in state.chunks), default=0)
-        self._work: collections.deque[Buffers] = collections.deque()
+        self.work: collections.deque[Buffers] = collections.deque()
         # In place, a chunk is worked on where it is kept.
-        self._kept: collections.deque[Buffers] = collections.deque() if state.offload else self._work
-        self._written: dict[int, torch.cuda.Event] = {}
+        self.kept: collections.deque[Buffers] = collections.deque() if state.offload else self.work
+        self.written: dict[int, torch.cuda.Event] = {}
         if state.copies_on_streams:
             self._inward, self._outward = (torch.cuda.Stream(state.device) for _ in range(2))
 
@@ -158,8 +164,8 @@ class Staging:
         with contextlib.ExitStack() as stack:
             if self.state.copies_on_streams:
                 # What the chunk has sent home must have arrived.
-                if staged.chunk.start in self._written:
-                    self._inward.wait_event(self._written[staged.chunk.start])
+                if staged.chunk.start in self.written:
+                    self._inward.wait_event(self.written[staged.chunk.start])
                 stack.enter_context(torch.cuda.stream(self._inward))
             for name, home in staged.homes.items():
                 if name in names and name not in staged.present:
@@ -179,23 +185,23 @@ class Staging:
                     home.copy_(staged.tensors[name], non_blocking=True)
                     staged.present.add(name)
             if self.state.copies_on_streams:
-                self._written[staged.chunk.start] = self._outward.record_event()
+                self.written[staged.chunk.start] = self._outward.record_event()
 
     def take_back(self, staged: Staged, writes: Collection[str]) -> None:
         """See :meth:`Staged.give_back`."""
         if staged.lent is None:
             return
         self.write(staged, writes)
-        staged.lent.ready = self._written.get(staged.chunk.start)
-        self._work.append(staged.lent)
+        staged.lent.ready = self.written.get(staged.chunk.start)
+        self.work.append(staged.lent)
 
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
-        return self._kept.popleft() if self._kept else self._new_kept()
+        return self.kept.popleft() if self.kept else self._new_kept()
 
     def release(self, kept: Buffers) -> None:
         """Takes back what :meth:`keep` has set aside."""
-        self._kept.append(kept)
+        self.kept.append(kept)
 
     def reserve(self, work: int, kept: int) -> None:
         """Makes buffers that are not there yet, while none is lent, so that none has to be made later.
@@ -204,21 +210,23 @@ class Staging:
             work: Number of work buffers on the device.
             kept: Number of buffers in host memory between iterations if the state is offloaded.
         """
-        self._work.extend(self._new_work() for _ in range(work - len(self._work)))
-        self._kept.extend(self._new_kept() for _ in range(kept - len(self._kept)))
+        self.work.extend(self._new_work() for _ in range(work - len(self.work)))
+        self.kept.extend(self._new_kept() for _ in range(kept - len(self.kept)))
 
     def take_work(self) -> Buffers:
         """Work buffers on the device."""
         # Those that were given back longest ago: their copies back are done soonest.
-        return self._work.popleft() if self._work else self._new_work()
+        return self.work.popleft() if self.work else self._new_work()
 
     def _new_kept(self) -> Buffers:
         on_the_wire = [name for name in self._names if name != OWN]
-        return Buffers(self._new((OWN,), **self.state.factory_kwargs) | self._new(on_the_wire, device=self.state.device))
+        return Buffers(
+            self.allocate((OWN,), **self.state.factory_kwargs) | self.allocate(on_the_wire, device=self.state.device)
+        )
 
     def _new_work(self) -> Buffers:
         offloaded = self.state.flats if self.state.offload else ()
-        buffers = Buffers(self._new((*self._names, *offloaded), device=self.state.device))
+        buffers = Buffers(self.allocate((*self._names, *offloaded), device=self.state.device))
         if self.state.copies_on_streams:
             # The memory may be what kernels of the present stream, still to run, have been given before.
             buffers.ready = torch.cuda.current_stream().record_event()
@@ -229,7 +237,8 @@ class Staging:
         if self.state.copies_on_streams:
             self._outward.synchronize()
 
-    def _new(self, names: Iterable[str], **place: object) -> dict[str, Tensor]:
+    def allocate(self, names: Iterable[str], **place: object) -> dict[str, Tensor]:
+        """Makes vectors by name, each as long as the longest chunk."""
         return {name: torch.empty(self._longest, dtype=torch.float32, **place) for name in names}  # type: ignore[call-overload]
 
 

@@ -23,7 +23,7 @@ class Weights:
             exchange: Collectives between all groups.
             on_change: Called after the parameters have changed, on all ranks of the group.
         """
-        self._share, self._exchange, self._on_change = share, exchange, on_change
+        self.share, self._exchange, self._on_change = share, exchange, on_change
         self._is_committed = True
 
     def commit(self) -> None:
@@ -38,14 +38,14 @@ class Weights:
 
     def become_anchor(self) -> None:
         """Takes the present parameters for the anchor."""
-        self._share.synchronize()
-        for state in self._share.states:
+        self.share.synchronize()
+        for state in self.share.states:
             state.copy_parameters_to(state.anchor)
 
     def return_to_anchor(self) -> None:
         """Takes the anchor for the parameters."""
-        self._share.synchronize()
-        for state in self._share.states:
+        self.share.synchronize()
+        for state in self.share.states:
             state.set_parameters(state.anchor)
 
     def agree_on_mean(self) -> None:
@@ -57,7 +57,7 @@ class Weights:
     @contextlib.contextmanager
     def showing_anchor(self, as_mean: bool) -> Iterator[list[Tensor]]:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.anchor_in_model`."""
-        states = self._share.states
+        states = self.share.states
         with torch.no_grad():
             trained = [state.parameters_on_host() for state in states]
         try:
@@ -83,7 +83,7 @@ class Weights:
             exchange: Collectives between the groups.
             counted: Whether each of them counts; at least one does.
         """
-        stagings = self._share.stagings
+        stagings = self.share.stagings
         for staged in one_ahead(staging.lend(chunk, ()) for staging in stagings for chunk in staging.state.chunks):
             staged.chunk.copy_parameters_to(staged.shared)
             if not counted[exchange.rank]:
@@ -93,7 +93,7 @@ class Weights:
 
     def _write_mean_of_anchors(self) -> None:
         """Writes the mean of all groups' anchors to the parameters: the same bits in all of them, whatever their anchors."""
-        stagings = self._share.stagings
+        stagings = self.share.stagings
         for staged in one_ahead(staging.lend(chunk, (ANCHOR,)) for staging in stagings for chunk in staging.state.chunks):
             staged.shared.copy_(staged.anchor)
             _write_mean(staged, self._exchange.sum([staged.shared], exactly=True), self._exchange.size)

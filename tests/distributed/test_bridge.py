@@ -361,7 +361,7 @@ from examples.bridge.recipes import llama_tiny
 from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model, temporary_distributed_context
 from pier_megatron.bridge import config
 from pier_megatron.bridge.arguments import BridgeLoop
-from pier_megatron.bridge.training import _name_iteration
+from pier_megatron.bridge.training import name_iteration
 from pier_megatron.settings import PluginSettings, Settings
 with temporary_distributed_context(backend="gloo"):
     model = load_megatron_model(sys.argv[1], model_type="gpt", use_cpu_init=True)
@@ -371,7 +371,7 @@ assert loop.in_own_words("--load /runs/exp--load/x") == "config.checkpoint.load 
 assert copy.copy(loop.arguments()).pier_sync_interval == 5
 for load, expected in {"/runs/123456": ("/runs/123456", None), "/runs/iter_0000007": ("/runs", 7)}.items():
     checkpoint = types.SimpleNamespace(load=load, ckpt_step=None)
-    _name_iteration(checkpoint)
+    name_iteration(checkpoint)
     assert (checkpoint.load, checkpoint.ckpt_step) == expected
 
 # Settings are those of the flags.

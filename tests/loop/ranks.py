@@ -70,7 +70,7 @@ class Settings:
 
 def _only_the_first_fragment(weights: Weights) -> None:
     """What is not in the first fragment stays as it is."""
-    [staging] = weights._share.stagings
+    [staging] = weights.share.stagings
     for chunk in (chunk for chunk in staging.state.chunks if chunk.fragment == 0):
         chunk.set_parameters(chunk.of(staging.state.anchor))
 
@@ -214,8 +214,8 @@ class Rank:
         """Rehearses before the first iteration, and whenever it starts again; whatever is taken later is an error."""
         self._rehearses = True
         self.loop.rehearse()
-        for staging in self.loop._share.stagings:
-            staging._new = _refuse_new_buffers  # type: ignore[method-assign]
+        for staging in self.loop.share.stagings:
+            staging.allocate = _refuse_new_buffers  # type: ignore[method-assign]
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self._optimizer.state.get(parameter, {})

@@ -25,9 +25,9 @@ def test_other_nodes_of_an_island_listen_at_their_own_interface(monkeypatch: pyt
 
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", create)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,ib1")
-    communicator._device_at("10.1.1.1")
+    communicator.device_at("10.1.1.1")
     assert asked == [{"hostname": "10.1.1.1"}, {"interface": "ib0"}]
-    communicator._device_at("10.1.1.2")
+    communicator.device_at("10.1.1.2")
     assert asked[2:] == [{"hostname": "10.1.1.2"}]
 
 

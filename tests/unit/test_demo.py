@@ -138,14 +138,14 @@ def test_demo_deletes_only_what_it_has_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_progress_is_shown_of_the_node_that_says_it(node: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from pier_megatron.commands.demo.machine import _follow
+    from pier_megatron.commands.demo.machine import follow
 
     logs = [tmp_path / "log0", tmp_path / "log1"]
     for log in logs:
         log.touch()
     logs[node].write_text(" [2026-11-22] iteration       50/     300 | consumed | lm loss: 2.9553E+00 | grad norm\n")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
-    _follow([process], logs)
+    follow([process], logs)
     assert "iteration 50 of 300, loss 2.955" in capsys.readouterr().out
 
 

@@ -106,16 +106,16 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
     membership, parameter = _FailsThreeTimes(), torch.randn(5 * 2**18 - 3)
     islands = ElasticMembership(membership, own=0, wait_seconds=60)
     loop = OuterLoop([[Shards([parameter])]], config, GroupExchange(), islands=islands)
-    [staging] = loop._share.stagings
+    [staging] = loop.share.stagings
     made: list[Any] = []
-    new = staging._new
+    new = staging.allocate
 
     def count(*args: Any, **kwargs: Any) -> Any:
         tensors = new(*args, **kwargs)
         made.extend(map(weakref.ref, tensors.values()))
         return tensors
 
-    staging._new = count  # type: ignore[method-assign]
+    staging.allocate = count  # type: ignore[method-assign]
     for iteration in range(1, 5):
         loop.begin_iteration(iteration)
         parameter += 1
@@ -124,7 +124,7 @@ def test_failed_attempts_leave_no_buffers_behind(offload: bool) -> None:
     gc.collect()
     # What is still on the wire may write to buffers of a lost attempt: they are not lent again, and nobody holds them.
     alive = {id(tensor) for tensor in (made_one() for made_one in made) if tensor is not None}
-    lent = {id(tensor) for buffers in (*staging._work, *staging._kept) for tensor in buffers.tensors.values()}
+    lent = {id(tensor) for buffers in (*staging.work, *staging.kept) for tensor in buffers.tensors.values()}
     assert alive == lent
     assert len(made) > len(alive)
 

@@ -22,7 +22,7 @@ from pier_megatron.experiments.experts import jobs, mix, mixture, score, seeds, 
 from pier_megatron.experiments.experts.budget import apportioned, shares
 from pier_megatron.experiments.experts.ensemble import VARIANTS, Ensemble
 from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
-from pier_megatron.experiments.experts.plan import _check_nothing_is_lost, _check_scoring, _places, _write_scripts
+from pier_megatron.experiments.experts.plan import check_nothing_is_lost, check_scoring, places_on_nodes, write_scripts
 from pier_megatron.experiments.experts.planned import Expert, Model, Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
@@ -231,7 +231,7 @@ def test_experts_fill_disjoint_ranks(read: Callable[[Any], Ensemble], content: d
     def places(ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         content["machines"]["ranks-per-expert"] = ranks
         machines = read(content).machines
-        return [_places(machines, number) for number in range(16 // ranks + 1)]
+        return [places_on_nodes(machines, number) for number in range(16 // ranks + 1)]
 
     four = places(4)
     assert four[:4] == [((0, 1, 2, 3), (0,)), ((4, 5, 6, 7), (0,)), ((0, 1, 2, 3), (1,)), ((4, 5, 6, 7), (1,))]
@@ -246,14 +246,14 @@ def test_a_trained_plan_takes_more_variants_and_no_other_change(tmp_path: Path) 
     longer, dense = dataclasses.replace(law, iterations=9), dataclasses.replace(law, name="dense/dense")
     plan = Plan(tmp_path, "pretrain.py", "cpu", 2, "one", {}, ("law",), {}, (law,))
     plan.write()
-    _check_nothing_is_lost(dataclasses.replace(plan, experts=(longer,)))
+    check_nothing_is_lost(dataclasses.replace(plan, experts=(longer,)))
     plan.checkpoints(law.name).mkdir(parents=True)
-    _check_nothing_is_lost(dataclasses.replace(plan, experts=(law, dense)))
+    check_nothing_is_lost(dataclasses.replace(plan, experts=(law, dense)))
     # What seeds cost was not stored by earlier releases.
-    _check_nothing_is_lost(dataclasses.replace(plan, seeds={"one": 1e9}))
+    check_nothing_is_lost(dataclasses.replace(plan, seeds={"one": 1e9}))
     for change in ({"experts": (longer, dense)}, {"experts": (dense,)}, {"experts": (law, dense), "script": "other.py"}):
         with pytest.raises(PierConfigError, match="another plan has been trained there"):
-            _check_nothing_is_lost(dataclasses.replace(plan, **change))
+            check_nothing_is_lost(dataclasses.replace(plan, **change))
 
 
 # Jobs.
@@ -330,7 +330,7 @@ def test_launch_script_leaves_the_gpus_to_its_caller(
     (tmp_path / "python").chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", str(tmp_path / "python"))
-        _write_scripts(plan, law, [])
+        write_scripts(plan, law, [])
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if given is not None:
             patch.setenv("CUDA_VISIBLE_DEVICES", given)
@@ -342,7 +342,7 @@ def test_models_are_scored_beside_each_other(tmp_path: Path) -> None:
     plan = Plan(tmp_path, "pretrain.py", "cpu", 4, "small", {}, (), models, ())
 
     def places(*sizes: str) -> list[tuple[int, ...]]:
-        return [tuple(devices) for devices in score._places(plan, [score.Scored(size, tmp_path, size) for size in sizes])]
+        return [tuple(devices) for devices in score.places(plan, [score.Scored(size, tmp_path, size) for size in sizes])]
 
     assert places("small", "small", "large", "large", "small", "large") == [(0,), (1,), (2, 3), (0, 1), (2,), (0, 1)]
     with pytest.raises(PierConfigError, match=r"huge: one replica takes 8 ranks .* and a node has 4"):
@@ -366,11 +366,11 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
     read: Callable[[Any], Ensemble], content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(tuple(f"{_MODEL} --overlap-grad-reduce --overlap-param-gather".split()), None, 1, 4)
-    _check_scoring(read(content), "small", model)
+    check_scoring(read(content), "small", model)
     # As if nobody had thought of that flag.
     monkeypatch.setattr("pier_megatron.experiments.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
     with pytest.raises(PierConfigError, match=r"scoring experts of size small: .* --overlap-param-gather only supported with"):
-        _check_scoring(read(content), "small", model)
+        check_scoring(read(content), "small", model)
 
 
 # The scores.

@@ -11,7 +11,7 @@ import pytest
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts import train
-from pier_megatron.experiments.experts.plan import _write_scripts
+from pier_megatron.experiments.experts.plan import write_scripts
 from pier_megatron.experiments.experts.planned import Expert, Model, Plan
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def plan(tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     monkeypatch.setattr("sys.executable", str(tmp_path / "com mands" / "torchrun"))
     for expert in experts:
         checkpoints = str(made.checkpoints(expert.name))
-        _write_scripts(made, expert, ["--train-iters", "8", "--save", checkpoints, "--load", checkpoints])
+        write_scripts(made, expert, ["--train-iters", "8", "--save", checkpoints, "--load", checkpoints])
     made.write()
     return made
 

@@ -102,4 +102,4 @@ def test_flags_beside_a_file_of_settings_are_refused() -> None:
     """Megatron drops them, and the plugin's checks are not called."""
     given = argparse.Namespace(optimizer="adam", yaml_cfg="run.yaml", pier_layered=True, pier_try_any_megatron=True)
     with pytest.raises(PierConfigError, match=r"^--pier-layered has no effect with --yaml-cfg run\.yaml"):
-        arguments._translate(given)
+        arguments.translate(given)

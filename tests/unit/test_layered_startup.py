@@ -137,12 +137,12 @@ def test_a_model_of_two_blocks_is_refused() -> None:
 
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     with pytest.raises(PierConfigError, match="this one has 0 blocks"):
-        segments._parts(model)
+        segments.parts_of(model)
     for block in (TransformerBlock.__new__(TransformerBlock) for _ in range(2)):
         torch.nn.Module.__init__(block)
         model.append(block)
     with pytest.raises(PierConfigError, match="this one has 2 blocks"):
-        segments._parts(model)
+        segments.parts_of(model)
 
 
 class _Layer(torch.nn.Linear):
@@ -185,7 +185,7 @@ def test_no_fork_of_random_numbers_stays_open_while_others_pass() -> None:
     tracker = mock.Mock(fork=_fork)
     _events.clear()
     with mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=tracker):
-        with segments._cut_before_layers(model) as cuts:
+        with segments.cut_before_layers(model) as cuts:
             passing = [segments._MicroBatch(lambda: model(hidden_states=torch.ones(2, 4))) for _ in range(2)]
             for _ in range(cuts):
                 for micro_batch in passing:
@@ -200,7 +200,7 @@ def test_no_fork_of_random_numbers_stays_open_while_others_pass() -> None:
 
 def test_a_second_way_for_gradients_is_refused() -> None:
     layer = _Layer(4, 4)
-    layer.register_forward_pre_hook(segments._pause, with_kwargs=True)
+    layer.register_forward_pre_hook(segments.pause, with_kwargs=True)
     bias = torch.ones(4, requires_grad=True)
     passing = segments._MicroBatch(lambda: layer(hidden_states=torch.ones(2, 4, requires_grad=True), attention_bias=bias))
     with pytest.raises(PierConfigError, match="layers also pass gradients through attention_bias"):

@@ -175,7 +175,7 @@ def test_subgroup_stops_if_it_is_useless_within_an_interval_of_a_restart() -> No
 @pytest.mark.parametrize(("span", "sent"), [(1, 0), (2, 0), (3, 1), (8, 1)])
 def test_an_overlapped_round_leaves_in_one_launch_behind_its_verdicts(span: int, sent: int) -> None:
     round_ = outer_round(OuterState([Shards(shards())], chunk_numel=4))
-    number = len(round_._chunks)
+    number = len(round_.chunks)
     with mock.patch.object(GroupExchange, "sum", autospec=True, side_effect=GroupExchange.sum) as sums:
         round_.begin()
         found = []

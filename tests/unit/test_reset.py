@@ -56,9 +56,9 @@ def test_buffers_of_a_forgotten_outer_step_are_used_again(settings: dict[str, An
     parameter = torch.randn(40)
     loop = _loop(settings, parameter)
     loop.rehearse()
-    [staging] = loop._share.stagings
-    lent = {id(buffers) for buffers in (*staging._work, *staging._kept)}
+    [staging] = loop.share.stagings
+    lent = {id(buffers) for buffers in (*staging.work, *staging.kept)}
     _trained(parameter, loop, 9)
     loop.reset()
     staging.synchronize()
-    assert {id(buffers) for buffers in (*staging._work, *staging._kept)} == lent
+    assert {id(buffers) for buffers in (*staging.work, *staging.kept)} == lent

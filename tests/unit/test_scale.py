@@ -20,8 +20,8 @@ from pier_megatron.integration.census import Collective, table
 from pier_megatron.integration.copies import Copies, CopiesDifferError, _Domain, _Parameter
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.description import Description
-from pier_megatron.outer.elastic import _refusals, _those_present
-from pier_megatron.outer.report import AnchorsDifferError, OuterStepReport, _check_anchors
+from pier_megatron.outer.elastic import refusals_of, those_present
+from pier_megatron.outer.report import AnchorsDifferError, OuterStepReport, check_anchors
 from pier_megatron.outer.verdicts import NOT_FINITE, DivergedError, Verdicts
 
 pytestmark = pytest.mark.slow
@@ -207,7 +207,7 @@ def test_report_names_many_excluded_groups_together() -> None:
 
 def test_errors_name_few_of_many_groups() -> None:
     with pytest.raises(AnchorsDifferError, match=r"groups 7 are not group 0's \(checksums .*, by group: \{0: 1, 7: 2\}\)"):
-        _check_anchors(4, dict(enumerate([1.0] * 7 + [2.0] + [1.0] * 1000)))
+        check_anchors(4, dict(enumerate([1.0] * 7 + [2.0] + [1.0] * 1000)))
     gathered = SimpleNamespace(result=lambda: torch.full((_GROUPS, 1), NOT_FINITE))
     exchange: Any = SimpleNamespace(groups=range(_GROUPS), rank=0, gather=lambda own: gathered)
     with pytest.raises(DivergedError, match="all 1,024 groups not finite"):
@@ -282,8 +282,8 @@ def test_islands_of_a_quorum_are_not_compared_pair_by_pair() -> None:
     standings = [CountedStanding((island, 4 * (int(island) % 2), 8, *[int(island) % 2] * 2, 4, 1)) for island in numbers]
     CountedStanding.counted.looks = CountedFloat.counted.looks = 0
     counted = Counted()
-    present = _those_present(standings)
+    present = those_present(standings)
     assert present == list(range(1, 1000, 2))
-    assert not _refusals(standings, CountedList(present, counted))
+    assert not refusals_of(standings, CountedList(present, counted))
     assert CountedStanding.counted.looks + CountedFloat.counted.looks <= _LOOKS * len(standings)
     assert counted.looks <= _LOOKS * len(standings)

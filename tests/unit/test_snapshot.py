@@ -100,7 +100,7 @@ def test_offloaded_state_is_handed_out_by_way_of_the_device() -> None:
     """NCCL takes no host tensors: what crosses must be none of the flat buffers, which are in host memory."""
     exchange = _Handed()
     loop = _loop(exchange, "own_rules:Aside")
-    loop._share.hand_over(exchange, 0, [1])
+    loop.share.hand_over(exchange, 0, [1])
     [state] = loop.states
     assert exchange.memory
     assert exchange.memory.isdisjoint(flat.untyped_storage().data_ptr() for flat in state.flats.values())

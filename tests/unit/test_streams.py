@@ -80,7 +80,7 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
         stack.enter_context(mock.patch.object(OuterState, "copies_on_streams", True))
-        stack.enter_context(mock.patch.object(Participants, "at", lambda participants, iteration: participants._everyone))
+        stack.enter_context(mock.patch.object(Participants, "at", lambda participants, iteration: participants.everyone))
         stack.enter_context(mock.patch.object(Staging, "keep", kept_on_host))
         stack.enter_context(detector.watching())
         trained = loop.OuterLoop(
@@ -152,8 +152,8 @@ def _take_unfinished_work(staging: Staging) -> Buffers:
 
 
 def _lend_without_the_last_write(staging: Staging, *args: Any, **kwargs: Any) -> Staged:
-    staging._written.clear()
-    for buffers in staging._work:
+    staging.written.clear()
+    for buffers in staging.work:
         buffers.ready = None
     return _lend(staging, *args, **kwargs)
 
@@ -265,7 +265,7 @@ def test_elastic_island_takes_no_buffer_after_its_rehearsal(offload: bool) -> No
         islands = ElasticMembership(_Membership(GroupExchange()), own=0, wait_seconds=60)
         alone = loop.OuterLoop([[Shards([torch.randn(60)])]], config, GroupExchange(), islands=islands)
         alone.rehearse()
-        with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
+        with mock.patch.object(Staging, "allocate", side_effect=AssertionError("a buffer is taken late")):
             alone.join()
             for _ in range(config.train_iters):
                 alone.skip_iteration()
@@ -280,7 +280,7 @@ def rehearsed(config: PierConfig, sizes: Sequence[int]) -> Iterator[loop.OuterLo
         exchange.wire = Wire(exchange.codec, 2)
         trained = loop.OuterLoop([[Shards([torch.randn(size)])] for size in sizes], config, exchange)
         trained.rehearse()
-        with mock.patch.object(Staging, "_new", side_effect=AssertionError("a buffer is taken late")):
+        with mock.patch.object(Staging, "allocate", side_effect=AssertionError("a buffer is taken late")):
             yield trained
 
 

@@ -70,7 +70,7 @@ class Machine:
                 file.flush()
                 start = running if self.nodes is None else self.nodes.running_on(node)
                 processes.append(stack.enter_context(start(command, file, _ENVIRONMENT)))
-            _follow(processes, logs)
+            follow(processes, logs)
             status = next((process.returncode for process in processes if process.returncode), 0)
         if status:
             print(f"\nThe training failed with status {status}; its logs are in {folder}. Their ends:", file=sys.stderr)
@@ -122,7 +122,7 @@ def this_machine(megabits: float) -> Iterator[Machine]:
         )
 
 
-def _follow(processes: Sequence["subprocess.Popen[str]"], logs: Sequence[Path]) -> None:
+def follow(processes: Sequence["subprocess.Popen[str]"], logs: Sequence[Path]) -> None:
     """Shows how far a training is until it ends, or a part of it fails. One node says so: the last, or that of island 0."""
     begin, shown, is_terminal = time.monotonic(), "", sys.stdout.isatty()
     if not is_terminal:

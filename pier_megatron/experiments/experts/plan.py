@@ -57,7 +57,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         for name, size in ensemble.sizes.items()
     }
     for name, model in models.items():
-        _check_scoring(ensemble, name, model)
+        check_scoring(ensemble, name, model)
     experts: list[Expert] = []
     arguments_of: dict[str, tuple[str, ...]] = {}
     for variant in ensemble.variants:
@@ -66,7 +66,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
             arguments_of[name] = _arguments(ensemble, share, folder / name)
             args = _validated(ensemble, share.size, arguments_of[name])
             memory, hours = _predicted(args, ensemble.machines.cluster)
-            place = _places(ensemble.machines, len(experts))
+            place = places_on_nodes(ensemble.machines, len(experts))
             total = operations[share.size] * share.iterations
             experts.append(Expert(name, share.domains, share.size, share.iterations, total, *place, memory, hours))
     plan = Plan(
@@ -81,9 +81,9 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         tuple(experts),
         of_seeds,
     )
-    _check_nothing_is_lost(plan)
+    check_nothing_is_lost(plan)
     for expert in plan.experts:
-        _write_scripts(plan, expert, arguments_of[expert.name])
+        write_scripts(plan, expert, arguments_of[expert.name])
     plan.write()
     return plan
 
@@ -108,7 +108,7 @@ def _operations_of_seeds(ensemble: Ensemble, validated: Mapping[str, argparse.Na
     return found
 
 
-def _check_scoring(ensemble: Ensemble, size: str, model: Model) -> None:
+def check_scoring(ensemble: Ensemble, size: str, model: Model) -> None:
     """Refuses experts that could be trained, but not scored."""
     arguments = scoring_arguments(
         model.arguments, model.micro_batch, "checkpoints", list(map(str, ensemble.validation.values()))
@@ -159,7 +159,7 @@ def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, fl
     return sum(memory.values()), iteration * args.train_iters / 3600
 
 
-def _places(machines: Machines, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def places_on_nodes(machines: Machines, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Devices and nodes of a job: jobs fill the machines in order, then start again at the first rank."""
     ranks, node = machines.ranks_per_expert, machines.gpus_per_node
     first = number % (machines.nodes * node // ranks) * ranks
@@ -168,7 +168,7 @@ def _places(machines: Machines, number: int) -> tuple[tuple[int, ...], tuple[int
     return tuple(range(first % node, first % node + ranks)), (first // node,)
 
 
-def _check_nothing_is_lost(plan: Plan) -> None:
+def check_nothing_is_lost(plan: Plan) -> None:
     """Refuses to put another plan over one that has been trained, unless all that is trained is as it was."""
     if not (plan.folder / PLAN).exists():
         return
@@ -183,7 +183,8 @@ def _check_nothing_is_lost(plan: Plan) -> None:
     )
 
 
-def _write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None:
+def write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None:
+    """Writes what starts an expert's training: its arguments, a script for one node, and one for Slurm."""
     folder = plan.folder / expert.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "arguments.txt").write_text("\n".join((*plan.models[expert.size].arguments, *arguments)) + "\n")

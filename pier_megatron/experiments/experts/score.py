@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     models = scored_models(plan)
     missing = [model for model in models if not _is_scored(plan, model)]
     print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
-    failed = run_all([_job(plan, model, devices) for model, devices in zip(missing, _places(plan, missing), strict=True)])
+    failed = run_all([_job(plan, model, devices) for model, devices in zip(missing, places(plan, missing), strict=True)])
     refused = []
     for model in missing:
         if model.name not in [job.name for job in failed]:
@@ -110,7 +110,7 @@ def _is_scored(plan: Plan, model: Scored) -> bool:
     return all(file.exists() and file.stat().st_mtime > tracker.stat().st_mtime for file in files)
 
 
-def _places(plan: Plan, models: Sequence[Scored]) -> list[range]:
+def places(plan: Plan, models: Sequence[Scored]) -> list[range]:
     """Devices of each model's job, which hold it once: jobs fill the node in order, then start again at its first device."""
     found, first = [], 0
     for model in models:

@@ -45,7 +45,7 @@ def accumulate[R](
     Raises:
         PierConfigError: If the model has no single sequence of layers.
     """
-    with _cut_before_layers(model[0]) as cuts:
+    with cut_before_layers(model[0]) as cuts:
         steps = _Steps(model[0], num_microbatches, at_a_time, cuts)
         replacements = {"forward_step": steps.forward_step, "backward_step": steps.backward_step}
         with versions.replaced(importlib.import_module(_SCHEDULES), replacements):
@@ -146,12 +146,12 @@ class _Steps:
 
 
 @contextlib.contextmanager
-def _cut_before_layers(model: nn.Module) -> Iterator[int]:
+def cut_before_layers(model: nn.Module) -> Iterator[int]:
     """Inside, micro-batches pause before each layer and before what follows the last one; yields how often.
 
     Their contexts end before a pause: what Megatron enters once for all layers is entered for each.
     """
-    block, layers, norm = _parts(model)
+    block, layers, norm = parts_of(model)
     config = vars(block)["config"]
     # Only the block reads it there: it enters no fork of random numbers, and recomputes no layers.
     inside = copy.copy(config)
@@ -166,11 +166,11 @@ def _cut_before_layers(model: nn.Module) -> Iterator[int]:
             stack.enter_context(versions.replaced(layer, {"forward": forward}))
         for place in (*layers, norm):
             # Before Megatron's own hook, which waits for the layer's parameters.
-            stack.callback(place.register_forward_pre_hook(_pause, with_kwargs=True, prepend=True).remove)
+            stack.callback(place.register_forward_pre_hook(pause, with_kwargs=True, prepend=True).remove)
         yield len(layers) + 1
 
 
-def _parts(model: nn.Module) -> tuple[nn.Module, Sequence[nn.Module], nn.Module]:
+def parts_of(model: nn.Module) -> tuple[nn.Module, Sequence[nn.Module], nn.Module]:
     """The model's only block of layers, its layers, and its norm behind them."""
     kind = versions.require("megatron.core.transformer.transformer_block", "TransformerBlock")
     blocks = [module for module in model.modules() if isinstance(module, kind)]
@@ -182,7 +182,7 @@ def _parts(model: nn.Module) -> tuple[nn.Module, Sequence[nn.Module], nn.Module]
     return blocks[0], blocks[0].layers, blocks[0].final_layernorm
 
 
-def _pause(
+def pause(
     module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, object]] | None:
     """Lets the micro-batch wait for its turn before it runs a layer; evaluations do not wait."""
