@@ -185,8 +185,17 @@ def _domains(model_chunks: "Sequence[DistributedDataParallel]") -> list[_Domain]
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A sum over a tensor's bits; an int64 scalar."""
-    return sum_of_bits(tensor.detach().reshape(-1))
+    """A sum over a tensor's bits; an int64 scalar. A quantised one's are those of its FP32 values: data and scales make them.
+
+    Its scales are not compared as they lie in memory: Transformer Engine pads them with whatever was there.
+    """
+    fp8_utils = "megatron.core.fp8_utils"
+    if not versions.require(fp8_utils, "is_float8tensor")(tensor):
+        return sum_of_bits(tensor.detach().reshape(-1))
+    members = [tensor]
+    if versions.is_between("0.19", None) and versions.require(fp8_utils, "is_grouped_tensor_with_quantized_storage")(tensor):
+        members = versions.require(fp8_utils, "get_grouped_quantized_members")(tensor, create_if_missing=True)
+    return torch.stack([sum_of_bits(member.dequantize(dtype=torch.float32).reshape(-1)) for member in members]).sum()
 
 
 def _differ(sums: Tensor, group: dist.ProcessGroup) -> Tensor:

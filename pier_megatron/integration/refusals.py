@@ -10,7 +10,6 @@ from pier_megatron.settings import Settings
 # Flags that cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is
 # not set; every other value that is neither None, False nor 0 is refused.
 _FSDP = "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards"
-_QUANTISED = "parameters are quantised from the main parameters by a step that outer steps do not repeat"
 _REFUSED = {
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
@@ -18,8 +17,6 @@ _REFUSED = {
     "step cannot reach them",
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
     "optimizer_cuda_graph": "the outer step would be captured into the graph and replayed at every iteration",
-    "fp8_param_gather": f"FP8 {_QUANTISED}",
-    "fp4_param_gather": f"FP4 {_QUANTISED}",
     "hybrid_context_parallel": "it moves data between all data-parallel ranks in every iteration, hence across groups",
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "dsa_indexer_loss_coeff": "its loss is averaged over all groups in every iteration",

@@ -5,6 +5,7 @@ import importlib.util
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.args import flag
 
 
 def check(args: argparse.Namespace) -> None:
@@ -27,6 +28,11 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.fp16:
         raise PierConfigError(f"--fp16 cannot be used with {given}: Megatron's {name} has no loss scaling. Use --bf16.")
+    if gathered := [flag(f"{name}_param_gather") for name in ("fp8", "fp4") if getattr(args, f"{name}_param_gather", None)]:
+        raise PierConfigError(
+            f"{gathered[0]} cannot be used with {given}: Megatron quantises parameters for the gather in its distributed optimizer "
+            f"over AdamW, and Muon steps whole matrices. Drop {gathered[0]}; products in FP8 or FP4 do without it."
+        )
     if args.use_distributed_optimizer:
         _check_layer_wise(args, given)
 
