@@ -37,6 +37,13 @@ def test_package_that_is_missing_is_named() -> None:
         requirements.check(given())
 
 
+@pytest.mark.parametrize("name", ["fp8_param_gather", "fp4_param_gather"])
+def test_quantised_gather_of_whole_matrices_is_refused(name: str) -> None:
+    requirements.check(given(pier_inner_optimizer="adam", **{name: True}))
+    with pytest.raises(PierConfigError, match=rf"--{name.replace('_', '-')} cannot be used with --pier-inner-optimizer muon: "):
+        requirements.check(given(**{name: True}))
+
+
 def test_release_without_a_layout_is_named() -> None:
     with (
         mock.patch.object(requirements.versions, "megatron_version", return_value="0.17.1"),
