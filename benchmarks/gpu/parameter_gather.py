@@ -25,7 +25,8 @@ _FLAGS = (
 ).split()
 _STOCK = ["--use-distributed-optimizer"]
 _PIER = (
-    "--optimizer pier --pier-groups 1 --pier-sync-interval 1 --pier-lazy-start-iters 1 --pier-outer-lr 1 --pier-outer-momentum 0"
+    "--optimizer pier --pier-groups 1 --pier-sync-interval 1 --pier-lazy-start-iters 1 --pier-outer-lr 1 "
+    "--pier-outer-momentum 0"
 ).split()
 _OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
 _FP8 = "--fp8-format e4m3 --fp8-param-gather --fp8-recipe"

@@ -1,8 +1,8 @@
-"""Transformer Engine's quantised parameters on a CPU: a stand-in for its tensors, and a look at what every forward pass sees.
+"""Transformer Engine's quantised parameters on a CPU: a stand-in for its tensors, and a look at what each forward pass sees.
 
-The stand-in follows the interface that ``megatron.core.fp8_utils`` and ``fp4_utils`` ask for; both are executed once more with it
-in place of Transformer Engine, so that Megatron's own code quantises, gathers and gives storage to parameters. Formats are
-simpler than Transformer Engine's: what has to be there after which call is the same, values are not.
+The stand-in follows the interface that ``megatron.core.fp8_utils`` and ``fp4_utils`` ask for. Both are executed once more with
+it in place of Transformer Engine, so that Megatron's own code quantises and gathers parameters and gives them storage. Formats
+are simpler than Transformer Engine's: what has to be there after which call is the same, values are not.
 """
 
 import contextlib
@@ -217,7 +217,7 @@ def post_all_gather_processing(parameters: Sequence[QuantizedTensor]) -> None:
 
 
 def _modules() -> dict[str, types.ModuleType]:
-    """As much of Transformer Engine as Megatron asks for quantised parameters."""
+    """The modules of Transformer Engine that Megatron imports for quantised parameters."""
     tensor = {"QuantizedTensor": QuantizedTensor}
     utils = {
         "cast_master_weights_to_fp8": cast,

@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
 
 
 def stale(run: Recorded) -> set[tuple[int, bool]]:
-    """The forward passes, by iteration and whether they train, in which a model computes with other than its main parameters."""
+    """Forward passes, by iteration and whether they train, in which a model computes with other than its main parameters."""
     return {(iteration, trains) for rank in run.ranks for iteration, trains, number in rank["stale forwards"] if number}
 
 

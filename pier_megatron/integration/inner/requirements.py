@@ -30,8 +30,8 @@ def check(args: argparse.Namespace) -> None:
         raise PierConfigError(f"--fp16 cannot be used with {given}: Megatron's {name} has no loss scaling. Use --bf16.")
     if gathered := [flag(f"{name}_param_gather") for name in ("fp8", "fp4") if getattr(args, f"{name}_param_gather", None)]:
         raise PierConfigError(
-            f"{gathered[0]} cannot be used with {given}: Megatron quantises parameters for the gather in its distributed optimizer "
-            f"over AdamW, and Muon steps whole matrices. Drop {gathered[0]}; products in FP8 or FP4 do without it."
+            f"{gathered[0]} cannot be used with {given}: Megatron's distributed optimizer over AdamW quantises parameters for "
+            f"their gather, and Muon steps whole matrices. Drop {gathered[0]}; FP8 and FP4 layers do without it."
         )
     if args.use_distributed_optimizer:
         _check_layer_wise(args, given)
