@@ -4,6 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
+from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
 
@@ -84,7 +85,11 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "ends. Capture layers instead",
         ),
     ]
-    Problems(_met("--optimizer pier", *table)).report()
+    quantised = [flag(name) for name in ("fp8_param_gather", "fp4_param_gather") if getattr(args, name, None)]
+    is_old = versions.is_between(None, "0.18")
+    unfinished = "before 0.19, Megatron does not finish a gather that an outer step forces. Use megatron-core 0.19"
+    found = _met("--optimizer pier", *table, *((is_old, f"{name}: {unfinished}") for name in quantised))
+    Problems(found).report()
 
 
 def refuse_division_by_none(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """Transformer Engine's quantised parameters on a CPU: a stand-in for its tensors, and a look at what each forward pass sees.
 
 The stand-in follows the interface that ``megatron.core.fp8_utils`` and ``fp4_utils`` ask for. Both are executed once more with
-it in place of Transformer Engine, so that Megatron's own code quantises and gathers parameters and gives them storage. Formats
+it instead of Transformer Engine, so that Megatron's own code quantises and gathers parameters and gives them storage. Formats
 are simpler than Transformer Engine's: what has to be there after which call is the same, values are not.
 """
 

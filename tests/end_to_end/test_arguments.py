@@ -106,7 +106,7 @@ _REFUSED = {
     f"{_PIER} --use-torch-fsdp2": ["--use-torch-fsdp2", "FSDP"],
     f"{_PIER} --bf16 --use-precision-aware-optimizer": ["--use-precision-aware-optimizer", "FusedAdam"],
     f"{_PIER} --optimizer-cpu-offload": ["--optimizer-cpu-offload", "host"],
-    f"{_PIER} --bf16 --pier-inner-optimizer muon --fp8-param-gather": ["--fp8-param-gather cannot", "whole matrices", "Drop"],
+    f"{_PIER} --bf16 --pier-inner-optimizer muon --fp8-param-gather": ["--fp8-param-gather cannot", "over AdamW", "Drop"],
     f"{_PIER} --fp8-format hybrid --fp8-param-gather": ["--fp8-recipe delayed", "first group's only", "blockwise"],
     f"{_PIER} --data-parallel-random-init": ["--data-parallel-random-init", "identical weights"],
     f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel", "across groups"],

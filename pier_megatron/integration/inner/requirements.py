@@ -28,11 +28,12 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.fp16:
         raise PierConfigError(f"--fp16 cannot be used with {given}: Megatron's {name} has no loss scaling. Use --bf16.")
-    if gathered := [flag(f"{name}_param_gather") for name in ("fp8", "fp4") if getattr(args, f"{name}_param_gather", None)]:
-        raise PierConfigError(
-            f"{gathered[0]} cannot be used with {given}: Megatron's distributed optimizer over AdamW quantises parameters for "
-            f"their gather, and Muon steps whole matrices. Drop {gathered[0]}; FP8 and FP4 layers do without it."
-        )
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(args, name, None):
+            raise PierConfigError(
+                f"{flag(name)} cannot be used with {given}: Megatron quantises only what its distributed optimizer "
+                "over AdamW gathers. Drop it."
+            )
     if args.use_distributed_optimizer:
         _check_layer_wise(args, given)
 

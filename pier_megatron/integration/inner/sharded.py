@@ -26,7 +26,7 @@ class ShardedOptimizer(InnerOptimizer):
     def round_to_model(self) -> None:
         """Writes the own parts of the main parameters to what is then gathered; quantises them over the group if need be."""
         if self.optimizer.config.reuse_grad_buf_for_mxfp8_param_ag:
-            # Rounded in the place of gradients, whose step has been taken; what was gathered is quantised after the gather.
+            # Rounded to where gradients were, whose step has been taken. What is gathered there is then quantised.
             self.optimizer._copy_main_params_to_param_buffer()
         else:
             self.optimizer._copy_main_params_to_model_params()
