@@ -12,19 +12,23 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pier_megatron.cpu.preparations import DEVICES
 from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
 from pier_megatron.processes import REFUSED, end_with_one_message, rank, refusal
 
+if TYPE_CHECKING:
+    from pier_megatron.megatron_api.seam import Seam
+
 # Carry what helper processes cannot see: importing this module as their main one overwrites their sys.argv[0].
 _DEVICE_VARIABLE = "PIER_MEGATRON_DEVICE"
 _SCRIPT_VARIABLE = "PIER_MEGATRON_SCRIPT"
 
 
-def main(argv: Sequence[str]) -> None:
-    """Runs ``[--device cuda|cpu] SCRIPT ARGUMENTS...``."""
+def main(argv: Sequence[str], rows: "Sequence[Seam]" = ()) -> None:
+    """Runs ``[--device cuda|cpu] SCRIPT ARGUMENTS...``, with what ``rows`` replace of Megatron's besides."""
     parser = argparse.ArgumentParser(
         prog="python -m pier_megatron",
         description="Runs a Megatron-LM training script unchanged, with --optimizer pier known to it.",
@@ -73,11 +77,11 @@ def main(argv: Sequence[str]) -> None:
                 flush=True,
             )
         sys.argv += added
-    _prepare(script)
+    _prepare(script, rows)
     _run_as_main(script)
 
 
-def _prepare(script: Path) -> None:
+def _prepare(script: Path, rows: "Sequence[Seam]" = ()) -> None:
     """Sets up this process as ``python SCRIPT`` would, and makes Pier known to the Megatron that it would import."""
     sys.path[0] = str(script.resolve().parent)
     if os.environ.get(_DEVICE_VARIABLE) == "cpu":
@@ -87,7 +91,7 @@ def _prepare(script: Path) -> None:
     from pier_megatron.integration import seams
     from pier_megatron.megatron_api.seam import install
 
-    install(seams.WITHOUT_PIER)
+    install((*seams.WITHOUT_PIER, *rows))
     seams.register()
 
 

@@ -9,14 +9,14 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2138,
-    "bridge": 542,
+    "": 2143,
+    "bridge": 561,
     "commands": 4626,
     "cpu": 673,
     "exchange": 2038,
-    "experiments": 5838,
-    "integration": 5216,
-    "megatron_api": 477,
+    "experiments": 5827,
+    "integration": 5117,
+    "megatron_api": 505,
     "outer": 3325,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")

@@ -1,4 +1,4 @@
-"""Megatron with Pier on four ranks, bit for bit: a resumed run against a whole one, layered against Megatron's order."""
+"""Megatron with Pier on four ranks: a resumed run against a whole one, bit for bit."""
 
 import re
 import sys
@@ -51,7 +51,6 @@ def resumed() -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         yield _compare("TP 2 x 2 groups", Path(folder) / "plain", local)
         yield _compare("TP 2 x 2 groups, int8 overlapped and offloaded", Path(folder) / "hidden", [*local, *_HIDDEN])
-        yield _compare_orders(Path(folder) / "orders", [*local, "--untie-embeddings-and-output-weights"])
         if has_te or has_apex:
             own = TRANSFORMER_ENGINE if has_te else local
             flags = [*own, "--sequence-parallel", "--distributed-backend", one_gpu.backend()]
@@ -86,11 +85,6 @@ def _compare(what: str, folder: Path, flags: list[str]) -> Row:
     # The second line that Megatron prints after a start is the mean of both iterations.
     compared = {_STOP + 1, *range(_STOP + 3, _END + 1)}
     return _equal(f"{what}: resumed at {_STOP}", folder, {"whole": flags, "again": [*flags, *load]}, compared)
-
-
-def _compare_orders(folder: Path, flags: list[str]) -> Row:
-    what = "TP 2 x 2 groups, --pier-layered with dropout, against Megatron's order"
-    return _equal(what, folder, {"plain": flags, "layered": [*flags, "--pier-layered"]}, range(1, _END + 1))
 
 
 def _equal(what: str, folder: Path, runs: Mapping[str, list[str]], compared: Collection[int]) -> Row:

@@ -4,12 +4,15 @@ What it replaces in megatron-core is the same as under flags.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from pier_megatron.bridge import training
 from pier_megatron.integration import communication, datasets, evaluation, own_log
 from pier_megatron.integration import seams as of_flags
 from pier_megatron.integration.checkpoint import helpers, hooks
-from pier_megatron.megatron_api.seam import Needed, Seam, install
+from pier_megatron.megatron_api import run
+from pier_megatron.megatron_api.seam import Needed, Seam, check_there, install
 from pier_megatron.processes import end_with_one_message
 
 _CHECKPOINTING = "megatron.bridge.training.checkpointing"
@@ -18,9 +21,24 @@ _FLOPS = "megatron.bridge.training.utils.flop_utils"
 _PRETRAIN = "megatron.bridge.training.pretrain"
 _TRAIN = "megatron.bridge.training.train"
 
-TABLE = (
-    Seam("megatron.bridge.training.config", "ConfigContainer.validate", training.validate),
+
+def validate(validate: Callable[..., Any], config: Any) -> Any:
+    """Checks a configuration, and replaces what its run needs replaced."""
+    result = training.validate(validate, config)
+    loop = run.loop()
+    assert loop is not None
+    install(of_flags.used((*TABLE, *of_flags.CORE), loop.arguments()))
+    return result
+
+
+BEFORE_ARGUMENTS = (
+    Seam("megatron.bridge.training.config", "ConfigContainer.validate", validate),
     Seam("megatron.bridge.training.initialize", "compile_helpers", datasets.compile_unless_shipped),
+    *of_flags.HELPERS,
+)
+"""What is replaced in every run that has imported Pier."""
+
+TABLE = (
     # The loop.
     Seam(_TRAIN, "train_step", training.train_step),
     Seam(_TRAIN, "_dummy_train_step", training.skip_iteration),
@@ -58,6 +76,7 @@ def register() -> None:
         UnsupportedMegatronError: If this Megatron or Megatron-Bridge lacks something that Pier needs.
     """
     of_flags.check_needed((*of_flags.NEEDED, *NEEDED))
-    install((*TABLE, *of_flags.CORE))
+    check_there((*TABLE, *of_flags.CORE))
+    install(BEFORE_ARGUMENTS)
     helpers.end_forks_with_parent()
     end_with_one_message()

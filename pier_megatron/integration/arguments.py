@@ -19,7 +19,6 @@ from pier_megatron.integration import cautions, nccl_options, refusals
 from pier_megatron.integration.inner import requirements
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
-from pier_megatron.megatron_api.seam import install
 from pier_megatron.outer.rules import rule_class
 from pier_megatron.settings import Settings, flag_of, given, settings_of
 
@@ -245,8 +244,6 @@ def validate[**P, R](
         check_arguments(args)
     for feature in used:
         feature.check(args)
-    # Nothing of theirs has been called yet, and no other run sees it.
-    install([row for feature in used for row in feature.seams()])
     if args.rank == 0:
         for feature in used:
             print("\n".join([*feature.describe(args), *(f"  WARNING: {told}" for told in feature.warnings(args))]), flush=True)

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate
 
 import torch.distributed as dist
 
@@ -43,21 +42,14 @@ _CONFINED: Mapping[str, object] = {
 }
 
 
-def confine[**P, R](
-    validate_args: Callable[Concatenate[argparse.Namespace, P], R],
-    args: argparse.Namespace,
-    /,
-    *rest: P.args,
-    **kwargs: P.kwargs,
-) -> R:
-    """Takes from the arguments what would reach beyond the iterations that are looked at."""
+def confine(args: argparse.Namespace) -> None:
+    """Takes from the arguments, before they are checked, what would reach beyond the iterations that are looked at."""
     if getattr(args, "pier_lighthouse", None) is not None:
         raise PierConfigError(
             f"--pier-lighthouse {args.pier_lighthouse}: the job would join those that are there. Look at it with doctor "
             "without --start, or without --pier-lighthouse, as groups of one launch."
         )
     vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})
-    return validate_args(args, *rest, **kwargs)
 
 
 @dataclasses.dataclass

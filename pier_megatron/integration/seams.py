@@ -1,13 +1,16 @@
 """Everything of Megatron's that Pier replaces or calls by name, checked as a whole before any of it is touched.
 
-A new release that lacks one of these symbols fails at start-up with the symbol's name. Where two functions are put around the
-same one of Megatron's, the later row is around the earlier one and says so.
+A new release that lacks one of these symbols fails at start-up with the symbol's name. A row is installed in runs that use it,
+once their arguments are known.
 """
 
+import argparse
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Concatenate
 
+from pier_megatron import features
 from pier_megatron.integration import (
     arguments,
     averaged_losses,
@@ -19,13 +22,13 @@ from pier_megatron.integration import (
     layer_wise,
     own_group,
     own_log,
-    scoring,
     training,
 )
 from pier_megatron.integration.checkpoint import files, formats, helpers, hooks
 from pier_megatron.integration.inner import torch_adam
 from pier_megatron.megatron_api import versions
-from pier_megatron.megatron_api.seam import Needed, Seam, install
+from pier_megatron.megatron_api.args import uses_pier
+from pier_megatron.megatron_api.seam import Needed, Seam, check_there, install
 from pier_megatron.processes import end_with_one_message
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -40,74 +43,116 @@ _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _TRAINING = "megatron.training.training"
 
 
+def validate[**P, R](
+    validate_args: Callable[Concatenate[argparse.Namespace, P], R],
+    args: argparse.Namespace,
+    /,
+    *rest: P.args,
+    **kwargs: P.kwargs,
+) -> R:
+    """Checks the arguments of a run, and replaces what it needs replaced."""
+    if _is_examined(args):
+        examination.confine(args)
+    result = arguments.validate(validate_args, args, *rest, **kwargs)
+    of_features = [row for feature in features.used(args) for row in feature.seams()]
+    install([*used(TABLE, args), *of_features])
+    return result
+
+
+def used(rows: Iterable[Seam], args: argparse.Namespace) -> list[Seam]:
+    """Returns the rows that a run with these arguments installs."""
+    return [row for row in rows if row.used_by(args)]
+
+
+def _in_elastic_islands(args: argparse.Namespace) -> bool:
+    return uses_pier(args) and args.pier_lighthouse is not None
+
+
+def _saves_behind(args: argparse.Namespace) -> bool:
+    return uses_pier(args) and args.async_save
+
+
+def _is_examined(args: argparse.Namespace) -> bool:
+    return examination.VARIABLE in os.environ
+
+
+def _with_muon(args: argparse.Namespace) -> bool:
+    return uses_pier(args) and args.optimizer != "adam"
+
+
 WITHOUT_PIER = (Seam("megatron.core.datasets.utils", "compile_helpers", datasets.compile_unless_shipped),)
 """What the launcher replaces in every run."""
+
+HELPERS = (Seam(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", helpers.end_with_the_rank),)
+"""What is replaced in processes that help a rank save, which never see its arguments."""
+
+BEFORE_ARGUMENTS = (
+    Seam(_ARGUMENTS, "add_megatron_arguments", arguments.add_flags),
+    Seam(_ARGUMENTS, "validate_args", validate, is_imported=True),
+    *HELPERS,
+)
+"""What is replaced in every run that knows Pier's flags."""
 
 CORE = (
     Seam(_PARALLEL_STATE, "initialize_model_parallel", own_group.form_groups),
     Seam(_GROUPS, "ProcessGroupCollection.setup_process_groups_for_ddp", own_group.average_inside),
-    Seam(_LAYER_WISE, "get_grad_norm_fp32", layer_wise.over_own_group),
-    Seam(_LAYER_WISE, "count_zeros_fp32", layer_wise.over_own_group),
-    Seam(_LAYER_WISE, "LayerWiseDistributedOptimizer.sharded_state_dict", layer_wise.number_copies),
+    Seam(_LAYER_WISE, "get_grad_norm_fp32", layer_wise.over_own_group, used_by=_with_muon),
+    Seam(_LAYER_WISE, "count_zeros_fp32", layer_wise.over_own_group, used_by=_with_muon),
+    Seam(_LAYER_WISE, "LayerWiseDistributedOptimizer.sharded_state_dict", layer_wise.number_copies, used_by=_with_muon),
     Seam("megatron.core.rerun_state_machine", "RerunStateMachine._reduce_any", communication.vote_of_those_who_average),
     Seam("megatron.core.timers", "Timers.__call__", own_log.wait_for_own_group),
     Seam("megatron.core.timers", "dist_all_gather_func", own_log.gather_times_of_own_group),
     Seam(_CHECKPOINTING, "load", files.load_whole_files),
     Seam(f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", helpers.start),
-    Seam(f"{_STRATEGIES}.async_utils", "PersistentAsyncCaller.async_loop", helpers.end_with_the_rank),
-    Seam(_OPTIMIZER, "DistributedOptimizer.sharded_state_dict", torch_adam.with_state),
     Seam(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", formats.counting_padding),
-    Seam(_OPTIMIZER, "DistributedOptimizer.load_state_dict", torch_adam.with_counters),
-    Seam(_OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", torch_adam.with_counter),
+    *(
+        Seam(_OPTIMIZER, f"DistributedOptimizer.{method}", around, used_by=torch_adam.is_used)
+        for method, around in (
+            ("sharded_state_dict", torch_adam.with_state),
+            ("load_state_dict", torch_adam.with_counters),
+            ("_set_main_param_and_optimizer_states", torch_adam.with_counter),
+        )
+    ),
 )
 """What is replaced in megatron-core, whatever training loop is around it."""
 
 TABLE = (
-    # Arguments.
-    Seam(_ARGUMENTS, "add_megatron_arguments", arguments.add_flags),
-    Seam(_ARGUMENTS, "validate_args", arguments.validate, imported_by=_INITIALIZE),
-    # Elastic islands.
-    Seam(_TRAINING, "train", elastic_island.count_all_islands),
-    Seam(_TRAINING, "build_train_valid_test_data_iterators", elastic_island.read_own_samples),
-    Seam(_TRAINING, "setup_model_and_optimizer", elastic_island.join),
     # The loop.
     Seam(_TRAINING, "get_megatron_optimizer", training.build_optimizer),
-    Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, until="0.17"),
+    Seam(_TRAINING, "get_megatron_muon_optimizer", training.build_optimizer, used_by=_with_muon, until="0.17"),
     Seam(_TRAINING, "wrap_model_chunks_with_ddp", own_group.lay_out_inside, since="0.18"),
-    Seam(_TRAINING, "train", training.train, over=elastic_island.count_all_islands),
+    Seam(_TRAINING, "train", training.train),
     Seam(_TRAINING, "train_step", training.train_step),
     Seam(_TRAINING, "dummy_train_step", training.skip_iteration),
     Seam(_TRAINING, "evaluate_and_print_results", evaluation.look_at_what_groups_agree_on),
     Seam(_TRAINING, "evaluate", evaluation.evaluate_each),
     Seam(_TRAINING, "training_log", own_log.log_own_group),
+    # Elastic islands.
+    Seam(_TRAINING, "train", elastic_island.count_all_islands, is_outermost=True, used_by=_in_elastic_islands),
+    Seam(_TRAINING, "build_train_valid_test_data_iterators", elastic_island.read_own_samples, used_by=_in_elastic_islands),
+    Seam(_TRAINING, "setup_model_and_optimizer", elastic_island.join, used_by=_in_elastic_islands),
     # Collectives between outer steps.
     Seam(_TRAINING, "checkpoint_and_decide_exit", communication.ask_to_exit_when_together),
-    Seam(_TRAINING, "maybe_finalize_async_save", communication.ask_for_saves_when_together),
+    Seam(_TRAINING, "maybe_finalize_async_save", communication.ask_for_saves_when_together, used_by=_saves_behind),
     Seam(_TRAINING, "calc_params_l2_norm", communication.in_the_group),
-    # Training scripts import it by name, from here in all releases, once the launcher has put it in place.
+    # Training scripts import it by name.
     Seam(
         "megatron.training.utils",
         "average_losses_across_data_parallel_group",
         averaged_losses.average_over_those_who_train_together,
+        is_imported=True,
     ),
     # Checkpoints.
     Seam("megatron.training.checkpointing", "_build_sharded_state_dict_metadata", hooks.describe_the_run),
     Seam(_TRAINING, "save_checkpoint", hooks.save),
     Seam(_TRAINING, "load_checkpoint", hooks.load),
-    Seam(_INITIALIZE, "init_persistent_async_worker", helpers.start),
+    Seam(_INITIALIZE, "init_persistent_async_worker", helpers.start, used_by=_saves_behind),
     *CORE,
+    # pier-megatron doctor --start.
+    Seam("megatron.training.ft_integration", "setup", examination.leave_out, used_by=_is_examined),
+    Seam(_TRAINING, "train_step", examination.look_on, is_outermost=True, used_by=_is_examined),
 )
-"""What every run under Pier replaces. Rows of features come after these, in runs that use them."""
-
-EXAMINATION = (
-    Seam(_ARGUMENTS, "validate_args", examination.confine, over=arguments.validate, imported_by=_INITIALIZE),
-    Seam("megatron.training.ft_integration", "setup", examination.leave_out),
-    Seam(_TRAINING, "train_step", examination.look_on, is_outermost=True),
-)
-"""What ``pier-megatron doctor --start`` replaces besides."""
-
-SCORING = (Seam(_TRAINING, "evaluate", scoring.write_scores, over=evaluation.evaluate_each),)
-"""What ``pier-megatron experts score`` replaces besides."""
+"""What is replaced once the arguments are known. Rows of features come after these, in runs that use them."""
 
 NEEDED = (
     Needed("megatron.core", "tensor_parallel"),
@@ -124,7 +169,7 @@ NEEDED = (
         "unset_num_microbatches_calculator update_num_microbatches",
     ),
     Needed(_BUFFERS, "dist_all_gather_func dist_reduce_scatter_func _ParamAndGradBucketGroup.finish_grad_sync"),
-    Needed("megatron.core.optimizer", "ChainedOptimizer get_megatron_optimizer"),
+    Needed("megatron.core.optimizer", "Adam ChainedOptimizer get_megatron_optimizer"),
     Needed("megatron.core.optimizer.optimizer", "param_group_identifier_keys"),
     Needed("megatron.core.optimizer.optimizer", "SEPARATE_GRAD_NORM_GROUPS", since="0.19"),
     Needed(_LAYER_WISE, "LayerWiseDistributedOptimizer"),
@@ -166,13 +211,6 @@ NEEDED = (
 """What Pier looks up by name while it runs."""
 
 
-def table() -> tuple[Seam, ...]:
-    """All rows that are installed in this process before it parses arguments, in order."""
-    examined = EXAMINATION if examination.VARIABLE in os.environ else ()
-    scored = SCORING if scoring.VARIABLE in os.environ else ()
-    return (*TABLE, *examined, *scored)
-
-
 def check_needed(rows: Iterable[Needed] = NEEDED) -> None:
     """Looks for everything that Pier looks up by name while it runs.
 
@@ -192,14 +230,13 @@ def register() -> None:
     """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
 
     A run without ``--optimizer pier`` and without a flag that works with every optimizer trains as before; with PyTorch's own
-    Adam it can also load its checkpoints, see :mod:`pier_megatron.integration.inner.torch_adam`, and with
-    ``--dist-ckpt-optim-fully-reshardable`` it stores what is behind a padded gradient bucket too. Calling it again does
-    nothing.
+    Adam it can also load its checkpoints, see :mod:`pier_megatron.integration.inner.torch_adam`. Calling it again does nothing.
 
     Raises:
         UnsupportedMegatronError: If this Megatron lacks something that Pier needs.
     """
     check_needed()
-    install(table())
+    check_there(TABLE)
+    install(BEFORE_ARGUMENTS)
     helpers.end_forks_with_parent()
     end_with_one_message()

@@ -1,12 +1,16 @@
 """A function that is put around one of Megatron's: what it says of itself, and how many of them are installed together."""
 
+import argparse
 import dataclasses
 import functools
 import importlib
+import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterable
 
 from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.args import uses_pier
 
 # Attribute that marks a function as installed by a row.
 _MARK = "_pier_seam"
@@ -21,21 +25,21 @@ class Seam:
         name: Name of the function, or of a method as ``RerunStateMachine._reduce_any``.
         around: Function called in its place, with the original and then its arguments. Names of arguments that come before
             those must be positional only. Its docstring says why.
-        over: Function that an earlier row has put around the same one; None if there is none.
-        is_outermost: Whether it wraps whatever earlier rows have put there; ``over`` then does not count.
+        is_outermost: Whether it wraps whatever earlier rows have put there. Any other one must be the first.
+        is_imported: Whether modules that have imported the function by name get the wrapper as well.
+        used_by: Whether a run with some arguments needs it; by default, if it trains with Pier.
         since: First release that has the function; None if all supported ones until then do.
         until: Last release that has the function; None if the newest one does, so that the next one is expected to.
-        imported_by: Module that imports the function by name in some releases.
     """
 
     module: str
     name: str
     around: Callable[..., object]
-    over: Callable[..., object] | None = None
     is_outermost: bool = False
+    is_imported: bool = False
+    used_by: Callable[[argparse.Namespace], bool] = uses_pier
     since: str | None = None
     until: str | None = None
-    imported_by: str | None = None
 
     @property
     def exists(self) -> bool:
@@ -71,18 +75,19 @@ class Seam:
     def install(self) -> None:
         """Puts the function in place."""
         original = self.original()
+        called = _with_signature(original, _signature_of(self))
 
         @functools.wraps(original)
         def wrapper(*args: object, **kwargs: object) -> object:
-            return self.around(original, *args, **kwargs)
+            return self.around(called, *args, **kwargs)
 
         vars(wrapper)[_MARK] = self
         *path, attribute = self.name.split(".")
-        owners = [functools.reduce(getattr, path, importlib.import_module(self.module))]
-        if self.imported_by is not None and hasattr(other := importlib.import_module(self.imported_by), attribute):
-            owners.append(other)
-        for owner in owners:
-            setattr(owner, attribute, wrapper)
+        setattr(functools.reduce(getattr, path, importlib.import_module(self.module)), attribute, wrapper)
+        if self.is_imported:
+            for module in [*sys.modules.values()]:
+                if getattr(module, "__dict__", {}).get(attribute) is original:
+                    setattr(module, attribute, wrapper)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +110,36 @@ class Needed:
         return versions.is_between(self.since, None)
 
 
+@functools.cache
+def _signature_of(seam: Seam) -> inspect.Signature:
+    """How the function is called, when it is first asked for: before the training script may have replaced it."""
+    return inspect.signature(seam.original())
+
+
+def _with_signature(function: Callable[..., object], signature: inspect.Signature) -> Callable[..., object]:
+    if inspect.signature(function) == signature:
+        return function
+
+    @functools.wraps(function)
+    def called(*args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    vars(called)["__signature__"] = signature
+    return called
+
+
+def check_there(seams: Iterable[Seam]) -> None:
+    """Looks for every function that a run might replace, and how it is called.
+
+    Raises:
+        UnsupportedMegatronError: If this Megatron lacks one.
+    """
+    for seam in seams:
+        if seam.exists:
+            seam.original()
+            _signature_of(seam)
+
+
 class SeamOrderError(RuntimeError):
     """Two functions are put around the same one of Megatron's in an order in which they do not work."""
 
@@ -114,22 +149,15 @@ def install(seams: Iterable[Seam]) -> None:
 
     Raises:
         UnsupportedMegatronError: If this Megatron lacks a function.
-        SeamOrderError: If a function would be put around another one than its row says.
+        SeamOrderError: If a function would be put around that of another row, and does not say so.
     """
     present = [seam for seam in seams if seam.exists and not seam.is_installed]
-    outermost: dict[tuple[str, str], Callable[..., object]] = {}
+    wrapped: dict[tuple[str, str], Seam] = {}
     for seam in present:
         seam.original()
-        symbol = seam.module, seam.name
-        if not seam.is_outermost and outermost.get(symbol) is not seam.over:
-            beneath, expected = (
-                "nothing" if function is None else f"{function.__module__}.{function.__qualname__}"
-                for function in (outermost.get(symbol), seam.over)
-            )
-            raise SeamOrderError(
-                f"{seam.around.__module__}.{seam.around.__qualname__} around {seam.module}.{seam.name} finds {beneath} there, "
-                f"must find {expected}: the rows of the table of seams are out of order."
-            )
-        outermost[symbol] = seam.around
+        beneath = wrapped.setdefault((seam.module, seam.name), seam)
+        if beneath is not seam and not seam.is_outermost:
+            first, second = (f"{row.around.__module__}.{row.around.__qualname__}" for row in (beneath, seam))
+            raise SeamOrderError(f"{second} would be put around {first}, which is around {seam.module}.{seam.name}.")
     for seam in present:
         seam.install()

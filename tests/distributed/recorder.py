@@ -45,7 +45,7 @@ from sabotage import planted  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from pier_megatron.commands.demo import pretrain_bytes  # noqa: E402
-from pier_megatron.integration import current, seams  # noqa: E402
+from pier_megatron.integration import current, examination, seams  # noqa: E402
 from pier_megatron.integration.census import CollectiveCensus  # noqa: E402
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners  # noqa: E402
 from pier_megatron.megatron_api import run as training_under_way  # noqa: E402
@@ -61,7 +61,6 @@ for _late in (
 ):
     with contextlib.suppress(ModuleNotFoundError):  # Not every release has them all.
         importlib.import_module(_late)
-seams.table()
 
 
 def make_flags_once() -> None:
@@ -444,6 +443,8 @@ def main(train: Callable[[list[str]], None] = train_with_flags) -> None:
     from pier_megatron import register
 
     register()
+    # Those of all runs, beneath what looks on from above: each passes through where a run does not use it.
+    install([row for row in seams.TABLE if row.around.__module__ != examination.__name__])
     look_on_from_above()
     for run in specification:
         name, argv = run["name"], run["argv"]

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import importlib
-import itertools
 import multiprocessing
 import re
 import time
@@ -132,18 +131,6 @@ def _one_size_of_groups(directory: Path) -> Patch:
 def _every_backward_pass_reduces(directory: Path) -> Patch:
     """Without a pipeline, gradients count as complete in the backward pass of each micro-batch."""
     return mock.patch.object(segments._Steps, "_reducing", return_value=contextlib.nullcontext())
-
-
-def _micro_batch_draws_once_more(directory: Path) -> Patch:
-    """One forward pass of the second step draws a random number that no other draws."""
-    pause, calls = segments._MicroBatch.pause, itertools.count()
-
-    def draw_and_pause(micro_batch: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if next(calls) == 40:
-            torch.rand(1)
-        return pause(micro_batch, hidden_states)
-
-    return mock.patch.object(segments._MicroBatch, "pause", draw_and_pause)
 
 
 @contextlib.contextmanager
@@ -570,7 +557,6 @@ _ALL = {
     "depth-first": _depth_first,
     "one size of groups for all steps": _one_size_of_groups,
     "every backward pass reduces": _every_backward_pass_reduces,
-    "a micro-batch draws once more": _micro_batch_draws_once_more,
     "the last micro-batch skips": _last_micro_batch_skips,
     "a view of the input": _view_of_the_input,
     "another table": _another_table,

@@ -40,18 +40,17 @@ _RECOMPUTED = "--recompute-granularity full --recompute-num-layers"
 _DROPOUT = " --hidden-dropout 0.1 --attention-dropout 0.1"
 _WITHOUT_PIPELINE = {
     "layers": _LAYERS + _BY_LAYER,
-    "layers, dropout, TP 2": _LAYERS + _BY_LAYER + f"--tensor-model-parallel-size 2 --bf16 {_RECOMPUTED} 1 "
-    "--recompute-method uniform --eval-interval 2 --eval-iters 2" + _DROPOUT,
+    "layers, TP 2": _LAYERS + _BY_LAYER + f"--tensor-model-parallel-size 2 --bf16 {_RECOMPUTED} 1 "
+    "--recompute-method uniform --eval-interval 2 --eval-iters 2",
     "layers, nothing overlapped": _LAYERS + "--calculate-per-token-loss --timing-log-level 2",
     "layers, experts": _LAYERS + _BY_LAYER + "--expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 0.1 "
-    "--moe-router-load-balancing-type aux_loss --moe-input-jitter-eps 0.01 --moe-router-force-biased -0.5",
+    "--moe-router-load-balancing-type aux_loss",
     "layers, two recomputed, evaluation": _LAYERS + _BY_LAYER + f"{_RECOMPUTED} 2 --recompute-method block "
     "--eval-interval 2 --eval-iters 2",
     "layers, ramp-up": _LAYERS.replace(_FIXED, "") + _BY_LAYER + "--train-samples 80 --step-batch-size-schedule 0:8,512:32",
     "layers, pier, 2 groups": _LAYERS + _PIER + "--ddp-bucket-size 10000 --pier-groups 2 --bf16",
     "layers, pier, muon": _LAYERS + _PIER.replace("--overlap-param-gather", "") + "--pier-groups 2 --pier-inner-optimizer muon",
 }
-_DROPPING = _WITHOUT_PIPELINE["layers, dropout, TP 2"]
 _TIED = _WITHOUT_PIPELINE["layers"].replace("--untie-embeddings-and-output-weights ", "")
 _PROBES = ["weights", "pipeline"]
 
@@ -67,14 +66,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) ->
         Run("no multiple of the ranks", f"{_PIPELINE} --train-iters 2 --global-batch-size 20{_LAYERED}", _PROBES),
         *(
             Run(
-                f"dropout{order.replace(' --pier-', ', ')}",
-                _BOTH["overlapped"].replace("iters 4", "iters 2") + _DROPOUT + order,
+                f"{name}, dropout{order.replace(' --pier-', ', ')}",
+                both[name].replace("iters 4", "iters 2") + _DROPOUT + order,
             )
+            for both, name in ((_BOTH, "overlapped"), (_WITHOUT_PIPELINE, "layers"), (_WITHOUT_PIPELINE, "layers, TP 2"))
             for order in ("", _LAYERED)
         ),
         Run("two at a time", _WITHOUT_PIPELINE["layers"] + _LAYERED + " 2", _PROBES),
-        Run("dropping, two at a time", _DROPPING + _LAYERED + " 2", _PROBES),
-        Run("another number of draws", _DROPPING + _LAYERED, [], ["a micro-batch draws once more"]),
         Run("tied, dropping", _TIED + _DROPOUT + _LAYERED + " --save {directory}/tied --save-interval 100", _PROBES, saves=[2]),
         Run("tied, dropping, resumed", _TIED + _DROPOUT + _LAYERED + " --load {directory}/tied --ckpt-step 2", _PROBES),
         Run(
@@ -124,17 +122,6 @@ def test_resumes_with_dropout(runs: dict[str, Recorded]) -> None:
     assert resumed.differing_weights(whole) == []
 
 
-def test_dropout_is_that_of_any_number_at_a_time(runs: dict[str, Recorded]) -> None:
-    equal(runs["dropping, two at a time"], runs["layers, dropout, TP 2"])
-
-
-def test_a_micro_batch_that_draws_otherwise_is_told(runs: dict[str, Recorded]) -> None:
-    run, expected = runs["another number of draws"], runs["layers, dropout, TP 2"]
-    assert run.printed.count("a micro-batch has drawn more or fewer random numbers than another one") == 1
-    assert "drawn more or fewer" not in expected.printed + runs["layers, dropout, TP 2, layered"].printed
-    assert (run.losses[1], run.losses[4] != expected.losses[4]) == (expected.losses[1], True)
-
-
 def test_a_reduction_after_each_backward_pass_is_seen(runs: dict[str, Recorded]) -> None:
     assert "Communication call has not been issued for this bucket" in runs["each reduced"].error
 
@@ -179,8 +166,9 @@ def test_activations_of_as_many_micro_batches_as_was_said(runs: dict[str, Record
     assert max(itertools.accumulate({"F": 1, "B": -1, "R": 0}[way] for way in ways)) == said
 
 
-def test_in_a_pipeline_dropout_draws_other_numbers(runs: dict[str, Recorded]) -> None:
-    depth_first, layered = runs["dropout"].losses, runs["dropout, layered"].losses
+@pytest.mark.parametrize("name", ["overlapped", "layers", "layers, TP 2"])
+def test_dropout_draws_other_numbers(runs: dict[str, Recorded], name: str) -> None:
+    depth_first, layered = runs[f"{name}, dropout"].losses, runs[f"{name}, dropout, layered"].losses
     assert layered != depth_first
     assert layered == pytest.approx(depth_first, rel=2e-2)
 

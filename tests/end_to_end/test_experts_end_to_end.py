@@ -22,8 +22,8 @@ from torch.nn import functional
 from pier_megatron.cli import main
 from pier_megatron.commands.demo.corpus import write_documents
 from pier_megatron.experiments.experts import mixture
+from pier_megatron.experiments.experts.averaging import write_mean
 from pier_megatron.experiments.experts.mix import distinct
-from pier_megatron.integration.checkpoint.averaging import write_mean
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
 pytestmark = pytest.mark.processes

@@ -13,6 +13,7 @@ import sys
 _STARTS = {
     ("-m", "worker"): "megatron",
     ("-m", "pier_megatron", "--device", "cpu"): "megatron",
+    ("-m", "pier_megatron.experiments.experts.scoring", "--device", "cpu"): "megatron",
     ("-m", "torch.distributed.run"): "torch",
     ("-m", "pier_megatron.cli"): "torch",
     ("parse_arguments.py",): "megatron",

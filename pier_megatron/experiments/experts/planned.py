@@ -141,7 +141,7 @@ def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def torchrun(plan: Plan, ranks: int, arguments: Sequence[str]) -> list[str]:
-    """The command that runs the script on this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, "-m", "pier_megatron", "--device", plan.device, plan.script, *arguments]
+def torchrun(plan: Plan, ranks: int, arguments: Sequence[str], launcher: str = "pier_megatron") -> list[str]:
+    """The command that runs the script on this machine, by a module that launches scripts."""
+    processes = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*processes, "-m", launcher, "--device", plan.device, plan.script, *arguments]

@@ -96,7 +96,7 @@ def read_scores(plan: Plan, name: str, domain: str) -> tuple[NDArray[np.float64]
 
 
 def _read(path: Path) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    from pier_megatron.integration.scoring import LABELS, LOSSES
+    from pier_megatron.experiments.experts.scoring import LABELS, LOSSES
 
     with np.load(path) as stored:
         return -stored[LOSSES].astype(np.float64), stored[LABELS]
@@ -130,7 +130,7 @@ def _places(plan: Plan, models: Sequence[Scored]) -> list[range]:
 
 def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> ExpertJob:
     """The job that scores a model on all domains."""
-    from pier_megatron.integration.scoring import VARIABLE
+    from pier_megatron.experiments.experts.scoring import VARIABLE
 
     size = plan.models[model.size]
     files = [scores_file(plan, model.name, domain) for domain in plan.domains]
@@ -142,7 +142,7 @@ def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> ExpertJob:
     log = plan.folder / model.name / "scores" / "log.txt"
     log.unlink(missing_ok=True)
     arguments = scoring_arguments(size.arguments, size.micro_batch, str(model.checkpoints), list(plan.domains.values()))
-    return ExpertJob(model.name, torchrun(plan, len(devices), arguments), devices, log, environment)
+    return ExpertJob(model.name, torchrun(plan, len(devices), arguments, f"{__package__}.scoring"), devices, log, environment)
 
 
 def accept(plan: Plan, model: Scored) -> None:

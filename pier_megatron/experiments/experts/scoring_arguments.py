@@ -69,7 +69,7 @@ def _without_training(arguments: Sequence[str]) -> list[str]:
 
 def _whole_stages(arguments: Sequence[str]) -> list[str]:
     """The flag for the layout of a pipeline without its virtual stages; nothing without a layout."""
-    from pier_megatron.integration.scoring import layout_of_whole_stages
+    from pier_megatron.experiments.experts.scoring import layout_of_whole_stages
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument(_LAYOUT, dest="layout")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from pier_megatron.errors import PierConfigError
 from pier_megatron.features import Cost, refuse
 from pier_megatron.megatron_api import batches, versions
-from pier_megatron.megatron_api import run as training
 from pier_megatron.megatron_api.args import ranks_of_activations
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ REFUSED = {
     "mtp_num_layers": "multi-token prediction has not been tried in this order",
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
-    "te_rng_tracker": "the states of its generators cannot be set apart for each micro-batch",
     "distribute_saved_activations": "it takes the inputs of layers apart, which the layers before still need",
 }
 """What expects Megatron's order of passes, with the reason."""
@@ -65,7 +63,6 @@ def run[R](
     if forward_only:
         return schedule(model=model, num_microbatches=num_microbatches, forward_only=True, **kwargs)
     # Few runs need greenlet.
-    from pier_megatron.experiments.layered.random_states import RandomStates
     from pier_megatron.experiments.layered.segments import accumulate
 
     return accumulate(
@@ -73,7 +70,6 @@ def run[R](
         model=model,
         num_microbatches=num_microbatches,
         at_a_time=together(versions.megatron_args(), num_microbatches),
-        random=training.part(RandomStates),
         **kwargs,
     )
 

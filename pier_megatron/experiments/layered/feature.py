@@ -31,8 +31,8 @@ class Settings:
         "Layered gradient accumulation (arXiv 2106.02679): all micro-batches of a step, or N at a time, pass a layer before "
         "any passes the next one; in a pipeline, all of them a virtual stage (breadth-first, arXiv 2211.05953). "
         "--overlap-grad-reduce hides more, and the ranks keep more activations. Losses equal those of the default bit for bit; "
-        "in a pipeline only without dropout. Without a pipeline, tied embeddings are added up in another order. Default: "
-        "Megatron's order.",
+        "with dropout micro-batches draw other random numbers. Without a pipeline, tied embeddings are added up in another "
+        "order. Default: Megatron's order.",
         metavar="N",
         accepts=whole(1),
         alone=True,

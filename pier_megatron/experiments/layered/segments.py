@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.experiments.layered import random_states
-from pier_megatron.experiments.layered.random_states import RandomStates, States
 from pier_megatron.megatron_api import versions
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -33,7 +31,6 @@ def accumulate[R](
     model: Sequence[nn.Module],
     num_microbatches: int,
     at_a_time: int,
-    random: RandomStates,
     **kwargs: object,
 ) -> R:
     """Runs Megatron's schedule without pipelining, of a training step, layer by layer.
@@ -43,14 +40,13 @@ def accumulate[R](
         model: The model, alone in its list.
         num_microbatches: Number of micro-batches of this step.
         at_a_time: Most micro-batches that pass a layer before any passes the next one.
-        random: What is known of the random numbers that they draw.
         kwargs: All else that the schedule takes.
 
     Raises:
         PierConfigError: If the model has no single sequence of layers.
     """
     with _cut_before_layers(model[0]) as cuts:
-        steps = _Steps(model[0], num_microbatches, at_a_time, cuts, random)
+        steps = _Steps(model[0], num_microbatches, at_a_time, cuts)
         replacements = {"forward_step": steps.forward_step, "backward_step": steps.backward_step}
         with versions.replaced(importlib.import_module(_SCHEDULES), replacements):
             return schedule(model=model, num_microbatches=num_microbatches, **kwargs)
@@ -63,8 +59,6 @@ class _MicroBatch(greenlet.greenlet):
         cuts: In order, what came out of a segment, and the leaf with the same numbers that went into the next one.
         random: States from which it draws random numbers next.
     """
-
-    random: States
 
     def __init__(self, forward_step: Callable[[], _Loss]) -> None:
         super().__init__(forward_step)
@@ -88,11 +82,11 @@ class _Steps:
     reduced, as Megatron's schedule does for a whole model: what Megatron adds up for a parameter has the same order.
     """
 
-    def __init__(self, model: nn.Module, count: int, at_a_time: int, cuts: int, random: RandomStates) -> None:
+    def __init__(self, model: nn.Module, count: int, at_a_time: int, cuts: int) -> None:
         self._forward_step = versions.require(_SCHEDULES, "forward_step")
         self._backward_step = versions.require(_SCHEDULES, "backward_step")
         self._config = versions.require("megatron.core.utils", "get_model_config")(model)
-        self._left, self._at_a_time, self._cuts, self._random = count, at_a_time, cuts, random
+        self._left, self._at_a_time, self._cuts = count, at_a_time, cuts
         self._waiting: list[_MicroBatch] = []
 
     def forward_step(self, *args: object, **kwargs: object) -> tuple[None, torch.Tensor | int]:
@@ -108,20 +102,8 @@ class _Steps:
         """Does nothing."""
 
     def _run(self, together: Sequence[_MicroBatch]) -> torch.Tensor | int:
-        # The first ones of a run pass the layers alone, until it is known where the others' random numbers begin.
-        left, starts = list(together), []
-        while left and self._random.drawn is None:
-            first = left.pop(0)
-            first.random = before = random_states.current()
-            for _ in range(self._cuts):
-                self._run_segment(first)
-            self._random.learn(before, first.random)
-            starts.append(before)
-        for micro_batch, start in zip(left, self._random.starts(len(left)), strict=True):
-            micro_batch.random = start
-            starts.append(start)
         for _ in range(self._cuts):
-            for micro_batch in left:
+            for micro_batch in together:
                 self._run_segment(micro_batch)
         tokens: torch.Tensor | int = 0
         # The last segment keeps its logits for one micro-batch at a time.
@@ -131,7 +113,6 @@ class _Steps:
             with self._reducing(micro_batch is together[-1]):
                 self._backward_step(None, loss, None, self._config)
             del loss
-        self._random.check(starts, [micro_batch.random for micro_batch in together])
         for _ in range(self._cuts):
             for micro_batch in together:
                 output, leaf = micro_batch.cuts.pop()
@@ -143,9 +124,7 @@ class _Steps:
         """Runs a forward step up to where it pauses and returns nothing of use, or to its end and returns its result."""
         # A forward step that waits for its turn is not being timed.
         with self._timed("forward-compute"), versions.replaced(self._config, {"timers": None}):
-            random_states.put_back(micro_batch.random)
             result: _Loss = micro_batch.switch()
-            micro_batch.random = random_states.current()
             return result
 
     def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[object]:

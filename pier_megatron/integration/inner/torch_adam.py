@@ -5,18 +5,29 @@ optimizer that has not stepped yet for its state, gives all parameters one and t
 among the tensors of a checkpoint, where it is not.
 """
 
+import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate
 
 import torch
+
+from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import StateDict
     from megatron.core.optimizer import DistributedOptimizer
 
 
+_TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def is_used(args: argparse.Namespace) -> bool:
+    """Whether Megatron has no other Adam, whatever the arguments."""
+    return issubclass(versions.require("megatron.core.optimizer", "Adam"), _TORCH_ADAM)
+
+
 def _is_torch_adam(optimizer: "DistributedOptimizer") -> bool:
-    return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return isinstance(optimizer.optimizer, _TORCH_ADAM)
 
 
 def with_state[**P, R](

@@ -1,10 +1,11 @@
-"""Writes what Megatron's evaluation sees and forgets: the loss of every token.
+"""Runs a training script to write what Megatron's evaluation sees and forgets: the loss of every token.
 
-With the variable :data:`VARIABLE` set, as ``pier-megatron experts score`` does, each evaluation writes one file: the first to
-the first path in it, and so on.
+``torchrun ... -m pier_megatron.experiments.experts.scoring [--device cuda|cpu] SCRIPT ARGUMENTS...``: each evaluation writes
+one file, the first to the first path in the variable :data:`VARIABLE`, and so on.
 """
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pier_megatron import launcher
 from pier_megatron.errors import PierConfigError
 from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.seam import Seam
 
 VARIABLE = "PIER_MEGATRON_SCORES"
 LOSSES, LABELS = "losses", "labels"
@@ -78,3 +81,7 @@ def _write_scores[**P, R](path: Path, evaluate: Callable[P, R], /, *args: P.args
         np.savez(unfinished, **arrays)
         unfinished.rename(path)
     return result
+
+
+if __name__ == "__main__":
+    launcher.main(sys.argv[1:], [Seam("megatron.training.training", "evaluate", write_scores)])
