@@ -254,20 +254,29 @@ def stand_in(recipe: str) -> Callable[[Path], contextlib.AbstractContextManager[
             _quantise(module, RECIPES[recipe])
             module.register_forward_hook(lambda *_: _compare_with_mains(module.training))
 
-        with (
-            mock.patch.dict(sys.modules, _modules()),
-            mock.patch.object(megatron_utils, "_te_version", None),
-            mock.patch.object(Float16Module, "__init__", quantising),
-            mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", _gather),
-        ):
-            # Their functions stay what other modules have imported, and look names up where these are written now.
-            importlib.reload(fp8_utils)
-            importlib.reload(fp4_utils)
-            yield
-        importlib.reload(fp8_utils)
-        importlib.reload(fp4_utils)
+        modules = _modules()
+        try:
+            # Nothing that is imported meanwhile may go with them.
+            sys.modules.update(modules)
+            with (
+                mock.patch.object(megatron_utils, "_te_version", None),
+                mock.patch.object(Float16Module, "__init__", quantising),
+                mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", _gather),
+            ):
+                _execute_again()
+                yield
+        finally:
+            for name in modules:
+                del sys.modules[name]
+            _execute_again()
 
     return standing_in
+
+
+def _execute_again() -> None:
+    """Lets Megatron look for Transformer Engine again; functions that others have imported look names up in the same place."""
+    for module in (fp8_utils, fp4_utils):
+        importlib.reload(module)
 
 
 def _gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
@@ -281,7 +290,9 @@ def _gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup, async_op: boo
 def _quantise(model: torch.nn.Module, kind: type[QuantizedTensor]) -> None:
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or weight is None or weight.shape[0] > 200:
+        # Not the last layer, as with Transformer Engine.
+        is_output = module is getattr(model.module, "output_layer", None)
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or weight is None or is_output:
             continue
         quantised = torch.nn.Parameter(kind.of(weight.detach()))
         vars(quantised).update({name: value for name, value in vars(weight).items() if name not in vars(quantised)})
