@@ -137,7 +137,7 @@ class Outcome:
     correlations: list[float] = dataclasses.field(default_factory=list)
 
 
-class _Inner:
+class Inner:
     """AdamW, or Muon and AdamW, of all groups at once, after clipping each group's gradient to a norm of 1."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
@@ -151,10 +151,12 @@ class _Inner:
             state.update({name: function(tensor) for name, tensor in state.items()})
 
     def share_slow_momentum(self) -> None:
+        """Takes the mean of the groups' slow momenta."""
         self._slow = {name: _of_mean(slow).expand_as(slow).clone() for name, slow in self._slow.items()}
 
     @torch.no_grad()
     def step(self, parameters: Parameters, gradients: Parameters, factor: float) -> None:
+        """Steps in place, with rates times a factor; clips the gradients of each group before."""
         run = self._run
         self._steps += 1
         squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients.values()]).sum(0)
@@ -217,7 +219,7 @@ class _Flight:
     left: Tensor
 
 
-class _Outer:
+class Outer:
     """Anchor and momentum of the participants: all groups, or those of each site; flat, as the plugin's chunks are."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
@@ -294,12 +296,12 @@ class _Outer:
         return arrived
 
 
-class _Sites(_Outer):
+class _Sites(Outer):
     """Groups that average in their site, and sites that average less often; the weights of a site are its groups' anchor."""
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
         super().__init__(run, parameters)
-        self._between = _Outer(run.between_sites, parameters)
+        self._between = Outer(run.between_sites, parameters)
         assert self._between.config.lazy_start == self.config.lazy_start
         assert run.site_interval % run.interval == 0
 
@@ -338,8 +340,8 @@ def train(run: Run, text: Text, is_brief: bool = False) -> Outcome:
     """
     outcome, generator = Outcome(), np.random.default_rng(run.seed)
     parameters = initial(run.layers, run.width, run.seed)
-    inner = _Inner(run, parameters)
-    outer = None if run.method == SYNCHRONOUS else (_Sites if run.sites > 1 else _Outer)(run, parameters)
+    inner = Inner(run, parameters)
+    outer = None if run.method == SYNCHRONOUS else (_Sites if run.sites > 1 else Outer)(run, parameters)
     apart_until = run.iterations
     if run.tail:
         apart_until = round((1 - run.tail) * run.iterations) // run.interval * run.interval
@@ -380,7 +382,7 @@ def _gradients(parameters: Parameters, batch: Tensor) -> Parameters:
     return dict(zip(leaves, found, strict=True))
 
 
-def _change(parameters: Parameters, inner: _Inner, function: Callable[[Tensor], Tensor]) -> None:
+def _change(parameters: Parameters, inner: Inner, function: Callable[[Tensor], Tensor]) -> None:
     parameters.update({name: function(value) for name, value in parameters.items()})
     inner.change(function)
 

@@ -1,7 +1,7 @@
 """A plain GPT on bytes for many groups at once in one process: the first dimension of every parameter is the group."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,13 +52,20 @@ def _norm(name: str, width: int) -> Parameters:
     return {f"{name}.scale": torch.ones(1, width), f"{name}.bias": torch.zeros(1, width)}
 
 
-def losses(parameters: Parameters, tokens: Tensor, layers: Sequence[int] | None = None) -> Tensor:
+def losses(
+    parameters: Parameters,
+    tokens: Tensor,
+    layers: Sequence[int] | None = None,
+    feed_forward: Callable[[int, Tensor], Tensor] | None = None,
+) -> Tensor:
     """Mean loss of each group in nats per byte, shape ``[groups]``.
 
     Args:
         parameters: Parameters of all groups.
         tokens: int64 of shape ``[groups, sequences, SEQUENCE + 1]``.
         layers: Layers that are passed, in order; by default, all.
+        feed_forward: What takes the place of the feed-forward part of a layer, given the layer and its input of shape
+            ``[groups, tokens, width]``.
     """
     groups, sequences, _ = tokens.shape
     embedding = parameters["tokens"]
@@ -77,13 +84,16 @@ def losses(parameters: Parameters, tokens: Tensor, layers: Sequence[int] | None 
     def heads(x: Tensor) -> Tensor:
         return x.view(groups * sequences, SEQUENCE, -1, _HEAD).transpose(1, 2)
 
-    for layer in range(sum(name.endswith("up" + MATRIX) for name in parameters)) if layers is None else layers:
+    def up_and_down(layer: int, x: Tensor) -> Tensor:
+        return linear(f"{layer}.down", functional.gelu(linear(f"{layer}.up", x), approximate="tanh"))
+
+    feed_forward = feed_forward or up_and_down
+    for layer in range(sum(name.endswith("query" + MATRIX) for name in parameters)) if layers is None else layers:
         normed = norm(f"{layer}.norm1", x)
         query, key, value = (heads(linear(f"{layer}.{name}", normed)) for name in ("query", "key", "value"))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + linear(f"{layer}.projection", mixed.transpose(1, 2).reshape(groups, -1, width))
-        hidden = functional.gelu(linear(f"{layer}.up", norm(f"{layer}.norm2", x)), approximate="tanh")
-        x = x + linear(f"{layer}.down", hidden)
+        x = x + feed_forward(layer, norm(f"{layer}.norm2", x))
     logits = torch.bmm(norm("norm", x), embedding.mT)
     wanted = tokens[..., 1:].reshape(-1)
     return functional.cross_entropy(logits.view(-1, corpus.VOCABULARY), wanted, reduction="none").view(groups, -1).mean(1)

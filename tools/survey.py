@@ -36,6 +36,31 @@ _KINDS = {"hybrid": "hybrid", "mamba": "hybrid"}
 _GIVEN = ["/data/1", "/data/2", "/data/3", "/data/4", "/data/5", "/data/6"]
 
 
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+# Models of recipes by the beginning of what transformers calls their configuration and their class.
+_FAMILIES = (
+    ("Qwen3-Next", "Qwen3Next", "Qwen3Next"),
+    (r"Qwen3-.*-A\d", "Qwen3Moe", "Qwen3Moe"),
+    ("Qwen/Qwen3-", "Qwen3", "Qwen3"),
+    ("Qwen/Qwen2", "Qwen2", "Qwen2"),
+    ("[Ll]lama", "Llama", "Llama"),
+    ("DeepSeek-V2", "DeepseekV2", "DeepseekV2"),
+    ("DeepSeek-V3|Kimi-K2-|Moonlight", "DeepseekV3", "DeepseekV3"),
+    ("gemma-2", "Gemma2", "Gemma2"),
+    ("gemma-3", "Gemma3Text", "Gemma3"),
+    ("GLM-4.5", "Glm4Moe", "Glm4Moe"),
+    ("gpt-oss", "GptOss", "GptOss"),
+    ("OLMoE", "Olmoe", "Olmoe"),
+    ("Nemotron", "NemotronH", "NemotronH"),
+)
+
+
 @dataclasses.dataclass
 class Answer:
     """What became of one command line.
@@ -176,20 +201,13 @@ def _problems(words: list[str], ranks: int) -> list[str]:
 
 
 def _least_ranks(words: Sequence[str]) -> int:
-    sizes = {
-        name: int(_value(words, f"--{name}") or 1)
-        for name in (
-            "tensor-model-parallel-size",
-            "pipeline-model-parallel-size",
-            "context-parallel-size",
-            "expert-model-parallel-size",
-            "expert-tensor-parallel-size",
-        )
-    }
-    tensor, stages, context, experts, of_expert = sizes.values()
-    if _value(words, "--expert-tensor-parallel-size") is None:
-        of_expert = tensor
-    return math.lcm(_ON_A_NODE, tensor * stages * context, of_expert * experts * stages)
+    given = (_value(words, f"--{size.replace('_', '-')}") for size in _SIZES)
+    return _ranks(*(None if size is None else int(size) for size in given))
+
+
+def _ranks(tensor: int | None, stages: int | None, context: int | None, experts: int | None, of_expert: int | None) -> int:
+    tensor, stages = tensor or 1, stages or 1
+    return math.lcm(_ON_A_NODE, tensor * stages * (context or 1), (of_expert or tensor) * (experts or 1) * stages)
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:
@@ -215,6 +233,7 @@ def recipes() -> list[Answer]:
 
     if importlib.util.find_spec("transformer_engine") is None:
         importlib.import_module("pier_megatron.cpu.bridge").install()
+    _answer_for_the_hub()
     package = importlib.import_module("megatron.bridge.recipes")
     found: dict[str, str] = {}
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -224,19 +243,41 @@ def recipes() -> list[Answer]:
     return [_asked_of_recipe(module, name, recipe.examine, Findings) for name, module in sorted(found.items())]
 
 
+def _answer_for_the_hub() -> None:
+    """Gives recipes the configurations of models that they ask a hub for: those that transformers has for the family.
+
+    Numbers of layers, heads and experts are then the family's, not the model's.
+    """
+    transformers = importlib.import_module("transformers")
+    ask = transformers.AutoConfig.from_pretrained
+
+    def answer(name: str, *args: object, **kwargs: object) -> object:
+        for pattern, config, model in _FAMILIES:
+            if re.search(pattern, name):
+                return getattr(transformers, f"{config}Config")(architectures=[f"{model}ForCausalLM"])
+        return ask(name, *args, **kwargs)
+
+    transformers.AutoConfig.from_pretrained = answer
+
+
 def _asked_of_recipe(module: str, name: str, examine: collections.abc.Callable[..., None], findings: type) -> Answer:
     surveyed = sys.modules.setdefault("surveyed_recipe", type(sys)("surveyed_recipe"))
-    surveyed.recipe = lambda: importlib.import_module("pier_megatron.bridge").with_pier(  # type: ignore[attr-defined]
-        getattr(importlib.import_module(module), name)(), sync_interval=50
-    )
     found = findings()
     try:
+        config = getattr(importlib.import_module(module), name)()
+        config.train.global_batch_size *= 2
+        surveyed.recipe = lambda: importlib.import_module("pier_megatron.bridge").with_pier(  # type: ignore[attr-defined]
+            config, sync_interval=50, groups=2
+        )
+        nodes = 2 * _ranks(*(getattr(config.model, size, None) for size in _SIZES)) // _ON_A_NODE
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            examine("surveyed_recipe:recipe", 256, _ON_A_NODE, found)
+            examine("surveyed_recipe:recipe", nodes, _ON_A_NODE, found)
     except PierConfigError as error:
-        return Answer(name, "recipe", "refused", [str(message) for message in error.args])
+        # Of Megatron-Bridge's own checks doctor says the recipe that failed them.
+        verdict = "refused by stock" if str(error).startswith("--recipe") else "refused"
+        return Answer(name, "recipe", verdict, [str(message) for message in error.args])
     except Exception as error:
-        verdict = "not known without the network" if "huggingface.co" in str(error) else "broken"
+        verdict = "not known without the network" if re.search(r"huggingface\.co|config\.json", str(error)) else "broken"
         return Answer(name, "recipe", verdict, [f"{type(error).__name__}: {error}"])
     return Answer(name, "recipe", "refused" if found.errors else "accepted", found.errors)
 

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pier_megatron.integration import current
+from pier_megatron.integration.communication import REPLICAS
 from pier_megatron.integration.own_group import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer
-
-# The group that the function asks for, without and since the one of weight rematerialisation in 0.19.
-_GROUPS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 
 
 @current.in_pier_runs
@@ -22,6 +20,6 @@ def average_over_those_who_train_together[**P, R](
     if not (optimizer.loop.is_local and optimizer.model_chunks[0].training):
         return average(*args, **kwargs)
     parallel_state = versions.require("megatron.core", "parallel_state")
-    there = [name for name in _GROUPS if getattr(parallel_state, name, None) is not None]
+    there = [name for name in REPLICAS if getattr(parallel_state, name, None) is not None]
     with versions.replaced(parallel_state, dict.fromkeys(there, own_data_parallel_ranks())):
         return average(*args, **kwargs)

@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 # The groups over which Megatron reduces losses, token counts and statistics in an iteration. Those of weight
 # rematerialisation exist from 0.19 on.
 _DENSE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
+# The same without context parallelism.
+REPLICAS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
 _EXPERT_COLLECTION_GROUPS = ("expt_dp",)
 
 
 @contextlib.contextmanager
-def confined_to_group(model_chunk: "DistributedDataParallel", of_experts: bool = False) -> Iterator[None]:
+def confined_to_group(model_chunk: "DistributedDataParallel", averages: bool = False) -> Iterator[None]:
     """Inside, the data-parallel group of the iteration is the part of it in this rank's Pier group.
 
     Args:
         model_chunk: Any chunk of the model; from 0.19 on it carries its own collection of process groups.
-        of_experts: Whether statistics of experts are averaged, over a data-parallel group without context parallelism.
+        averages: Whether statistics are averaged over a data-parallel group without context parallelism too.
     """
     parallel_state = versions.require("megatron.core", "parallel_state")
     collection = _process_group_collection(model_chunk)
@@ -54,9 +56,10 @@ def confined_to_group(model_chunk: "DistributedDataParallel", of_experts: bool =
             stack.enter_context(versions.replaced(parallel_state, {"_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": balancing}))
             if getattr(collection, "tp_dp_cp", None) is not None:
                 stack.enter_context(versions.replaced(collection, {"tp_dp_cp": balancing}))
-        if of_experts:
+        if averages:
             # Context-parallel ranks hold the same sums by then.
-            stack.enter_context(versions.replaced(parallel_state, {"_DATA_PARALLEL_GROUP": dense}))
+            there = [name for name in REPLICAS if getattr(parallel_state, name, None) is not None]
+            stack.enter_context(versions.replaced(parallel_state, dict.fromkeys(there, dense)))
             if collection is not None and hasattr(collection, "dp"):
                 stack.enter_context(versions.replaced(collection, {"dp": dense}))
         yield

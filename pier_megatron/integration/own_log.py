@@ -33,8 +33,10 @@ def log_own_group[R](training_log: Callable[..., R], optimizer: "PierOptimizer",
     # Megatron's first loss is that of the language model; stages before the last one have none.
     losses = [] if given["skipped_iter"] else list(given["loss_dict"].values())
     loop.note_training(losses[0] if losses else None, given["grad_norm"])
-    has_experts = bool(getattr(versions.megatron_args(), "num_experts", None))
-    with confined_to_group(optimizer.model_chunks[0], has_experts), _marked(training_log, optimizer):
+    settings = versions.megatron_args()
+    # Megatron averages the losses of experts and of sparse attention's indexer here, over a group without context parallelism.
+    averages = any(getattr(settings, name, None) for name in ("num_experts", "dsa_indexer_loss_coeff"))
+    with confined_to_group(optimizer.model_chunks[0], averages), _marked(training_log, optimizer):
         return training_log(*args, **kwargs)
 
 

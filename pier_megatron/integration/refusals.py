@@ -20,7 +20,6 @@ _REFUSED = {
     "optimizer_cuda_graph": "the outer step would be captured into the graph and replayed at every iteration",
     "hybrid_context_parallel": "it moves data between all data-parallel ranks in every iteration, hence across groups",
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
-    "dsa_indexer_loss_coeff": "its loss is averaged over all groups in every iteration",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
     "data_parallel_random_init": "groups must start from identical weights",
     "save_wgrads_interval": "Megatron reduces these gradients over one optimizer instance only, so they would be wrong",

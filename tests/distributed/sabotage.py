@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.utils import get_model_config
 from megatron.training import training as megatron_training
 from torch.distributed.checkpoint import FileSystemReader
@@ -73,6 +74,12 @@ def _no_commit(directory: Path) -> Patch:
 def _all_groups_wait_at_the_log(directory: Path) -> Patch:
     """Megatron's own: barriers of timers are those of the whole world."""
     return mock.patch("megatron.core.timers.Timer.set_barrier_group")
+
+
+def _an_indexer_has_losses(directory: Path) -> Patch:
+    """Sparse attention needs kernels for a GPU; what Megatron logs of its indexer does not."""
+    losses = {"values": torch.ones(2), "reduce_group": None, "avg_group": None}
+    return mock.patch.dict(dsa.DSAIndexerLossLoggingHelper.tracker, losses)
 
 
 def _no_rescaling(directory: Path) -> Patch:
@@ -525,6 +532,7 @@ def _nan_moments(optimizer: Any) -> None:
 
 
 _ALL = {
+    "an indexer has losses": _an_indexer_has_losses,
     "no commit": _no_commit,
     "no rescaling": _no_rescaling,
     "never synchronous": _never_synchronous,

@@ -10,7 +10,7 @@ import torch
 from codings import CODINGS
 from route_losses import backward
 from rows import ADAM, MUON
-from simulation import Outcome, Run, _Inner, _Outer, train
+from simulation import Inner, Outcome, Outer, Run, train
 from small_gpt import SEQUENCE, Parameters, Text, initial, losses
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def referenced(run: Run, text: Text) -> float:
 
         def __init__(self, parameters: list[Tensor]) -> None:
             super().__init__(parameters, {})
-            self._parameters, self._inner, self._iteration = parameters, _Inner(run, named(parameters)), 0
+            self._parameters, self._inner, self._iteration = parameters, Inner(run, named(parameters)), 0
 
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             self._iteration += 1
@@ -109,7 +109,7 @@ def test_result_that_is_a_whole_interval_late_replaces_the_prediction(text: Text
     # With a rate of zero nothing is learned meanwhile, and no prediction is left in the end.
     for run in (late, predicted):
         parameters = initial(run.layers, run.width, run.seed)
-        outer, outcome = _Outer(run, parameters), Outcome()
+        outer, outcome = Outer(run, parameters), Outcome()
         parameters = {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in parameters.items()}
         for step, offset in enumerate((0.25, 0.5), start=2):
             parameters["tokens"][0] += offset
@@ -121,7 +121,7 @@ def test_result_that_is_a_whole_interval_late_replaces_the_prediction(text: Text
 
 def test_exchange_is_coded_both_ways_as_the_plugins(text: Text) -> None:
     run = dataclasses.replace(_RUN, dtype="int2", sum_dtype="int2")
-    outer, generator = _Outer(run, initial(run.layers, run.width, run.seed)), torch.Generator().manual_seed(1)
+    outer, generator = Outer(run, initial(run.layers, run.width, run.seed)), torch.Generator().manual_seed(1)
     codec, numel = CODECS["int2"], 5 * BLOCK
     own_dropped, sum_dropped = torch.zeros(2, numel), torch.zeros(numel)
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_inner_step_is_that_of_adamw(text: Text) -> None:
     run = dataclasses.replace(_RUN, iterations=100)
     start = initial(run.layers, run.width, run.seed)
     mine = {name: value.clone() for name, value in start.items()}
-    inner = _Inner(run, mine)
+    inner = Inner(run, mine)
     theirs = {name: value.clone().requires_grad_() for name, value in start.items()}
     vectors = [value for name, value in theirs.items() if name.endswith((".bias", ".scale"))]
     others = [value for name, value in theirs.items() if not name.endswith((".bias", ".scale"))]
