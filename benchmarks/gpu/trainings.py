@@ -27,7 +27,7 @@ _FLAGS = (
     "--pier-lazy-start-iters 6 --deterministic-mode"
 ).split()
 _HIDDEN = "--pier-overlap 2 --pier-exchange-dtype int8 --pier-offload".split()
-_TRANSFORMER_ENGINE = (
+TRANSFORMER_ENGINE = (
     "--transformer-impl transformer_engine --no-gradient-accumulation-fusion --attention-backend unfused".split()
 )
 
@@ -52,7 +52,7 @@ def resumed() -> Rows:
         yield _compare("TP 2 x 2 groups", Path(folder) / "plain", local)
         yield _compare("TP 2 x 2 groups, int8 overlapped and offloaded", Path(folder) / "hidden", [*local, *_HIDDEN])
         if has_te or has_apex:
-            own = _TRANSFORMER_ENGINE if has_te else local
+            own = TRANSFORMER_ENGINE if has_te else local
             flags = [*own, "--sequence-parallel", "--distributed-backend", one_gpu.backend()]
             yield _compare("TP 2 x 2 groups, sequence parallelism", Path(folder) / "sequence", flags)
         else:

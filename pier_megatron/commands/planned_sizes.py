@@ -141,8 +141,19 @@ def _operations(args: argparse.Namespace, samples: float) -> float:
     return float(count(_with_vocabulary(args), samples))
 
 
+def gathered_bytes(args: argparse.Namespace) -> float:
+    """Bytes on the wire of a parameter that a group gathers; embeddings count as if they were quantised too."""
+    if getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        # It is quantised afterwards.
+        return 2
+    return 1 if getattr(args, "fp8_param_gather", False) else 0.5 if getattr(args, "fp4_param_gather", False) else 2
+
+
 def memory(args: argparse.Namespace) -> dict[str, float]:
-    """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes."""
+    """What Megatron itself takes on the fullest rank of a job whose sizes are known, by its own estimate, in bytes.
+
+    Quantised parameters count as BF16 ones: on most GPUs codes for the forward and for the backward pass take as much.
+    """
     sized = _with_vocabulary(args)
     # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
     sizes = _with(sized, data_parallel_size=args.data_parallel_size // (args.pier_groups or 1))

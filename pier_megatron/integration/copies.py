@@ -5,10 +5,11 @@ ranks of the whole model. Nothing in training brings copies together that have c
 """
 
 import dataclasses
+import functools
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,13 @@ class _Parameter:
     tensor: Tensor
     is_split: bool
     is_tied: bool
+
+
+class _Quantised(Protocol):
+    """A quantised tensor of Transformer Engine."""
+
+    def dequantize(self, *, dtype: torch.dtype) -> Tensor:
+        """What codes and scales stand for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +193,22 @@ def _domains(model_chunks: "Sequence[DistributedDataParallel]") -> list[_Domain]
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A sum over a tensor's bits; an int64 scalar."""
-    return sum_of_bits(tensor.detach().reshape(-1))
+    """A sum over a tensor's bits; an int64 scalar. A quantised one's are those of its FP32 values: codes and scales make them.
+
+    Its scales are not compared as they lie in memory: Transformer Engine pads them with whatever was there.
+    """
+    if not (quantised := _quantised(tensor)):
+        return sum_of_bits(tensor.detach().reshape(-1))
+    return torch.stack([sum_of_bits(part.dequantize(dtype=torch.float32).reshape(-1)) for part in quantised]).sum()
+
+
+def _quantised(tensor: Tensor) -> "Sequence[_Quantised]":
+    """The quantised tensors of Transformer Engine that a parameter consists of: one, or those of a group; none in BF16."""
+    fp8_utils = functools.partial(versions.require, "megatron.core.fp8_utils")
+    if versions.is_between("0.19", None) and fp8_utils("is_grouped_tensor_with_quantized_storage")(tensor):
+        members: Sequence[_Quantised] = fp8_utils("get_grouped_quantized_members")(tensor, create_if_missing=True)
+        return members
+    return [cast("_Quantised", tensor)] if fp8_utils("is_float8tensor")(tensor) else []
 
 
 def _differ(sums: Tensor, group: dist.ProcessGroup) -> Tensor:

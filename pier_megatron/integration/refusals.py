@@ -4,13 +4,13 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
+from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
 
 # Flags that cannot work, with the reason, by attribute of Megatron's arguments. An attribute that a release does not have is
 # not set; every other value that is neither None, False nor 0 is refused.
 _FSDP = "FSDP shards the parameters itself; Pier lays its state over the distributed optimizer's shards"
-_QUANTISED = "parameters are quantised from the main parameters by a step that outer steps do not repeat"
 _REFUSED = {
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
@@ -18,8 +18,6 @@ _REFUSED = {
     "step cannot reach them",
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
     "optimizer_cuda_graph": "the outer step would be captured into the graph and replayed at every iteration",
-    "fp8_param_gather": f"FP8 {_QUANTISED}",
-    "fp4_param_gather": f"FP4 {_QUANTISED}",
     "hybrid_context_parallel": "it moves data between all data-parallel ranks in every iteration, hence across groups",
     "moe_expert_rank_capacity_factor": "it asks all ranks for overflows in every iteration",
     "perform_rl_step": "reinforcement learning swaps the parameters outside the optimizer",
@@ -86,7 +84,11 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "ends. Capture layers instead",
         ),
     ]
-    Problems(_met("--optimizer pier", *table)).report()
+    quantised = [flag(name) for name in ("fp8_param_gather", "fp4_param_gather") if getattr(args, name, None)]
+    is_old = versions.is_between(None, "0.18")
+    unfinished = "before 0.19, Megatron does not finish a gather that an outer step forces. Use megatron-core 0.19"
+    found = _met("--optimizer pier", *table, *((is_old, f"{name}: {unfinished}") for name in quantised))
+    Problems(found).report()
 
 
 def refuse_division_by_none(args: argparse.Namespace) -> None:

@@ -161,6 +161,8 @@ NEEDED = (
     Needed(f"{_CHECKPOINTING}.mapping", "ShardedBase ShardedObject"),
     Needed(f"{_CHECKPOINTING}.optimizer", "get_param_id_to_sharded_param_map make_sharded_optimizer_tensor"),
     Needed(f"{_CHECKPOINTING}.utils", "add_prefix_for_sharding"),
+    Needed("megatron.core.fp8_utils", "is_float8tensor"),
+    Needed("megatron.core.fp8_utils", "get_grouped_quantized_members is_grouped_tensor_with_quantized_storage", since="0.19"),
     Needed(
         "megatron.core.num_microbatches_calculator",
         "get_current_running_global_batch_size get_num_microbatches init_num_microbatches_calculator "

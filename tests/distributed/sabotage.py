@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import quantised_parameters
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -584,4 +585,8 @@ _ALL = {
     "blocks across parameters": _blocks_across_parameters,
     "dropped gradients survive saves": _dropped_gradients_survive_saves,
     "used before it has arrived": _used_before_it_has_arrived,
+    **{f"parameters in {recipe}": quantised_parameters.stand_in(recipe) for recipe in quantised_parameters.RECIPES},
+    "no quantisation": quantised_parameters.no_quantisation,
+    "no gather": quantised_parameters.no_gather,
+    "a scale drifts": quantised_parameters.a_scale_drifts,
 }

@@ -43,10 +43,12 @@ _LAYOUTS = {
     "Muon, experts": f"{_MUON} --expert-model-parallel-size 2 --num-experts 4 --moe-aux-loss-coeff 1e-2",
     "Muon, layer-wise": f"{_MUON} --bf16 --use-distributed-optimizer --log-params-norm --log-num-zeros-in-grad",
     "losses averaged by the script": "--global-batch-size 16",
+    "quantised gather": "--global-batch-size 8 --bf16 --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
     "sparse attention": "--global-batch-size 8 --dsa-indexer-loss-coeff 0.1",
     "one group asleep": "--tensor-model-parallel-size 2 --global-batch-size 4",
 }
 _SABOTAGE = {
+    "quantised gather": ["parameters in tensorwise"],
     "losses averaged by the script": ["losses are averaged in every micro-batch"],
     "sparse attention": ["an indexer has losses"],
     "one group asleep": ["group 1 waits for group 0"],

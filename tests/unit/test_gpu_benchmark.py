@@ -15,6 +15,7 @@ sys.path += [str(Path(__file__).parents[2] / "benchmarks" / folder) for folder i
 
 import inventory
 import limits
+import parameter_gather
 import passes
 import suites
 from table import Results, Row, SkippedError, write_whole
@@ -77,6 +78,15 @@ def test_suites_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for look in (suites.unit, suites.exchange, suites.communicator, suites.loop, suites.crossings):
         for path in look():
             assert (_REPOSITORY / str(path)).is_file()
+
+
+def test_quantised_gather_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_gather.inventory, "has", lambda module: module != "transformer_engine")
+    for device, backend, missing in (("cpu", "gloo", "needs a GPU"), ("cuda", "nccl", "transformer_engine: not there")):
+        monkeypatch.setenv("PIER_TEST_DEVICE", device)
+        monkeypatch.setenv("PIER_TEST_BACKEND", backend)
+        with pytest.raises(SkippedError, match=missing):
+            next(parameter_gather.compare())
 
 
 def test_every_codec_takes_outer_steps_without_a_wire(monkeypatch: pytest.MonkeyPatch) -> None:

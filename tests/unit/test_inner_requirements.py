@@ -7,8 +7,10 @@ import pytest
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import refusals
 from pier_megatron.integration.inner import requirements
 from pier_megatron.integration.inner.whole import WholeOptimizer
+from pier_megatron.megatron_api import versions
 
 
 def given(**changes: object) -> argparse.Namespace:
@@ -35,6 +37,25 @@ def test_package_that_is_missing_is_named() -> None:
         pytest.raises(PierConfigError, match=r"--pier-inner-optimizer muon needs the package emerging-optimizers.*pip install"),
     ):
         requirements.check(given())
+
+
+@pytest.mark.parametrize("name", ["fp8_param_gather", "fp4_param_gather"])
+def test_quantised_gather_of_whole_matrices_is_refused(name: str) -> None:
+    requirements.check(given(pier_inner_optimizer="adam", **{name: True}))
+    with pytest.raises(PierConfigError, match=rf"--{name.replace('_', '-')} cannot be used with --pier-inner-optimizer muon: "):
+        requirements.check(given(**{name: True}))
+
+
+@pytest.mark.parametrize("name", ["fp8_param_gather", "fp4_param_gather"])
+def test_quantised_gather_is_refused_where_it_is_not_finished(name: str) -> None:
+    args = argparse.Namespace(fp8=None, fp8_recipe=None, **{name: True})
+    with (
+        mock.patch.object(versions, "megatron_version", return_value="0.18.2"),
+        pytest.raises(PierConfigError, match=rf"--{name.replace('_', '-')} cannot be used with --optimizer pier: before 0\.19"),
+    ):
+        refusals.refuse_what_cannot_work(args)
+    with mock.patch.object(versions, "megatron_version", return_value="0.20.0"):
+        refusals.refuse_what_cannot_work(args)
 
 
 def test_release_without_a_layout_is_named() -> None:

@@ -1,5 +1,6 @@
 """The planner against published times, its page, and its arithmetic."""
 
+import argparse
 import dataclasses
 import math
 import statistics
@@ -10,6 +11,7 @@ import pytest
 
 from pier_megatron.commands.plan.cluster import FLOPS_SPREAD, LINK_SPREAD, Cluster
 from pier_megatron.commands.plan.model import Job, Way, achieved, predict
+from pier_megatron.commands.planned_sizes import gathered_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -99,6 +101,22 @@ def test_sites_share_a_link() -> None:
     # A group inside a site does not feel it.
     inside = predict(dataclasses.replace(four, groups=2), dataclasses.replace(far, nodes_per_site=2))
     assert inside.inner == pytest.approx(predict(dataclasses.replace(four, groups=2), _FAR).inner)
+
+
+@pytest.mark.parametrize(
+    ("flags", "nbytes"),
+    [
+        ({}, 2),
+        ({"fp8_param_gather": True}, 1),
+        ({"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, 2),
+        ({"fp4_param_gather": True}, 0.5),
+    ],
+)
+def test_quantised_parameters_are_gathered_in_fewer_bytes(flags: dict[str, bool], nbytes: float) -> None:
+    assert gathered_bytes(argparse.Namespace(**flags)) == nbytes
+    job = dataclasses.replace(_JOB, gpus=16, replicas=4)
+    quantised = predict(dataclasses.replace(job, parameter_bytes=nbytes), _PLAIN).inner
+    assert quantised / predict(job, _PLAIN).inner == pytest.approx((4 + nbytes) / (4 + 2))
 
 
 def test_pairs_save_latency_and_a_ring_saves_bytes() -> None:

@@ -26,8 +26,8 @@ _CODING = 16
 # Bytes per owned parameter of the parameters themselves, and of one flat buffer such as the anchor, the momentum, the residual.
 _BUFFER = 4
 
-# Bytes on the wire of an FP32 gradient and of a bf16 parameter.
-_GRADIENT, _PARAMETER = 4, 2
+# Bytes on the wire of an FP32 gradient.
+_GRADIENT = 4
 
 Plan = dict[str, Any]
 """Plain values by name: a plan, or a part of one."""
@@ -45,6 +45,7 @@ class Job:
         replicas: Ranks that hold the same shard: data and context parallelism.
         groups: Pier groups.
         is_shared_out: Whether ranks that hold the same shard share its optimizer state.
+        parameter_bytes: Bytes on the wire of a parameter that is gathered inside a group; BF16's by default.
     """
 
     flops: float
@@ -54,6 +55,7 @@ class Job:
     replicas: int
     groups: int
     is_shared_out: bool = True
+    parameter_bytes: float = 2
 
     @property
     def model_parallel(self) -> int:
@@ -192,7 +194,7 @@ def _residual(dtype: str) -> int:
 def predict(job: Job, cluster: Cluster) -> Prediction:
     """Predicts a job's times."""
     compute = job.flops / job.gpus / cluster.flops + _overhead(job, cluster)
-    inner = _between_replicas(job, cluster, job.replicas_in_group, _GRADIENT + _PARAMETER)
+    inner = _between_replicas(job, cluster, job.replicas_in_group, _GRADIENT + job.parameter_bytes)
     across = _between_replicas(job, cluster, job.replicas, _GRADIENT * 2)
     passing = _BUFFER * job.owned / cluster.memory_bandwidth
     exchange = {name: _exchange(job, cluster, codec.nbytes(BLOCK) / BLOCK) for name, codec in CODECS.items()}

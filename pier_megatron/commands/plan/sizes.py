@@ -24,6 +24,7 @@ def sizes_of(args: argparse.Namespace) -> Job:
         replicas=args.data_parallel_size * args.context_parallel_size,
         groups=args.pier_groups or 1,
         is_shared_out=are_shared_out(args),
+        parameter_bytes=planned_sizes.gathered_bytes(args),
     )
 
 

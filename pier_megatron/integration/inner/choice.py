@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from pier_megatron.integration.inner.base import InnerOptimizer
 from pier_megatron.integration.inner.routers import router_biases
 from pier_megatron.integration.inner.sharded import ShardedOptimizer
@@ -32,6 +34,7 @@ def _links(optimizer: "MegatronOptimizer", is_shared_out: bool = False) -> Itera
         yield WholeOptimizer(optimizer, is_shared_out)
 
 
+@torch.no_grad()
 def commit_main_parameters(members: Sequence[InnerOptimizer], model_chunks: "Sequence[DistributedDataParallel]") -> None:
     """Makes the model compute with the present main parameters: rounds them, then gathers them within the group.
 

@@ -5,6 +5,7 @@ import importlib.util
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.megatron_api import versions
+from pier_megatron.megatron_api.args import flag
 
 
 def check(args: argparse.Namespace) -> None:
@@ -27,6 +28,12 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.fp16:
         raise PierConfigError(f"--fp16 cannot be used with {given}: Megatron's {name} has no loss scaling. Use --bf16.")
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(args, name, None):
+            raise PierConfigError(
+                f"{flag(name)} cannot be used with {given}: Megatron quantises only what its distributed optimizer "
+                "over AdamW gathers. Drop it."
+            )
     if args.use_distributed_optimizer:
         _check_layer_wise(args, given)
 

@@ -24,8 +24,12 @@ class ShardedOptimizer(InnerOptimizer):
             yield from zip(itertools.chain(*models), itertools.chain(*mains), strict=True)
 
     def round_to_model(self) -> None:
-        """Writes the own parts of the main parameters to the buffer that is then gathered."""
-        self.optimizer._copy_main_params_to_model_params()
+        """Writes the own parts of the main parameters to what is then gathered; quantises them over the group if need be."""
+        if self.optimizer.config.reuse_grad_buf_for_mxfp8_param_ag:
+            # Rounded to where gradients were, whose step has been taken. What is gathered there is then quantised.
+            self.optimizer._copy_main_params_to_param_buffer()
+        else:
+            self.optimizer._copy_main_params_to_model_params()
 
     def settings(self) -> "StateDict":
         """What Megatron stores of it for each rank; the tensors are not among it."""
