@@ -4,6 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
+from pier_megatron.integration.inner.precision_aware import keeps_main_parameters
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
 
@@ -14,8 +15,6 @@ _QUANTISED = "parameters are quantised from the main parameters by a step that o
 _REFUSED = {
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
-    "use_precision_aware_optimizer": "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer "
-    "step cannot reach them",
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
     "optimizer_cuda_graph": "the outer step would be captured into the graph and replayed at every iteration",
     "fp8_param_gather": f"FP8 {_QUANTISED}",
@@ -32,6 +31,8 @@ _WEIGHT_SHARDS = {
     "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
+# Types of optimizer state that Transformer Engine keeps with a scale.
+_SCALED = ("fp16", "fp8", "torch.float16", "torch.uint8")
 # Flags with which Megatron asks all ranks of the launch something, the interval, and what.
 _OF_ALL_RANKS = (
     ("gpu_sniff_test_interval", "gpu_sniff_test_interval", "the test of GPUs"),
@@ -87,7 +88,32 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "ends. Capture layers instead",
         ),
     ]
-    Problems(_met("--optimizer pier", *table)).report()
+    Problems(_met("--optimizer pier", *table, *_of_precision_aware_optimizer(args))).report()
+
+
+def _of_precision_aware_optimizer(args: argparse.Namespace) -> list[tuple[object, str]]:
+    if not getattr(args, "use_precision_aware_optimizer", False):
+        return []
+    # Names as typed, or the types that Megatron's validation makes of them.
+    main, *moments = (str(getattr(args, name, "fp32")) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"))
+    keeps = keeps_main_parameters(args)
+    return [
+        (
+            main in _SCALED,
+            "--main-params-dtype fp16: Transformer Engine scales each parameter as a whole, so an outer step that writes a part "
+            "of it would round the rest anew. Use --main-params-dtype fp32",
+        ),
+        (
+            not keeps and any(moment in _SCALED for moment in moments),
+            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)} with --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8: Megatron "
+            "stores such moments without their scales. Use bf16 or fp32",
+        ),
+        (
+            keeps and getattr(args, "dist_ckpt_optim_fully_reshardable", False),
+            "--dist-ckpt-optim-fully-reshardable with --use-precision-aware-optimizer: Megatron gathers the halves of main "
+            "parameters as FP32 numbers and cannot read them back. Drop one of the two",
+        ),
+    ]
 
 
 def refuse_division_by_none(args: argparse.Namespace) -> None:
