@@ -4,7 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
-from pier_megatron.integration.inner.precision_aware import keeps_main_parameters
+from pier_megatron.integration.inner.precision_aware import is_scaled, keeps_main_parameters, scaled_moments
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
 
@@ -31,8 +31,6 @@ _WEIGHT_SHARDS = {
     "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
-# Types of optimizer state that Transformer Engine keeps with a scale.
-_SCALED = ("fp16", "fp8", "torch.float16", "torch.uint8")
 # Flags with which Megatron asks all ranks of the launch something, the interval, and what.
 _OF_ALL_RANKS = (
     ("gpu_sniff_test_interval", "gpu_sniff_test_interval", "the test of GPUs"),
@@ -94,19 +92,17 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
 def _of_precision_aware_optimizer(args: argparse.Namespace) -> list[tuple[object, str]]:
     if not getattr(args, "use_precision_aware_optimizer", False):
         return []
-    # Names as typed, or the types that Megatron's validation makes of them.
-    main, *moments = (str(getattr(args, name, "fp32")) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"))
-    keeps = keeps_main_parameters(args)
+    keeps, scaled = keeps_main_parameters(args), scaled_moments(args)
     return [
         (
-            main in _SCALED,
+            is_scaled(args, "main_params_dtype"),
             "--main-params-dtype fp16: Transformer Engine scales each parameter as a whole, so an outer step that writes a part "
             "of it would round the rest anew. Use --main-params-dtype fp32",
         ),
         (
-            not keeps and any(moment in _SCALED for moment in moments),
-            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)} with --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8: Megatron "
-            "stores such moments without their scales. Use bf16 or fp32",
+            scaled and not keeps,
+            f"{' and '.join(scaled)} with --fp8-recipe {getattr(args, 'fp8_recipe', None)}: Megatron stores such moments without "
+            "their scales. Use bf16 or fp32",
         ),
         (
             keeps and getattr(args, "dist_ckpt_optim_fully_reshardable", False),

@@ -31,7 +31,10 @@ class Stored(Protocol):
     """Main parameters that an inner optimizer keeps in another form than FP32 tensors."""
 
     def read(self, parameter: Tensor, at: slice) -> Tensor:
-        """Returns a stretch of a flattened main parameter: float32, on its device, a copy or what is stored."""
+        """Returns a stretch of a flattened main parameter: float32, on its device, a copy or what is stored.
+
+        The caller may change it if :meth:`write` comes next.
+        """
 
     def write(self, parameter: Tensor, at: slice, values: Tensor) -> None:
         """Writes a stretch of a flattened main parameter, so that :meth:`read` returns the same bits.
@@ -133,7 +136,7 @@ class Chunk:
             torch._foreach_add_(self._views, parts)
             return
         for piece, part in zip(self._pieces, parts, strict=True):
-            self.shards.stored.write(*piece, self.shards.stored.read(*piece) + part)
+            self.shards.stored.write(*piece, self.shards.stored.read(*piece).add_(part))
 
 
 class OuterState:

@@ -1,11 +1,12 @@
 """Transformer Engine's FusedAdam on a CPU: the same interface and state, the arithmetic of its kernels in PyTorch.
 
 Megatron takes it for Transformer Engine's where :func:`in_place` is entered; everything else of Transformer Engine is missing
-still. ``tests/unit/test_te_stand_in.py`` compares the interface with Transformer Engine's sources, release by release. FP8
+still. ``tests/unit/test_precision_aware.py`` compares the interface with Transformer Engine's sources, release by release. FP8
 moments need its tensors and are not here.
 """
 
 import contextlib
+import importlib
 import sys
 import types
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.optimizer import distrib_optimizer
 from packaging.version import Version
 from torch import Tensor
 
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _NAMES = ("exp_avg", "exp_avg_sq", "master_param")
 _LARGEST = torch.finfo(torch.float16).max / 2
 
@@ -227,7 +228,7 @@ def in_place(version: str = "2.13") -> Iterator[None]:
         stack.enter_context(mock.patch("megatron.core.utils._te_version", Version(version)))
         stack.enter_context(mock.patch.multiple("megatron.core.optimizer", Adam=adam, USING_PYTORCH_OPTIMIZER=False))
         flags = {"HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True, "Adam": adam}
-        stack.enter_context(mock.patch.multiple(distrib_optimizer, **flags))
+        stack.enter_context(mock.patch.multiple(_DISTRIBUTED, **flags))
         yield
 
 
@@ -237,7 +238,8 @@ def halves_rounded_up() -> Iterator[None]:
 
     A number half-way between two goes away from zero there, and to the even one in PyTorch.
     """
-    copy = distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params
+    distributed = importlib.import_module(_DISTRIBUTED).DistributedOptimizer
+    copy = distributed._copy_main_params_to_model_params
 
     def rounding(optimizer: Any) -> None:
         copy(optimizer)
@@ -248,5 +250,5 @@ def halves_rounded_up() -> Iterator[None]:
                 bits = main.detach().view(torch.int32)
                 model.detach().view(-1)[at.start : at.end].view(torch.int16).copy_((bits + 0x8000) >> 16)
 
-    with mock.patch.object(distrib_optimizer.DistributedOptimizer, "_copy_main_params_to_model_params", rounding):
+    with mock.patch.object(distributed, "_copy_main_params_to_model_params", rounding):
         yield

@@ -6,15 +6,21 @@ adam.cu``). Of FP16 models, and before Transformer Engine 2.1, it keeps the FP32
 """
 
 import argparse
-from typing import Any
+import types
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from pier_megatron.megatron_api.args import flag
 
 MASTER = "master_param"
 """Name of a main parameter among the tensors of FusedAdam."""
 
 _HALF = 16
+
+# What Megatron's validation makes of words of the command line.
+_WORDS = {torch.float16: "fp16", torch.uint8: "fp8"}
 
 
 def keeps_main_parameters(args: argparse.Namespace) -> bool:
@@ -24,6 +30,18 @@ def keeps_main_parameters(args: argparse.Namespace) -> bool:
     """
     of_fp8 = getattr(args, "fp8_recipe", None) not in (None, "delayed")
     return bool(getattr(args, "use_precision_aware_optimizer", False)) and not of_fp8
+
+
+def is_scaled(args: argparse.Namespace, name: str) -> bool:
+    """Whether FusedAdam keeps a kind of tensors with one scale for each, by an argument as typed or validated."""
+    value = getattr(args, name, None)
+    return value in _WORDS or value in _WORDS.values()
+
+
+def scaled_moments(args: argparse.Namespace) -> list[str]:
+    """Flags of the moments that FusedAdam keeps with a scale."""
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(args, "use_precision_aware_optimizer", False) else ()
+    return [f"{flag(name)} {_WORDS.get(value := getattr(args, name), value)}" for name in names if is_scaled(args, name)]
 
 
 class FusedAdamMasters:
@@ -36,6 +54,11 @@ class FusedAdamMasters:
     def __init__(self, fused_adam: Any) -> None:
         """Wraps one."""
         self._adam = fused_adam
+
+    @classmethod
+    def unstepped(cls) -> Self:
+        """Those of a job that has not been started."""
+        return cls(types.SimpleNamespace(state={}))
 
     def read(self, parameter: Tensor, at: slice) -> Tensor:
         """Returns a stretch of a main parameter; see :class:`pier_megatron.outer.state.Stored`."""
