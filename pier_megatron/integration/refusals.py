@@ -58,6 +58,7 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     """
     names = ("override_ckpt_iteration", "non_persistent_ckpt_type", "ckpt_convert_format")
     iteration, kind, form = (getattr(args, name, None) for name in names)
+    is_aware, scaled = getattr(args, "use_precision_aware_optimizer", False), scaled_moments(args)
     table: list[tuple[object, str]] = [(getattr(args, name, None), f"{flag(name)}: {why}") for name, why in _REFUSED.items()]
     table += [
         (
@@ -85,31 +86,23 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "--cuda-graph-impl of the full iteration: it captures the gradient collectives, which change when the lazy start "
             "ends. Capture layers instead",
         ),
-    ]
-    Problems(_met("--optimizer pier", *table, *_of_precision_aware_optimizer(args))).report()
-
-
-def _of_precision_aware_optimizer(args: argparse.Namespace) -> list[tuple[object, str]]:
-    if not getattr(args, "use_precision_aware_optimizer", False):
-        return []
-    keeps, scaled = keeps_main_parameters(args), scaled_moments(args)
-    return [
         (
-            is_scaled(args, "main_params_dtype"),
-            "--main-params-dtype fp16: Transformer Engine scales each parameter as a whole, so an outer step that writes a part "
-            "of it would round the rest anew. Use --main-params-dtype fp32",
+            is_aware and is_scaled(args, "main_params_dtype"),
+            "--main-params-dtype fp16: Transformer Engine scales a parameter as a whole, so an outer step that writes a part of "
+            "it would round the remainder too. Use fp32",
         ),
         (
-            scaled and not keeps,
-            f"{' and '.join(scaled)} with --fp8-recipe {getattr(args, 'fp8_recipe', None)}: Megatron stores such moments without "
+            scaled and not keeps_main_parameters(args),
+            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)} with {' and '.join(scaled)}: Megatron stores such moments without "
             "their scales. Use bf16 or fp32",
         ),
         (
-            keeps and getattr(args, "dist_ckpt_optim_fully_reshardable", False),
-            "--dist-ckpt-optim-fully-reshardable with --use-precision-aware-optimizer: Megatron gathers the halves of main "
-            "parameters as FP32 numbers and cannot read them back. Drop one of the two",
+            keeps_main_parameters(args) and getattr(args, "dist_ckpt_optim_fully_reshardable", False),
+            "--dist-ckpt-optim-fully-reshardable with --use-precision-aware-optimizer: Megatron gathers halves of main "
+            "parameters as FP32 numbers and cannot read them back. Drop one",
         ),
     ]
+    Problems(_met("--optimizer pier", *table)).report()
 
 
 def refuse_division_by_none(args: argparse.Namespace) -> None:

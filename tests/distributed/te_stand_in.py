@@ -1,7 +1,7 @@
 """Transformer Engine's FusedAdam on a CPU: the same interface and state, the arithmetic of its kernels in PyTorch.
 
 Megatron takes it for Transformer Engine's where :func:`in_place` is entered; everything else of Transformer Engine is missing
-still. ``tests/unit/test_precision_aware.py`` compares the interface with Transformer Engine's sources, release by release. FP8
+still. ``tests/unit/test_fused_adam.py`` compares the interface with Transformer Engine's sources, release by release. FP8
 moments need its tensors and are not here.
 """
 

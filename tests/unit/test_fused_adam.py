@@ -142,9 +142,9 @@ _SCALED = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.uint8}
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"main_params_dtype": "fp16"}, "scales each parameter as a whole"),
-        ({"main_params_dtype": torch.float16}, "scales each parameter as a whole"),
-        (_SCALED | {"fp8_recipe": "blockwise"}, "--exp-avg-dtype fp16 and --exp-avg-sq-dtype fp8 with --fp8-recipe blockwise"),
+        ({"main_params_dtype": "fp16"}, "scales a parameter as a whole"),
+        ({"main_params_dtype": torch.float16}, "scales a parameter as a whole"),
+        (_SCALED | {"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise with --exp-avg-dtype fp16 and --exp-avg-sq-dtype fp8"),
         ({"dist_ckpt_optim_fully_reshardable": True}, "cannot read them back"),
         (_SCALED, None),
         ({"exp_avg_dtype": "bf16", "fp8_recipe": "blockwise"}, None),
