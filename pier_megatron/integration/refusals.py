@@ -4,7 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
-from pier_megatron.integration.inner.precision_aware import is_scaled, keeps_main_parameters, scaled_moments
+from pier_megatron.integration.inner.precision_aware import is_scaled, keeps_halves, keeps_main_parameters, scaled_moments
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
 
@@ -88,16 +88,16 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
         ),
         (
             is_aware and is_scaled(args, "main_params_dtype"),
-            "--main-params-dtype fp16: Transformer Engine scales a parameter as a whole, so an outer step that writes a part of "
-            "it would round the remainder too. Use fp32",
+            "--main-params-dtype fp16: Transformer Engine scales a parameter as a whole, so an outer step that writes a part "
+            "of it would round the remainder too. Use fp32",
         ),
         (
             scaled and not keeps_main_parameters(args),
-            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)} with {' and '.join(scaled)}: Megatron stores such moments without "
-            "their scales. Use bf16 or fp32",
+            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)} with {' and '.join(scaled)}: Megatron stores such moments "
+            "without their scales. Use bf16 or fp32",
         ),
         (
-            keeps_main_parameters(args) and getattr(args, "dist_ckpt_optim_fully_reshardable", False),
+            keeps_halves(args) and getattr(args, "dist_ckpt_optim_fully_reshardable", False),
             "--dist-ckpt-optim-fully-reshardable with --use-precision-aware-optimizer: Megatron gathers halves of main "
             "parameters as FP32 numbers and cannot read them back. Drop one",
         ),

@@ -50,7 +50,7 @@ LAYER_WISE = "--use-distributed-optimizer"
 """In the layout of a run whose inner optimizer can do with and without."""
 
 PRECISION_AWARE = "--use-precision-aware-optimizer"
-"""In the layout of a run that stores halves of main parameters under Megatron's own keys."""
+"""In the layout of a run whose inner optimizer keeps the main parameters: bits of one under Megatron's own keys."""
 
 # What the tensors of the inner optimizer are, and how they are stored.
 _INNER = (flag_of("inner_optimizer"), LAYER_WISE, PRECISION_AWARE)

@@ -108,7 +108,7 @@ class Chunk:
 
     @property
     def values(self) -> list[Tensor]:
-        """The main parameters that it is laid over, in order; float32, flat: the stored ones, or copies that the caller drops."""
+        """The main parameters that it is laid over, in order; float32, flat: the stored ones, or copies."""
         stored = self.shards.stored
         return self._views if stored is None else [stored.read(*piece) for piece in self._pieces]
 

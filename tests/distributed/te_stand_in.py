@@ -23,7 +23,7 @@ _LARGEST = torch.finfo(torch.float16).max / 2
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As of Transformer Engine 2.13 and newer."""
+    """FusedAdam of Transformer Engine 2.13 and newer."""
 
     def __init__(
         self,
@@ -47,7 +47,8 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         assert bias_correction
         assert adam_w_mode
-        assert not (capturable or amsgrad or set_grad_none)
+        assert not capturable
+        assert not amsgrad
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True})
         self.name_to_dtype_map = dict(zip(_NAMES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
@@ -165,7 +166,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class FusedAdamOf20(FusedAdam):
-    """As of Transformer Engine 1.13 to 2.0: without halves, and without BF16 moments."""
+    """FusedAdam of Transformer Engine 1.13 to 2.0: without halves, and without BF16 moments."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The precision-aware optimizer, on a stand-in of Transformer Engine's FusedAdam: the same training as with FP32 main parameters.
+"""The precision-aware optimizer, on a stand-in of Transformer Engine's FusedAdam, trains as FP32 main parameters do.
 
 A BF16 parameter and the lower half that FusedAdam keeps are an FP32 number, so that nothing may differ by a bit.
 """
@@ -41,7 +41,13 @@ _RUNS = [
     Run("even", _PIER, _PROBES, [_TE]),
     Run("masters", _PIER + _AWARE, _PROBES, [_OLD]),
     Run("fp32 for FP8", _PIER + _AWARE + _BF16 + "--fp8-recipe tensorwise", _PROBES, [_TE]),
-    Run("bf16 moments", _BAD + _AWARE + _BF16 + "--save {directory}/moments --save-interval 12", [*_PROBES, "moments"], [_TE, _NAN], saves=[7]),
+    Run(
+        "bf16 moments",
+        _BAD + _AWARE + _BF16 + "--save {directory}/moments --save-interval 12",
+        [*_PROBES, "moments"],
+        [_TE, _NAN],
+        saves=[7],
+    ),
     Run("bf16 moments, resumed", _BAD + _AWARE + _BF16 + _LOAD % "moments", [*_PROBES, "moments"], [_TE, _NAN]),
     Run("fp16 moments", _BAD + _AWARE + _FP16, [*_PROBES, "moments"], [_TE, _NAN]),
     Run("another optimizer", _PIER + _LOAD % "halves" + "--pier-override-checkpoint", [], _FP32, fails=True),
@@ -109,4 +115,4 @@ def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded]) -> Non
 
 
 def test_main_parameters_in_another_form_are_refused(runs: dict[str, Recorded]) -> None:
-    assert "--use-precision-aware-optimizer 1 is now None" in runs["another optimizer"].error
+    assert "--use-precision-aware-optimizer 16 is now None" in runs["another optimizer"].error

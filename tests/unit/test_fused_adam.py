@@ -135,7 +135,7 @@ def test_derived_flag_is_that_of_megatron() -> None:
             assert keeps_main_parameters(given) == derived
 
 
-_BARE = {"fp8": None, "fp8_recipe": "delayed", "use_precision_aware_optimizer": True}
+_BARE = {"bf16": True, "fp8": None, "fp8_recipe": "delayed", "use_precision_aware_optimizer": True}
 _SCALED = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.uint8}
 
 
@@ -146,6 +146,7 @@ _SCALED = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.uint8}
         ({"main_params_dtype": torch.float16}, "scales a parameter as a whole"),
         (_SCALED | {"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise with --exp-avg-dtype fp16 and --exp-avg-sq-dtype fp8"),
         ({"dist_ckpt_optim_fully_reshardable": True}, "cannot read them back"),
+        ({"dist_ckpt_optim_fully_reshardable": True, "bf16": False}, None),
         (_SCALED, None),
         ({"exp_avg_dtype": "bf16", "fp8_recipe": "blockwise"}, None),
         ({"dist_ckpt_optim_fully_reshardable": True, "fp8_recipe": "blockwise"}, None),

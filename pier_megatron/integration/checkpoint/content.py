@@ -16,7 +16,7 @@ from pier_megatron.integration.checkpoint.formats import ShardedState
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.whole_tensors import WholeState
 from pier_megatron.integration.inner.base import InnerOptimizer
-from pier_megatron.integration.inner.precision_aware import keeps_main_parameters
+from pier_megatron.integration.inner.precision_aware import keeps_halves, keeps_main_parameters
 from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
@@ -45,7 +45,7 @@ def layout_of(args: argparse.Namespace, ranks: int) -> dict[str, int]:
     if args.optimizer != "adam":
         layout[LAYER_WISE] = int(getattr(args, "use_layer_wise_distributed_optimizer", False))
     if keeps_main_parameters(args):
-        layout[PRECISION_AWARE] = 1
+        layout[PRECISION_AWARE] = 16 if keeps_halves(args) else 32
     return layout
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 from pier_megatron.config import PierConfig
-from pier_megatron.integration.inner.precision_aware import keeps_main_parameters
+from pier_megatron.integration.inner.precision_aware import keeps_halves
 from pier_megatron.outer.memory import rounds_at_once
 from pier_megatron.outer.rules import common_names
 
@@ -28,7 +28,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
         return {"weights": weights}
     # Of FP32 weights, only the distributed optimizer keeps separate main parameters.
     optimizer = _INNER if is_half or args.use_distributed_optimizer else _INNER - _FP32
-    if args.bf16 and keeps_main_parameters(args):
+    if keeps_halves(args):
         # The lower halves of main parameters.
         optimizer -= 2
     sizes: dict[str, float] = {"weights": weights, "optimizer": optimizer}

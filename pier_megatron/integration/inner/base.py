@@ -61,8 +61,8 @@ class InnerOptimizer(abc.ABC):
         state = self.optimizer.optimizer.state.get(main, {})
         return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == main.shape}
 
-    def store(self, main: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state_of` has returned, with other values; nothing to do where it returns its own tensors."""
+    def store(self, main: Tensor, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027  Most hand out their own tensors.
+        """Takes back what :meth:`state_of` has returned, with other values."""
 
     def values_of(self, main: Tensor) -> Tensor:
         """A main parameter in FP32: itself, or a copy."""

@@ -24,12 +24,18 @@ _WORDS = {torch.float16: "fp16", torch.uint8: "fp8"}
 
 
 def keeps_main_parameters(args: argparse.Namespace) -> bool:
-    """Whether FusedAdam keeps the main parameters, by arguments that have been validated; otherwise Megatron keeps them in FP32.
+    """Whether FusedAdam keeps the main parameters, by validated arguments; otherwise Megatron does, in FP32.
 
     Megatron derives the same when it builds the optimizer: ``use_precision_aware_optimizer_no_fp8_or_ds_fp8``.
     """
     of_fp8 = getattr(args, "fp8_recipe", None) not in (None, "delayed")
     return bool(getattr(args, "use_precision_aware_optimizer", False)) and not of_fp8
+
+
+def keeps_halves(args: argparse.Namespace) -> bool:
+    """Whether a checkpoint has halves of main parameters under Megatron's own keys; with Transformer Engine 2.1 or newer."""
+    # A setting of Megatron-Bridge's alone.
+    return keeps_main_parameters(args) and bool(args.bf16) and getattr(args, "store_param_remainders", True)
 
 
 def is_scaled(args: argparse.Namespace, name: str) -> bool:
@@ -66,7 +72,7 @@ class FusedAdamMasters:
         # FP32 parameters it steps in place, whatever its state says of them.
         if master is None or parameter.dtype == torch.float32:
             return part.float()
-        kept = master.view(-1)[at]
+        kept: Tensor = master.view(-1)[at]
         if kept.dtype != torch.int16:
             return kept.float()
         bits = part.view(torch.int16).int()
