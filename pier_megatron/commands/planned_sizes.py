@@ -6,8 +6,8 @@ import math
 from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.inner import precision_aware
-from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
+from pier_megatron.integration.inner.requirements import are_shared_out, keeps_halves, keeps_main_parameters
 from pier_megatron.integration.startup import Takes
 from pier_megatron.megatron_api import versions
 
@@ -92,7 +92,7 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
     """
     has_copies = args.tensor_model_parallel_size > 1 or not are_shared_out(args)
     owned = [-(-numel // owners(args)) for numel in parameters_of_first_shard(args)]
-    stored = precision_aware.FusedAdamMasters.unstepped() if precision_aware.keeps_main_parameters(args) else None
+    stored = FusedAdamMasters.unstepped() if keeps_main_parameters(args) else None
     return Takes.planned(config, owned, has_copies, device_type(args), stored)
 
 
@@ -167,5 +167,5 @@ def _weights_gradients_and_optimizer(args: argparse.Namespace) -> float:
     parameters = _estimated(args, args.tensor_model_parallel_size)
     owned = (estimated - 6 * parameters) / 12
     moments: int = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
-    main = 2 if precision_aware.keeps_halves(args) else 4
+    main = 2 if keeps_halves(args) else 4
     return float(parameters * (2 + args.main_grads_dtype.itemsize) + owned * (main + moments))

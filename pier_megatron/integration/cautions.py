@@ -9,8 +9,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.topology import NAMED
 from pier_megatron.integration.checkpoint.size import INNER_STATE, bytes_per_parameter
-from pier_megatron.integration.inner.precision_aware import scaled_moments
-from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.integration.inner.requirements import are_shared_out, scaled_moments
 from pier_megatron.megatron_api import run
 from pier_megatron.megatron_api.args import flag
 

@@ -4,7 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
-from pier_megatron.integration.inner.precision_aware import is_scaled, keeps_halves, keeps_main_parameters, scaled_moments
+from pier_megatron.integration.inner.requirements import is_scaled, keeps_halves, keeps_main_parameters, scaled_moments
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
 

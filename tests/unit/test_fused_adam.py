@@ -13,7 +13,8 @@ import torch
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import refusals
-from pier_megatron.integration.inner.precision_aware import FusedAdamMasters, keeps_main_parameters, scaled_moments
+from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
+from pier_megatron.integration.inner.requirements import keeps_main_parameters, scaled_moments
 from pier_megatron.outer.state import OuterState, Shards
 
 _DTYPES = "master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32"

@@ -9,7 +9,7 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 from pier_megatron.experiments import EXPERIMENTS
 from pier_megatron.experiments.compression.policy import DIMENSIONS, INSIDE, has_feedback, parse_policy, policy
 from pier_megatron.features import Cost
-from pier_megatron.integration.inner.precision_aware import keeps_halves
+from pier_megatron.integration.inner.requirements import keeps_halves
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, uses_pier
 from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import setting

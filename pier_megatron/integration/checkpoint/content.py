@@ -16,7 +16,7 @@ from pier_megatron.integration.checkpoint.formats import ShardedState
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.whole_tensors import WholeState
 from pier_megatron.integration.inner.base import InnerOptimizer
-from pier_megatron.integration.inner.precision_aware import keeps_halves, keeps_main_parameters
+from pier_megatron.integration.inner.requirements import keeps_halves, keeps_main_parameters
 from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot

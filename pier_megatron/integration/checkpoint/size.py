@@ -3,7 +3,7 @@
 import argparse
 
 from pier_megatron.config import PierConfig
-from pier_megatron.integration.inner.precision_aware import keeps_halves
+from pier_megatron.integration.inner.requirements import keeps_halves
 from pier_megatron.outer.memory import rounds_at_once
 from pier_megatron.outer.rules import common_names
 

@@ -5,49 +5,16 @@ where the lower half is negative. Together they are that FP32 number, bit for bi
 adam.cu``). Of FP16 models, and before Transformer Engine 2.1, it keeps the FP32 number.
 """
 
-import argparse
 import types
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from pier_megatron.megatron_api.args import flag
-
 MASTER = "master_param"
 """Name of a main parameter among the tensors of FusedAdam."""
 
 _HALF = 16
-
-# What Megatron's validation makes of words of the command line.
-_WORDS = {torch.float16: "fp16", torch.uint8: "fp8"}
-
-
-def keeps_main_parameters(args: argparse.Namespace) -> bool:
-    """Whether FusedAdam keeps the main parameters, by validated arguments; otherwise Megatron does, in FP32.
-
-    Megatron derives the same when it builds the optimizer: ``use_precision_aware_optimizer_no_fp8_or_ds_fp8``.
-    """
-    of_fp8 = getattr(args, "fp8_recipe", None) not in (None, "delayed")
-    return bool(getattr(args, "use_precision_aware_optimizer", False)) and not of_fp8
-
-
-def keeps_halves(args: argparse.Namespace) -> bool:
-    """Whether a checkpoint has halves of main parameters under Megatron's own keys; with Transformer Engine 2.1 or newer."""
-    # A setting of Megatron-Bridge's alone.
-    return keeps_main_parameters(args) and bool(args.bf16) and getattr(args, "store_param_remainders", True)
-
-
-def is_scaled(args: argparse.Namespace, name: str) -> bool:
-    """Whether FusedAdam keeps a kind of tensors with one scale for each, by an argument as typed or validated."""
-    value = getattr(args, name, None)
-    return value in _WORDS or value in _WORDS.values()
-
-
-def scaled_moments(args: argparse.Namespace) -> list[str]:
-    """Flags of the moments that FusedAdam keeps with a scale."""
-    names = ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(args, "use_precision_aware_optimizer", False) else ()
-    return [f"{flag(name)} {_WORDS.get(value := getattr(args, name), value)}" for name in names if is_scaled(args, name)]
 
 
 class FusedAdamMasters:
