@@ -6,7 +6,8 @@ import math
 from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
+from pier_megatron.integration.inner.requirements import are_shared_out, keeps_halves, keeps_main_parameters
 from pier_megatron.integration.startup import Takes
 from pier_megatron.megatron_api import versions
 
@@ -91,7 +92,8 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
     """
     has_copies = args.tensor_model_parallel_size > 1 or not are_shared_out(args)
     owned = [-(-numel // owners(args)) for numel in parameters_of_first_shard(args)]
-    return Takes.planned(config, owned, has_copies, device_type(args))
+    stored = FusedAdamMasters.unstepped() if keeps_main_parameters(args) else None
+    return Takes.planned(config, owned, has_copies, device_type(args), stored)
 
 
 def lines_of_outer_loop(args: argparse.Namespace, config: PierConfig) -> list[str]:
@@ -163,6 +165,18 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     activations = compute_activations(sized, microbatches) * math.prod(cost.activations for cost in costs)
     parameters = sum(parameters_of_first_shard(args))
     return {
-        "weights, gradients, optimizer": versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(sizes),
+        "weights, gradients, optimizer": _weights_gradients_and_optimizer(sizes),
         "activations, without recomputation": activations,
     } | {what: size * parameters for cost in costs for what, size in cost.per_parameter.items()}
+
+
+def _weights_gradients_and_optimizer(args: argparse.Namespace) -> float:
+    """Bytes by Megatron's estimate, which counts 2 for weights, 4 for gradients, 12 for the optimizer, whatever their types."""
+    estimated = float(versions.require(_MEMORY, "compute_weight_and_optimizer_memory")(args))
+    if not getattr(args, "use_precision_aware_optimizer", False):
+        return estimated
+    parameters = _estimated(args, args.tensor_model_parallel_size)
+    owned = (estimated - 6 * parameters) / 12
+    moments: int = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    main = 2 if keeps_halves(args) else 4
+    return float(parameters * (2 + args.main_grads_dtype.itemsize) + owned * (main + moments))

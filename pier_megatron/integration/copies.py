@@ -162,7 +162,7 @@ class Copies:
             sums = shared if member.copies == 1 else whole
             for tensor, main in member.parameters():
                 if id(tensor) in places:
-                    sums[places[id(tensor)]] = _bits(main)
+                    sums[places[id(tensor)]] = _bits(member.values_of(main))
         if group.size() > 1:
             dist.all_reduce(shared, group=group)
         return shared + whole

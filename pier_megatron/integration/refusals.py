@@ -4,6 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
+from pier_megatron.integration.inner.requirements import is_scaled, keeps_halves, keeps_main_parameters, scaled_moments
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
@@ -14,8 +15,6 @@ _FSDP = "FSDP shards the parameters itself; Pier lays its state over the distrib
 _REFUSED = {
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
-    "use_precision_aware_optimizer": "it keeps the FP32 main parameters inside Transformer Engine's FusedAdam, where the outer "
-    "step cannot reach them",
     "optimizer_cpu_offload": "it keeps the FP32 main parameters in an optimizer of its own on the host",
     "optimizer_cuda_graph": "the outer step would be captured into the graph and replayed at every iteration",
     "hybrid_context_parallel": "it moves data between all data-parallel ranks in every iteration, hence across groups",
@@ -56,6 +55,7 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     """
     names = ("override_ckpt_iteration", "non_persistent_ckpt_type", "ckpt_convert_format")
     iteration, kind, form = (getattr(args, name, None) for name in names)
+    is_aware, scaled = getattr(args, "use_precision_aware_optimizer", False), scaled_moments(args)
     table: list[tuple[object, str]] = [(getattr(args, name, None), f"{flag(name)}: {why}") for name, why in _REFUSED.items()]
     table += [
         (
@@ -82,6 +82,21 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             captures_full_iterations(args),
             "--cuda-graph-impl of the full iteration: it captures the gradient collectives, which change when the lazy start "
             "ends. Capture layers instead",
+        ),
+        (
+            is_aware and is_scaled(args, "main_params_dtype"),
+            "--main-params-dtype fp16: Transformer Engine scales a parameter as a whole, so an outer step that writes a part "
+            "of it would round the remainder too. Use fp32",
+        ),
+        (
+            scaled and not keeps_main_parameters(args),
+            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)} with {' and '.join(scaled)}: Megatron stores such moments "
+            "without their scales. Use bf16 or fp32",
+        ),
+        (
+            keeps_halves(args) and getattr(args, "dist_ckpt_optim_fully_reshardable", False),
+            "--dist-ckpt-optim-fully-reshardable with --use-precision-aware-optimizer: Megatron gathers halves of main "
+            "parameters as FP32 numbers and cannot read them back. Drop one",
         ),
     ]
     quantised = [flag(name) for name in ("fp8_param_gather", "fp4_param_gather") if getattr(args, name, None)]

@@ -10,9 +10,9 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.memory import bytes_of_outer_step, host_bytes, wire_of, work_bytes
+from pier_megatron.outer.memory import STORED, bytes_of_outer_step, host_bytes, wire_of, work_bytes
 from pier_megatron.outer.rules import common_names
-from pier_megatron.outer.state import ANCHOR, OuterState
+from pier_megatron.outer.state import ANCHOR, OuterState, Stored
 
 # Compute capability from which on Megatron does without CUDA_DEVICE_MAX_CONNECTIONS=1.
 _BLACKWELL = (10, 0)
@@ -126,7 +126,9 @@ class Takes:
         )
 
     @classmethod
-    def planned(cls, config: PierConfig, owned: Sequence[int], copies: bool, device_type: str) -> "Takes":
+    def planned(
+        cls, config: PierConfig, owned: Sequence[int], copies: bool, device_type: str, stored: Stored | None = None
+    ) -> "Takes":
         """Counts what a rank will hold, without taking it.
 
         Args:
@@ -134,10 +136,15 @@ class Takes:
             owned: Numbers of parameters, as of :func:`pier_megatron.commands.planned_sizes.parameters_of_first_shard`.
             copies: Whether other ranks hold copies of the second of them.
             device_type: Device of the run, ``cpu`` or ``cuda``.
+            stored: How main parameters are kept that are no FP32 tensors.
         """
         split, copied, tied = ([torch.empty(numel, device="meta")] if numel else [] for numel in owned)
         state = OuterState(
-            [Shards(split), Shards(copied, is_copied=copies), Shards(tied, is_tied=True)],
+            [
+                Shards(split, stored=stored),
+                Shards(copied, is_copied=copies, stored=stored),
+                Shards(tied, is_tied=True, stored=stored),
+            ],
             chunk_numel=config.chunk_numel_on(device_type),
             fragments=config.fragments,
             segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
@@ -226,10 +233,11 @@ def _queues(loop: OuterLoop) -> list[str]:
 
 
 def working_bytes(config: PierConfig, states: Sequence[OuterState]) -> int:
-    """Work memory of a rank on its device; with a low-bit exchange also what one chunk takes while it is encoded."""
+    """Work memory of a rank on its device: also what one chunk takes while it is encoded, or its parameters are copied."""
     longest = [max((chunk.numel for chunk in state.chunks), default=0) for state in states]
     coding = max(map(wire_of(config).coding_bytes, longest), default=0)
-    return work_bytes(config, longest, [state.in_fragments for state in states]) + coding
+    stored = (chunk.numel for state in states for chunk in state.chunks if chunk.shards.stored is not None)
+    return work_bytes(config, longest, [state.in_fragments for state in states]) + coding + STORED * max(stored, default=0)
 
 
 def schedule(config: PierConfig) -> list[str]:

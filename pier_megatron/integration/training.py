@@ -109,6 +109,7 @@ def with_outer_loop(
     layer_wise.prepare(optimizer)
     membership = elastic_island.membership(config, topology, shards, device) if is_elastic else None
     copies = Copies(members, model_chunks, device)
+    owner_of = {id(main): member for member in members for _, main in member.parameters()}
 
     def commit() -> None:
         commit_main_parameters(members, model_chunks)
@@ -120,7 +121,8 @@ def with_outer_loop(
         exchange,
         group=own_ranks(),
         device=device,
-        inner_state=lambda main: next(filter(None, (member.state_of(main) for member in members)), {}),
+        inner_state=lambda main: owner_of[id(main)].state_of(main),
+        store_inner_state=lambda main, tensors: owner_of[id(main)].store(main, tensors),
         on_change=commit,
         report=_report,
         islands=membership,

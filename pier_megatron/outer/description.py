@@ -49,8 +49,11 @@ _SETTINGS = (
 LAYER_WISE = "--use-distributed-optimizer"
 """In the layout of a run whose inner optimizer can do with and without."""
 
+PRECISION_AWARE = "--use-precision-aware-optimizer"
+"""In the layout of a run whose inner optimizer keeps the main parameters: bits of one under Megatron's own keys."""
+
 # What the tensors of the inner optimizer are, and how they are stored.
-_INNER = (flag_of("inner_optimizer"), LAYER_WISE)
+_INNER = (flag_of("inner_optimizer"), LAYER_WISE, PRECISION_AWARE)
 
 
 _OLDER = "Finish the run with the plugin that wrote it, or begin from its weights with --finetune."
@@ -215,7 +218,7 @@ class Description:
         kinds = ["in one launch" if run.island is None else "in elastic islands" for run in (self, present)]
         pairs.append(("run", kinds[0], kinds[1]))
         pairs.append(("outer rule", self.rule, present.rule))
-        pairs += [(flag, self.layout.get(flag), size) for flag, size in present.layout.items()]
+        pairs += [(flag, self.layout.get(flag), present.layout.get(flag)) for flag in {**self.layout, **present.layout}]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
 
     def refusal_in_one_launch(self, config: PierConfig, load: str | None) -> str | None:

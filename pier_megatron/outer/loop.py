@@ -48,6 +48,7 @@ class OuterLoop:
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         inner_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {},
+        store_inner_state: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda parameter, tensors: None,
         on_change: Callable[[], None] = lambda: None,
         report: Callable[[OuterStepReport], None] = lambda report: None,
         islands: ElasticMembership | None = None,
@@ -63,6 +64,7 @@ class OuterLoop:
             device: Device of the tensors in collectives; by default, that of the parameters.
             inner_state: The inner optimizer's tensors for one of these parameters, of its shape, by name: what a group that
                 is restarted takes over from another one.
+            store_inner_state: Called with what was changed of it, for optimizers that hand out copies.
             on_change: Called after the parameters have changed, on all ranks of the group.
             report: Called for each outer step once its numbers are there, on every rank.
             islands: Elastic islands; ``exchange`` is then that of this group alone.
@@ -73,7 +75,7 @@ class OuterLoop:
             PierConfigError: If elastic islands cannot have a setting, see :meth:`PierConfig.check_elastic`.
         """
         self.config, self.exchange, self.progress = config, exchange, Progress()
-        self.share = Share(shards, config, group, device, inner_state)
+        self.share = Share(shards, config, group, device, inner_state, store_inner_state)
         self.device, self.states = self.share.device, self.share.states
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)

@@ -11,6 +11,9 @@ from pier_megatron.outer.staging import SLOW, WORK
 
 _FP32 = 4
 
+STORED = 2 * _FP32
+"""Bytes of device memory for each element of a chunk of main parameters that are read and written by way of copies."""
+
 PIPELINE_DEPTH = 4
 """Chunks on their way at once where everything is waited for: one is subtracted, two are on the wire, one is updated."""
 

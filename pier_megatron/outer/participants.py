@@ -110,7 +110,7 @@ class Participants:
             self._weights.average(inside, counted)
             excluded = [group for group, counts in enumerate(counted) if not counts]
             if excluded:
-                hand_over(self._share.moments(), inside, excluded, counted.index(True), self._share.device)
+                hand_over(self._share.moments, inside, excluded, counted.index(True), self._share.device)
                 self._was_restarted |= inside.rank in excluded
 
     def carry_out(self, round_: OuterRound) -> None:

@@ -9,12 +9,11 @@ need not.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.outer.rounds import OuterRound
-from pier_megatron.outer.share import Share
+from pier_megatron.outer.share import Moments, Share
 from pier_megatron.outer.verdicts import ABSENT
 
 NEVER = -1
@@ -66,29 +65,29 @@ class Restarts:
         ]
         if restarted:
             source = counted.index(True) if any(counted) else None
-            hand_over(self._share.moments(), exchange, restarted, source, self._share.device)
+            hand_over(self._share.moments, exchange, restarted, source, self._share.device)
         if exchange.rank in restarted:
             self.last = iteration
         return restarted
 
 
 def hand_over(
-    moments: Sequence[Tensor], exchange: GroupExchange, groups: Sequence[int], source: int | None, device: torch.device
+    moments: Moments, exchange: GroupExchange, groups: Sequence[int], source: int | None, device: torch.device
 ) -> None:
     """Gives ``groups`` the inner optimizer's moments of the ``source``; called by all groups of the exchange.
 
     Args:
-        moments: Moments of this group, in the same order in all groups; changed in place in ``groups``.
+        moments: Moments of this group; changed in ``groups``.
         exchange: Collectives between the groups.
         groups: Groups that take over moments, by their index in the exchange.
         source: Group whose moments are copied, or None to restart them at zero.
         device: Device of the collective.
     """
-    numbers = exchange.gather(torch.tensor([len(moments)], device=device)).result()
-    if source is None or len(numbers.unique()) > 1:
-        # A group that has skipped all its steps so far has no moments to give or to take.
-        for moment in moments if exchange.rank in groups else ():
+    numbers, is_changed = exchange.gather(torch.tensor([len(moments)], device=device)).result(), exchange.rank in groups
+    # A group that has skipped all its steps so far has no moments to give or to take.
+    is_reset = source is None or len(numbers.unique()) > 1
+    for moment in moments.each(is_changed) if is_changed or not is_reset else ():
+        if source is None or is_reset:
             moment.zero_()
-        return
-    for moment in moments:
-        exchange.broadcast(moment, source, groups)
+        else:
+            exchange.broadcast(moment, source, groups)

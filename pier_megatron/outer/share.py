@@ -14,6 +14,35 @@ from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import Chunk, OuterState, Shards
 
 
+class Moments:
+    """The inner optimizer's tensors of all parameters of a rank, in the same order in all groups."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        read: Callable[[Tensor], Mapping[str, Tensor]],
+        write: Callable[[Tensor, Mapping[str, Tensor]], None],
+    ) -> None:
+        """Remembers whose they are; the functions are those of :class:`pier_megatron.outer.loop.OuterLoop`."""
+        self._parameters, self._read, self._write = parameters, read, write
+
+    def __len__(self) -> int:
+        """Returns their number, which is zero before the first inner step."""
+        return sum(len(self._read(parameter)) for parameter in self._parameters)
+
+    def each(self, changes: bool = False) -> Iterator[Tensor]:
+        """Yields one after the other, as copies of one parameter's may take as much memory as it.
+
+        Args:
+            changes: Whether the caller changes them in place.
+        """
+        for parameter in self._parameters:
+            found = self._read(parameter)
+            yield from (moment for _, moment in sorted(found.items()))
+            if changes and found:
+                self._write(parameter, found)
+
+
 class Share:
     """The parameters of one rank, and the ranks of its group that own the rest.
 
@@ -22,6 +51,7 @@ class Share:
         states: Outer states, one for each optimizer that owns some of the parameters.
         stagings: Lender of work buffers for each of them.
         common: Names of the flat buffers that all groups agree on.
+        moments: Tensors of the inner optimizer for all parameters.
     """
 
     def __init__(
@@ -31,6 +61,7 @@ class Share:
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         inner_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {},
+        store_inner_state: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda parameter, tensors: None,
     ) -> None:
         """Takes over parameters; the arguments are those of :class:`pier_megatron.outer.loop.OuterLoop`."""
         devices = (tensor.device for of_optimizer in shards for alike in of_optimizer for tensor in alike.tensors)
@@ -49,20 +80,13 @@ class Share:
             for of_optimizer in shards
         ]
         self.stagings = [Staging(state, work_names(config)) for state in self.states]
-        self._group, self._inner_state = group, inner_state
+        self._group = group
+        parameters = [parameter for state in self.states for parameter, _ in state.slices()]
+        self.moments = Moments(parameters, inner_state, store_inner_state)
 
     def chunks(self, fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
         """Yields the chunks of some fragments, each with what lends it buffers."""
         return chunks_of(self.stagings, fragments)
-
-    def moments(self) -> list[Tensor]:
-        """Returns the inner optimizer's tensors of all parameters, in the same order in all groups."""
-        return [
-            moment
-            for state in self.states
-            for parameter, _ in state.slices()
-            for _, moment in sorted(self._inner_state(parameter).items())
-        ]
 
     def hand_over(self, exchange: GroupExchange, source: int, targets: Sequence[int]) -> None:
         """Copies what all groups agree on from one group to others, in place; called by all groups of the exchange.

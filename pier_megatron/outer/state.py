@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,12 +27,32 @@ def sum_of_bits(vector: Tensor) -> Tensor:
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
+class Stored(Protocol):
+    """Main parameters that an inner optimizer keeps in another form than FP32 tensors."""
+
+    def read(self, parameter: Tensor, at: slice) -> Tensor:
+        """Returns a stretch of a flattened main parameter: float32, on its device, a copy or what is stored.
+
+        The caller may change it if :meth:`write` comes next.
+        """
+
+    def write(self, parameter: Tensor, at: slice, values: Tensor) -> None:
+        """Writes a stretch of a flattened main parameter, so that :meth:`read` returns the same bits.
+
+        Args:
+            parameter: Tensor of :attr:`Shards.tensors`.
+            at: Stretch of it.
+            values: New values, float32, on any device.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """Main parameters that are treated alike.
 
     Attributes:
-        tensors: FP32 tensors, contiguous, of any shape, read and written in place.
+        tensors: FP32 tensors, contiguous, of any shape, read and written in place; with ``stored``, the tensors that it knows
+            main parameters by, of their shape and device.
         is_counted: Whether a norm over the model counts them on this rank; another rank of the group does if not.
         is_tied: Whether another pipeline stage holds the same parameters, laid out differently. They are exchanged at the
             same time, in the last fragment, and exactly, so that both copies see the same.
@@ -40,6 +60,7 @@ class Shards:
             communicators of their own.
         is_averaged: Whether an outer step takes their mean, without momentum: no gradient moves them, such as the biases of
             routers. They are exchanged in the last fragment, and exactly.
+        stored: How main parameters are read and written that are no FP32 tensors; None if they are.
     """
 
     tensors: Sequence[Tensor]
@@ -47,6 +68,7 @@ class Shards:
     is_tied: bool = False
     is_copied: bool = False
     is_averaged: bool = False
+    stored: Stored | None = None
 
     @property
     def come_last(self) -> bool:
@@ -72,17 +94,23 @@ class Chunk:
         numel: Number of elements.
         fragment: Index of the fragment that it belongs to.
         shards: What it is a stretch of.
-        pieces: Main parameters that it is laid over, in order; float32, flat views of them or of stretches of them.
     """
 
-    def __init__(self, start: int, fragment: int, shards: Shards, pieces: Sequence[Tensor]) -> None:
-        """Lays a chunk over consecutive pieces of the main parameters."""
+    def __init__(self, start: int, fragment: int, shards: Shards, pieces: Sequence[tuple[Tensor, slice]]) -> None:
+        """Lays a chunk over consecutive pieces of the main parameters: tensors of ``shards`` and stretches of them, flat."""
         self.start = start
         self.fragment = fragment
         self.shards = shards
-        self.pieces = list(pieces)
-        self._sizes = [piece.numel() for piece in pieces]
+        self._pieces = pieces
+        self._views = [tensor.detach().view(-1)[at] for tensor, at in pieces]
+        self._sizes = [view.numel() for view in self._views]
         self.numel = sum(self._sizes)
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The main parameters that it is laid over, in order; float32, flat: the stored ones, or copies."""
+        stored = self.shards.stored
+        return self._views if stored is None else [stored.read(*piece) for piece in self._pieces]
 
     def of(self, flat: Tensor) -> Tensor:
         """The chunk's part of a flat buffer, a view of shape ``[numel]``."""
@@ -90,15 +118,25 @@ class Chunk:
 
     def copy_parameters_to(self, target: Tensor) -> None:
         """Reads the main parameters; ``target`` is float32 of shape ``[numel]``."""
-        torch._foreach_copy_(list(target.split(self._sizes)), self.pieces)
+        torch._foreach_copy_(list(target.split(self._sizes)), self.values)
 
     def set_parameters(self, source: Tensor) -> None:
         """Writes the main parameters; ``source`` is float32 of shape ``[numel]``."""
-        torch._foreach_copy_(self.pieces, list(source.split(self._sizes)))
+        parts = list(source.split(self._sizes))
+        if self.shards.stored is None:
+            torch._foreach_copy_(self._views, parts)
+            return
+        for piece, part in zip(self._pieces, parts, strict=True):
+            self.shards.stored.write(*piece, part)
 
     def move_parameters(self, difference: Tensor) -> None:
         """Adds to the main parameters; ``difference`` is float32 of shape ``[numel]``."""
-        torch._foreach_add_(self.pieces, list(difference.split(self._sizes)))
+        parts = list(difference.split(self._sizes))
+        if self.shards.stored is None:
+            torch._foreach_add_(self._views, parts)
+            return
+        for piece, part in zip(self._pieces, parts, strict=True):
+            self.shards.stored.write(*piece, self.shards.stored.read(*piece).add_(part))
 
 
 class OuterState:
@@ -144,16 +182,15 @@ class OuterState:
             common: Names of what all groups agree on, see :func:`pier_megatron.outer.rules.common_names`.
 
         Raises:
-            TypeError: If a tensor is not float32.
+            TypeError: If a tensor is not float32, and not stored in another form.
             ValueError: If a tensor is not contiguous.
         """
         self._given = [tensor for alike in shards for tensor in alike.tensors]
-        for tensor in self._given:
-            if tensor.dtype != torch.float32:
+        for tensor, stored in ((tensor, alike.stored) for alike in shards for tensor in alike.tensors):
+            if tensor.dtype != torch.float32 and stored is None:
                 raise TypeError(f"The outer optimizer works on FP32 main parameters, but one is {tensor.dtype}.")
             if not tensor.is_contiguous():
                 raise ValueError(f"The outer optimizer works on contiguous main parameters, but one has {tensor.stride()=}.")
-        self._flattened = [tensor.detach().view(-1) for tensor in self._given]
         self.numel = sum(tensor.numel() for tensor in self._given)
         self.device = self._given[0].device if self._given else device or torch.device("cpu")
         self.offload = offload
@@ -253,10 +290,9 @@ class OuterState:
 
     def parameters_are_finite(self) -> Tensor:
         """Returns a boolean scalar on the shards' device: no inf and no nan in any main parameter."""
-        if not self._flattened:
-            return torch.ones((), dtype=torch.bool, device=self.device)
-        # A norm carries every inf and nan to one number per shard without a mask as long as the shard.
-        return torch.stack(torch._foreach_norm(self._flattened)).isfinite().all()
+        # A norm carries every inf and nan to one number per piece without a mask as long as the piece.
+        norms = [norm for chunk in self.chunks for norm in torch._foreach_norm(chunk.values)]
+        return torch.stack([*norms, torch.zeros((), device=self.device)]).isfinite().all()
 
 
 def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chunk]:
@@ -265,14 +301,13 @@ def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chu
     chunks: list[Chunk] = []
     begin = 0
     for alike in shards:
-        flattened = [tensor.detach().view(-1) for tensor in alike.tensors]
-        starts = list(itertools.accumulate((tensor.numel() for tensor in flattened), initial=begin))
+        starts = list(itertools.accumulate((tensor.numel() for tensor in alike.tensors), initial=begin))
         end = starts[-1]
         cuts = {begin, end, *range(begin, end, chunk_numel), *(cut for cut in fragment_ends if begin < cut < end)}
         for start, stop in itertools.pairwise(sorted(cuts)):
             pieces = [
-                tensor[max(start - low, 0) : stop - low]
-                for tensor, (low, high) in zip(flattened, itertools.pairwise(starts), strict=True)
+                (tensor, slice(max(start - low, 0), min(stop, high) - low))
+                for tensor, (low, high) in zip(alike.tensors, itertools.pairwise(starts), strict=True)
                 if low < stop and start < high
             ]
             fragment = fragments - 1 if alike.come_last else sum(start >= cut for cut in fragment_ends)

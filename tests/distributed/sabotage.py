@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import quantised_parameters
+import te_stand_in
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -533,6 +534,9 @@ def _nan_moments(optimizer: Any) -> None:
 
 _ALL = {
     "an indexer has losses": _an_indexer_has_losses,
+    "Transformer Engine 2.13": lambda directory: te_stand_in.in_place("2.13"),
+    "Transformer Engine 2.0": lambda directory: te_stand_in.in_place("2.0"),
+    "halves rounded up": lambda directory: te_stand_in.halves_rounded_up(),
     "no commit": _no_commit,
     "no rescaling": _no_rescaling,
     "never synchronous": _never_synchronous,

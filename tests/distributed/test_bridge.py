@@ -104,8 +104,8 @@ _REFUSED = {
     ),
     "sharded": (with_config("ddp.use_megatron_fsdp=True"), "config.d[a-z]*.use_megatron_fsdp cannot be used"),
     "precision": (
-        with_config("optimizer.use_precision_aware_optimizer=True"),
-        "config.optimizer.use_precision_aware_opt.* cannot",
+        with_config("optimizer.use_precision_aware_optimizer=True optimizer.main_params_dtype=torch.float16"),
+        "config.optimizer.main_params_dtype fp16 cannot",
     ),
     "instances": (
         with_config("ddp.num_distributed_optimizer_instances=4"),

@@ -85,6 +85,18 @@ def test_verdict_is_gated_on_memory(job: str) -> None:
     assert f"{changed['rows']['this job']['gain']:.2f} x" == found[3]
 
 
+def test_memory_follows_the_types_of_the_precision_aware_optimizer() -> None:
+    aware = " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16"
+    plain, changed = (
+        json.loads(plan("--cluster perlmutter --json", f"{_XL} --pier-groups 64{more}").out) for more in ("", aware)
+    )
+    # With a GPU a group each owns all: 2 + 4 + 12 bytes, or 2 of weights, 2 of gradients, 2 of lower halves, 4 of moments.
+    what = "weights, gradients, optimizer"
+    assert changed["memory"][what] == pytest.approx(plain["memory"][what] * 10 / 18)
+    # Chunks of main parameters pass by as FP32 copies.
+    assert changed["memory needed"] > plain["memory needed"] - plain["memory"][what] * 8 / 18
+
+
 def test_own_row_has_the_flags_of_the_job_and_no_others() -> None:
     with_flags, without = (json.loads(plan("--cluster perlmutter --json", _XL + more).out) for more in (_FLAGS, ""))
     assert with_flags["prediction"] == without["prediction"]

@@ -94,6 +94,7 @@ _POSSIBLE = {"dp", "pp", "gather", "tp"}
         ({"sequence_parallel": True}, {"tp"}, "--sequence-parallel"),
         ({"use_distributed_optimizer": False}, {"gather"}, "no parameters are gathered"),
         ({"params_dtype": torch.float32, "bf16": False}, {"gather"}, "must not be rounded"),
+        ({"use_precision_aware_optimizer": True}, {"gather"}, "halves of the main parameters"),
         ({"fp8_param_gather": True}, {"gather"}, "fewer bits already"),
         ({"num_distributed_optimizer_instances": 4}, {"gather"}, "gathers nothing"),
         (

@@ -9,6 +9,7 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
 from pier_megatron.experiments import EXPERIMENTS
 from pier_megatron.experiments.compression.policy import DIMENSIONS, INSIDE, has_feedback, parse_policy, policy
 from pier_megatron.features import Cost
+from pier_megatron.integration.inner.requirements import keeps_halves
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, uses_pier
 from pier_megatron.megatron_api.seam import Seam
 from pier_megatron.settings import setting
@@ -178,6 +179,10 @@ def _gather(args: argparse.Namespace, codec: Codec) -> str | None:
         return "without --use-distributed-optimizer no parameters are gathered"
     if args.params_dtype.itemsize == 4:
         return "without --bf16 or --fp16 the parameters are the main parameters themselves, which must not be rounded"
+    if keeps_halves(args):
+        return (
+            "with --use-precision-aware-optimizer the parameters are halves of the main parameters, which must not be rounded"
+        )
     if codec.bits == 16:
         return f"they have 16 bits already, with --{'bf16' if args.bf16 else 'fp16'}; use gather=int8, or leave them"
     if any(getattr(args, name, None) for name in ("fp8_param_gather", "fp4_param_gather")):

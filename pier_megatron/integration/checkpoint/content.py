@@ -16,10 +16,11 @@ from pier_megatron.integration.checkpoint.formats import ShardedState
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.whole_tensors import WholeState
 from pier_megatron.integration.inner.base import InnerOptimizer
+from pier_megatron.integration.inner.requirements import keeps_halves, keeps_main_parameters
 from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
-from pier_megatron.outer.description import LAYER_WISE, Description, group_prefix
+from pier_megatron.outer.description import LAYER_WISE, PRECISION_AWARE, Description, group_prefix
 from pier_megatron.outer.rules import common_names
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def layout_of(args: argparse.Namespace, ranks: int) -> dict[str, int]:
     layout = {f"--{name.replace('_', '-')}": getattr(args, name, None) or 1 for name in _LAYOUT} | {_RANKS: ranks}
     if args.optimizer != "adam":
         layout[LAYER_WISE] = int(getattr(args, "use_layer_wise_distributed_optimizer", False))
+    if keeps_main_parameters(args):
+        layout[PRECISION_AWARE] = 16 if keeps_halves(args) else 32
     return layout
 
 
@@ -104,21 +107,35 @@ class RunPosition:
         ]
 
     def inner_states(self, trained: Sequence[Tensor] | None = None) -> list[ParameterState]:
-        """Main parameters and the inner optimizers' tensors.
+        """Main parameters and the inner optimizers' tensors; those that are copies are in host memory, see :meth:`store`.
 
         Args:
             trained: The main parameters as they are trained, laid out as the flat buffers, if the model shows others.
         """
 
         def tensors(owner: InnerOptimizer, flat: Tensor | None, main: Tensor, at: slice) -> Mapping[str, Tensor]:
-            parameter = main.detach() if flat is None else flat[at].view(main.shape)
-            return {"param": parameter, **owner.state_of(main)}
+            parameter = owner.values_of(main) if flat is None else flat[at].view(main.shape)
+            tensors = {"param": parameter, **owner.state_of(main)}
+            # On the device they would take 12 bytes a parameter in runs that keep half of it.
+            return {name: tensor.cpu() for name, tensor in tensors.items()} if owner.hands_out_copies else tensors
 
         flats = trained or itertools.repeat(None)
         return [
             _state_of(owner, {id(main): tensors(owner, flat, main, at) for main, at in slices})
             for owner, slices, flat in zip(self.owners, self.slices, flats, strict=False)
         ]
+
+    def store(self, inner: Sequence[ParameterState]) -> None:
+        """Hands what was written to :meth:`inner_states` to optimizers that have given copies."""
+        for owner, slices, state in zip(self.owners, self.slices, inner, strict=True):
+            for main, _ in slices if owner.hands_out_copies else ():
+                tensors = dict(state.tensors[id(main)])
+                parameter = tensors.pop("param")
+                if owner.stored is not None:
+                    owner.stored.write(main, slice(None), parameter.view(-1))
+                else:
+                    main.detach().copy_(parameter)
+                owner.store(main, tensors)
 
     def exact_tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """What only a run of the same shape can use: residuals and exchanges under way."""

@@ -147,15 +147,18 @@ class Loading:
             return False
         entry = state[ENTRY]
         request.objects = entry["objects"]
-        inner_mean, outer_mean = _Mean(place.inner_states), _Mean(lambda: place.outer_states(request.snapshot))
+        inner_mean = _Mean(place.inner_states, place.store)
+        outer_mean = _Mean(lambda: place.outer_states(request.snapshot))
         # In order, and each is done with before the next: Megatron reads into the optimizer itself.
         for source in request.inner_sources:
             if request.saved.is_apart(source):
                 for owner, settings in zip(place.owners, self._inner_settings(request), strict=True):
                     owner.take_settings(settings)
                 # Only now: loading the settings may have replaced the tensors.
-                for index, inner in enumerate(place.inner_states()):
+                inners = place.inner_states()
+                for index, inner in enumerate(inners):
                     inner.load(entry[f"inner{index}.{source}"], request.metadata)
+                place.store(inners)
             else:
                 load_stock({name: part for name, part in state.items() if name != ENTRY})
             inner_mean.add()
@@ -238,9 +241,13 @@ class Loading:
 class _Mean:
     """The mean of what is put into the same tensors one after the other; one of them as it is."""
 
-    def __init__(self, states: Callable[[], Sequence[ParameterState]]) -> None:
-        """Begins with nothing; ``states`` are where the tensors are."""
-        self._states = states
+    def __init__(
+        self,
+        states: Callable[[], Sequence[ParameterState]],
+        store: Callable[[Sequence[ParameterState]], None] = lambda states: None,
+    ) -> None:
+        """Begins with nothing; ``states`` are where the tensors are, ``store`` takes what was written to them."""
+        self._states, self._store = states, store
         self._number = 0
         self._sums: list[ParameterState] = []
 
@@ -254,10 +261,12 @@ class _Mean:
 
     def take(self) -> None:
         """Lets the tensors hold the mean."""
-        for total, state in zip(self._sums, self._states(), strict=False):
-            if self._number > 1:
+        if self._number > 1:
+            states = self._states()
+            for total, state in zip(self._sums, states, strict=True):
                 total.divide(self._number)
                 state.take(total)
+            self._store(states)
 
 
 def _keeps_random_states() -> bool:

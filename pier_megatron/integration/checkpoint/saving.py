@@ -1,11 +1,13 @@
 """What the plugin adds to Megatron's checkpoints when they are saved."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
+from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import random_states
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
@@ -65,12 +67,16 @@ class Saving:
             return ()
         return tuple(range(1 if self._snapshot.progress.is_synchronised else 0, len(self._place.in_launch)))
 
+    @functools.cached_property
+    def _inner_states(self) -> list[ParameterState]:
+        return self._place.inner_states(self._trained)
+
     def announcement(self) -> str:
         """What rank 0 says of the checkpoint."""
         place, own = self._place, len(self.description.own_inner_state)
         outer, inner_state = (
             sum(state.nbytes / state.owner.copies for state in states) * place.ranks.size() / 1e6
-            for states in (place.outer_states(self._snapshot), place.inner_states())
+            for states in (place.outer_states(self._snapshot), self._inner_states if own else ())
         )
         if self.description.is_synchronised:
             weights = "those that all groups hold"
@@ -96,7 +102,7 @@ class Saving:
         for index, outer in enumerate(place.outer_states(snapshot)):
             outer_prefix = self.description.outer_prefix(holder, index)
             entry[f"outer{index}"] = outer.sharded(model_state, metadata, outer_prefix, is_loading=False, copy=copy)
-        for index, inner in enumerate(place.inner_states(self._trained) if has_own else ()):
+        for index, inner in enumerate(self._inner_states if has_own else ()):
             entry[f"inner{index}"] = inner.sharded(model_state, metadata, f"{prefix}.{index}", is_loading=False, copy=0)
         objects = {
             "inner": [owner.settings() for owner in place.owners],

@@ -3,6 +3,7 @@
 import argparse
 
 from pier_megatron.config import PierConfig
+from pier_megatron.integration.inner.requirements import keeps_halves
 from pier_megatron.outer.memory import rounds_at_once
 from pier_megatron.outer.rules import common_names
 
@@ -27,6 +28,9 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
         return {"weights": weights}
     # Of FP32 weights, only the distributed optimizer keeps separate main parameters.
     optimizer = _INNER if is_half or args.use_distributed_optimizer else _INNER - _FP32
+    if keeps_halves(args):
+        # The lower halves of main parameters.
+        optimizer -= 2
     sizes: dict[str, float] = {"weights": weights, "optimizer": optimizer}
     if config is None:
         return sizes

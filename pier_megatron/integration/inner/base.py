@@ -1,13 +1,14 @@
 """What the outer loop and checkpoints want to know of an inner optimizer, whatever it computes."""
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Shards
+from pier_megatron.outer.state import Stored
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import StateDict
@@ -20,9 +21,13 @@ class InnerOptimizer(abc.ABC):
     Attributes:
         optimizer: Megatron's.
         copies: Number of data-parallel ranks of the group that hold the same main parameters.
+        stored: How main parameters are read and written that are no FP32 tensors; None if they are.
+        hands_out_copies: Whether :meth:`state_of` may return copies, which :meth:`store` takes back.
     """
 
     copies = 1
+    stored: Stored | None = None
+    hands_out_copies = False
 
     def __init__(self, optimizer: "MegatronOptimizer") -> None:
         """Wraps one of Megatron's optimizers."""
@@ -30,7 +35,10 @@ class InnerOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The model's parameters, each with the FP32 main parameter that this rank steps for it: all of it or a part."""
+        """The model's parameters, each with the main parameter that this rank steps for it: all of it or a part.
+
+        The main parameter is an FP32 tensor, or what :attr:`stored` knows it by.
+        """
 
     @abc.abstractmethod
     def round_to_model(self) -> None:
@@ -52,6 +60,13 @@ class InnerOptimizer(abc.ABC):
         """The tensors for one main parameter, of its shape, by name: Adam's or Muon's moments, once it has stepped."""
         state = self.optimizer.optimizer.state.get(main, {})
         return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == main.shape}
+
+    def store(self, main: Tensor, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027  Most hand out their own tensors.
+        """Takes back what :meth:`state_of` has returned, with other values."""
+
+    def values_of(self, main: Tensor) -> Tensor:
+        """A main parameter in FP32: itself, or a copy."""
+        return main.detach() if self.stored is None else self.stored.read(main, slice(None)).view(main.shape)
 
     def main_parameters(self) -> list[Shards]:
         """The FP32 main parameters.
@@ -81,11 +96,12 @@ class InnerOptimizer(abc.ABC):
         )
         is_counted, is_whole = self.is_counted(is_expert), self.copies > 1
         return [
-            Shards(split, is_counted=is_counted, is_copied=is_whole),
+            Shards(split, is_counted=is_counted, is_copied=is_whole, stored=self.stored),
             Shards(
                 copied,
                 is_counted=is_counted and tensor_parallel.rank() == 0,
                 is_copied=is_whole or tensor_parallel.size() > 1,
+                stored=self.stored,
             ),
-            Shards(tied, is_counted=is_counted and is_counted_when_tied, is_tied=True),
+            Shards(tied, is_counted=is_counted and is_counted_when_tied, is_tied=True, stored=self.stored),
         ]

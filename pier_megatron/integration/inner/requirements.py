@@ -1,4 +1,4 @@
-"""What an inner optimizer other than AdamW needs, said before Megatron would, and what it does without."""
+"""What an inner optimizer needs, said before Megatron would, what it does without, and what it keeps."""
 
 import argparse
 import importlib.util
@@ -6,6 +6,9 @@ import importlib.util
 from pier_megatron.errors import PierConfigError
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import flag
+
+# Types of optimizer state that FusedAdam keeps with a scale: what Megatron's validation makes of words of the command line.
+_SCALED = {"torch.float16": "fp16", "torch.uint8": "fp8"}
 
 
 def check(args: argparse.Namespace) -> None:
@@ -66,3 +69,34 @@ def _check_layer_wise(args: argparse.Namespace, given: str) -> None:
             f"with {given}: Megatron's layer-wise optimizer has no place for the biases of experts, and without them it has "
             "not been tried. Drop --use-distributed-optimizer."
         )
+
+
+def keeps_main_parameters(args: argparse.Namespace) -> bool:
+    """Whether FusedAdam keeps the main parameters, by validated arguments; otherwise Megatron does, in FP32.
+
+    Megatron derives the same when it builds the optimizer: ``use_precision_aware_optimizer_no_fp8_or_ds_fp8``.
+    """
+    of_fp8 = getattr(args, "fp8_recipe", None) not in (None, "delayed")
+    return bool(getattr(args, "use_precision_aware_optimizer", False)) and not of_fp8
+
+
+def keeps_halves(args: argparse.Namespace) -> bool:
+    """Whether a checkpoint has halves of main parameters under Megatron's own keys; with Transformer Engine 2.1 or newer."""
+    # A setting of Megatron-Bridge's alone.
+    return keeps_main_parameters(args) and bool(args.bf16) and getattr(args, "store_param_remainders", True)
+
+
+def is_scaled(args: argparse.Namespace, name: str) -> bool:
+    """Whether FusedAdam keeps a kind of tensors with one scale for each, by an argument as typed or validated."""
+    return _named(args, name) in _SCALED.values()
+
+
+def scaled_moments(args: argparse.Namespace) -> list[str]:
+    """Flags of the moments that FusedAdam keeps with a scale."""
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(args, "use_precision_aware_optimizer", False) else ()
+    return [f"{flag(name)} {_named(args, name)}" for name in names if is_scaled(args, name)]
+
+
+def _named(args: argparse.Namespace, name: str) -> str:
+    value = str(getattr(args, name, None))
+    return _SCALED.get(value, value)

@@ -1,0 +1,124 @@
+"""The precision-aware optimizer, on a stand-in of Transformer Engine's FusedAdam, trains as FP32 main parameters do.
+
+A BF16 parameter and the lower half that FusedAdam keeps are an FP32 number, so that nothing may differ by a bit.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Recorded, Run, launch
+
+pytestmark = pytest.mark.processes
+
+_TE, _OLD = "Transformer Engine 2.13", "Transformer Engine 2.0"
+_FP32 = [_TE, "halves rounded up"]
+_PROBES = ["inner", "outer", "start anchor"]
+
+_JOB = "--train-iters 12 --bf16 --global-batch-size 16 --weight-decay 0.1 --eval-interval 5 --eval-iters 1 "
+_PIER = _JOB + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
+_AWARE = "--use-precision-aware-optimizer "
+_BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+_FP16 = "--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 "
+_TP = _PIER + "--tensor-model-parallel-size 2 --pier-overlap 2 --pier-fragments 3 --pier-exchange-dtype int8 --pier-offload "
+_PAIRS = _PIER + "--pier-preset noloco --pier-groups 4 --pier-subgroup-size 2 "
+_ENDURES_NAN = "--no-check-for-nan-in-loss-and-grad --rerun-mode disabled "
+_BAD = _PIER + _ENDURES_NAN
+_NAN = "nan in group 1 at 8"
+_LOAD = "--load {directory}/%s --ckpt-step 7 "
+
+_RUNS = [
+    Run("fp32", _PIER, _PROBES, _FP32),
+    Run("halves", _PIER + _AWARE + "--save {directory}/halves --save-interval 12", _PROBES, [_TE], saves=[7, 9]),
+    Run("resumed", _PIER + _AWARE + _LOAD % "halves", _PROBES, [_TE]),
+    Run("resumed at an outer step", _PIER + _AWARE + "--load {directory}/halves --ckpt-step 9 ", _PROBES, [_TE]),
+    Run("fp32, TP 2", _TP, _PROBES, _FP32),
+    Run("halves, TP 2", _TP + _AWARE, _PROBES, [_TE]),
+    Run("fp32, pairs", _PAIRS, _PROBES, _FP32),
+    Run("halves, pairs", _PAIRS + _AWARE, _PROBES, [_TE]),
+    Run("fp32, bad", _BAD, _PROBES, [*_FP32, _NAN]),
+    Run("halves, bad", _BAD + _AWARE, _PROBES, [_TE, _NAN]),
+    Run("even", _PIER, _PROBES, [_TE]),
+    Run("masters", _PIER + _AWARE, _PROBES, [_OLD]),
+    Run("fp32 for FP8", _PIER + _AWARE + _BF16 + "--fp8-recipe tensorwise", _PROBES, [_TE]),
+    Run(
+        "bf16 moments",
+        _BAD + _AWARE + _BF16 + "--save {directory}/moments --save-interval 12",
+        [*_PROBES, "moments"],
+        [_TE, _NAN],
+        saves=[7],
+    ),
+    Run("bf16 moments, resumed", _BAD + _AWARE + _BF16 + _LOAD % "moments", [*_PROBES, "moments"], [_TE, _NAN]),
+    Run("fp16 moments", _BAD + _AWARE + _FP16, [*_PROBES, "moments"], [_TE, _NAN]),
+    Run("another optimizer", _PIER + _LOAD % "halves" + "--pier-override-checkpoint", [], _FP32, fails=True),
+    Run("stock", _JOB + "--use-distributed-optimizer " + _AWARE + _LOAD % "halves", [], [_TE]),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
+    return launch(tmp_path_factory.mktemp("precision"), corpus, _RUNS)
+
+
+def differences(run: Recorded, other: Recorded, since: int = 1) -> list[str]:
+    """What two runs did not do alike, to the last bit, from an iteration on."""
+
+    def differ(one: torch.Tensor, two: torch.Tensor) -> bool:
+        return not torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+    found = [f"loss of {t}" for t in range(since, 13) if repr(run.losses[t]) != repr(other.losses[t])]
+    for rank, (mine, those) in enumerate(zip(run.ranks, other.ranks, strict=True)):
+        for kind in ("inner", "anchor", "momentum"):
+            for t in range(since, 13):
+                pairs = zip(mine[kind][t], those[kind][t], strict=True)
+                found += [f"{kind} of rank {rank} after {t}" for one, two in pairs if differ(one, two)]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["", ", TP 2", ", pairs"])
+def test_halves_train_as_fp32_main_parameters(runs: dict[str, Recorded], kind: str) -> None:
+    assert differences(runs[f"halves{kind}"], runs[f"fp32{kind}"]) == []
+
+
+def test_bad_group_is_restarted_as_with_fp32_main_parameters(runs: dict[str, Recorded]) -> None:
+    # A half that is made NaN is in the model at once, an FP32 main parameter with the next step.
+    before = {"loss of 9", "inner of rank 2 after 9", "inner of rank 3 after 9"}
+    assert {*differences(runs["halves, bad"], runs["fp32, bad"])} <= before
+
+
+def test_masters_of_older_releases_train_as_fp32_main_parameters(runs: dict[str, Recorded]) -> None:
+    assert differences(runs["masters"], runs["even"]) == []
+
+
+@pytest.mark.parametrize(
+    ("resumed", "run", "since"),
+    [("resumed", "halves", 8), ("resumed at an outer step", "halves", 10), ("bf16 moments, resumed", "bf16 moments", 8)],
+)
+def test_resumes_exactly(runs: dict[str, Recorded], resumed: str, run: str, since: int) -> None:
+    assert "Pier resumes exactly" in runs[resumed].printed
+    assert differences(runs[resumed], runs[run], since) == []
+
+
+@pytest.mark.parametrize("run", ["bf16 moments", "fp16 moments"])
+def test_excluded_group_takes_over_moments(runs: dict[str, Recorded], run: str) -> None:
+    def equal_after(iteration: int) -> list[bool]:
+        moments = [[rank["moments"][iteration] for rank in runs[run].of_group(group)] for group in (0, 1)]
+        assert all(moment.isfinite().all() for of_group in moments for moment in of_group)
+        return [torch.equal(*of_place) for of_place in zip(*moments, strict=True)]
+
+    assert all(equal_after(9))
+    assert not any(equal_after(12))
+
+
+def test_moments_in_few_bits_beside_fp32_main_parameters(runs: dict[str, Recorded]) -> None:
+    fewer, full = runs["fp32 for FP8"].losses, runs["even"].losses
+    assert fewer != full
+    assert all(abs(fewer[t] - full[t]) < 0.05 for t in full)
+
+
+def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded]) -> None:
+    assert len(runs["stock"].losses) == 5
+
+
+def test_main_parameters_in_another_form_are_refused(runs: dict[str, Recorded]) -> None:
+    assert "--use-precision-aware-optimizer 16 is now None" in runs["another optimizer"].error

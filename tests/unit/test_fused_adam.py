@@ -1,0 +1,167 @@
+"""What FusedAdam keeps as main parameters, and that the stand-in of the tests has the interface of Transformer Engine's."""
+
+import argparse
+import ast
+import inspect
+import itertools
+import os
+import subprocess
+
+import pytest
+import te_stand_in
+import torch
+
+from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import refusals
+from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
+from pier_megatron.integration.inner.requirements import keeps_main_parameters, scaled_moments
+from pier_megatron.outer.state import OuterState, Shards
+
+_DTYPES = "master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32"
+_SINCE_1_13 = {
+    "__init__": "self, params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True, "
+    "weight_decay=0.0, amsgrad=False, set_grad_none=True, capturable=False, master_weights=False, "
+    f"{_DTYPES}, use_decoupled_grad=False",
+    "get_unscaled_state": "self, param, state_name",
+    "set_scaled_state": "self, param, state_name, unscaled_state",
+    "initialize_state": "self, param",
+    "state_dict": "self",
+    "load_state_dict": "self, state_dict",
+    "step": "self, closure=None, grad_scaler=None",
+}
+_SINCE_2_1 = _SINCE_1_13 | {
+    "__init__": "self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, amsgrad=False, *, "
+    f"bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False, {_DTYPES}, use_decoupled_grad=False, "
+    "store_param_remainders=False, set_grad_none=None",
+    "initialize_state": "self, param, store_param_remainders",
+    "zero_grad": "self, set_to_none=None",
+}
+_SINCE_2_13 = _SINCE_2_1 | {"get_unscaled_state": "self, param, state_name, skip_unscale=False"}
+# Signatures of the releases of Transformer Engine that have the precision-aware optimizer.
+_RELEASES = {
+    **dict.fromkeys(("1.13", "2.0"), _SINCE_1_13),
+    **{f"2.{minor}": _SINCE_2_1 for minor in range(1, 13)},
+    **{f"2.{minor}": _SINCE_2_13 for minor in range(13, 19)},
+}
+
+
+def signatures(source: str) -> dict[str, str]:
+    """The parameters of the methods of a class FusedAdam, without types."""
+    [found] = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "FusedAdam")
+    of_methods = {}
+    for method in (node for node in found.body if isinstance(node, ast.FunctionDef)):
+        for argument in (*method.args.args, *method.args.kwonlyargs):
+            argument.annotation = None
+        of_methods[method.name] = ast.unparse(method.args)
+    return of_methods
+
+
+@pytest.mark.skipif("TE_PATH" not in os.environ, reason="TE_PATH is a checkout of Transformer Engine with its tags")
+@pytest.mark.parametrize("release", _RELEASES)
+def test_signatures_are_those_of_the_sources(release: str) -> None:
+    place = f"v{release}:transformer_engine/pytorch/optimizers/fused_adam.py"
+    command = ["git", "-C", os.environ["TE_PATH"], "show", place]
+    source = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert signatures(source).items() >= _RELEASES[release].items()
+
+
+@pytest.mark.parametrize(("adam", "release"), [(te_stand_in.FusedAdam, "2.18"), (te_stand_in.FusedAdamOf20, "2.0")])
+def test_stand_in_has_the_interface_of_a_release(adam: type, release: str) -> None:
+    for name, signature in _RELEASES[release].items():
+        method = inspect.signature(getattr(adam, name))
+        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in method.parameters.values()]
+        written = f"({', '.join(map(str, bare))})"
+        assert inspect.signature(eval(f"lambda {signature}: 0")) == inspect.Signature(bare), f"{name}{written}"
+
+
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layout", [{}, {"chunk_numel": 4, "fragments": 2}])
+@pytest.mark.parametrize("adam", [te_stand_in.FusedAdam, te_stand_in.FusedAdamOf20])
+def test_outer_state_over_main_parameters_of_fused_adam(
+    adam: type[te_stand_in.FusedAdam], layout: dict[str, int], parameters: torch.dtype
+) -> None:
+    model = [torch.randn(size).to(parameters) for size in (5, 1, 17)]
+    halves = {} if adam is te_stand_in.FusedAdamOf20 else {"store_param_remainders": True}
+    masters = FusedAdamMasters(adam(model, master_weights=True, use_decoupled_grad=True, **halves))
+    state = OuterState([Shards(model, stored=masters)], **layout)
+    # Before the first step the model's parameters are the main parameters.
+    assert torch.equal(state.anchor, torch.cat(model).float())
+    values = torch.randn(23)
+    state.set_parameters(values)
+    assert torch.equal(state.copy_parameters_to(torch.empty(23)), values)
+    assert torch.allclose(torch.cat(model).float(), values, rtol=2**-8, atol=0)
+    moved = torch.randn(23)
+    for chunk in state.chunks:
+        chunk.move_parameters(chunk.of(moved))
+    assert torch.equal(state.copy_parameters_to(torch.empty(23)), values + moved)
+    assert state.parameters_are_finite()
+    values[7] = float("inf")
+    state.set_parameters(values)
+    assert not state.parameters_are_finite()
+
+
+def test_every_number_is_its_halves() -> None:
+    # All upper halves, with lower halves around half-way, where FusedAdam rounds up.
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int64)
+    bits = ((torch.arange(2**16).unsqueeze(1) << 16) | lower).flatten()
+    values = torch.where(bits < 2**31, bits, bits - 2**32).int().view(torch.float32)
+    model = torch.zeros(len(values), dtype=torch.bfloat16)
+    adam = te_stand_in.FusedAdam([model], master_weights=True, store_param_remainders=True)
+    masters = FusedAdamMasters(adam)
+    masters.write(model, slice(None), values)
+    assert torch.equal(masters.read(model, slice(None)).view(torch.int32), values.view(torch.int32))
+    # Nearest, half-way away from zero. A NaN may become another number there, and is one only with its lower half.
+    numbers = values.isfinite()
+    rounded = (values.view(torch.int32) + 0x8000).bitwise_and(-0x10000).view(torch.float32)
+    assert torch.equal(model.float()[numbers], rounded[numbers])
+    # What the stand-in's step makes of the halves, it reads in its own way.
+    model.grad = torch.zeros_like(model)
+    adam.step()
+    after = masters.read(model, slice(None))
+    assert torch.equal(after[numbers], values[numbers])
+
+
+@pytest.mark.slow
+def test_derived_flag_is_that_of_megatron() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    # With FP16 main parameters, which are refused, Megatron derives something else.
+    with te_stand_in.in_place():
+        for aware, recipe in itertools.product((False, True), (None, "delayed", "tensorwise", "blockwise", "mxfp8")):
+            config = OptimizerConfig(
+                use_precision_aware_optimizer=aware, fp8_recipe=recipe, optimizer="adam", use_distributed_optimizer=True
+            )
+            derived = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            given = argparse.Namespace(use_precision_aware_optimizer=aware, fp8_recipe=recipe)
+            assert keeps_main_parameters(given) == derived
+
+
+_BARE = {"bf16": True, "fp8": None, "fp8_recipe": "delayed", "use_precision_aware_optimizer": True}
+_SCALED = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.uint8}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"main_params_dtype": "fp16"}, "scales a parameter as a whole"),
+        ({"main_params_dtype": torch.float16}, "scales a parameter as a whole"),
+        (_SCALED | {"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise with --exp-avg-dtype fp16 and --exp-avg-sq-dtype fp8"),
+        ({"dist_ckpt_optim_fully_reshardable": True}, "cannot read them back"),
+        ({"dist_ckpt_optim_fully_reshardable": True, "bf16": False}, None),
+        (_SCALED, None),
+        ({"exp_avg_dtype": "bf16", "fp8_recipe": "blockwise"}, None),
+        ({"dist_ckpt_optim_fully_reshardable": True, "fp8_recipe": "blockwise"}, None),
+        (_SCALED | {"use_precision_aware_optimizer": False, "main_params_dtype": "fp16", "fp8_recipe": "blockwise"}, None),
+    ],
+)
+def test_refused_beside_it(given: dict[str, object], message: str | None) -> None:
+    args = argparse.Namespace(**_BARE | given)
+    if message is None:
+        refusals.refuse_what_cannot_work(args)
+        return
+    with pytest.raises(PierConfigError, match=message):
+        refusals.refuse_what_cannot_work(args)
+
+
+def test_scaled_moments_are_named() -> None:
+    assert scaled_moments(argparse.Namespace(**_BARE | _SCALED)) == ["--exp-avg-dtype fp16", "--exp-avg-sq-dtype fp8"]
