@@ -15,7 +15,7 @@ from pier_megatron.values import existing_folder, folder_to_write
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from pier_megatron.outer.description import Description
+    from pier_megatron.integration.checkpoint.description import Description
 
 # Whose weights a checkpoint holds, as the exported configuration names them.
 _MEANING = {

@@ -17,13 +17,13 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
 from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
+from pier_megatron.integration.checkpoint.description import ENTRY, Description
 from pier_megatron.integration.checkpoint.files import refusal
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import flag
 from pier_megatron.megatron_api.batches import counted
 from pier_megatron.megatron_api.tracker import stored_checkpoint
-from pier_megatron.outer.description import ENTRY, Description
 from pier_megatron.settings import settings_of
 
 _ARGUMENTS = "megatron.training.arguments"

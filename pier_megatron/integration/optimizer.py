@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 
+from pier_megatron.integration.checkpoint.description import Metadata
 from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.gradient_averaging import GradientAveraging
 from pier_megatron.integration.resting import Clock
 from pier_megatron.outer import OuterLoop
-from pier_megatron.outer.description import Metadata
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
 from pier_megatron.integration.checkpoint.content import layout_of
+from pier_megatron.integration.checkpoint.description import Description
 from pier_megatron.outer import Shards
-from pier_megatron.outer.description import Description
 from pier_megatron.outer.rules import rule_class
 from pier_megatron.version import __version__
 

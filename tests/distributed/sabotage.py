@@ -37,10 +37,10 @@ from pier_megatron.experiments.layered import breadth_first, segments
 from pier_megatron.experiments.skipping import feature as skipping
 from pier_megatron.experiments.skipping.pipeline.paths import Paths
 from pier_megatron.integration import current, gradient_averaging, training
+from pier_megatron.integration.checkpoint import description as checkpoint
 from pier_megatron.integration.inner.choice import commit_main_parameters, owners
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.outer import OuterLoop, rounds
-from pier_megatron.outer import description as checkpoint
 from pier_megatron.outer import state as outer_state
 from pier_megatron.outer.restarts import Restarts
 

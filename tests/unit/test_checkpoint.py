@@ -10,7 +10,7 @@ import pytest
 from pier_megatron import PierConfig
 from pier_megatron.commands import planned_job
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.description import ENTRY, FORMAT, Description
+from pier_megatron.integration.checkpoint.description import ENTRY, FORMAT, Description
 
 
 def described(groups: int = 2, own: tuple[int, ...] = (), **changes: object) -> Description:

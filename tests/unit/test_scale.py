@@ -17,9 +17,9 @@ from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.exchange.topology import NAMED, Rank, Topology
 from pier_megatron.integration import cautions, samples
 from pier_megatron.integration.census import Collective, table
+from pier_megatron.integration.checkpoint.description import Description
 from pier_megatron.integration.copies import Copies, CopiesDifferError, _Domain, _Parameter
 from pier_megatron.outer import OuterLoop, Shards
-from pier_megatron.outer.description import Description
 from pier_megatron.outer.elastic import refusals_of, those_present
 from pier_megatron.outer.report import AnchorsDifferError, OuterStepReport, check_anchors
 from pier_megatron.outer.verdicts import NOT_FINITE, DivergedError, Verdicts

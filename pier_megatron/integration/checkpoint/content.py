@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
+from pier_megatron.integration.checkpoint.description import LAYER_WISE, PRECISION_AWARE, Description, group_prefix
 from pier_megatron.integration.checkpoint.formats import ShardedState
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.whole_tensors import WholeState
@@ -20,7 +21,6 @@ from pier_megatron.integration.inner.requirements import keeps_halves, keeps_mai
 from pier_megatron.integration.inner.sharded import ShardedOptimizer
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
-from pier_megatron.outer.description import LAYER_WISE, PRECISION_AWARE, Description, group_prefix
 from pier_megatron.outer.rules import common_names
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Concatenate
 import torch
 from torch import Tensor
 
+from pier_megatron.integration.checkpoint.description import Metadata
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.megatron_api import versions
-from pier_megatron.outer.description import Metadata
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict

@@ -11,13 +11,13 @@ from pier_megatron import features
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import current, startup
 from pier_megatron.integration.checkpoint.content import RunPosition
+from pier_megatron.integration.checkpoint.description import ENTRY
 from pier_megatron.integration.checkpoint.loading import Loading
 from pier_megatron.integration.checkpoint.saving import Saving
 from pier_megatron.integration.checkpoint.stored_run import find
 from pier_megatron.integration.inner.choice import owners
 from pier_megatron.integration.own_group import own_ranks
 from pier_megatron.megatron_api import versions
-from pier_megatron.outer.description import ENTRY
 
 if TYPE_CHECKING:
     from pier_megatron.integration.optimizer import PierOptimizer

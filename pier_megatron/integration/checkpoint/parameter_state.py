@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from pier_megatron.integration.checkpoint.description import Metadata
 from pier_megatron.integration.inner.base import InnerOptimizer
-from pier_megatron.outer.description import Metadata
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict

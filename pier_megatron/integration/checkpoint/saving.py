@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
+from pier_megatron.integration.checkpoint.description import ENTRY, Metadata, checksum_name, group_prefix
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import random_states
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import Snapshot
-from pier_megatron.outer.description import ENTRY, Metadata, checksum_name, group_prefix
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.checkpoint.description import ENTRY, Description
 from pier_megatron.integration.checkpoint.files import damage
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint
-from pier_megatron.outer.description import ENTRY, Description
 
 # Where a GPT keeps its weights; all else is of the optimizer and the run.
 _PARTS = ("embedding.", "decoder.", "output_layer.")

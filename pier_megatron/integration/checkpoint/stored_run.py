@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pier_megatron.integration.checkpoint.description import ENTRY, Metadata
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint
-from pier_megatron.outer.description import ENTRY, Metadata
 
 _ISLANDS = "islands"
 

@@ -6,11 +6,11 @@ said there, and other layouts of the same model find their parts.
 
 from typing import TYPE_CHECKING
 
+from pier_megatron.integration.checkpoint.description import Metadata
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.integration.own_group import own_number
 from pier_megatron.megatron_api import versions
-from pier_megatron.outer.description import Metadata
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
