@@ -30,7 +30,7 @@ _SEEDS, _PRESET = (1, 2, 3), "pier-rising"
 _SHARES = 8
 
 OWN, ALL, FIXED = "own", "all", "fixed"
-"""Whose loads move the biases of a group: its own, those of all groups, or nobody's."""
+"""Choice of the loads that move the biases of a group: its own, those of all groups, or none."""
 
 _ROWS = ((1, OWN), (2, OWN), (4, OWN), (8, OWN), (8, ALL), (1, FIXED), (8, FIXED))
 
@@ -41,7 +41,7 @@ class Balance:
 
     Attributes:
         groups: Number of groups; 1 for a synchronous training.
-        moved_by: Whose loads move the biases.
+        moved_by: Choice of the loads that move the biases.
         seed: Seed of weights and data.
         loss: Validation loss in nats per byte.
         own: Largest load over the mean load, of an eighth of the batch; mean over layers and the last quarter of the run.
@@ -116,7 +116,7 @@ def train(groups: int, moved_by: str, seed: int, text: Text) -> Balance:
 
 
 def _with_experts(parameters: Parameters, run: Run, seed: int) -> Parameters:
-    """Parameters of a GPT, with experts and routers in the place of the feed-forward parts."""
+    """Parameters of a GPT, with experts and routers instead of the feed-forward parts."""
     generator = torch.Generator().manual_seed(seed)
     found = {name: value for name, value in parameters.items() if ".up" not in name and ".down" not in name}
     for layer in range(run.layers):

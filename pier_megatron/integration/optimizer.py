@@ -1,12 +1,11 @@
 """Megatron's optimizer with the outer loop around it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 
-from pier_megatron.integration.checkpoint.description import Metadata
 from pier_megatron.integration.copies import Copies
 from pier_megatron.integration.gradient_averaging import GradientAveraging
 from pier_megatron.integration.resting import Clock
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
 class Completion(Protocol):
     """What the plugin adds to the optimizer's state in a checkpoint."""
 
-    def complete(self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Metadata) -> "ShardedStateDict":
+    def complete(
+        self, stock: "ShardedStateDict", model_state: "ShardedStateDict", metadata: Mapping[str, object]
+    ) -> "ShardedStateDict":
         """Completes the optimizer's sharded state.
 
         Args:
@@ -33,7 +34,7 @@ class Completion(Protocol):
 class Restoration(Completion, Protocol):
     """What the plugin asks of a checkpoint."""
 
-    def begin(self, metadata: Metadata) -> None:
+    def begin(self, metadata: Mapping[str, object]) -> None:
         """Looks at what a checkpoint says of itself, before Megatron asks it for what another run may have stored."""
 
     def restore(self, state: "StateDict", load_stock: "Callable[[StateDict], None]") -> bool:
@@ -125,7 +126,7 @@ class PierOptimizer(ChainedOptimizer):
             is_loading: Whether the result describes what to load.
             kwargs: Further arguments of Megatron's.
         """
-        metadata: Metadata = kwargs.get("metadata") or {}
+        metadata: Mapping[str, object] = kwargs.get("metadata") or {}
         if is_loading and self.loading is not None:
             self.loading.begin(metadata)
         stock: ShardedStateDict = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
