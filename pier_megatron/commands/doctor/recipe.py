@@ -50,7 +50,7 @@ def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> N
         versions.require("megatron.bridge.training.config", "runtime_config_update")(config)
     except PierConfigError:
         raise
-    except (AssertionError, ValueError, ImportError, ArithmeticError, TypeError) as error:
+    except (AssertionError, ValueError, RuntimeError, ImportError, ArithmeticError, TypeError) as error:
         said = str(error) or type(error).__name__
         if _is_of_transformer_engine(said):
             findings.notes.append(_UNKNOWN.format(said))
