@@ -545,6 +545,7 @@ _ALL = {
     "overflow in group 1 at 1 and 2": lambda directory: _fault(1, (1, 2), before=_overflow),
     "overflow in group 1 at 8 and 9": lambda directory: _fault(1, (8, 9), before=_overflow),
     "biases take outer steps": _biases_take_outer_steps,
+    "nan in group 1 at 5 and 8": lambda directory: _fault(1, (5, 8), after=_nan),
     "nan in group 1 at 8": lambda directory: _fault(1, (8,), after=_nan),
     "nan in group 1 at 9": lambda directory: _fault(1, (9,), after=_nan),
     "nan in the moments of group 1 at 9": lambda directory: _fault(1, (9,), before=_nan_moments),

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 
 _RATE = 0.004
 _STOCK = (
-    "--train-iters 12 --num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --bf16 "
+    "--train-iters 12 --num-experts 8 --expert-model-parallel-size 2 --moe-router-load-balancing-type none --bf16 "
     "--disable-bias-linear "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     f"--moe-router-bias-update-rate {_RATE} --global-batch-size 16 "
@@ -24,7 +24,7 @@ _RUNS = [
     Run("stock", _STOCK + "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
     Run("plain", _PIER, _PROBES),
     Run("in fragments", _PIER + "--pier-fragments 3 --pier-exchange-dtype int8", _PROBES),
-    Run("a group diverges", _PIER + _ENDURES_NAN, _PROBES, ["nan in group 1 at 8"]),
+    Run("a group diverges", _PIER + _ENDURES_NAN, _PROBES, ["nan in group 1 at 5 and 8"]),
     Run("nothing averaged", _PIER, _PROBES, ["biases take outer steps"]),
     Run("four", _PIER + "--pier-groups 4 --expert-model-parallel-size 1 --save {directory}/four --save-interval 12", saves=[7]),
     Run(
@@ -92,10 +92,12 @@ def test_biases_that_take_outer_steps_are_seen(runs: dict[str, Recorded]) -> Non
 
 def test_excluded_group_takes_over_the_biases_of_the_others(runs: dict[str, Recorded]) -> None:
     run = runs["a group diverges"]
-    own, others = biases(run, "inner", 9)
-    assert not torch.equal(own, others)
-    for anchor in biases(run, "anchor", 9):
-        assert torch.allclose(anchor, own, rtol=0, atol=1e-6)
+    before = [biases(run, "inner", iteration) for iteration in (6, 9)]
+    # In either of the steps, whatever the processor rounds.
+    assert any(not torch.equal(own, others) for own, others in before)
+    for iteration, (own, _) in zip((6, 9), before, strict=True):
+        for anchor in biases(run, "anchor", iteration):
+            assert torch.allclose(anchor, own, rtol=0, atol=1e-6)
     assert len(run.losses) == 12
 
 
