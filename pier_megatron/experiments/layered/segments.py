@@ -57,7 +57,6 @@ class _MicroBatch(greenlet.greenlet):
 
     Attributes:
         cuts: In order, what came out of a segment, and the leaf with the same numbers that went into the next one.
-        random: States from which it draws random numbers next.
     """
 
     def __init__(self, forward_step: Callable[[], _Loss]) -> None:
