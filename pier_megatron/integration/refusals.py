@@ -98,6 +98,11 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "--dist-ckpt-optim-fully-reshardable with --use-precision-aware-optimizer: Megatron gathers halves of main "
             "parameters as FP32 numbers and cannot read them back. Drop one",
         ),
+        (
+            keeps_main_parameters(args) and getattr(args, "fp4_param_gather", False),
+            "--fp4-param-gather with --use-precision-aware-optimizer: Megatron gives FusedAdam no part of an NVFP4 parameter "
+            "to step. Drop one",
+        ),
     ]
     quantised = [flag(name) for name in ("fp8_param_gather", "fp4_param_gather") if getattr(args, name, None)]
     is_old = versions.is_between(None, "0.18")

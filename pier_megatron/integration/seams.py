@@ -229,8 +229,9 @@ def check_needed(rows: Iterable[Needed] = NEEDED) -> None:
 def register() -> None:
     """Adds Pier to Megatron's training loop; call it after Megatron can be imported and before it parses arguments.
 
-    A run without ``--optimizer pier`` and without a flag that works with every optimizer trains as before; with PyTorch's own
-    Adam it can also load its checkpoints, see :mod:`pier_megatron.integration.inner.torch_adam`. Calling it again does nothing.
+    A run without ``--optimizer pier`` and without a flag that works with every optimizer trains as before. By flags and with
+    PyTorch's own Adam it can also load its checkpoints, see :mod:`pier_megatron.integration.inner.torch_adam`. Calling it
+    again does nothing.
 
     Raises:
         UnsupportedMegatronError: If this Megatron lacks something that Pier needs.

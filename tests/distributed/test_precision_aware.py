@@ -121,4 +121,4 @@ def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded]) -> Non
 
 
 def test_main_parameters_in_another_form_are_refused(runs: dict[str, Recorded]) -> None:
-    assert "--use-precision-aware-optimizer 16 is now None" in runs["another optimizer"].error
+    assert "--use-precision-aware-optimizer 16 is now off" in runs["another optimizer"].error

@@ -148,6 +148,7 @@ _SCALED = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.uint8}
         (_SCALED | {"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise with --exp-avg-dtype fp16 and --exp-avg-sq-dtype fp8"),
         ({"dist_ckpt_optim_fully_reshardable": True}, "cannot read them back"),
         ({"dist_ckpt_optim_fully_reshardable": True, "bf16": False}, None),
+        ({"fp4_param_gather": True}, "no part of an NVFP4 parameter to step"),
         (_SCALED, None),
         ({"exp_avg_dtype": "bf16", "fp8_recipe": "blockwise"}, None),
         ({"dist_ckpt_optim_fully_reshardable": True, "fp8_recipe": "blockwise"}, None),

@@ -218,7 +218,9 @@ class Description:
         kinds = ["in one launch" if run.island is None else "in elastic islands" for run in (self, present)]
         pairs.append(("run", kinds[0], kinds[1]))
         pairs.append(("outer rule", self.rule, present.rule))
-        pairs += [(flag, self.layout.get(flag), present.layout.get(flag)) for flag in {**self.layout, **present.layout}]
+        pairs += [
+            (flag, self.layout.get(flag, "off"), present.layout.get(flag, "off")) for flag in {**self.layout, **present.layout}
+        ]
         return [f"{flag} {then} is now {now}" for flag, then, now in pairs if then != now]
 
     def refusal_in_one_launch(self, config: PierConfig, load: str | None) -> str | None:
