@@ -30,6 +30,7 @@ def test_draws_groups_and_nodes() -> None:
     drawn = topology(16, 4, 2, [[*range(8)], [*range(8, 16)]])
     assert drawn.describe() == ["group 0: ranks 0-7 on node 0, node 1", "group 1: ranks 8-15 on node 2, node 3"]
     drawn.check()
+    assert topology(2, 1, 1, [[0], [1]]).describe() == ["group 0: rank 0 on node 0", "group 1: rank 1 on node 1"]
     assert drawn.warnings() == []
 
 

@@ -21,6 +21,7 @@ from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop, state
 from pier_megatron.outer.arithmetic import PRODUCTS
+from pier_megatron.outer.memory import rounds_at_once
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
@@ -407,3 +408,14 @@ def test_an_exchange_ends_with_its_loop_and_not_with_the_interpreter(overlap: in
         assert train()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("numel", "groups", "expected"), [(1000, 4, 256), (1024, 4, 256), (1025, 4, 384), (5, 8, 128)])
+def test_segments_are_whole_blocks_of_a_groups_part(numel: int, groups: int, expected: int) -> None:
+    assert Wire(CODECS["int8"], groups).segment_numel(numel) == expected
+
+
+@pytest.mark.parametrize(("overlap", "fragments", "expected"), [(0, 4, 0), (1, 1, 1), (5, 4, 3), (10, 4, 4), (4, 2, 1)])
+def test_rounds_under_way_at_once(overlap: int, fragments: int, expected: int) -> None:
+    config = PierConfig(train_iters=100, groups=2, sync_interval=10, overlap=overlap, fragments=fragments)
+    assert rounds_at_once(config) == expected
