@@ -25,10 +25,12 @@ from pier_megatron.outer.memory import rounds_at_once
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
+from pier_megatron.outer.weights import Weights
 
 EXCHANGE = GroupExchange()
 DEVICE = one_gpu.device()
@@ -419,3 +421,18 @@ def test_segments_are_whole_blocks_of_a_groups_part(numel: int, groups: int, exp
 def test_rounds_under_way_at_once(overlap: int, fragments: int, expected: int) -> None:
     config = PierConfig(train_iters=100, groups=2, sync_interval=10, overlap=overlap, fragments=fragments)
     assert rounds_at_once(config) == expected
+
+
+class _OnlyExactly(GroupExchange):
+    def sum(self, vectors: Any, residuals: Any = (), exactly: bool = False) -> Any:
+        assert exactly, "few bits of an anchor are no anchor"
+        return super().sum(vectors, residuals, exactly)
+
+
+def test_mean_of_anchors_crosses_exactly_whatever_the_codec() -> None:
+    parameter = torch.randn(300)
+    share = Share([[Shards([parameter])]], PierConfig(train_iters=100, groups=2, exchange_dtype="int4"))
+    expected = share.states[0].anchor.clone()
+    parameter.add_(1)
+    Weights(share, _OnlyExactly(codec=CODECS["int4"]), lambda: None).agree_on_mean()
+    assert torch.equal(parameter, expected)
