@@ -10,6 +10,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import os
 import random
 import shutil
 import subprocess
@@ -20,8 +21,8 @@ from pathlib import Path
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-_SECONDS = 120.0
-_FIRST = 40
+# Time for the tests of a bug, and how many of them run first.
+_SECONDS, _FIRST = 120.0, 40
 
 _OTHERS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -87,8 +88,6 @@ def _tests_by_line(tree: Path) -> dict[tuple[Path, int], list[str]]:
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -107,7 +106,7 @@ def _places(module: ast.Module) -> Iterator[tuple[ast.AST, str, object, int]]:
     for node in ast.walk(module):
         if isinstance(node, ast.Compare) and type(node.ops[0]) in _OTHERS:
             yield node, "ops", _with(node.ops, 0, _OTHERS[type(node.ops[0])]()), node.lineno
-        elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in _OTHERS and not _is_of_types(node):
+        elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in _OTHERS and not _joins_texts(node):
             yield node, "op", _OTHERS[type(node.op)](), node.lineno
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             yield node, "op", ast.UAdd(), node.lineno
@@ -125,13 +124,12 @@ def _with(nodes: Sequence[ast.AST], place: int, node: ast.AST) -> list[ast.AST]:
     return [*nodes[:place], node, *nodes[place + 1 :]]
 
 
-def _is_of_types(node: ast.AST) -> bool:
-    """Whether it joins texts, which are only told."""
-    return any(isinstance(part, ast.Constant | ast.JoinedStr) and _is_told(part) for part in ast.walk(node))
-
-
-def _is_told(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+def _joins_texts(node: ast.AST) -> bool:
+    """Whether it makes a text, which is only told."""
+    return any(
+        isinstance(part, ast.JoinedStr) or (isinstance(part, ast.Constant) and isinstance(part.value, str))
+        for part in ast.walk(node)
+    )
 
 
 def _is_text(statement: ast.stmt) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pier_megatron.integration import current
-from pier_megatron.integration.communication import REPLICAS
+from pier_megatron.integration.communication import REPLICAS, groups_replaced
 from pier_megatron.integration.own_group import own_data_parallel_ranks
 from pier_megatron.megatron_api import versions
 
@@ -20,6 +20,5 @@ def average_over_those_who_train_together[**P, R](
     if not (optimizer.loop.is_local and optimizer.model_chunks[0].training):
         return average(*args, **kwargs)
     parallel_state = versions.require("megatron.core", "parallel_state")
-    there = [name for name in REPLICAS if getattr(parallel_state, name, None) is not None]
-    with versions.replaced(parallel_state, dict.fromkeys(there, own_data_parallel_ranks())):
+    with groups_replaced(parallel_state, REPLICAS, own_data_parallel_ranks()):
         return average(*args, **kwargs)

@@ -5,7 +5,7 @@ statistics, the vote on rerunning the iteration, the questions whether to exit a
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,10 +25,16 @@ if TYPE_CHECKING:
 # rematerialisation exist from 0.19 on.
 _DENSE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
 # The same without context parallelism.
-REPLICAS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
+REPLICAS, _COLLECTION_REPLICAS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"), ("dp",)
 _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")
 _EXPERT_COLLECTION_GROUPS = ("expt_dp",)
+_BALANCING_GROUPS, _COLLECTION_BALANCING_GROUPS = ("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",), ("tp_dp_cp",)
+
+
+def groups_replaced(owner: object, names: Sequence[str], group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
+    """Inside, a group takes the place of those under some names, as far as a release or a run has them."""
+    return versions.replaced(owner, {name: group for name in names if getattr(owner, name, None) is not None})
 
 
 @contextlib.contextmanager
@@ -42,26 +48,21 @@ def confined_to_group(model_chunk: "DistributedDataParallel", averages: bool = F
     parallel_state = versions.require("megatron.core", "parallel_state")
     collection = _process_group_collection(model_chunk)
     dense, expert = own_data_parallel_ranks(), own_data_parallel_ranks(of_experts=True)
+    groups = [
+        (parallel_state, _DENSE_GROUPS, dense),
+        (parallel_state, _EXPERT_GROUPS, expert),
+        (collection, _COLLECTION_GROUPS, dense),
+        (collection, _EXPERT_COLLECTION_GROUPS, expert),
+    ]
+    if versions.require("megatron.core.utils", "get_model_config")(model_chunk).num_moe_experts is not None:
+        balancing = own_balancing_ranks()
+        groups += [(parallel_state, _BALANCING_GROUPS, balancing), (collection, _COLLECTION_BALANCING_GROUPS, balancing)]
+    if averages:
+        # Context-parallel ranks hold the same sums by then.
+        groups += [(parallel_state, REPLICAS, dense), (collection, _COLLECTION_REPLICAS, dense)]
     with contextlib.ExitStack() as stack:
-        for owner, names, group in (
-            (parallel_state, _DENSE_GROUPS, dense),
-            (parallel_state, _EXPERT_GROUPS, expert),
-            (collection, _COLLECTION_GROUPS, dense),
-            (collection, _EXPERT_COLLECTION_GROUPS, expert),
-        ):
-            there = [name for name in names if getattr(owner, name, None) is not None]
-            stack.enter_context(versions.replaced(owner, dict.fromkeys(there, group)))
-        if versions.require("megatron.core.utils", "get_model_config")(model_chunk).num_moe_experts is not None:
-            balancing = own_balancing_ranks()
-            stack.enter_context(versions.replaced(parallel_state, {"_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": balancing}))
-            if getattr(collection, "tp_dp_cp", None) is not None:
-                stack.enter_context(versions.replaced(collection, {"tp_dp_cp": balancing}))
-        if averages:
-            # Context-parallel ranks hold the same sums by then.
-            there = [name for name in REPLICAS if getattr(parallel_state, name, None) is not None]
-            stack.enter_context(versions.replaced(parallel_state, dict.fromkeys(there, dense)))
-            if collection is not None and hasattr(collection, "dp"):
-                stack.enter_context(versions.replaced(collection, {"dp": dense}))
+        for owner, names, group in groups:
+            stack.enter_context(groups_replaced(owner, names, group))
         yield
 
 

@@ -85,9 +85,9 @@ def hand_over(
     """
     numbers, is_changed = exchange.gather(torch.tensor([len(moments)], device=device)).result(), exchange.rank in groups
     # A group that has skipped all its steps so far has no moments to give or to take.
-    is_reset = source is None or len(numbers.unique()) > 1
-    for moment in moments.each(is_changed) if is_changed or not is_reset else ():
-        if source is None or is_reset:
+    source = source if len(numbers.unique()) == 1 else None
+    for moment in moments.each(is_changed) if is_changed or source is not None else ():
+        if source is None:
             moment.zero_()
         else:
             exchange.broadcast(moment, source, groups)

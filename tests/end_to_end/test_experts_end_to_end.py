@@ -22,7 +22,7 @@ from torch.nn import functional
 from pier_megatron.cli import main
 from pier_megatron.commands.demo.corpus import write_documents
 from pier_megatron.experiments.experts import mixture
-from pier_megatron.experiments.experts.averaging import write_mean
+from pier_megatron.experiments.experts.mean_weights import write_mean
 from pier_megatron.experiments.experts.mix import distinct
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 

@@ -34,7 +34,7 @@ def write_all(plan: Plan) -> None:
     for variant in variants(plan):
         experts = [plan.checkpoints(expert.name) for expert in plan.by_variant[variant]]
         if not _is_newer(folder_of(plan, variant), experts):
-            from pier_megatron.experiments.experts.averaging import write_mean
+            from pier_megatron.experiments.experts.mean_weights import write_mean
 
             write_mean(experts, folder_of(plan, variant))
 
