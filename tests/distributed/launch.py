@@ -256,7 +256,7 @@ def _newest(directory: Path) -> list[Path]:
 
 
 def _errors(what: str, *logs: Path) -> str:
-    errors = [
-        line for log in logs if log.exists() for line in log.read_text().splitlines() if "Error" in line or ": error: " in line
-    ]
+    telling = ("Error", ": error: ", "malloc", "terminate called", "what(): ")
+    lines = (line for log in logs if log.exists() for line in log.read_text().splitlines())
+    errors = [line for line in lines if any(word in line for word in telling)]
     return "\n".join([what, *errors[:20], "The whole logs:", *map(str, logs)])

@@ -1,8 +1,8 @@
 """Transformer Engine's FusedAdam on a CPU: the same interface and state, the arithmetic of its kernels in PyTorch.
 
 Megatron takes it for Transformer Engine's where :func:`in_place` is entered; everything else of Transformer Engine is missing
-still. ``tests/unit/test_fused_adam.py`` compares the interface with Transformer Engine's sources, release by release. FP8
-moments need its tensors and are not here.
+still. ``tests/unit/test_fused_adam.py`` compares the interface with Transformer Engine's sources, release by release. What is
+kept in FP8 is a tensor of bytes here, and a ``Float8Tensor`` there.
 """
 
 import contextlib
@@ -19,7 +19,11 @@ from torch import Tensor
 
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _NAMES = ("exp_avg", "exp_avg_sq", "master_param")
-_LARGEST = torch.finfo(torch.float16).max / 2
+_LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, torch.uint8: 448.0}
+
+
+def _numbers(kept: Tensor) -> Tensor:
+    return kept.view(torch.float8_e4m3fn) if kept.dtype == torch.uint8 else kept
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -69,8 +73,8 @@ class FusedAdam(torch.optim.Optimizer):
         kept = self.state[param][state_name]
         halves = state_name == "master_param" and self._has_halves(param)
         assert kept.dtype == (torch.int16 if halves else self.name_to_dtype_map[state_name])
-        if kept.dtype == torch.float16:
-            return kept.float() * self._scales[param][state_name]
+        if kept.dtype in _LARGEST:
+            return _numbers(kept).float() * self._scales[param][state_name]
         return kept.float() if kept.dtype == torch.bfloat16 and not skip_unscale else kept
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
@@ -79,12 +83,12 @@ class FusedAdam(torch.optim.Optimizer):
         if state_name not in self.state[param]:
             self._initialize_state(param, state_name, False, halves)
         kept = self.state[param][state_name]
-        if kept.dtype == torch.float16:
+        if kept.dtype in _LARGEST:
             scale = self._scales[param][state_name]
-            scale.copy_(unscaled_state.abs().max() / _LARGEST)
+            scale.copy_(unscaled_state.abs().max() / _LARGEST[kept.dtype])
             # In place, as Transformer Engine does: the caller's tensor is overwritten.
             unscaled_state.mul_(torch.where(scale > 0, scale.reciprocal(), 0))
-        kept.copy_(unscaled_state)
+        _numbers(kept).copy_(unscaled_state)
 
     def _initialize_state(
         self, param: Tensor, state_name: str, zero_buffer: bool, store_param_remainders: bool = False
@@ -94,7 +98,8 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[param][state_name] = torch.zeros_like(param, dtype=torch.int16)
         else:
             # What is not zero is garbage until it is set.
-            self.state[param][state_name] = torch.full_like(param, 0 if zero_buffer else float("nan"), dtype=dtype)
+            self.state[param][state_name] = kept = torch.empty_like(param, dtype=dtype)
+            _numbers(kept).copy_(torch.tensor(0.0 if zero_buffer else float("nan")))
         if dtype != torch.float32:
             self._scales.setdefault(param, {})[state_name] = torch.ones(1)
 

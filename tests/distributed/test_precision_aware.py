@@ -20,6 +20,7 @@ _PIER = _JOB + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-
 _AWARE = "--use-precision-aware-optimizer "
 _BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
 _MAINS = "--main-params-dtype fp16 "
+_FP8 = "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 "
 _FP16 = "--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 "
 _TP = _PIER + "--tensor-model-parallel-size 2 --pier-overlap 2 --pier-fragments 3 --pier-exchange-dtype int8 --pier-offload "
 _PAIRS = _PIER + "--pier-preset noloco --pier-groups 4 --pier-subgroup-size 2 "
@@ -51,6 +52,14 @@ _RUNS = [
     ),
     Run("bf16 moments, resumed", _BAD + _AWARE + _BF16 + _LOAD % "moments", [*_PROBES, "moments"], [_TE, _NAN]),
     Run("fp16 moments", _BAD + _AWARE + _FP16, [*_PROBES, "moments"], [_TE, _NAN]),
+    Run(
+        "fp8 moments",
+        _BAD + _AWARE + _FP8 + "--save {directory}/fp8 --save-interval 12",
+        [*_PROBES, "moments"],
+        [_TE, _NAN],
+        saves=[7],
+    ),
+    Run("fp8 moments, resumed", _BAD + _AWARE + _FP8 + _LOAD % "fp8", _PROBES, [_TE, _NAN]),
     Run(
         "fp16 mains",
         _BAD + _AWARE + _MAINS + _FP16 + "--save {directory}/mains --save-interval 12",
@@ -111,7 +120,7 @@ def test_resumes_exactly(runs: dict[str, Recorded], resumed: str, run: str, sinc
     assert differences(runs[resumed], runs[run], since) == []
 
 
-@pytest.mark.parametrize("run", ["bf16 moments", "fp16 moments", "fp16 mains"])
+@pytest.mark.parametrize("run", ["bf16 moments", "fp16 moments", "fp8 moments", "fp16 mains"])
 def test_excluded_group_takes_over_moments(runs: dict[str, Recorded], run: str) -> None:
     def equal_after(iteration: int) -> list[bool]:
         moments = [[rank["moments"][iteration] for rank in runs[run].of_group(group)] for group in (0, 1)]
@@ -136,13 +145,14 @@ def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded], stock:
 @pytest.mark.parametrize(
     ("run", "like", "until"),
     [
+        ("fp8 moments", "fp16 moments", 13),
         ("fp16 mains", "fp16 moments", 13),
         ("fp16 mains, blockwise", "halves", 13),
         # Fragments are cut between tensors: the next iteration has another fragment.
         ("fp16 mains, TP 2", "halves, TP 2", 8),
     ],
 )
-def test_scaled_main_parameters_train_close_to_fp32(runs: dict[str, Recorded], run: str, like: str, until: int) -> None:
+def test_what_is_scaled_trains_close_to_more_bits(runs: dict[str, Recorded], run: str, like: str, until: int) -> None:
     fewer, full = runs[run].losses, runs[like].losses
     assert fewer != full
     assert all(fewer[t] == pytest.approx(full[t], abs=0.01, nan_ok=True) for t in range(1, until))
@@ -160,8 +170,9 @@ def test_outer_step_writes_scaled_main_parameters_whole(runs: dict[str, Recorded
                 assert not torch.equal(mine, anchor)
 
 
-def test_scaled_main_parameters_resume_closely(runs: dict[str, Recorded]) -> None:
-    resumed, run = runs["fp16 mains, resumed"], runs["fp16 mains"]
+@pytest.mark.parametrize("kind", ["fp16 mains", "fp8 moments"])
+def test_what_is_scaled_resumes_closely(runs: dict[str, Recorded], kind: str) -> None:
+    resumed, run = runs[f"{kind}, resumed"], runs[kind]
     assert "Pier resumes exactly" in resumed.printed
     assert all(resumed.losses[t] == pytest.approx(run.losses[t], abs=1e-4, nan_ok=True) for t in range(8, 13))
 
