@@ -165,7 +165,7 @@ def test_outer_step_writes_scaled_main_parameters_whole(runs: dict[str, Recorded
         for rank, other in zip(run.of_group(0), run.of_group(1), strict=True):
             for mine, its, anchor in zip(rank["outer main"][t], other["outer main"][t], rank["anchor"][t], strict=True):
                 assert torch.equal(mine, its)
-                # FP16 has 11 bits; what is small beside the largest of its tensor has fewer.
+                # FP16 has 11 bits; what is small next to the largest of its tensor has fewer.
                 assert torch.allclose(mine, anchor, rtol=2**-11, atol=2**-24 * float(anchor.abs().max()))
                 assert not torch.equal(mine, anchor)
 
