@@ -28,7 +28,7 @@ class OnOneDevice(dist.ProcessGroupGloo):
         if not self.devices:
             # Those that PyTorch chooses, by the variables that it looks at.
             alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)  # type: ignore[attr-defined]
-            self.devices.extend(alone.options._devices)
+            self.devices.extend(alone.options._devices)  # type: ignore[attr-defined]
         options = self._Options()  # type: ignore[attr-defined]
         options._timeout, options._devices, options._threads = timeout, self.devices, 1
         super().__init__(store, rank, size, options)
