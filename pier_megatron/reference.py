@@ -63,7 +63,7 @@ def train(
     """
     groups = [[tensor.detach().to(torch.float64, copy=True) for tensor in initial] for _ in range(config.groups)]
     optimizers = [inner_optimizer(theta) for theta in groups]
-    # Of each group. Where all groups meet at every outer step, all hold the same.
+    # One entry for each group. Where all groups meet at every outer step, all hold the same.
     anchors = [[tensor.clone() for tensor in theta] for theta in groups]
     momenta = [[torch.zeros_like(tensor) for tensor in anchor] for anchor in anchors]
     masks = fragment_masks or [[torch.ones_like(tensor, dtype=torch.bool) for tensor in initial]]

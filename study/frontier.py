@@ -117,7 +117,7 @@ class Points:
     """Results of runs, grouped by all settings except the seed."""
 
     def __init__(self, *surveys: Survey) -> None:
-        """Takes what there is."""
+        """Takes all trained runs of the surveys."""
         self._outcomes = {run: outcome for survey in reversed(surveys) for run, outcome in survey.items()}
 
     def of(self, runs: Iterable[Run]) -> list[Point]:

@@ -1,4 +1,4 @@
-"""Makes the tables and plots of the study from the runs that there are: ``python study/report.py [--output DIR]``."""
+"""Makes the tables and plots of the study from the finished runs: ``python study/report.py [--output DIR]``."""
 
 import argparse
 import itertools

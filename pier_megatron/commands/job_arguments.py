@@ -61,7 +61,7 @@ def read(
 
 
 def assume_vocabulary(args: argparse.Namespace) -> list[str]:
-    """Gives a job whose tokenizer cannot be read a vocabulary in place; returns what there is to be said of it."""
+    """Gives a stand-in vocabulary to a job whose tokenizer cannot be read; returns the notes on it."""
     if args.vocab_size is not None or getattr(args, "padded_vocab_size", None) is not None:
         return []
     args.vocab_size = _ASSUMED_TOKENS

@@ -184,7 +184,7 @@ class _EncodedSum(Sum):
 
 
 class Computed:
-    """What a device has been told to compute until now, asked for in the manner of a collective."""
+    """Work that a device has queued until now, with the interface of a collective."""
 
     def __init__(self, device: torch.device) -> None:
         """Marks this moment; nothing to wait for on a CPU."""

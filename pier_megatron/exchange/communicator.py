@@ -118,7 +118,7 @@ class _Wait:
         return self._work.wait()
 
     def _wait_for(self, seconds: float) -> bool:
-        # Comes back as soon as it is completed; what is wrong with it is said later.
+        # Returns once the work is completed; its errors are reported later.
         with contextlib.suppress(RuntimeError):
             self._work.wait(datetime.timedelta(seconds=seconds))
         return self._work.is_completed()

@@ -12,7 +12,7 @@ from pier_megatron.exchange.coding import decode, encode
 
 
 def saves_bytes(codec: Codec, tensor: Tensor, parts: int = 1) -> bool:
-    """Whether a floating-point tensor is smaller encoded, in so many equal parts, than as it is."""
+    """Whether encoding a floating-point tensor in ``parts`` equal parts makes it smaller."""
     return tensor.is_floating_point() and parts * codec.nbytes(padded(tensor.numel() // parts)) < tensor.nbytes
 
 

@@ -239,7 +239,7 @@ class Membership:
         return store, coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
 
     def _quorum(self, within: datetime.timedelta) -> Description:
-        """Who is there. One rank asks and tells the others: asked by each, torchft could tell them of different quorums."""
+        """Forms a quorum. One rank asks and passes on the answer: torchft could give each rank a different quorum."""
         self._meetings += 1
         key = f"meetings/{self._meetings}"
         if self._world.rank() == 0:

@@ -14,7 +14,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.sites import new_site_communicators
 
 DESCRIPTION = "PIER_"
-"""With which the descriptions of the plugin's own communicators begin."""
+"""Prefix of the descriptions of the plugin's own communicators."""
 
 NAMED = 16
 """Groups, nodes and stretches of ranks that a message names one by one. Of more, it names the first and the last ones."""
@@ -54,7 +54,7 @@ def node_name() -> str:
 
 
 def domain_name(rank: int, node: str, ranks_per_domain: int | None) -> str:
-    """Names the fast network of a rank: that of its node, or of so many consecutive ranks where it is not the node's."""
+    """Names the fast network of a rank: its node, or its ``ranks_per_domain`` consecutive ranks."""
     return node if ranks_per_domain is None else f"domain {rank // ranks_per_domain}"
 
 

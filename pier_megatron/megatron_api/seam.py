@@ -60,7 +60,7 @@ class Seam:
         return False
 
     def original(self) -> Callable[..., object]:
-        """Returns the function that is there.
+        """Returns the present function.
 
         Raises:
             UnsupportedMegatronError: If there is none.

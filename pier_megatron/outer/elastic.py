@@ -33,10 +33,10 @@ class LeftBehindError(RuntimeError):
 
 
 class Quorums(Protocol):
-    """Who is there; see :class:`pier_megatron.exchange.membership.Membership`."""
+    """Quorums of islands; see :class:`pier_megatron.exchange.membership.Membership`."""
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
-        """Waits until the islands that are there have formed a quorum."""
+        """Waits until the running islands have formed a quorum."""
 
     def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
         """Returns what has come of a quorum on all ranks."""
@@ -47,8 +47,8 @@ class ElasticMembership:
     """The islands that a group is one of.
 
     Attributes:
-        quorums: Quorums of the islands that are there.
-        own: Index of this one among all that may be there.
+        quorums: Quorums of the running islands.
+        own: Index of this island among all possible ones.
         wait_seconds: How long it tries to come together with enough others.
     """
 
@@ -62,8 +62,8 @@ class _Formed:
     """What has come of a quorum.
 
     Attributes:
-        iteration: Iteration of those who were there before; this island continues from it.
-        has_joined: Whether this island was not, and holds the anchor and the momentum of the others now.
+        iteration: Iteration agreed by the quorum; this island continues from it.
+        has_joined: Whether this island is new in it, and now holds the anchor and the momentum of the others.
         last_common_step: Iteration of the last outer step of all, this one included.
         round: Outer step that still needs :meth:`OuterRound.finish`; None if none was due.
         restarted: Islands that go back to the anchor with moments of another one, by their index in the quorum.
@@ -92,7 +92,7 @@ _TO_REJOIN = "What it learned since is lost; start it again, for example by torc
 
 
 class ElasticParticipants(Participants):
-    """The islands that are there take part, and agree after the outer step."""
+    """The running islands take part, and agree after the outer step."""
 
     def __init__(
         self, config: PierConfig, share: Share, alone: GroupExchange, islands: ElasticMembership, weights: Weights
@@ -113,7 +113,7 @@ class ElasticParticipants(Participants):
         self._attempted: OuterRound | None = None
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
-        """Meets the islands that are there, and takes over from them what this one does not have.
+        """Meets the running islands, and receives from them what this one does not have.
 
         Args:
             progress: Progress of this island; that of the others, if it joins them.
@@ -184,7 +184,7 @@ class ElasticParticipants(Participants):
                 self._is_new, self._has_own_anchor = False, True
                 return formed
             if of_rank == Outcome.SUCCEEDED:
-                print(f" Pier: {where}: not every rank of every island has all of it; tries again", flush=True)
+                print(f" Pier: {where}: a rank did not receive all of it; retrying with the survivors", flush=True)
             if outcome == Outcome.REFUSED:
                 assert refusal is not None
                 raise refusal
@@ -229,7 +229,7 @@ class ElasticParticipants(Participants):
     def _standing(self, progress: Progress, fragments: Sequence[int]) -> Tensor:
         # After a quorum that failed, what it handed over may still be on its way to the host.
         [checksum] = self._share.checksums((ANCHOR,))
-        # Of the whole island, so that all its ranks judge alike.
+        # Sums over the whole island, so that all its ranks judge alike.
         sums = torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)])
         checksum_of_all, without_own_anchor = self._share.over_group(sums).tolist()
         place = [_NOWHERE, _NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
@@ -238,7 +238,7 @@ class ElasticParticipants(Participants):
 
 
 def _how_far(standing: Standing) -> tuple[int, ...]:
-    # Whose anchor is newest comes first: a step that is due on an older one would take the others back to it.
+    # The newest anchor comes first: a step on an older one would take the others back to it.
     return standing[_SYNCED], standing[_IS_DUE], standing[_ITERATION]
 
 

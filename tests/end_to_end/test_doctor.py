@@ -127,7 +127,7 @@ def test_host_memory_that_start_up_would_miss_is_a_warning_in_its_words() -> Non
 def test_one_rank() -> None:
     accepted(_JOB)
     findings = accepted(_ALONE)
-    # Of what is not installed the first line tells; Megatron would tell once per module.
+    # The first line names what is not installed; Megatron would print it once per module.
     assert doctor(_ALONE).error == ""
     assert "1 node of 1 rank," in findings
     assert "1 group of 1 rank," in findings
@@ -278,7 +278,7 @@ def test_plan() -> None:
     owned = found["parameters per rank"] / 2
     assert found["bytes between groups per outer step and rank"] == pytest.approx(8 * 3 / 4 * owned)
     assert found["memory"]["outer state, --pier-offload to move it"] == pytest.approx(8 * owned)
-    # Of 64 MiB each: two of what tensor-parallel ranks split, one of what they copy; the pseudo-gradient and its mean.
+    # Chunks of 64 MiB: two for what tensor-parallel ranks split, one for what they copy; pseudo-gradient and mean.
     assert found["memory"]["chunks of an outer step on their way"] == pytest.approx(2 * 3 * 64 * 2**20)
     assert re.search(r"memory of a GPU: [\d.]+ of 40 GB", plan(_JOB).out)
     assert plan(_LARGE).out.startswith("Does not fit: ")

@@ -126,7 +126,7 @@ def test_slurm_starts_the_same_run(folder: Path) -> None:
     assert queued.stdout == by_hand.stdout, queued.stderr
 
 
-# Variables or words, and what must be said of them.
+# Variables or words, and the words of their refusal.
 _REFUSED = {
     "no model": ([], {}, "MODEL '': there is no"),
     "another model": (["huge"], {}, "Give one of: 7b medium small xl"),

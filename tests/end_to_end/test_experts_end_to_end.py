@@ -49,7 +49,7 @@ _PIER = (
     "--overlap-grad-reduce --overlap-param-gather"
 )
 _TEXTS = {"licence": REPOSITORY / "LICENSE", "code": REPOSITORY / "tests" / "distributed" / "muon_reference.py"}
-# Of the small size, which is that of all trainings that are launched so.
+# Trainings launched here have the small size.
 _SEED = Run("seed", "--train-iters 2 --global-batch-size 16 --save {directory}/seed --save-interval 2")
 
 

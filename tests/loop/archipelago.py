@@ -280,7 +280,7 @@ def _fail_in(number: int, meet: Callable[..., GroupExchange]) -> Callable[..., G
     return meet_or_fail
 
 
-# Of classic BPF: return 0, no byte of the packet is kept.
+# Classic BPF: return 0, no byte of the packet is kept.
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 _SO_ATTACH_FILTER = 26
 

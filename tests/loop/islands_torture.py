@@ -2,8 +2,8 @@
 
 ``make torture``, or ``python tests/loop/islands_torture.py [--events N] [--seed S]``. Whatever happens, those who are left
 continue within the time-outs, all hold the same anchors, and these are those of a simulation with the same membership. The
-events are drawn before anything happens. If they bring something to light, they are made fewer until each of them is needed;
-``--replay`` takes what is printed then.
+events are drawn before anything happens. If they fail, events are removed until each of them is needed; ``--replay``
+takes what is printed then.
 """
 
 import argparse

@@ -180,7 +180,7 @@ def _refuse_new_buffers(names: Sequence[str], **place: Any) -> Any:
 
 
 class Rank:
-    """One rank of a run, which does in each iteration what it is told."""
+    """One rank of a run, which executes its commands in each iteration."""
 
     def __init__(self, settings: Settings, communicators: "Communicators") -> None:
         self._settings, self._communicators = settings, communicators

@@ -86,7 +86,7 @@ class Stranger:
                 return
             # An asker ends it when it has heard enough.
             with asker, contextlib.suppress(OSError, EOFError):
-                # It may be asked before it knows whom to ask.
+                # It may be asked before it knows the others.
                 self._has_others.wait(2)
                 if self._passes_on:
                     self._relay(asker)

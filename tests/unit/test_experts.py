@@ -30,7 +30,7 @@ from pier_megatron.integration.checkpoint.stored_model import StoredModel
 pytestmark = pytest.mark.slow
 
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
-# Of seed models: as large as 900 iterations of each size.
+# Operations of seed models: 900 iterations of each size.
 _SEEDS = {name: 900 * of_one for name, of_one in _OPERATIONS.items()}
 _MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 _PRIOR = [0.5, 0.3, 0.2]
 _TOKENS = 12
-# Of float32 sums in another order: a tenth of the tolerance at which Megatron's and Hugging Face's likelihoods are compared.
+# For float32 sums in another order: a tenth of the tolerance for Megatron's and Hugging Face's likelihoods.
 _CLOSE = {"atol": 1e-5, "rtol": 0.0}
 
 

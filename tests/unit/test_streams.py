@@ -75,7 +75,7 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
         "offload": True,
     }
     config = PierConfig(**(common | settings))
-    # Of two optimizers.
+    # Two optimizers' parameters.
     parameters = [torch.randn(size) for size in (5, 1, 17, 30, 24)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))

@@ -58,7 +58,7 @@ def run[R](
         model: The model, alone in its list.
         num_microbatches: Number of micro-batches of this step.
         forward_only: Whether it is an evaluation.
-        kwargs: All else that the schedule takes.
+        kwargs: Other arguments of the schedule.
     """
     if forward_only:
         return schedule(model=model, num_microbatches=num_microbatches, forward_only=True, **kwargs)

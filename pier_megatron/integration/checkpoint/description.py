@@ -185,7 +185,7 @@ class Description:
         return self.rule != present.rule and ":" in f"{self.rule} {present.rule}"
 
     def check(self, present: "Description", accepts_changes: bool, lacking: Sequence[str] = ()) -> list[str]:
-        """Compares the run that was saved with the one that loads it.
+        """Compares the saved run with the run that loads it.
 
         Args:
             present: The run that loads.

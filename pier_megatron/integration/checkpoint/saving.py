@@ -43,7 +43,7 @@ class Saving:
             opt_param_scheduler: Megatron's.
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
-        # Of each group, where they hold different ones.
+        # Each group saves its own where groups hold different ones.
         has_common = place.config.has_common_anchor
         self._holders: list[int | None] = [None] if has_common else list(range(len(place.in_launch)))
         progress = snapshot.progress

@@ -75,7 +75,7 @@ def balanced(
     Args:
         stages: Stages that may be skipped.
         micro_batches: Micro-batches that may skip them.
-        count: How many pairs, of all that there are at most.
+        count: Number of pairs; all pairs if fewer exist.
         generator: Source of the draw.
     """
     inner, partial = list(stages), list(micro_batches)
