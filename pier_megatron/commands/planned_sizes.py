@@ -178,5 +178,5 @@ def _weights_gradients_and_optimizer(args: argparse.Namespace) -> float:
     parameters = _estimated(args, args.tensor_model_parallel_size)
     owned = (estimated - 6 * parameters) / 12
     moments: int = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
-    main = 2 if keeps_halves(args) else 4
+    main = 2 if keeps_halves(args) else args.main_params_dtype.itemsize
     return float(parameters * (2 + args.main_grads_dtype.itemsize) + owned * (main + moments))

@@ -9,7 +9,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.authentication import is_loopback
 from pier_megatron.exchange.topology import NAMED
 from pier_megatron.integration.checkpoint.size import INNER_STATE, bytes_per_parameter
-from pier_megatron.integration.inner.requirements import are_shared_out, scaled_moments
+from pier_megatron.integration.inner.requirements import are_shared_out, scaled
 from pier_megatron.megatron_api import run
 from pier_megatron.megatron_api.args import flag
 
@@ -84,10 +84,10 @@ def warnings(args: argparse.Namespace, config: PierConfig) -> list[str]:
                 f"model, where 1 / {copies} of them would do. With --bf16 add --use-distributed-optimizer: Megatron's "
                 "layer-wise optimizer divides them."
             )
-    if (scaled := scaled_moments(args)) and args.save is not None:
+    if (kept := scaled(args)) and args.save is not None:
         found.append(
-            f"{' and '.join(scaled)}: a checkpoint holds FP32 moments, and Megatron scales them again when it reads them. A "
-            "resumed run may differ in the last bits. BF16 moments resume exactly."
+            f"{' and '.join(kept)}: a checkpoint holds FP32 numbers, and Megatron scales them again when it reads them. A "
+            "resumed run may differ in the last bits. BF16 moments and FP32 main parameters resume exactly."
         )
     if args.save is not None and config.groups // config.launches > NAMED:
         sizes = bytes_per_parameter(args, config)

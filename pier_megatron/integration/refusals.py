@@ -4,7 +4,7 @@ import argparse
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
-from pier_megatron.integration.inner.requirements import is_scaled, keeps_halves, keeps_main_parameters, scaled_moments
+from pier_megatron.integration.inner.requirements import MOMENTS, keeps_halves, keeps_main_parameters, scaled
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import captures_full_iterations, flag
 from pier_megatron.settings import Settings
@@ -55,7 +55,8 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     """
     names = ("override_ckpt_iteration", "non_persistent_ckpt_type", "ckpt_convert_format")
     iteration, kind, form = (getattr(args, name, None) for name in names)
-    is_aware, scaled = getattr(args, "use_precision_aware_optimizer", False), scaled_moments(args)
+    moments = scaled(args, MOMENTS)
+    quantised = [flag(name) for name in ("fp8_param_gather", "fp4_param_gather") if getattr(args, name, None)]
     table: list[tuple[object, str]] = [(getattr(args, name, None), f"{flag(name)}: {why}") for name, why in _REFUSED.items()]
     table += [
         (
@@ -84,13 +85,8 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "ends. Capture layers instead",
         ),
         (
-            is_aware and is_scaled(args, "main_params_dtype"),
-            "--main-params-dtype fp16: Transformer Engine scales a parameter as a whole, so an outer step that writes a part "
-            "of it would round the remainder too. Use fp32",
-        ),
-        (
-            scaled and not keeps_main_parameters(args),
-            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)} with {' and '.join(scaled)}: Megatron stores such moments "
+            moments and not keeps_main_parameters(args),
+            f"--fp8-recipe {getattr(args, 'fp8_recipe', None)} with {' and '.join(moments)}: Megatron stores such moments "
             "without their scales. Use bf16 or fp32",
         ),
         (
@@ -99,12 +95,12 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
             "parameters as FP32 numbers and cannot read them back. Drop one",
         ),
         (
-            keeps_main_parameters(args) and getattr(args, "fp4_param_gather", False),
-            "--fp4-param-gather with --use-precision-aware-optimizer: Megatron gives FusedAdam no part of an NVFP4 parameter "
-            "to step. Drop one",
+            keeps_main_parameters(args) and quantised,
+            f"{' and '.join(quantised)} with main parameters in FusedAdam: Megatron gives it no part of a quantised parameter "
+            "to step. Drop --use-precision-aware-optimizer, or keep main parameters in FP32 (--main-params-dtype fp32, and "
+            "--fp8-recipe tensorwise, blockwise or mxfp8)",
         ),
     ]
-    quantised = [flag(name) for name in ("fp8_param_gather", "fp4_param_gather") if getattr(args, name, None)]
     is_old = versions.is_between(None, "0.18")
     unfinished = "before 0.19, Megatron does not finish a gather that an outer step forces. Use megatron-core 0.19"
     found = _met("--optimizer pier", *table, *((is_old, f"{name}: {unfinished}") for name in quantised))

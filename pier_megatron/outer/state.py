@@ -28,7 +28,14 @@ def sum_of_bits(vector: Tensor) -> Tensor:
 
 
 class Stored(Protocol):
-    """Main parameters that an inner optimizer keeps in another form than FP32 tensors."""
+    """Main parameters that an inner optimizer keeps in another form than FP32 tensors.
+
+    Attributes:
+        takes_whole: Whether the form of an element hangs on all of its tensor. Then :meth:`write` counts when every element
+            has been written, the fragments are cut between tensors, and what is read next may be rounded.
+    """
+
+    takes_whole: bool
 
     def read(self, parameter: Tensor, at: slice) -> Tensor:
         """Returns a stretch of a flattened main parameter: float32, on its device, a copy or what is stored.
@@ -37,7 +44,7 @@ class Stored(Protocol):
         """
 
     def write(self, parameter: Tensor, at: slice, values: Tensor) -> None:
-        """Writes a stretch of a flattened main parameter, so that :meth:`read` returns the same bits.
+        """Writes a stretch of a flattened main parameter, so that :meth:`read` returns the same bits, unless rounded.
 
         Args:
             parameter: Tensor of :attr:`Shards.tensors`.
@@ -303,6 +310,8 @@ def _cut(shards: Sequence[Shards], chunk_numel: int, fragments: int) -> list[Chu
     for alike in shards:
         starts = list(itertools.accumulate((tensor.numel() for tensor in alike.tensors), initial=begin))
         end = starts[-1]
+        if alike.stored is not None and alike.stored.takes_whole:
+            fragment_ends = [next((start for start in starts if start >= cut), cut) for cut in fragment_ends]
         cuts = {begin, end, *range(begin, end, chunk_numel), *(cut for cut in fragment_ends if begin < cut < end)}
         for start, stop in itertools.pairwise(sorted(cuts)):
             pieces = [

@@ -204,6 +204,8 @@ class Recorder:
             keep("main", {})[self.iteration] = self.flat_main_parameters()
         if "moments" in self.probes:
             keep("moments", {})[self.iteration] = self.flat_moments()
+        if "outer main" in self.probes:
+            keep("outer main", {})[self.iteration] = self.flat_outer_parameters()
         if "outer" in self.probes:
             keep("anchor", {})[self.iteration] = [state.anchor.clone() for state in self.optimizer.loop.states]
             keep("momentum", {})[self.iteration] = [state.momentum.clone() for state in self.optimizer.loop.states]

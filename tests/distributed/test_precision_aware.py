@@ -19,6 +19,7 @@ _JOB = "--train-iters 12 --bf16 --global-batch-size 16 --weight-decay 0.1 --eval
 _PIER = _JOB + "--optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
 _AWARE = "--use-precision-aware-optimizer "
 _BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+_MAINS = "--main-params-dtype fp16 "
 _FP16 = "--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 "
 _TP = _PIER + "--tensor-model-parallel-size 2 --pier-overlap 2 --pier-fragments 3 --pier-exchange-dtype int8 --pier-offload "
 _PAIRS = _PIER + "--pier-preset noloco --pier-groups 4 --pier-subgroup-size 2 "
@@ -50,8 +51,19 @@ _RUNS = [
     ),
     Run("bf16 moments, resumed", _BAD + _AWARE + _BF16 + _LOAD % "moments", [*_PROBES, "moments"], [_TE, _NAN]),
     Run("fp16 moments", _BAD + _AWARE + _FP16, [*_PROBES, "moments"], [_TE, _NAN]),
+    Run(
+        "fp16 mains",
+        _BAD + _AWARE + _MAINS + _FP16 + "--save {directory}/mains --save-interval 12",
+        [*_PROBES, "moments", "outer main"],
+        [_TE, _NAN],
+        saves=[7],
+    ),
+    Run("fp16 mains, resumed", _BAD + _AWARE + _MAINS + _FP16 + _LOAD % "mains", _PROBES, [_TE, _NAN]),
+    Run("fp16 mains, TP 2", _TP + _AWARE + _MAINS, _PROBES, [_TE]),
+    Run("fp16 mains, blockwise", _PIER + _AWARE + _MAINS + "--fp8-recipe blockwise", _PROBES, [_TE]),
     Run("another optimizer", _PIER + _LOAD % "halves" + "--pier-override-checkpoint", [], _FP32, fails=True),
     Run("stock", _JOB + "--use-distributed-optimizer " + _AWARE + _LOAD % "halves", [], [_TE]),
+    Run("stock, fp16 mains", _JOB + "--use-distributed-optimizer " + _AWARE + _MAINS + _FP16 + _LOAD % "mains", [], [_TE]),
 ]
 
 
@@ -99,7 +111,7 @@ def test_resumes_exactly(runs: dict[str, Recorded], resumed: str, run: str, sinc
     assert differences(runs[resumed], runs[run], since) == []
 
 
-@pytest.mark.parametrize("run", ["bf16 moments", "fp16 moments"])
+@pytest.mark.parametrize("run", ["bf16 moments", "fp16 moments", "fp16 mains"])
 def test_excluded_group_takes_over_moments(runs: dict[str, Recorded], run: str) -> None:
     def equal_after(iteration: int) -> list[bool]:
         moments = [[rank["moments"][iteration] for rank in runs[run].of_group(group)] for group in (0, 1)]
@@ -116,8 +128,42 @@ def test_moments_in_few_bits_beside_fp32_main_parameters(runs: dict[str, Recorde
     assert all(abs(fewer[t] - full[t]) < 0.05 for t in full)
 
 
-def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded]) -> None:
-    assert len(runs["stock"].losses) == 5
+@pytest.mark.parametrize("stock", ["stock", "stock, fp16 mains"])
+def test_stock_megatron_begins_from_the_anchor(runs: dict[str, Recorded], stock: str) -> None:
+    assert len(runs[stock].losses) == 5
+
+
+@pytest.mark.parametrize(
+    ("run", "like", "until"),
+    [
+        ("fp16 mains", "fp16 moments", 13),
+        ("fp16 mains, blockwise", "halves", 13),
+        # Fragments are cut between tensors: the next iteration has another fragment.
+        ("fp16 mains, TP 2", "halves, TP 2", 8),
+    ],
+)
+def test_scaled_main_parameters_train_close_to_fp32(runs: dict[str, Recorded], run: str, like: str, until: int) -> None:
+    fewer, full = runs[run].losses, runs[like].losses
+    assert fewer != full
+    assert all(fewer[t] == pytest.approx(full[t], abs=0.01, nan_ok=True) for t in range(1, until))
+    assert abs(fewer[12] - full[12]) < 0.1
+
+
+def test_outer_step_writes_scaled_main_parameters_whole(runs: dict[str, Recorded]) -> None:
+    run = runs["fp16 mains"]
+    for t in (6, 9, 12):
+        for rank, other in zip(run.of_group(0), run.of_group(1), strict=True):
+            for mine, its, anchor in zip(rank["outer main"][t], other["outer main"][t], rank["anchor"][t], strict=True):
+                assert torch.equal(mine, its)
+                # FP16 has 11 bits; what is small beside the largest of its tensor has fewer.
+                assert torch.allclose(mine, anchor, rtol=2**-11, atol=2**-24 * float(anchor.abs().max()))
+                assert not torch.equal(mine, anchor)
+
+
+def test_scaled_main_parameters_resume_closely(runs: dict[str, Recorded]) -> None:
+    resumed, run = runs["fp16 mains, resumed"], runs["fp16 mains"]
+    assert "Pier resumes exactly" in resumed.printed
+    assert all(resumed.losses[t] == pytest.approx(run.losses[t], abs=1e-4, nan_ok=True) for t in range(8, 13))
 
 
 def test_main_parameters_in_another_form_are_refused(runs: dict[str, Recorded]) -> None:

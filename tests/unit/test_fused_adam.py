@@ -14,9 +14,10 @@ import torch
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import refusals
 from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
-from pier_megatron.integration.inner.requirements import keeps_main_parameters, scaled_moments
+from pier_megatron.integration.inner.requirements import keeps_main_parameters, scaled
 from pier_megatron.outer.state import OuterState, Shards
 
+_FP32 = torch.float32
 _DTYPES = "master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32"
 _SINCE_1_13 = {
     "__init__": "self, params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True, "
@@ -100,6 +101,40 @@ def test_outer_state_over_main_parameters_of_fused_adam(
     assert not state.parameters_are_finite()
 
 
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [{}, {"chunk_numel": 4}, {"chunk_numel": 4, "fragments": 2}])
+def test_outer_state_over_scaled_main_parameters(layout: dict[str, int], parameters: torch.dtype) -> None:
+    def adam() -> te_stand_in.FusedAdam:
+        return te_stand_in.FusedAdam(model, master_weights=True, master_weight_dtype=torch.float16, store_param_remainders=True)
+
+    sizes = (5, 8, 10)
+    model = [torch.randn(size).to(parameters) for size in sizes]
+    masters = FusedAdamMasters(adam(), takes_whole=True)
+    state = OuterState([Shards(model, stored=masters)], **layout)
+    whole = adam()
+
+    def scaled_at_once(values: torch.Tensor) -> torch.Tensor:
+        for tensor, part in zip(model, values.clone().split(sizes), strict=True):
+            whole.set_scaled_state(tensor, "master_param", part)
+        return torch.cat([whole.get_unscaled_state(tensor, "master_param") for tensor in model])
+
+    small = 1e-6 * torch.randn(23)
+    for values in (small, 1000 * small):
+        state.set_parameters(values)
+        assert torch.equal(state.copy_parameters_to(torch.empty(23)), scaled_at_once(values))
+        assert torch.equal(torch.cat(model), values.to(parameters))
+    fragments = layout.get("fragments", 1)
+    ends = [13, 23] if fragments == 2 else [23]
+    for fragment, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        before, moved = state.copy_parameters_to(torch.empty(23)), torch.randn(23)
+        for chunk in (chunk for chunk in state.chunks if chunk.fragment == fragment):
+            chunk.move_parameters(chunk.of(moved))
+        after = state.copy_parameters_to(torch.empty(23))
+        assert torch.equal(after[start:end], scaled_at_once(before + moved)[start:end])
+        assert torch.equal(after[:start], before[:start])
+        assert torch.equal(after[end:], before[end:])
+
+
 def test_every_number_is_its_halves() -> None:
     # All upper halves, with lower halves around half-way, where FusedAdam rounds up.
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int64)
@@ -125,30 +160,32 @@ def test_every_number_is_its_halves() -> None:
 def test_derived_flag_is_that_of_megatron() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
-    # With FP16 main parameters, which are refused, Megatron derives something else.
+    recipes = (None, "delayed", "tensorwise", "blockwise", "mxfp8")
     with te_stand_in.in_place():
-        for aware, recipe in itertools.product((False, True), (None, "delayed", "tensorwise", "blockwise", "mxfp8")):
-            config = OptimizerConfig(
-                use_precision_aware_optimizer=aware, fp8_recipe=recipe, optimizer="adam", use_distributed_optimizer=True
-            )
+        for (aware, main), recipe in itertools.product(((False, _FP32), (True, _FP32), (True, torch.float16)), recipes):
+            given = {"use_precision_aware_optimizer": aware, "fp8_recipe": recipe, "main_params_dtype": main}
+            config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=True, **given)
             derived = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            given = argparse.Namespace(use_precision_aware_optimizer=aware, fp8_recipe=recipe)
-            assert keeps_main_parameters(given) == derived
+            assert keeps_main_parameters(argparse.Namespace(**given)) == derived
 
 
 _BARE = {"bf16": True, "fp8": None, "fp8_recipe": "delayed", "use_precision_aware_optimizer": True}
+_IN_FP16 = {"main_params_dtype": torch.float16}
 _SCALED = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.uint8}
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"main_params_dtype": "fp16"}, "scales a parameter as a whole"),
-        ({"main_params_dtype": torch.float16}, "scales a parameter as a whole"),
         (_SCALED | {"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise with --exp-avg-dtype fp16 and --exp-avg-sq-dtype fp8"),
         ({"dist_ckpt_optim_fully_reshardable": True}, "cannot read them back"),
         ({"dist_ckpt_optim_fully_reshardable": True, "bf16": False}, None),
-        ({"fp4_param_gather": True}, "no part of an NVFP4 parameter to step"),
+        ({"fp4_param_gather": True}, "--fp4-param-gather with main parameters in FusedAdam"),
+        (_IN_FP16 | {"fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "--fp8-param-gather with main parameters in FusedAdam"),
+        ({"fp8_param_gather": True, "fp8_recipe": "mxfp8"}, None),
+        (_IN_FP16, None),
+        (_IN_FP16 | _SCALED | {"fp8_recipe": "blockwise"}, None),
+        (_IN_FP16 | {"dist_ckpt_optim_fully_reshardable": True}, None),
         (_SCALED, None),
         ({"exp_avg_dtype": "bf16", "fp8_recipe": "blockwise"}, None),
         ({"dist_ckpt_optim_fully_reshardable": True, "fp8_recipe": "blockwise"}, None),
@@ -164,5 +201,10 @@ def test_refused_beside_it(given: dict[str, object], message: str | None) -> Non
         refusals.refuse_what_cannot_work(args)
 
 
-def test_scaled_moments_are_named() -> None:
-    assert scaled_moments(argparse.Namespace(**_BARE | _SCALED)) == ["--exp-avg-dtype fp16", "--exp-avg-sq-dtype fp8"]
+def test_what_is_scaled_is_named() -> None:
+    given = _BARE | _SCALED | {"main_params_dtype": torch.float32}
+    assert scaled(argparse.Namespace(**given)) == ["--exp-avg-dtype fp16", "--exp-avg-sq-dtype fp8"]
+    for typed in ("fp16", torch.float16):
+        given = _BARE | {"main_params_dtype": typed}
+        assert scaled(argparse.Namespace(**given)) == ["--main-params-dtype fp16"]
+        assert scaled(argparse.Namespace(**given | {"use_precision_aware_optimizer": False})) == []

@@ -3,6 +3,8 @@
 Of an FP32 main parameter of a bf16 model it keeps the lower half, an int16: the upper half is the model's parameter, rounded up
 where the lower half is negative. Together they are that FP32 number, bit for bit (``transformer_engine/common/multi_tensor/
 adam.cu``). Of FP16 models, and before Transformer Engine 2.1, it keeps the FP32 number.
+
+With ``--main-params-dtype fp16`` it keeps an FP16 number of every main parameter, and a scale for each tensor by its largest.
 """
 
 import types
@@ -24,9 +26,11 @@ class FusedAdamMasters:
     still be loaded into the model.
     """
 
-    def __init__(self, fused_adam: Any) -> None:
-        """Wraps one."""
-        self._adam = fused_adam
+    def __init__(self, fused_adam: Any, takes_whole: bool = False) -> None:
+        """Wraps one; ``takes_whole`` if it scales main parameters, see :class:`pier_megatron.outer.state.Stored`."""
+        self._adam, self.takes_whole = fused_adam, takes_whole
+        # What has been written of main parameters that cannot be scaled yet, and the number of elements that are missing.
+        self._incomplete: dict[Tensor, tuple[Tensor, int]] = {}
 
     @classmethod
     def unstepped(cls) -> Self:
@@ -39,6 +43,8 @@ class FusedAdamMasters:
         # FP32 parameters it steps in place, whatever its state says of them.
         if master is None or parameter.dtype == torch.float32:
             return part.float()
+        if self.takes_whole:
+            master = self._adam.get_unscaled_state(parameter, MASTER)
         kept: Tensor = master.view(-1)[at]
         if kept.dtype != torch.int16:
             return kept.float()
@@ -54,6 +60,10 @@ class FusedAdamMasters:
             return
         if MASTER not in self._adam.state.get(parameter, {}):
             self._make_state(parameter)
+        if self.takes_whole:
+            part.copy_(values)
+            self._collect(parameter, at, values)
+            return
         kept = self._adam.state[parameter][MASTER].view(-1)[at]
         if kept.dtype != torch.int16:
             kept.copy_(values)
@@ -62,6 +72,18 @@ class FusedAdamMasters:
         bits = values.contiguous().view(torch.int32)
         kept.copy_(bits)
         part.view(torch.int16).copy_(bits.sub(kept).bitwise_right_shift_(_HALF))
+
+    def _collect(self, parameter: Tensor, at: slice, values: Tensor) -> None:
+        """Writes a stretch of a scaled main parameter once all of it is there: the scale is by the largest element."""
+        whole, missing = self._incomplete.pop(parameter, (None, parameter.numel()))
+        if whole is None:
+            whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        whole.view(-1)[at].copy_(values)
+        missing -= values.numel()
+        if missing:
+            self._incomplete[parameter] = whole, missing
+        else:
+            self._adam.set_scaled_state(parameter, MASTER, whole)
 
     def _make_state(self, parameter: Tensor) -> None:
         """Makes the state of a parameter that has not been stepped, as FusedAdam would in the first step."""

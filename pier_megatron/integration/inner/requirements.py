@@ -2,10 +2,14 @@
 
 import argparse
 import importlib.util
+from collections.abc import Iterable
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import flag
+
+MAIN_PARAMETERS, MOMENTS = "main_params_dtype", ("exp_avg_dtype", "exp_avg_sq_dtype")
+"""Arguments with the types in which FusedAdam keeps them."""
 
 # Types of optimizer state that FusedAdam keeps with a scale: what Megatron's validation makes of words of the command line.
 _SCALED = {"torch.float16": "fp16", "torch.uint8": "fp8"}
@@ -77,26 +81,20 @@ def keeps_main_parameters(args: argparse.Namespace) -> bool:
     Megatron derives the same when it builds the optimizer: ``use_precision_aware_optimizer_no_fp8_or_ds_fp8``.
     """
     of_fp8 = getattr(args, "fp8_recipe", None) not in (None, "delayed")
-    return bool(getattr(args, "use_precision_aware_optimizer", False)) and not of_fp8
+    is_aware = bool(getattr(args, "use_precision_aware_optimizer", False))
+    return is_aware and (not of_fp8 or bool(scaled(args, [MAIN_PARAMETERS])))
 
 
 def keeps_halves(args: argparse.Namespace) -> bool:
     """Whether a checkpoint has halves of main parameters under Megatron's own keys; with Transformer Engine 2.1 or newer."""
+    if not keeps_main_parameters(args) or scaled(args, [MAIN_PARAMETERS]):
+        return False
     # A setting of Megatron-Bridge's alone.
-    return keeps_main_parameters(args) and bool(args.bf16) and getattr(args, "store_param_remainders", True)
+    return bool(args.bf16) and getattr(args, "store_param_remainders", True)
 
 
-def is_scaled(args: argparse.Namespace, name: str) -> bool:
-    """Whether FusedAdam keeps a kind of tensors with one scale for each, by an argument as typed or validated."""
-    return _named(args, name) in _SCALED.values()
-
-
-def scaled_moments(args: argparse.Namespace) -> list[str]:
-    """Flags of the moments that FusedAdam keeps with a scale."""
-    names = ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(args, "use_precision_aware_optimizer", False) else ()
-    return [f"{flag(name)} {_named(args, name)}" for name in names if is_scaled(args, name)]
-
-
-def _named(args: argparse.Namespace, name: str) -> str:
-    value = str(getattr(args, name, None))
-    return _SCALED.get(value, value)
+def scaled(args: argparse.Namespace, names: Iterable[str] = (MAIN_PARAMETERS, *MOMENTS)) -> list[str]:
+    """Flags, as typed, of the kinds of tensors that FusedAdam keeps with a scale for each, by arguments typed or validated."""
+    is_aware = getattr(args, "use_precision_aware_optimizer", False)
+    typed = {name: _SCALED.get(value, value) for name in names if (value := str(getattr(args, name, None)))}
+    return [f"{flag(name)} {value}" for name, value in typed.items() if is_aware and value in _SCALED.values()]

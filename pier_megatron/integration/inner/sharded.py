@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from pier_megatron.integration.inner.base import InnerOptimizer
@@ -23,7 +24,8 @@ class ShardedOptimizer(InnerOptimizer):
         self.hands_out_copies = optimizer.config.use_precision_aware_optimizer
         # Not the user's flag: with most recipes of FP8 Megatron keeps FP32 main parameters all the same.
         if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            self.stored = FusedAdamMasters(optimizer.optimizer)
+            takes_whole = optimizer.config.main_params_dtype == torch.float16
+            self.stored = FusedAdamMasters(optimizer.optimizer, takes_whole)
 
     def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The model's parameters, each with the part of the main parameter that this rank steps."""
