@@ -79,7 +79,7 @@ def train(
                 step = _mean_of_parameters if i in averaged else _nesterov if config.has_common_anchor else _noloco
                 stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
                 for group, (new_anchor, new_momentum) in stepped.items():
-                    # The new slow weights, plus the way that the group has gone meanwhile.
+                    # The new slow weights, plus the progress of the group since then.
                     theta, since = groups[group][i], exchange.since[group][i]
                     theta.copy_(torch.where(mask, new_anchor + (theta - since), theta))
                     momenta[group][i] = torch.where(mask, new_momentum, momenta[group][i])

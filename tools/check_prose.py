@@ -50,6 +50,17 @@ _WORDS = {
     r"made (?:\w+ ){1,3}of (?:them|it|others|different ones)": "say what happened",
     r"(?<=[.;:!?] )(?:By|Of|From|To|At) (?:it|them|this)": "the agent comes first",
     r"whom": "say who does it",
+    r"com(?:e|es) together|com(?:e|es) to the same|(?:has|have) come to|com(?:e|es) to (?:a|this step's) collective": (
+        "form a quorum, compute, reach"
+    ),
+    r"(?:say|says|said|tell|tells) of (?:itself|themselves)": "describes",
+    r"nobody's business": "does not matter",
+    r"stands? still": "stops, pauses",
+    r"where (?:\w+ ){1,4}stands?": "place of",
+    r"may go on differently": "may continue with other settings",
+    r"way (?:that )?(?:\w+ ){0,3}(?:has|have) gone": "progress",
+    r"(?:^|(?<=[.:;] ))Who (?:waits|has|reaches|reads|is|takes|skips)": "a noun, or the agent, first",
+    r"who (?:met|will meet|meet|waits looks|is at which|speaks|are left|have met)": "participants, or name them",
     r"(?<!so )(?<!now )that (?:[\w'-]+ ){1,6}?(?<!and )(?<!or )(?<!so )(?<!saying )(?<!says )that(?! of\b| the\b| is\b)": (
         "two sentences: a relative clause stands in another one"
     ),

@@ -53,7 +53,7 @@ class GroupExchange:
         Args:
             vectors: float32, shape ``[n]`` each; they must not change before the sum is finished, and hold it then.
             residuals: What the codec has dropped from earlier vectors of each place, to be made up for now; by default, none.
-            exactly: Send FP32, whatever the codec, and sum in the order of the groups: ranks that hold copies come to the same
+            exactly: Send FP32, whatever the codec, and sum in the order of the groups: ranks that hold copies get the same
                 bits, each over its own communicator. A collective of a communicator's own may sum in any order.
 
         Returns:

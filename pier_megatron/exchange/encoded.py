@@ -92,7 +92,7 @@ class ReduceScatter:
         self._work.wait()
         for decoded in self._parts.decoded(self._received):
             total, *others = decoded.split(1)
-            # In rank order for each element, wherever in the vector it is: ranks that hold copies of it come to the same bits.
+            # In rank order for each element, wherever in the vector it is: ranks that hold copies of it get the same bits.
             for other in others:
                 total += other
             yield total

@@ -1,4 +1,4 @@
-"""Who is in which group, on which node, and the communicator between the groups."""
+"""Rank placement: groups, nodes, and the communicator between the groups."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ NAMED = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rank:
-    """Where one process stands. Every rank knows this of every other one, so that it has numbers but no lists of ranks.
+    """Place of one process. Every rank keeps the places of all ranks, so they hold numbers and no lists of ranks.
 
     Attributes:
         rank: Global rank.

@@ -116,7 +116,7 @@ def membership(
 
 
 def describe(config: PierConfig) -> list[str]:
-    """Says who is in the run, as far as this island knows, line by line."""
+    """Lists the islands that this island knows of, line by line."""
     return [
         f"island {config.island}, at {config.island_address}: this job; {config.lighthouse} lists the other islands",
         f"an outer step is retried without silent islands, or after {config.island_timeout} s; too few islands for "

@@ -185,7 +185,7 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     Args:
         config: Settings of the run.
         topology: Places of its ranks.
-        who: Lines on the groups and who speaks for them.
+        who: Lines on the groups and their logs.
         taken: Lines of :class:`Takes`.
         device_type: Device of the run, ``cpu`` or ``cuda``.
     """

@@ -1,4 +1,4 @@
-"""A function that is put around one of Megatron's: what it says of itself, and how many of them are installed together."""
+"""Seams: functions that wrap one of Megatron's, their descriptions, and their installation together."""
 
 import argparse
 import dataclasses

@@ -2,7 +2,7 @@
 
 An outer step is applied only when every rank of every island has all that it needs. Until then nothing has changed, so a failed
 step is simply retried. An island that joins takes over the anchor and the momentum from another island,
-sends nothing, and comes to the same new anchor by the same update.
+sends nothing, and computes the same new anchor by the same update.
 """
 
 import collections
@@ -49,7 +49,7 @@ class ElasticMembership:
     Attributes:
         quorums: Quorums of the running islands.
         own: Index of this island among all possible ones.
-        wait_seconds: How long it tries to come together with enough others.
+        wait_seconds: Seconds that it tries to form a quorum.
     """
 
     quorums: Quorums
@@ -78,14 +78,14 @@ class _Formed:
     refusal: LeftBehindError | None = None
 
 
-# What each island says of itself in a quorum.
+# Standing of an island, which it sends to its quorum.
 _ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW = range(7)
 Standing = Sequence[int]
 
 # Standing of an island that has dropped its own anchor and does not hold that of the others yet.
 _NOWHERE = -1
 
-# Time to come together after the last failure.
+# Time to form a quorum after the last failure.
 _LEAST_SECONDS = 1.0
 
 _TO_REJOIN = "What it learned since is lost; start it again, for example by torchrun --max-restarts, and it joins the others."
@@ -160,7 +160,7 @@ class ElasticParticipants(Participants):
         while True:
             exchange, formed, refusal = None, None, None
             # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not
-            # come to a collective that the others wait in.
+            # join a collective in which the others wait.
             own = self._standing(progress, fragments)
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
@@ -199,14 +199,14 @@ class ElasticParticipants(Participants):
             here, source = exchange.rank in present, standings[present[0]]
             refusals = refusals_of(standings, present)
             behind = {rank: error for rank, error in refusals.items() if isinstance(error, LeftBehindError)}
-            # Those left behind come to this step's collectives before they end, so that it costs the others no attempt. But the
+            # Islands left behind join this step's collectives before they end, so that it costs the others no attempt. But the
             # lighthouse counted them, and the others alone may be too few.
             if source[_SYNCED] == _NOWHERE or 2 * (exchange.size - len(behind)) <= self._config.groups:
                 behind = {}
             if exchange.rank in refusals.keys() - behind.keys():
                 raise refusals[exchange.rank]
             if refusals.keys() - behind.keys():
-                # Not to wait for them in a collective that they do not come to.
+                # They do not join the next collective, so no rank may wait for them there.
                 raise RuntimeError(f"islands end: {[standings[rank][_ISLAND] for rank in refusals]}")
             absent = sorted({*range(exchange.size)} - {*present} - {*behind})
             if absent:

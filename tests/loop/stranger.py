@@ -1,4 +1,4 @@
-"""Who reaches the lighthouse and the islands, and has heard all that they said, but does not have their secret."""
+"""A stranger that reaches the lighthouse and the islands, and has heard all their messages, but lacks their secret."""
 
 import contextlib
 import datetime

@@ -38,7 +38,7 @@ def transfer(start: Callable[..., dict[str, Handle]], /, **given: Tensor) -> dic
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """This rank's place, and who is at which.
+    """This rank's place, and the ranks at all places.
 
     Attributes:
         own: Its place.

@@ -22,7 +22,7 @@ _MOST_PASSES = 500_000
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """Who skips what in a step.
+    """Skipped stages of each micro-batch in a step.
 
     Attributes:
         stages: Number of virtual stages.
