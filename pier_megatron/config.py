@@ -14,7 +14,7 @@ from pier_megatron.settings import Settings, flag_of
 from pier_megatron.values import Choice, Number
 
 # Above this share of the run, an outer step still undoes gradients that the model has long left behind.
-LONG_HORIZON = 0.03
+_LONG_HORIZON = 0.03
 
 # With fewer outer steps a run is hardly one with Pier.
 _FEW_OUTER_STEPS = 3
@@ -271,18 +271,13 @@ class PierConfig(RunSchedule):
         why = f"{purpose} would find groups whose parameters have drifted apart"
         raise no_multiple(f"{flag} {interval}", interval, self.sync_interval, why, remedy)
 
-    @property
-    def may_overshoot(self) -> bool:
-        """Whether the outer momentum remembers too much of the run."""
-        # A preset that keeps to a horizon of its own has not been seen to overshoot: docs/study.md.
-        limits = self._preset.longest_horizon is not None or self.preset == self.suited_preset[0]
-        return self.momentum_horizon() > LONG_HORIZON and not (limits and self.outer_momentum is None)
-
     def warnings(self) -> list[str]:
         """What is allowed but likely to disappoint, one sentence each."""
         found, steps = self._warnings_of_short_run(), self.train_iters
         horizon, suited = self.momentum_horizon(), self.suited_preset[0]
-        if self.may_overshoot:
+        # A preset that keeps to a horizon of its own has not been seen to overshoot: docs/study.md.
+        is_limited = self.outer_momentum is None and (self._preset.longest_horizon is not None or self.preset == suited)
+        if horizon > _LONG_HORIZON and not is_limited:
             remedy = f"Drop --pier-preset, for {suited}" if self.outer_momentum is None else "Lower --pier-outer-momentum"
             found.append(
                 f"the outer momentum remembers H / (1 - mu) = {horizon * steps:.0f} iterations, {horizon:.0%} of this run (the "

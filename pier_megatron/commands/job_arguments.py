@@ -15,7 +15,7 @@ from pier_megatron.errors import Problems, hint, nearest
 from pier_megatron.flags import sound_words
 from pier_megatron.megatron_api.args import uses_pier
 
-# As large as the vocabularies of today's models.
+# Size of today's vocabularies.
 _ASSUMED_TOKENS = 128_000
 
 

@@ -118,7 +118,7 @@ class _AllReduce(Sum):
         if len(vectors) == 1 or not _coalesces(group, vectors[0].device):
             self._works = [dist.all_reduce(vector, group=group, async_op=True) for vector in vectors]
             return
-        # As Megatron launches the reductions of several gradient buckets.
+        # Megatron launches the reductions of several gradient buckets likewise.
         with dist._coalescing_manager(group, async_ops=True) as launched:  # type: ignore[attr-defined]
             for vector in vectors:
                 dist.all_reduce(vector, group=group, async_op=True)

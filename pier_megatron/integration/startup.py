@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pier_megatron.config import LONG_HORIZON, PierConfig
+from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Topology, some_of
 from pier_megatron.outer import OuterLoop, Shards
@@ -210,18 +210,7 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
         *schedule(config),
         *taken,
         *([copying] if config.overlap and config.offload else ()),
-        momentum_horizon(config),
     ]
-
-
-def momentum_horizon(config: PierConfig) -> str:
-    """Says how much of the run the outer momentum remembers, and whether that is good."""
-    share = config.momentum_horizon()
-    if share <= LONG_HORIZON:
-        verdict = f"good, at most {LONG_HORIZON:.0%}"
-    else:
-        verdict = "too long, see the warning" if config.may_overshoot else f"good for preset {config.preset}"
-    return f"momentum horizon H / (1 - mu): {share:.2%} of the run ({verdict})"
 
 
 def _queues(loop: OuterLoop) -> list[str]:

@@ -205,7 +205,7 @@ class OuterRound:
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.
 
-        The parameters become the new common point plus their progress since the start of the step. This is the delayed outer step of
+        The parameters become the new common point plus their progress since the start of the step: the delayed outer step of
         "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
         self.arrive()

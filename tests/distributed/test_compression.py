@@ -241,7 +241,7 @@ def test_both_halves_of_an_all_reduce_are_hidden(runs: dict[str, Recorded]) -> N
 
 
 def test_what_was_dropped_in_the_lazy_start_stays_there(runs: dict[str, Recorded]) -> None:
-    # As it does where a run saves.
+    # A save has the same effect.
     switching, saved = runs["switching"], runs["switching, saved"]
     assert switching.losses == saved.losses
     for rank, expected in zip(switching.ranks, saved.ranks, strict=True):

@@ -63,7 +63,7 @@ def command(folder: Path, *words: str, **variables: str) -> list[str]:
 
 def check(commands: dict[str, list[str]], megatron: Path | None = None) -> None:
     path = os.pathsep.join(str(folder) for folder in (megatron, REPOSITORY) if folder)
-    # As train.sh, which sets it for doctor and job.
+    # train.sh sets it for doctor and job.
     run = pier_megatron(PYTHONPATH=path, CUDA_DEVICE_MAX_CONNECTIONS="1")
     for model, words in commands.items():
         examined, planned = (run(f"{tool} {shlex.join(words)}") for tool in ("doctor", "plan --cluster perlmutter --json"))

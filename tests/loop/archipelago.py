@@ -175,7 +175,7 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
         momentum, before, found = torch.zeros_like(anchor), 0, {}
         models: dict[int, Model] = {}
         started: dict[int, Island] = {}
-        # As they were saved, by island and iteration; and the last outer step of each island.
+        # Saved moments, by island and iteration; and the last outer step of each island.
         moments: dict[tuple[int, int], list[Tensor]] = {}
         last: dict[int, int] = {}
         for step in steps:
@@ -340,7 +340,7 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     memberships._CONNECT = datetime.timedelta(seconds=PATIENCE)
     timeout = datetime.timedelta(seconds=plan.timeout)
     run = {"--tensor-model-parallel-size": plan.layout}
-    # As of nodes that were each given an address of their own; on this machine all of them are there.
+    # Each node has a separate address; on this machine all loopback addresses exist.
     address, secret = f"127.0.0.{1 + part}", str(diary.folder / plan.secret)
     membership = memberships.Membership(plan.index, url, address, world, config.codec, timeout, run, plan.islands, secret)
     _break_on_demand()
@@ -448,7 +448,7 @@ def _launch(plan: Plan, url: str, folder: Path, name: str) -> None:
         process.start()
     while left := [process for process in started if process.exitcode is None]:
         multiprocessing.connection.wait([process.sentinel for process in left])
-        # As torchrun does. A rank that says how it ends lets the others say so too.
+        # Like torchrun. A rank that reports its end lets the others report too.
         if any((process.exitcode or 0) < 0 for process in started):
             for process in started:
                 process.kill()

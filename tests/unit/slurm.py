@@ -29,7 +29,7 @@ def sbatch(script: str) -> int:
     words: list[str] = []
     for line in Path(script).read_text().splitlines():
         if not line.startswith("#"):
-            # As the manual has it: nothing below the first command is read.
+            # By the manual, nothing below the first command is read.
             break
         if line.startswith("#SBATCH "):
             words += shlex.split(line)[1:]

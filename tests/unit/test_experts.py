@@ -367,7 +367,7 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
 ) -> None:
     model = Model(tuple(f"{_MODEL} --overlap-grad-reduce --overlap-param-gather".split()), None, 1, 4)
     check_scoring(read(content), "small", model)
-    # As if nobody had thought of that flag.
+    # The list of flags lacks that flag.
     monkeypatch.setattr("pier_megatron.experiments.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
     with pytest.raises(PierConfigError, match=r"scoring experts of size small: .* --overlap-param-gather only supported with"):
         check_scoring(read(content), "small", model)

@@ -49,7 +49,7 @@ class _Exchange(GroupExchange):
 
     def gather(self, vector: torch.Tensor) -> Gathered:
         vectors = vector.new_empty(2, len(vector))
-        # As a communicator does, which keeps what it reads.
+        # A communicator too keeps what it reads.
         self._read.append(vector)
         waits = new_work(self._detector, lambda: vectors.copy_(vector))
         return Gathered(vectors, [mock.Mock(wait=waits, is_completed=lambda: False)])

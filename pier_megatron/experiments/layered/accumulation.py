@@ -107,7 +107,7 @@ def cost(args: argparse.Namespace) -> Cost:
 def describe(args: argparse.Namespace) -> list[str]:
     """Says what the order will be and what it costs, line by line."""
     count = together(args, _most(args))
-    # As Megatron lays them over ranks.
+    # Megatron's placement of activations on ranks.
     ranks = ranks_of_activations(args)
     sizes = (count, args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
     width = 2 if args.bf16 or args.fp16 else 4
