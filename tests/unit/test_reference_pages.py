@@ -140,8 +140,8 @@ def test_prose_is_checked_outside_of_code() -> None:
     page = "A rule that a group takes by which nothing is lost. A rule by which nothing is lost."
     assert [word for _, word, _ in check_prose.of_page(page)] == ["that a group takes by which"]
     page = "All is said. A step by those who met and have all of it stands still. By it a group is known; so many came to one."
-    found = ["is said", "who met", "have all of it", "stands still", "By it", "so many"]
-    assert [word for _, word, _ in check_prose.of_page(page)] == found
+    words = ["is said", "who met", "have all of it", "stands still", "By it", "so many"]
+    assert [word for _, word, _ in check_prose.of_page(page)] == words
     assert [word for _, word, _ in check_prose.of_module("# With which it begins.\n# Of none.\n\n# Of one rank.\n")] == [
         "With which it",
         "Of one",
