@@ -226,7 +226,7 @@ def _start(emulated: EmulatedNodes, folder: Path, stack: contextlib.ExitStack) -
 def _cause_faults(nodes: Sequence[Node], end: float, options: argparse.Namespace) -> collections.Counter[str]:
     """Faults until a time, each on an island that has joined the others; returns the number of each kind."""
     chance, happened = random.Random(options.seed), collections.Counter[str]()
-    # As faults that do not know of each other: one may begin before another is over.
+    # Independent faults: one may begin before another is over.
     at = time.monotonic()
     with futures.ThreadPoolExecutor() as pool:
         under_way: dict[futures.Future[None], Node] = {}

@@ -258,21 +258,28 @@ def _plot(path: Path, rows: dict[float, list[dict[str, Any]]]) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
-    size = (4.6, 2.7 * len(rows) + 0.6)
+    size = (4.6, 2.9 * len(rows) + 0.8)
     figure, panels = pyplot.subplots(len(rows), 1, figsize=size, layout="constrained", squeeze=False)
     for axes, (rate, found) in zip(panels.flat, sorted(rows.items(), reverse=True), strict=True):
         limit = next(row["best"] for row in found if row["name"] == _LIMIT)
         shown = [row for row in found if row["name"] not in _ALONE]
         times = [row["best"] / limit for row in shown]
-        colors = ["tab:gray" if "stock" in row["name"] or "lazy" in row["name"] else "tab:blue" for row in shown]
-        bars = axes.barh([row["name"] for row in shown], times, color=colors)
-        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        synchronous = ["stock" in row["name"] or "lazy" in row["name"] for row in shown]
+        names = [
+            row["name"] if other else row["name"].removeprefix("Pier, ") for row, other in zip(shown, synchronous, strict=True)
+        ]
+        bars = axes.barh(names, times, color=["tab:gray" if other else "tab:blue" for other in synchronous])
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
         axes.axvline(1, color="black", linewidth=1)
-        axes.set(title=f"{rate:g} Mbit/s", xlim=(0, 1.2 * max(times)))
-        axes.tick_params(labelsize=8)
+        axes.set_title(f"{rate:g} Mbit/s", fontsize=10)
+        axes.set_xlim(0, 1.25 * max(times))
+        axes.tick_params(labelsize=9)
         axes.grid(axis="x", alpha=0.3)
         axes.invert_yaxis()
+    kinds = [Patch(color=color, label=label) for label, color in (("synchronous", "tab:gray"), ("Pier", "tab:blue"))]
+    figure.legend(handles=kinds, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     figure.suptitle("Mean iteration, one group without a network = 1", fontsize=11)
     figure.savefig(path, dpi=150)
 

@@ -136,7 +136,7 @@ def misfortunes(islands: Islands, nodes: EmulatedNodes, timeout: int) -> Iterato
     yield "the lighthouse is away for 5 s, from its start", goes_on()
     for process in islands.processes(1):
         process.suspend()
-    yield f"an island stands still for a minute (--pier-island-timeout {timeout})", goes_on()
+    yield f"an island is stopped for a minute (--pier-island-timeout {timeout})", goes_on()
     time.sleep(60)
     for process in islands.processes(1):
         with contextlib.suppress(psutil.NoSuchProcess):

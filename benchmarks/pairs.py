@@ -37,7 +37,7 @@ _RULES = {
     "pairs": f"{_PIER} --pier-preset noloco",
 }
 
-# Of the last node: what its link carries, in shares of the others'; stalls come at random.
+# Rates of the last node's link, in shares of the others' rate; stalls come at random.
 _SLOW, _STALLED = 0.25, 0.05
 _STALL_SECONDS, _CALM_SECONDS = 0.5, 2.0
 

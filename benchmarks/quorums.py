@@ -22,7 +22,7 @@ from pier_megatron.exchange.authentication import answer_peers, ask
 
 _ADDRESS, _PATIENCE = "127.0.0.1", timedelta(seconds=120)
 
-# As long as the description of a run of Megatron that islands compare: about 400 arguments.
+# A description of a run as long as Megatron's: about 400 arguments.
 _RUN = {f"--argument-{number}": number for number in range(400)}
 
 

@@ -111,7 +111,7 @@ def routes(rates: list[float]) -> Routes:
 def simulated(seeds: int) -> str:
     """Searches in the authors' setting; returns a table."""
     links = _links()
-    # Of six stages two are skipped; the seventh is the head, on the nodes of the first.
+    # Two of six stages are skipped; the seventh is the head, on the nodes of the first.
     skipping = 2 / 7
     authors = [[0, 3, 4, 10, 11], [15, 8, 14], [1, 9, 6], [16, 12, 13], [5, 18, 7], [17, 2, 19]]
     lines = ["| way | held | seconds of a step | shorter than full |", "|---|---|---|---|"]

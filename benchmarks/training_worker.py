@@ -1,7 +1,7 @@
 """One process of the benchmark: runs trainings one after the other and notes when each iteration ends and what it sent.
 
 ``torchrun training_worker.py SPECIFICATION FILE``: a JSON list of ``{"name", "argv"}``; writes a JSON object by name. With
-``"jitter"`` the last rank sleeps in each iteration, for a time between 0 and so many seconds.
+``"jitter"`` the last rank sleeps in each iteration, for a random time up to that many seconds.
 """
 
 import functools

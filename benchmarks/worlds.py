@@ -213,7 +213,7 @@ def _make_indices_of_data(script: Any) -> None:
 
 
 def _count_communicators() -> collections.Counter[str]:
-    """Counts from now on how many communicators this rank makes, or is told of."""
+    """Counts the communicators that this rank makes or hears of from now on."""
     from torch.distributed import distributed_c10d
 
     created: collections.Counter[str] = collections.Counter()
@@ -236,7 +236,7 @@ def _marking_iterations(
     said: dict[str, float],
     created: collections.Counter[str],
 ) -> Iterator[None]:
-    """Notes the CPU time at the beginning of every iteration, and what there is to count."""
+    """Notes the CPU time at the beginning of every iteration, and the counts."""
     from megatron.training import training
 
     from pier_megatron.integration.census import CollectiveCensus
@@ -289,7 +289,7 @@ def _said_by_others(case: Case) -> Iterator[dict[str, float]]:
         spent["seconds"] += time.process_time() - begun
 
     dist.all_gather_object = gather_from_all
-    # All say the same of their samples, which would be refused. Ranks that read nothing have no opinion.
+    # Equal fingerprints of samples would be refused. Ranks that read nothing have none.
     samples._fingerprint = lambda batch: None
     yield spent
 

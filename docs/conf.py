@@ -22,7 +22,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 # The source directory is the repository's root, so that links are the same here and where the repository is browsed.
 root_doc = "docs/index"
 include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "examples/README.md", "study/tables.md"]
-# Sphinx looks into every folder, behind links too, unless it is told not to.
+# Sphinx searches every folder that is not excluded, and follows links.
 exclude_patterns = [".git", ".venv", "runs"]
 # For contributors, lawyers and doubters: other pages link them, and the side bar leaves them out.
 _NOT_IN_SIDE_BAR = ("CONTRIBUTING", "SECURITY", "docs/architecture", "docs/patents", "study/tables")

@@ -53,7 +53,7 @@ def no_multiple(given: str, value: int, interval: int, why: str, remedy: str = "
     )
 
 
-# So many flags with the same beginning are still a help.
+# More flags with the same beginning than this are no help.
 _MOST_MEANT = 3
 
 

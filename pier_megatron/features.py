@@ -122,7 +122,7 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def changes(metadata: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-    """Settings of features that differ from those of the run that saved a checkpoint, one phrase each.
+    """Settings of features that the run of a checkpoint had otherwise, one phrase each.
 
     Args:
         metadata: Content metadata of the checkpoint; that of stock Megatron says nothing of features.

@@ -24,7 +24,7 @@ REMOVED = {
 
 
 def add_pier_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the ``--pier-*`` flags. They default to None, so that one given without Pier can be told from one not given."""
+    """Adds the ``--pier-*`` flags. They default to None, which marks a flag that was not given."""
     group = parser.add_argument_group(
         "pier",
         "Relaxed global communication (arXiv 2511.17849). These flags need --optimizer pier, whose default is AdamW inside.",

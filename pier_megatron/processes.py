@@ -41,7 +41,7 @@ def running(
         stdout=log,
         stderr=subprocess.STDOUT,
         text=True,
-        # Of a session of its own: Ctrl-C is for the program that runs it.
+        # In a separate session: Ctrl-C is for the program that runs it.
         start_new_session=True,
         preexec_fn=before,
     )
@@ -99,7 +99,7 @@ def end_with_one_message() -> None:
                 said = ""
         else:
             status, said = INTERRUPTED, "" if rank() else _INTERRUPTED
-        # Not sys.stderr: when loading a checkpoint fails, that is a buffer that nobody reads.
+        # Not sys.stderr: when loading a checkpoint fails, nobody reads its buffer.
         print(said, end="", file=sys.__stderr__, flush=True)
         # A normal end of the interpreter would wait for communicators that others hold.
         os._exit(status)

@@ -63,7 +63,7 @@ def train(
     """
     groups = [[tensor.detach().to(torch.float64, copy=True) for tensor in initial] for _ in range(config.groups)]
     optimizers = [inner_optimizer(theta) for theta in groups]
-    # Of each group. Where all groups meet at every outer step, all hold the same.
+    # One entry for each group. Where all groups meet at every outer step, all hold the same.
     anchors = [[tensor.clone() for tensor in theta] for theta in groups]
     momenta = [[torch.zeros_like(tensor) for tensor in anchor] for anchor in anchors]
     masks = fragment_masks or [[torch.ones_like(tensor, dtype=torch.bool) for tensor in initial]]
@@ -79,7 +79,7 @@ def train(
                 step = _mean_of_parameters if i in averaged else _nesterov if config.has_common_anchor else _noloco
                 stepped = step(config, exchange.begun, {group: (anchors[group][i], momenta[group][i]) for group in met}, own)
                 for group, (new_anchor, new_momentum) in stepped.items():
-                    # The new slow weights, plus the way that the group has gone meanwhile.
+                    # The new slow weights, plus the progress of the group since then.
                     theta, since = groups[group][i], exchange.since[group][i]
                     theta.copy_(torch.where(mask, new_anchor + (theta - since), theta))
                     momenta[group][i] = torch.where(mask, new_momentum, momenta[group][i])

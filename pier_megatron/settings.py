@@ -114,7 +114,7 @@ class Settings:
     secret_file: str | None = setting(
         None,
         "File with the secret that all islands of a run share, with --pier-lighthouse; only its owner may read it. An island "
-        "that does not prove that it has the secret is refused. pier-megatron lighthouse --new-secret creates the file. "
+        "without the secret is refused. pier-megatron lighthouse --new-secret creates the file. "
         "Default: none, every island is admitted.",
         metavar="FILE",
         # An island's first rank reads it; its other nodes need no copy.

@@ -178,7 +178,7 @@ def existing_folder(text: str) -> Path:
 
 
 def folder_to_write(text: str) -> Path:
-    """Path of a folder that is there or can be made, as :func:`existing_file`."""
+    """Path of a folder that exists or can be made, as :func:`existing_file`."""
     if not text:
         raise _refusal(text, "name a folder")
     _check_can_be_made(text, Path(text))
@@ -186,7 +186,7 @@ def folder_to_write(text: str) -> Path:
 
 
 def file_to_write(text: str) -> Path:
-    """Path of a file that is there or can be made, as :func:`existing_file`."""
+    """Path of a file that exists or can be made, as :func:`existing_file`."""
     if not text or os.path.isdir(text):
         raise _refusal(text, "a folder, not a file" if text else "name a file")
     _check_can_be_made(text, Path(text).parent)
@@ -196,7 +196,7 @@ def file_to_write(text: str) -> Path:
 
 
 def png_to_write(text: str) -> Path:
-    """Path of a picture that is there or can be made, as :func:`existing_file`."""
+    """Path of a picture that exists or can be made, as :func:`existing_file`."""
     if text and not text.endswith(".png"):
         raise _refusal(text, "must end in .png")
     return file_to_write(text)

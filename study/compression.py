@@ -16,7 +16,7 @@ from run import SET_UP, VALIDATION, VALIDATION_SEQUENCES, data_arguments, run_wo
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 
-# As much compression for activations and parameters as for gradients.
+# Activations and parameters in as few bits as gradients.
 _ALL_INT4 = "dp=int4,pp=int4,gather=int4"
 _POLICIES = ("none", "hybrid", "hybrid,pp=int12", "hybrid,pp=int8", "aggressive,pp=int8", "naive", _ALL_INT4)
 _RATE = 8e-3

@@ -59,7 +59,7 @@ def share_by_noise(noise: float, measured_groups: int, groups: int) -> float:
 
 
 def share_by_settings(config: PierConfig, groups: int) -> float:
-    """Does the same as :func:`share_by_noise` with Muon inside: it loses at least so many intervals, however long the run.
+    """Does the same as :func:`share_by_noise` with Muon inside: it loses at least a number of intervals, however long the run.
 
     Args:
         config: Settings of the run.
@@ -103,7 +103,7 @@ def noise_to_signal(own_square: float, mean_square: float, groups: int) -> float
         groups: Number of groups whose mean that is, at least 2.
 
     Returns:
-        0 where all groups moved alike; infinity where nothing that they have in common can be told from noise.
+        0 where all groups moved alike; infinity where their common part is within the noise.
     """
     variance = (own_square - mean_square) * groups / (groups - 1)
     signal = (groups * mean_square - own_square) / (groups - 1)

@@ -42,7 +42,7 @@ _BRANCH_SCHEDULE = "--lr-decay-style cosine --lr-warmup-iters 20 --min-lr 4e-4"
 _LENGTHS = (500, 2000, 8000)
 _ITERATIONS = 400
 _LENGTH_OF_MORE = 2000
-# As many parameters as four experts of medium size, a hundred thousand.
+# A hundred thousand parameters, as many as four experts of medium size.
 _WHOLE = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160"
 _WHOLE_NAME = "dense, as large as all"
 _FEED_FORWARD = {"small": 64, "medium": 128, "large": 192}

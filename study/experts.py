@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def installed_files(suffixes: tuple[str, ...]) -> list[Path]:
-    """Files of installed packages whose names end so, in an order that has nothing to do with where they stand."""
+    """Files of installed packages whose names end so, in an order that does not depend on their paths."""
     packages = Path(sysconfig.get_path("purelib"))
     files = [path for path in packages.rglob("*") if path.name.endswith(suffixes) and path.is_file()]
     return sorted(files, key=lambda path: hashlib.sha256(str(path.relative_to(packages)).encode()).digest())

@@ -117,7 +117,7 @@ class Points:
     """Results of runs, grouped by all settings except the seed."""
 
     def __init__(self, *surveys: Survey) -> None:
-        """Takes what there is."""
+        """Takes all trained runs of the surveys."""
         self._outcomes = {run: outcome for survey in reversed(surveys) for run, outcome in survey.items()}
 
     def of(self, runs: Iterable[Run]) -> list[Point]:
@@ -242,16 +242,18 @@ def _draw_panel(points: Points, axes: Any, inner: str) -> None:
         # Labels of close points would overlap.
         if point.bits > 2 * labelled:
             labelled, place = point.bits, (point.bits, point.gap)
-            side = {"ha": "right"} if point.bits > _TICKS[-2] else {}
-            axes.annotate(f"H = {point.run.interval}", place, xytext=(5, 5), textcoords="offset points", fontsize=8, **side)
+            style = {"fontsize": 9, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
+            style |= {"ha": "right"} if point.bits > _TICKS[-2] else {}
+            axes.annotate(f"H = {point.run.interval}", place, xytext=(6, 8), textcoords="offset points", **style)
     other = {ADAM: MUON, MUON: ADAM}[inner]
     axes.axhline(0, color="black", linewidth=1.5, label=f"synchronous {_NAMES[inner]}")
     axes.axhline(points.between(other, inner), color="black", linewidth=1, linestyle="--", label=f"synchronous {_NAMES[other]}")
-    axes.set(xscale="log", xlabel="bits sent per parameter and iteration", title=f"{_NAMES[inner]} inside")
+    axes.set(xscale="log", xlabel="bits sent per parameter and iteration")
+    axes.set_title(f"{_NAMES[inner]} inside", fontsize=10)
     axes.set_xticks(_TICKS, labels=[f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
     axes.set_ylabel("nats per byte")
-    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    axes.legend(fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     axes.grid(alpha=0.3)
 
 

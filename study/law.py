@@ -65,7 +65,6 @@ class Point:
             preset=run.method,
             lazy_start_fraction=run.lazy_start,
             inner_optimizer=run.inner,
-            islands=True,
         )
         share_of = shares(config, self.noise, run.groups)
         return None if self.worth is None or share_of is None else -self.worth * math.log(share_of(run.groups))

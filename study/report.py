@@ -1,4 +1,4 @@
-"""Makes the tables and plots of the study from the runs that there are: ``python study/report.py [--output DIR]``."""
+"""Makes the tables and plots of the study from the finished runs: ``python study/report.py [--output DIR]``."""
 
 import argparse
 import itertools
@@ -241,20 +241,22 @@ def _plot(results: Results, path: Path) -> None:
     figure, axes = pyplot.subplots(4, 1, figsize=(4.6, 11), layout="constrained")
     figure.suptitle("Loss above synchronous training, and losses of one seed", fontsize=11)
     _plot_gaps(results, axes[0], "groups", _GROUPS, METHODS, {})
-    axes[0].set(title="AdamW inside, H = 20")
+    axes[0].set_title("AdamW inside, H = 20", fontsize=10)
     _plot_gaps(results, axes[1], "groups", _GROUPS, ("diloco", "pier-rising", "pier-muon-annealed"), {"inner": MUON})
-    axes[1].set(title="Muon inside, H = 20")
+    axes[1].set_title("Muon inside, H = 20", fontsize=10)
     # Not H = 200: a lazy start lasts at least an interval, so that row differs in two settings.
     _plot_gaps(results, axes[2], "interval", (10, 20, 50), ("diloco", "pier-rising"), {})
-    axes[2].set(title="AdamW inside, 4 groups", xlabel="H, iterations between outer steps")
+    axes[2].set_title("AdamW inside, 4 groups", fontsize=10)
+    axes[2].set_xlabel("H, iterations between outer steps")
     losses, rows = axes[3], [Row(method, 1) for method in METHODS]
     for row in (*rows, rows[0].baseline):
         curve = results.curve(row)
         if curve:
             label = _SYNCHRONOUS_ADAMW if row.method == SYNCHRONOUS else row.method
             losses.plot(*zip(*sorted(curve.items()), strict=True), color=_COLORS[row.method], label=label, linewidth=1.2)
-    losses.set(xlabel="iteration", ylabel="loss, nats per byte", title="AdamW inside, 4 groups, H = 20, seed 1")
-    losses.legend(fontsize=8)
+    losses.set(xlabel="iteration", ylabel="loss, nats per byte")
+    losses.set_title("AdamW inside, 4 groups, H = 20, seed 1", fontsize=10)
+    losses.legend(fontsize=9)
     losses.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -280,7 +282,7 @@ def _plot_gaps(
     axes.minorticks_off()
     # Room for the legend.
     axes.set_ylim(-0.02, 1.4 * axes.get_ylim()[1])
-    axes.legend(fontsize=8, ncols=2, loc="upper left")
+    axes.legend(fontsize=9, ncols=2, loc="upper left")
     axes.grid(alpha=0.3)
 
 

@@ -13,10 +13,10 @@ BATCH = 64
 """Sequences in a batch of all groups together."""
 
 LEARNING_RATES = (4e-3, 8e-3, 1.6e-2)
-"""Among which synchronous AdamW chooses before anything is compared with it."""
+"""Rates that synchronous AdamW chooses from before anything is compared with it."""
 
 MUON_RATES = (1e-2, 2e-2, 4e-2, 8e-2)
-"""Among which synchronous Muon chooses, of matrices; all else is trained by AdamW, at the rate that that has chosen."""
+"""Rates of matrices that synchronous Muon chooses from; AdamW trains all other parameters, at the rate chosen for it."""
 
 SYNCHRONOUS = "adamw"
 ADAM, MUON = "adam", "muon"

@@ -1,7 +1,7 @@
 """Trains the study's rows; resumes if it was interrupted.
 
 ``make study``, or ``python study/run.py [--seeds N] [--only TEXT]``: real Megatron on the CPU and gloo, one process per group.
-A row that is complete is not trained again. ``python study/report.py`` makes the tables and plots of what is there.
+A row that is complete is not trained again. ``python study/report.py`` makes the tables and plots of the finished rows.
 """
 
 import argparse
@@ -173,12 +173,12 @@ class Study:
 
     @functools.cached_property
     def learning_rate(self) -> float:
-        """The one at which synchronous AdamW ends best, over the seeds that there are."""
+        """Rate with the lowest final loss of synchronous AdamW, over the trained seeds."""
         return self._best(learning_rate_sweep(seeds=99), operator.attrgetter("learning_rate"))
 
     @functools.cached_property
     def muon_rate(self) -> float:
-        """The one at which synchronous Muon ends best."""
+        """Rate with the lowest final loss of synchronous Muon."""
         return self._best(muon_sweep(99, self.learning_rate), operator.attrgetter("muon_rate"))
 
     def _best(self, rows: Sequence[Row], rate_of: Callable[[Row], float]) -> float:
@@ -203,7 +203,7 @@ def validation_curve(log: TensorBoardLog) -> dict[int, float]:
 
 
 def run_worker(specification: Sequence[Mapping[str, object]]) -> None:
-    """Trains as ``worker.py`` is told, in a process of its own.
+    """Trains the row in a separate process, which runs ``worker.py``.
 
     Raises:
         subprocess.CalledProcessError: If a training failed.

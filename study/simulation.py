@@ -126,7 +126,7 @@ class Outcome:
         final: Loss after the last iteration.
         curve: Loss of the anchor after some outer steps and at the switch, by iteration.
         norms: Mean square norm of the groups' pseudo-gradients and of their mean, for each outer step.
-        averaged: Loss of the mean of the last so many anchors.
+        averaged: Loss of the mean of the last anchors.
         correlations: Cosine of successive mean pseudo-gradients, for each outer step from the second.
     """
 

@@ -38,7 +38,7 @@ class Row:
     Attributes:
         fraction: Share of stages and micro-batches that is skipped.
         seed: Seed of weights, data order and table of paths.
-        has_equal_time: Whether it lasts as long, by the simulation, as one that skips nothing; else as many iterations.
+        has_equal_time: Whether the run has the simulated time of one that skips nothing, rather than its iterations.
     """
 
     fraction: float

@@ -20,7 +20,7 @@ class Survey:
     """The runs in a file."""
 
     def __init__(self, path: Path, corpus: Path, processes: int | None = None, is_brief: bool = False) -> None:
-        """Reads what is there.
+        """Reads the outcomes of the file.
 
         Args:
             path: Path of the file.

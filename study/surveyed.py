@@ -39,7 +39,7 @@ _MANY = (*({"groups": groups} for groups in (2, 4, 8, 16)), *({"interval": inter
 _MUON_RATES = ((2e-2, 8e-3), (4e-2, 8e-3), (4e-2, 1.6e-2))
 _SMALL_MUON_RATES = ((2e-2, 1.6e-2), (2e-2, 3.2e-2))
 SETTINGS = (
-    # As the plugin has trained it: AdamW's rate is the one that is best without Muon. Then both rates tuned together.
+    # The plugin's set-up: AdamW's best rate without Muon. Then both rates tuned together.
     Setting({}, (8e-3,), ((4e-2, 8e-3),), _MANY),
     Setting({}, (), ((2e-2, 1.6e-2), (4e-2, 1.6e-2), (8e-2, 1.6e-2), (4e-2, 3.2e-2)), _MANY),
     # Three quarters of these end so near that the difference is mostly luck.

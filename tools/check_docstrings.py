@@ -12,7 +12,7 @@ from pathlib import Path
 
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Yields:")
 _CLIPPED = re.compile(r"(Of|For|As|That|Whose|Who|When|Where|Which|In which|By which|To|From|With|At|On|By) ", re.IGNORECASE)
-_CLIPPED_HELP = re.compile(r"(Of|For|As|That|Whose|When|By) ", re.IGNORECASE)
+_CLIPPED_HELP = re.compile(r"((Of|For|As|That|Whose|When|By)|(After|Among|At|By|From|In|On|To|With) which) ", re.IGNORECASE)
 _HELPERS = ("add_argument", "setting")
 
 

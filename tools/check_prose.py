@@ -39,12 +39,38 @@ _WORDS = {
     r"beside": "next to, with, during, or drop it",
     r"some(?= \d)": "about",
     r"of which": "begin a new sentence",
-    r"or else|(?<=, )else": "otherwise, or",
+    r"or else|(?<=[,;:.] )else|all else (?:is|of|that)": "otherwise, or: everything else, the rest",
     r"but for": "except",
+    r"(?:has|have) all of it": "received all of it",
+    r"(?:that|what|who) (?:is|are|was|were) there(?! to)|that there (?:is|are) at": "existing, present, or drop it",
+    r"(?:what|that) there (?:is|are)(?= to be| to count|[.,:;])": "existing, present, or drop it",
+    r"(?<!every )(?<!are )so many": "that many, or name the number",
+    r"(?:is|are|was|were|be|been) (?:said|told)": "is logged, reports, is given",
+    r"the same of|the same is (?:said|told)|that that(?= has| is)": "repeat the noun",
+    r"made (?:\w+ ){1,3}of (?:them|it|others|different ones)": "say what happened",
+    r"(?<=[.;:!?] )(?:By|Of|From|To|At) (?:it|them|this)": "the agent comes first",
+    r"whom": "say who does it",
+    r"com(?:e|es) together|com(?:e|es) to the same|(?:has|have) come to|com(?:e|es) to (?:a|this step's) collective": (
+        "form a quorum, compute, reach"
+    ),
+    r"(?:say|says|said|tell|tells) of (?:itself|themselves)": "describes",
+    r"nobody's business": "does not matter",
+    r"stands? still": "stops, pauses",
+    r"where (?:\w+ ){1,4}stands?": "place of",
+    r"may go on differently": "may continue with other settings",
+    r"way (?:that )?(?:\w+ ){0,3}(?:has|have) gone": "progress",
+    r"(?:^|(?<=[.:;] ))Who (?:waits|has|reaches|reads|is|takes|skips)": "a noun, or the agent, first",
+    r"who (?:met|will meet|meet|waits looks|is at which|speaks|are left|have met)": "participants, or name them",
+    r"(?<!so )(?<!now )that (?:[\w'-]+ ){1,6}?(?<!and )(?<!or )(?<!so )(?<!saying )(?<!says )that(?! of\b| the\b| is\b)": (
+        "two sentences: a relative clause stands in another one"
+    ),
     r"(?:that|which|whose) (?:[\w'-]+ ){1,7}?(?:(?:in|of|by|from|to|with|at|on|over|after|before) )?(?:which|whose|whom)": (
         "two sentences: a relative clause stands in another one"
     ),
 }
+
+_CLIPPED = re.compile(r"\s*((?:Of (?!these\b|\w+:)|Whose |(?:After|Among|At|By|From|In|On|To|With) (?:which|whom|whose) )\w+)")
+"""Beginning of a comment without its noun."""
 
 
 def blank(match: re.Match[str]) -> str:
@@ -74,6 +100,9 @@ def of_page(text: str) -> Iterator[tuple[int, str, str]]:
 
 def of_module(text: str, is_test: bool = False) -> Iterator[tuple[int, str, str]]:
     """Words in the docstrings and comments of a module, and in its other strings unless it is a test."""
+    for first, comment in _comments(text):
+        if match := _CLIPPED.match(comment):
+            yield first, match[1], "a noun, or the agent, first"
     for first, sentence in sorted({*_comments(text), *_strings(ast.parse(text), is_test)}):
         yield from ((first + line, word, better) for line, word, better in found_in(sentence))
 

@@ -3,7 +3,7 @@
 ``python tools/mutants.py [--number 200] [--seed 1] [FOLDER ...]``: in a copy of the package, which it changes and throws away;
 folders and files below ``pier_megatron`` narrow the choice. A bug is one comparison, operator, number, truth value or ``not``
 that is another, or a statement that is missing, on a line that a quick unit test runs. Lines that only launched trainings run
-are counted, not tried. A bug that lives is either nothing that anybody could see, or a test that is missing: read each.
+are counted, not tried. A surviving bug has no visible effect, or a test is missing: read each.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def _planted(path: Path, number: int) -> tuple[str, int, str]:
     before = ast.unparse(node).splitlines()
     setattr(node, attribute, other)
     after = ast.unparse(node).splitlines()
-    # Of a statement that is missing, itself.
+    # A missing statement is shown itself.
     lost, new = next((pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]), (before[-1], "pass"))
     return ast.unparse(ast.fix_missing_locations(module)), line, f"{lost.strip()} -> {new.strip()}"
 

@@ -135,7 +135,7 @@ def run(command: Sequence[str], world_size: int, logs: Path, seconds: float, **e
     """Runs a command as ranks to their end.
 
     Raises:
-        RanksFailedError: If one of them failed, or after so many seconds.
+        RanksFailedError: If one of them failed, or after ``seconds``.
     """
     deadline = time.monotonic() + seconds
     with started(command, world_size, logs, **environment) as ranks:

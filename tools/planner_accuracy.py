@@ -37,7 +37,7 @@ _LAZY = 0.1
 # Runs on one node differ by less than this.
 _NOISE = 1.02
 
-# Of the authors' outer step, in seconds per gigabyte of FP32 on a node and doubling of the groups.
+# Time of the authors' outer step, in seconds per gigabyte of FP32 on a node and doubling of the groups.
 _PUBLISHED_OUTER_STEP = {"perlmutter": 0.35, "vista": 0.16}
 
 

@@ -77,16 +77,18 @@ def paint_curves(data: dict[str, Any]) -> Any:
         for column, (axes, what) in enumerate(zip(panels.subplots(1, 2), ("momentum mu", "learning rate eta"), strict=True)):
             for (color, line), name in zip(styles, names, strict=False):
                 share = [100 * point[0] / _RUN["train_iters"] for point in data[name]]
-                axes.plot(share, [point[column + 1] for point in data[name]], line, color=color, linewidth=1.8, label=name)
+                values = [point[column + 1] for point in data[name]]
+                # Dashes lie above whole lines, so that equal curves are both seen.
+                axes.plot(share, values, line, color=color, linewidth=1.8, label=name, zorder=2 + (line == "--"))
             axes.axvspan(0, 10, color="0.88", zorder=0)
             axes.grid(color="0.88", linewidth=0.6)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set_xlabel("% of the run", fontsize=8)
+            axes.set_xlabel("% of the run", fontsize=9)
             axes.set_title(what, fontsize=9)
             axes.set(xlim=(0, 100), ylim=(-0.05, 1.2), xticks=(0, 50, 100), yticks=(0, 0.5, 1))
-            axes.tick_params(labelsize=8)
+            axes.tick_params(labelsize=9)
         handles, labels = axes.get_legend_handles_labels()
-        panels.legend(handles, labels, fontsize=8, ncols=2, loc="outside lower center", frameon=False)
+        panels.legend(handles, labels, fontsize=9, ncols=2, loc="outside lower center", frameon=False)
     return figure
 
 
@@ -120,7 +122,7 @@ _PLACES = {
     "__main__": 0.3,
     "cli": 1.9,
     "experiments": 1.9,
-    "commands": 1.1,
+    "commands": 1.3,
     "launcher": 0.3,
     "cpu": 0.9,
     "bridge": 2.9,

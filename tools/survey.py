@@ -273,7 +273,7 @@ def _asked_of_recipe(module: str, name: str, examine: collections.abc.Callable[.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             examine("surveyed_recipe:recipe", nodes, _ON_A_NODE, found)
     except PierConfigError as error:
-        # Of Megatron-Bridge's own checks doctor says the recipe that failed them.
+        # doctor names the recipe that failed Megatron-Bridge's own checks.
         verdict = "refused by stock" if str(error).startswith("--recipe") else "refused"
         return Answer(name, "recipe", verdict, [str(message) for message in error.args])
     except Exception as error:

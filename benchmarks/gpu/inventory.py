@@ -1,4 +1,4 @@
-"""What there is: the device, its driver, the libraries, and what is missing."""
+"""Inventory: the device, its driver, the libraries, and what is missing."""
 
 import importlib
 import importlib.metadata
@@ -19,7 +19,7 @@ _OPTIONAL = ("triton", "transformer_engine", "apex", "pytest", "hypothesis", "me
 
 
 def version(module: str) -> str | None:
-    """Version of a module that is there, None of one that is not."""
+    """Version of an installed module, None if it is missing."""
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:

@@ -88,7 +88,7 @@ def killed() -> None:
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     one_gpu.become_rank(rank)
-    # Of what waits for a killed rank, before both are ended.
+    # Time that a collective waits for a killed rank, before both are ended.
     dist.init_process_group(one_gpu.backend(), timeout=datetime.timedelta(seconds=min(limits.left() / 3, 45)))
     answer = {"overlap": overlap, "memory": memory, "killed": killed}[sys.argv[1]]()
     if rank == 0:

@@ -1,8 +1,9 @@
 """Everything that needs a GPU, on one GPU: ``python benchmarks/gpu/run.py [--part N] [--device cuda|cpu]``.
 
 Each part ends within ``--seconds``, set-up included, and needs nothing but PyTorch, NumPy and, for what trains, Megatron's
-wheel with einops, psutil and pybind11. What is missing is said and skipped; what fails, or takes too long, does not stop the
-rest. With ``--device cpu`` everything is small and shows only that it runs. Results: ``runs/gpu/results.json`` and ``.md``.
+wheel with einops, psutil and pybind11. Missing parts are reported and skipped; a part that fails or takes too long does not
+stop the rest. With ``--device cpu`` everything is small and shows only that it runs. Results: ``runs/gpu/results.json`` and
+``.md``.
 """
 
 import argparse

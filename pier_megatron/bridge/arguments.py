@@ -51,7 +51,7 @@ class BridgeArguments:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            # Of an object that copy or pickle has not filled yet.
+            # copy and pickle ask an object that they have not filled yet.
             raise AttributeError(name)
         found = self.place_of(name)
         if found is None and name.startswith(_PIER):

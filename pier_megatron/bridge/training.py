@@ -44,7 +44,7 @@ def _prepare(config: Any, arguments: Any) -> None:
     of_flags.refuse_what_cannot_work(arguments)
     cautions.turn_off_what_has_no_use(arguments, BridgeArguments.assign)
     requirements.check(arguments)
-    # Of others Megatron builds one instance only, see own_group.
+    # Megatron builds other optimizers in one instance only, see own_group.
     config.ddp.num_distributed_optimizer_instances = 1
     if pier.optimizer == "adam":
         config.ddp.num_distributed_optimizer_instances = pier.groups

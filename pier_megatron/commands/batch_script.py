@@ -33,7 +33,7 @@ class BatchScript:
 
     Attributes:
         path: Its file.
-        variables: Shell variables that it sets to a value that can be seen, as text for a shell.
+        variables: Shell variables with a visible value, as text for a shell.
         environment: Environment variables that it sets for its commands.
         words: Launch command in it.
         unseen: Words of the launch command that only the running job knows.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pier_megatron.integration.checkpoint.description import Description
 
-# Whose weights a checkpoint holds, as the exported configuration names them.
+# Names in the exported configuration for the weights of a checkpoint.
 _MEANING = {
     "stock": "of a stock run",
     "synchronised": "those that all groups hold",

@@ -15,7 +15,7 @@ from pier_megatron.errors import Problems, hint, nearest
 from pier_megatron.flags import sound_words
 from pier_megatron.megatron_api.args import uses_pier
 
-# As large as the vocabularies of today's models.
+# Size of today's vocabularies.
 _ASSUMED_TOKENS = 128_000
 
 
@@ -61,7 +61,7 @@ def read(
 
 
 def assume_vocabulary(args: argparse.Namespace) -> list[str]:
-    """Gives a job whose tokenizer cannot be read a vocabulary in place; returns what there is to be said of it."""
+    """Gives a stand-in vocabulary to a job whose tokenizer cannot be read; returns the notes on it."""
     if args.vocab_size is not None or getattr(args, "padded_vocab_size", None) is not None:
         return []
     args.vocab_size = _ASSUMED_TOKENS

@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
 from pier_megatron.values import whole
 
-# Where torchrun meets if it is told nothing.
+# torchrun's rendezvous address by default.
 _NO_ADDRESS = "127.0.0.1"
 _PYTHON = re.compile(r"python[\d.]*")
 

@@ -102,14 +102,14 @@ def more_than_half(islands: int) -> int:
 
 
 def _allow_connections(islands: int) -> None:
-    """Raises this process's limit of open files to what so many islands need.
+    """Raises this process's limit of open files to what the islands need.
 
     A lighthouse that reaches its limit closes its port, says nothing, and is lost to all islands.
 
     Raises:
         PierConfigError: If the limit cannot be raised so far.
     """
-    # Of an island that was started again, the old connection may still be there.
+    # The old connection of a restarted island may still be open.
     needed = 2 * islands + _OWN_FILES
     soft, hard = (float("inf") if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_FILES))
     if hard < needed:

@@ -134,7 +134,7 @@ def operations(args: argparse.Namespace) -> float:
 
 
 def operations_done(args: argparse.Namespace) -> float:
-    """The same of all iterations behind a checkpoint, by the arguments stored in it."""
+    """Operations of all iterations before a checkpoint, by the arguments stored in it."""
     return _operations(args, args.consumed_train_samples)
 
 

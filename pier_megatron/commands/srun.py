@@ -17,7 +17,7 @@ _SWITCHES = frozenset(
     "-E -H -I -K -O -Q -X -Z -k -l -s -u -v --contiguous --disable-status --exact --exclusive --help --hold --kill-on-bad-exit "
     "--label --multi-prog --no-allocate --no-kill --overcommit --overlap --oversubscribe --preserve-env --propagate --pty "
     "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole "
-    # Of sbatch.
+    # Flags of sbatch.
     "--requeue --no-requeue --parsable".split()
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -134,7 +134,7 @@ def _step(options: Mapping[str, str], environment: Mapping[str, str]) -> Step:
 
     def number(*names: str) -> int | None:
         given = next((table[name] for table in (options, environment) for name in names if name in table), "")
-        # Of a range, such as 2-4, the end.
+        # The end of a range such as 2-4 counts.
         last = given.split("-")[-1]
         return int(last) if last.isdigit() and int(last) else None
 

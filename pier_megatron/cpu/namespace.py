@@ -1,4 +1,4 @@
-"""A network namespace that lasts as long as the process that holds it: ``python namespace.py [PID]``.
+"""Holds a network namespace for as long as this process runs: ``python namespace.py [PID]``.
 
 With the PID of another holder it is made in that one's user namespace. It ends with its standard input, hence with whoever
 started it. This file imports nothing of the package: its process shall start at once, and have one thread.

@@ -79,7 +79,7 @@ class EmulatedNodes:
     def _hold(self, *of: int) -> int:
         command = [sys.executable, "-I", str(namespace.__file__), *map(str, of)]
         pipe = subprocess.PIPE
-        # Of a session of its own: Ctrl-C is for the program that made it.
+        # In a separate session: Ctrl-C is for the program that made it.
         holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         self._holders.append(holder)
         assert holder.stdout is not None

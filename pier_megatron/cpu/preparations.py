@@ -1,4 +1,4 @@
-"""What a machine without a GPU needs that can be said before PyTorch is imported: flags of Megatron's, and silence."""
+"""Prepares a machine without a GPU before PyTorch is imported: Megatron's flags, and silenced warnings."""
 
 import logging
 import warnings

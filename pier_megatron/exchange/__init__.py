@@ -1,1 +1,1 @@
-"""What crosses the groups: who is in which group, collectives between them, numbers in fewer bits. No Megatron in here."""
+"""Exchange between groups: rank placement, collectives, numbers in fewer bits. Without Megatron."""

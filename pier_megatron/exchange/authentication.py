@@ -118,7 +118,7 @@ def _key(secret: bytes, *parts: str) -> bytes:
 
 @contextlib.contextmanager
 def _until(seconds: float, peer: socket.socket) -> Iterator[Connection]:
-    """Messages over a socket that is shut down in so many seconds: a Connection would wait for ever."""
+    """Messages over a socket that is shut down after ``seconds``: a Connection would wait for ever."""
     peer.setblocking(True)
     timer = threading.Timer(seconds, peer.shutdown, [socket.SHUT_RDWR])
     timer.daemon = True

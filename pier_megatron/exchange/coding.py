@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import BLOCK, Codec
 
-# Up to so many bits no level is zero.
+# Codes of at most this many bits have no level at zero.
 _FEW_BITS = 2
 
 _SCALE_TYPES = {2: torch.bfloat16, 4: torch.float32}

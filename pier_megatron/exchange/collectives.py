@@ -53,7 +53,7 @@ class GroupExchange:
         Args:
             vectors: float32, shape ``[n]`` each; they must not change before the sum is finished, and hold it then.
             residuals: What the codec has dropped from earlier vectors of each place, to be made up for now; by default, none.
-            exactly: Send FP32, whatever the codec, and sum in the order of the groups: ranks that hold copies come to the same
+            exactly: Send FP32, whatever the codec, and sum in the order of the groups: ranks that hold copies get the same
                 bits, each over its own communicator. A collective of a communicator's own may sum in any order.
 
         Returns:
@@ -118,7 +118,7 @@ class _AllReduce(Sum):
         if len(vectors) == 1 or not _coalesces(group, vectors[0].device):
             self._works = [dist.all_reduce(vector, group=group, async_op=True) for vector in vectors]
             return
-        # As Megatron launches the reductions of several gradient buckets.
+        # Megatron launches the reductions of several gradient buckets likewise.
         with dist._coalescing_manager(group, async_ops=True) as launched:  # type: ignore[attr-defined]
             for vector in vectors:
                 dist.all_reduce(vector, group=group, async_op=True)
@@ -184,7 +184,7 @@ class _EncodedSum(Sum):
 
 
 class Computed:
-    """What a device has been told to compute until now, asked for in the manner of a collective."""
+    """Work that a device has queued until now, with the interface of a collective."""
 
     def __init__(self, device: torch.device) -> None:
         """Marks this moment; nothing to wait for on a CPU."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pier_megatron.exchange.authentication import listen_at
 
-# How often who waits looks whether the exchange is lost.
+# Time between two checks of a waiting rank whether the exchange is lost.
 _PERIOD_SECONDS = 0.5
 
 
@@ -82,7 +82,7 @@ def interrupt(group: dist.ProcessGroup) -> None:
 
 
 def is_closed(group: dist.ProcessGroup) -> bool:
-    """Whether one of the connections of this rank is: who waits for another one is not told."""
+    """Whether a connection of this rank is closed; gloo does not tell ranks that wait on other connections."""
     try:
         for other in _others(group):
             # Nobody sends it. Only where the connection is closed, asking for it fails.
@@ -118,7 +118,7 @@ class _Wait:
         return self._work.wait()
 
     def _wait_for(self, seconds: float) -> bool:
-        # Comes back as soon as it is completed; what is wrong with it is said later.
+        # Returns once the work is completed; its errors are reported later.
         with contextlib.suppress(RuntimeError):
             self._work.wait(datetime.timedelta(seconds=seconds))
         return self._work.is_completed()
@@ -156,7 +156,7 @@ for _name in (
 class Communicator:
     """The connection of this rank with other islands.
 
-    Who waits in an exchange that is lost is interrupted: on all ranks of the island, and then on those connected with them.
+    A wait in a lost exchange is interrupted: on all ranks of the island, and then on those connected with them.
     """
 
     def __init__(self, store: Any, timeout: datetime.timedelta) -> None:
@@ -216,7 +216,7 @@ class Communicator:
             RuntimeError: If the exchange is lost before.
         """
         while not waits(_PERIOD_SECONDS):
-            # Who has all of an exchange may leave it, and this rank may have it in a moment.
+            # A rank that has received everything may leave, and this rank may receive the rest in a moment.
             if (why := self._why_lost()) is not None and not waits(_PERIOD_SECONDS):
                 raise RuntimeError(f"the exchange is interrupted: {why}")
 

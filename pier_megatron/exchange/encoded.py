@@ -12,7 +12,7 @@ from pier_megatron.exchange.coding import decode, encode
 
 
 def saves_bytes(codec: Codec, tensor: Tensor, parts: int = 1) -> bool:
-    """Whether a floating-point tensor is smaller encoded, in so many equal parts, than as it is."""
+    """Whether encoding a floating-point tensor in ``parts`` equal parts makes it smaller."""
     return tensor.is_floating_point() and parts * codec.nbytes(padded(tensor.numel() // parts)) < tensor.nbytes
 
 
@@ -92,7 +92,7 @@ class ReduceScatter:
         self._work.wait()
         for decoded in self._parts.decoded(self._received):
             total, *others = decoded.split(1)
-            # In rank order for each element, wherever in the vector it is: ranks that hold copies of it come to the same bits.
+            # In rank order for each element, wherever in the vector it is: ranks that hold copies of it get the same bits.
             for other in others:
                 total += other
             yield total

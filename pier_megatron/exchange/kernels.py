@@ -102,7 +102,7 @@ def _encode(
         decoded = _from_bf16(rounded)
     else:
         HALF: tl.constexpr = 2 ** (BITS - 1)
-        # As integers, in which nan is above all numbers.
+        # Compared as integers, nan is above all numbers.
         largest = tl.max(exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
         if BITS <= 2:
             # A half and a whole are exact.

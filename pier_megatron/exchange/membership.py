@@ -61,7 +61,7 @@ def keep_quiet(islands: int) -> None:
 
 
 class Outcome(enum.IntEnum):
-    """What a meeting has come to on a rank. That of an island is the least of its ranks'."""
+    """Outcome of a meeting on a rank. The outcome of an island is the least of its ranks'."""
 
     GIVES_UP = 0
     FAILED = 1
@@ -164,9 +164,9 @@ class Membership:
         return GroupExchange(group, self._codec, [island_of(name) for name in self._admitted])
 
     def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
-        """What a meeting has come to on all ranks of the island, if it has succeeded on those of all islands.
+        """Outcome of a meeting on all ranks of the island, if it has succeeded on the ranks of all islands.
 
-        Called by all ranks of the island. Unless it has succeeded, the next meeting is another one, of those who are left then.
+        Called by all ranks of the island. Without success the remaining islands hold another meeting.
 
         Args:
             meeting: None if there was none.
@@ -239,7 +239,7 @@ class Membership:
         return store, coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
 
     def _quorum(self, within: datetime.timedelta) -> Description:
-        """Who is there. One rank asks and tells the others: asked by each, torchft could tell them of different quorums."""
+        """Forms a quorum. One rank asks and passes on the answer: torchft could give each rank a different quorum."""
         self._meetings += 1
         key = f"meetings/{self._meetings}"
         if self._world.rank() == 0:
@@ -338,7 +338,7 @@ def _members(quorum: Description) -> tuple[int, tuple[str, ...]]:
 
 
 def _common_run(said: Sequence[Description]) -> tuple[Description, list[int]]:
-    """The run that most islands are in, counting only those who have met before if any have; and the places of the others."""
+    """The run of most islands, and the places of the others; islands that have met before decide alone, if there are any."""
     met_before = [each for each in said if not each["is_new"]] or said
     [(text, _)] = collections.Counter(json.dumps(each["run"], sort_keys=True) for each in met_before).most_common(1)
     common: Description = json.loads(text)

@@ -85,7 +85,7 @@ class Subgroup(GroupExchange):
 
 
 class _DirectSum(Sum):
-    """Sums in the order of the groups, so that each of them comes to the same bits."""
+    """Sums in the order of the groups, so that each group gets the same bits."""
 
     def __init__(
         self, subgroup: Subgroup, vectors: Sequence[Tensor], residuals: Sequence[Residual | None], exactly: bool

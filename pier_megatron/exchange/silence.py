@@ -1,4 +1,4 @@
-"""Silence of islands: who asks whom in a meeting, and what an answer, or none, means for it."""
+"""Silence of islands: the order of questions in a meeting, and what an answer, or none, means for it."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Who is in which group, on which node, and the communicator between the groups."""
+"""Rank placement: groups, nodes, and the communicator between the groups."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.sites import new_site_communicators
 
 DESCRIPTION = "PIER_"
-"""With which the descriptions of the plugin's own communicators begin."""
+"""Prefix of the descriptions of the plugin's own communicators."""
 
 NAMED = 16
 """Groups, nodes and stretches of ranks that a message names one by one. Of more, it names the first and the last ones."""
@@ -22,7 +22,7 @@ NAMED = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rank:
-    """Where one process stands. Every rank knows this of every other one, so that it has numbers but no lists of ranks.
+    """Place of one process. Every rank keeps the places of all ranks, so they hold numbers and no lists of ranks.
 
     Attributes:
         rank: Global rank.
@@ -54,7 +54,7 @@ def node_name() -> str:
 
 
 def domain_name(rank: int, node: str, ranks_per_domain: int | None) -> str:
-    """Names the fast network of a rank: that of its node, or of so many consecutive ranks where it is not the node's."""
+    """Names the fast network of a rank: its node, or its ``ranks_per_domain`` consecutive ranks."""
     return node if ranks_per_domain is None else f"domain {rank // ranks_per_domain}"
 
 

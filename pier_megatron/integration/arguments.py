@@ -133,7 +133,7 @@ def translate(args: argparse.Namespace) -> None:
             refusals.refuse_what_cannot_work(args)
         problems.report()
     args.optimizer = args.pier_inner_optimizer or "adam"
-    # Of others Megatron builds one instance only, see own_group.
+    # Megatron builds other optimizers in one instance only, see own_group.
     args.num_distributed_optimizer_instances = 1
     if args.optimizer == "adam":
         args.use_distributed_optimizer = True
@@ -166,7 +166,7 @@ def number_of_groups(given: int | None, ranks_per_domain: int | None) -> int:
 
 
 def _number_of_domains(ranks: int | None) -> int | None:
-    """How many fast networks of so many ranks there are, or None if they are the nodes."""
+    """Number of fast networks with ``ranks`` ranks each, or None if they are the nodes."""
     if ranks is None:
         return None
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -262,7 +262,7 @@ def settle_iterations(args: argparse.Namespace) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Checks that need the sizes and intervals that Megatron's validation has filled in.
+    """Checks what needs the sizes and intervals of Megatron's validation.
 
     Raises:
         PierConfigError: With the flag, the values, the arithmetic and a remedy.

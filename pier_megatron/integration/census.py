@@ -104,7 +104,7 @@ def _ranks(group: dist.ProcessGroup, given: Mapping[str, Any]) -> tuple[int, ...
 def _nbytes_of_input(name: str, given: Mapping[str, object]) -> int:
     if "barrier" in name or "recv" in name:
         return 0
-    # Of outputs and inputs the inputs come last; functional collectives are given outputs by name.
+    # Inputs follow outputs; functional collectives are given outputs by name.
     tensors = [value for key, value in given.items() if key != "out" and _nbytes(value)]
     return _nbytes(tensors[-1]) if tensors else 0
 

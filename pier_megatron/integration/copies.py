@@ -24,7 +24,7 @@ from pier_megatron.outer.state import sum_of_bits
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-# Of parameters that only data-parallel ranks hold copies of, one in so many is compared at a time.
+# One in this many parameters is compared at a time, where only data-parallel ranks hold copies.
 _TURNS = 16
 
 # An error names no more parameters than these.
@@ -70,7 +70,7 @@ class _Domain:
 
 
 class Copies:
-    """Compares sums of bits over the ranks that hold copies. The device does so behind what it has been told before."""
+    """Compares sums of bits over the ranks that hold copies. The device does so after the work that it has queued."""
 
     def __init__(
         self, members: Sequence[InnerOptimizer], model_chunks: "Sequence[DistributedDataParallel]", device: torch.device
@@ -103,7 +103,7 @@ class Copies:
         self._under_way = Gathered(torch.cat(differing)[None], [Computed(self._device)])
 
     def check(self, waits: bool) -> None:
-        """Looks at what has been compared, if that is there or the caller ``waits``.
+        """Checks the comparisons that have arrived, or all of them if the caller ``waits``.
 
         Raises:
             CopiesDifferError: If copies differ.

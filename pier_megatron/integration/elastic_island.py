@@ -116,7 +116,7 @@ def membership(
 
 
 def describe(config: PierConfig) -> list[str]:
-    """Says who is in the run, as far as this island knows, line by line."""
+    """Lists the islands that this island knows of, line by line."""
     return [
         f"island {config.island}, at {config.island_address}: this job; {config.lighthouse} lists the other islands",
         f"an outer step is retried without silent islands, or after {config.island_timeout} s; too few islands for "
@@ -145,7 +145,7 @@ def join[**P](
         settings.consumed_train_samples += len(passed) * size
         settings.skipped_train_samples += skipped * size
         if scheduler is not None:
-            # As those did who were there: Megatron steps it in iterations that are trained.
+            # The other islands did so too: Megatron steps the scheduler in trained iterations only.
             scheduler.step((len(passed) - skipped) * size)
         if dist.get_rank() == 0:
             print(f" Pier: island {loop.config.island} joins the others at iteration {loop.iteration}", flush=True)

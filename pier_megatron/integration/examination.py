@@ -1,4 +1,4 @@
-"""What an iteration of a job sends to whom, for ``pier-megatron doctor --start``.
+"""Traffic of an iteration of a job, by communicator, for ``pier-megatron doctor --start``.
 
 The job starts from its first iteration, loads, saves and reports nothing, and ends early. Only the index of
 its data set is made where the job itself would make it.
@@ -20,7 +20,7 @@ from pier_megatron.integration.census import CollectiveCensus, table
 from pier_megatron.megatron_api import run, versions
 
 VARIABLE = "PIER_MEGATRON_DOCTOR"
-"""Environment variable that tells the processes of a job that they are looked at."""
+"""Environment variable that tells the processes of a job of their examination."""
 
 # What would reach beyond the iterations that are looked at, as arguments of Megatron's in any release.
 _CONFINED: Mapping[str, object] = {
@@ -46,7 +46,7 @@ def confine(args: argparse.Namespace) -> None:
     """Takes from the arguments, before they are checked, what would reach beyond the iterations that are looked at."""
     if getattr(args, "pier_lighthouse", None) is not None:
         raise PierConfigError(
-            f"--pier-lighthouse {args.pier_lighthouse}: the job would join those that are there. Look at it with doctor "
+            f"--pier-lighthouse {args.pier_lighthouse}: the job would join running islands. Look at it with doctor "
             "without --start, or without --pier-lighthouse, as groups of one launch."
         )
     vars(args).update({name: value for name, value in _CONFINED.items() if hasattr(args, name)})

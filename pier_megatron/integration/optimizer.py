@@ -35,7 +35,7 @@ class Restoration(Completion, Protocol):
     """What the plugin asks of a checkpoint."""
 
     def begin(self, metadata: Mapping[str, object]) -> None:
-        """Looks at what a checkpoint says of itself, before Megatron asks it for what another run may have stored."""
+        """Reads the description of a checkpoint, before Megatron reads what another run may have stored."""
 
     def restore(self, state: "StateDict", load_stock: "Callable[[StateDict], None]") -> bool:
         """Takes over what was read; returns whether it was Pier's, so that Megatron has nothing left to do.

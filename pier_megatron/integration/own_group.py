@@ -1,8 +1,8 @@
 """The Pier group of this rank, which is an instance of Megatron's distributed optimizer, whatever trains inside it.
 
 Megatron forms the process groups of as many instances as it is asked for. AdamW it builds over all of them. Other optimizers
-it builds in one instance only, by its configuration of data parallelism: it is told of one, and gets the ranks of the own
-group where it asks for all data-parallel ranks.
+it builds in one instance only, by its configuration of data parallelism. That configuration names one instance, and the
+ranks of the own group stand for all data-parallel ranks.
 """
 
 import dataclasses

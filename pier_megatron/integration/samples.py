@@ -108,7 +108,7 @@ def _peek(iterator: "RerunDataIterator") -> Any:
 def _fingerprint(batch: object) -> int | None:
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    # Of 32 bits, those of thousands of groups would be equal by chance once in some hundred starts.
+    # 32-bit checksums of thousands of groups would collide once in a few hundred starts.
     checksum = hashlib.blake2b(digest_size=6)
     for tensor in tensors:
         checksum.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

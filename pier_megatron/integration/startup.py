@@ -1,4 +1,4 @@
-"""What a run says and checks before its first iteration."""
+"""Checks and log lines before the first iteration of a run."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
 
     Args:
         loop: The outer loop, at the parameters that the run starts from.
-        begins: Whether it begins, rather than going on, where groups that never agree have different weights.
+        begins: Whether the run starts rather than resumes; groups that never agree resume with different weights.
 
     Raises:
         PierConfigError: If the shards do not match or do not hold the same values.
@@ -50,13 +50,13 @@ def check_groups_agree(loop: OuterLoop, begins: bool = True) -> None:
 
 
 def check_host_memory(config: PierConfig, numels: Sequence[int], ranks_on_node: int, available: int, is_pinned: bool) -> None:
-    """Refuses to keep more in host memory than a node has; before any of its ranks takes its share.
+    """Refuses to keep more in host memory than a node has, before any of its ranks allocates.
 
     Args:
-        config: Says whether at all.
+        config: Settings of the run; without ``offload`` nothing is checked.
         numels: Parameters that this rank owns, for each optimizer that owns some of them.
         ranks_on_node: Number of processes on this node; each needs as much.
-        available: Host memory, in bytes, that was available on the node before any of them took its share.
+        available: Host memory that was available on the node before any rank allocated, in bytes.
         is_pinned: Whether the memory will be pinned, for a device to copy to.
 
     Raises:
@@ -83,7 +83,7 @@ def preset(config: PierConfig) -> str:
 
 
 def sites(config: PierConfig) -> list[str]:
-    """Says which groups share a site, and how often they meet; nothing without ``--pier-sites``."""
+    """Says which groups share a site, and how often they average; nothing without ``--pier-sites``."""
     if config.sites is None:
         return []
     size = config.groups_in_site
@@ -96,7 +96,7 @@ def sites(config: PierConfig) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Takes:
-    """What the outer loop takes of a rank.
+    """Memory and traffic of the outer loop on a rank.
 
     Attributes:
         parameters: FP32 parameters whose outer state the rank holds.
@@ -129,14 +129,14 @@ class Takes:
     def planned(
         cls, config: PierConfig, owned: Sequence[int], copies: bool, device_type: str, stored: Stored | None = None
     ) -> "Takes":
-        """Counts what a rank will hold, without taking it.
+        """Counts what a rank will hold, without allocating it.
 
         Args:
             config: Settings of the run.
             owned: Numbers of parameters, as of :func:`pier_megatron.commands.planned_sizes.parameters_of_first_shard`.
             copies: Whether other ranks hold copies of the second of them.
             device_type: Device of the run, ``cpu`` or ``cuda``.
-            stored: How main parameters are kept that are no FP32 tensors.
+            stored: Format of main parameters that are no FP32 tensors.
         """
         split, copied, tied = ([torch.empty(numel, device="meta")] if numel else [] for numel in owned)
         state = OuterState(
@@ -154,7 +154,7 @@ class Takes:
         return cls.of(config, [state], device_type)
 
     def lines(self, config: PierConfig, device_type: str) -> list[str]:
-        """What start-up, doctor and plan print."""
+        """Lines of start-up, doctor and plan."""
         synchronous = round(8 * self.parameters * (config.groups - 1) / config.groups)
         sites = "" if self.between_sites is None else f", {self.between_sites / 1e6:,.2f} MB of them to other sites"
         memory = "device memory" if device_type == "cuda" else "memory"
@@ -185,13 +185,13 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     Args:
         config: Settings of the run.
         topology: Places of its ranks.
-        who: Lines on the groups and who speaks for them.
+        who: Lines on the groups and their logs.
         taken: Lines of :class:`Takes`.
         device_type: Device of the run, ``cpu`` or ``cuda``.
     """
     ranks = len(topology.members(0))
     options = [
-        f"overlapped over {config.overlap} iterations" if config.overlap else "waited for",
+        f"overlapped over {config.overlap} iterations" if config.overlap else "blocking",
         f"between {config.subgroup} groups, drawn at random for each outer step" if not config.has_common_anchor else "",
         "slow weights in FP32" if config.pulls else "",
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
@@ -210,7 +210,6 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
         *schedule(config),
         *taken,
         *([copying] if config.overlap and config.offload else ()),
-        f"momentum horizon H / (1 - mu) / T: {config.momentum_horizon():.2%} of the run; start-up warns where it may overshoot",
     ]
 
 

@@ -150,20 +150,20 @@ def with_outer_loop(
 def _logged(config: PierConfig) -> list[str]:
     if config.groups == 1:
         return []
-    means = "the means over all groups" if config.sites is None else "the means over one group of each site"
+    means = "means over all groups" if config.sites is None else "means over one group of each site"
     alone = config.lighthouse is not None or not config.has_common_anchor
-    said = "those of this group too" if alone else means
-    return [f"in the local phase Megatron logs losses and norms of one group, and the line of an outer step {said}"]
+    logged = "those of this group" if alone else means
+    return [f"Megatron logs losses and norms of one group in the local phase; outer-step lines log {logged}"]
 
 
 def _at_a_signal(args: argparse.Namespace) -> str:
     if args.exit_signal_handler:
         name = signal.Signals(getattr(args, "exit_signal", signal.SIGTERM)).name
-        others = "" if name == "SIGINT" else "; Ctrl-C loses what was not saved (--exit-signal SIGINT saves at it)"
+        others = "" if name == "SIGINT" else "; Ctrl-C loses unsaved work (--exit-signal SIGINT saves at Ctrl-C)"
         return f"--exit-signal-handler: at {name} the job saves and ends with the next outer step{others}"
     return (
-        "Ctrl-C and SIGTERM lose what was not saved. With --exit-signal-handler the job saves and ends with the next outer "
-        "step at SIGTERM, or at the signal of --exit-signal (SIGINT: Ctrl-C)"
+        "Ctrl-C and SIGTERM lose unsaved work. With --exit-signal-handler the job saves and ends with the next outer "
+        "step at SIGTERM, or at --exit-signal (SIGINT: Ctrl-C)"
     )
 
 

@@ -1,4 +1,4 @@
-"""A function that is put around one of Megatron's: what it says of itself, and how many of them are installed together."""
+"""Seams: functions that wrap one of Megatron's, their descriptions, and their installation together."""
 
 import argparse
 import dataclasses
@@ -60,7 +60,7 @@ class Seam:
         return False
 
     def original(self) -> Callable[..., object]:
-        """Returns the function that is there.
+        """Returns the present function.
 
         Raises:
             UnsupportedMegatronError: If there is none.

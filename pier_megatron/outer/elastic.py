@@ -2,7 +2,7 @@
 
 An outer step is applied only when every rank of every island has all that it needs. Until then nothing has changed, so a failed
 step is simply retried. An island that joins takes over the anchor and the momentum from another island,
-sends nothing, and comes to the same new anchor by the same update.
+sends nothing, and computes the same new anchor by the same update.
 """
 
 import collections
@@ -33,10 +33,10 @@ class LeftBehindError(RuntimeError):
 
 
 class Quorums(Protocol):
-    """Who is there; see :class:`pier_megatron.exchange.membership.Membership`."""
+    """Quorums of islands; see :class:`pier_megatron.exchange.membership.Membership`."""
 
     def meet(self, within: datetime.timedelta) -> GroupExchange:
-        """Waits until the islands that are there have formed a quorum."""
+        """Waits until the running islands have formed a quorum."""
 
     def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
         """Returns what has come of a quorum on all ranks."""
@@ -47,9 +47,9 @@ class ElasticMembership:
     """The islands that a group is one of.
 
     Attributes:
-        quorums: Quorums of the islands that are there.
-        own: Index of this one among all that may be there.
-        wait_seconds: How long it tries to come together with enough others.
+        quorums: Quorums of the running islands.
+        own: Index of this island among all possible ones.
+        wait_seconds: Seconds that it tries to form a quorum.
     """
 
     quorums: Quorums
@@ -62,8 +62,8 @@ class _Formed:
     """What has come of a quorum.
 
     Attributes:
-        iteration: Iteration of those who were there before; this island continues from it.
-        has_joined: Whether this island was not, and holds the anchor and the momentum of the others now.
+        iteration: Iteration agreed by the quorum; this island continues from it.
+        has_joined: Whether this island is new in it, and now holds the anchor and the momentum of the others.
         last_common_step: Iteration of the last outer step of all, this one included.
         round: Outer step that still needs :meth:`OuterRound.finish`; None if none was due.
         restarted: Islands that go back to the anchor with moments of another one, by their index in the quorum.
@@ -78,21 +78,21 @@ class _Formed:
     refusal: LeftBehindError | None = None
 
 
-# What each island says of itself in a quorum.
+# Standing of an island, which it sends to its quorum.
 _ISLAND, _SYNCED, _ITERATION, _IS_DUE, _CHECKSUM, _TRAINED, _IS_NEW = range(7)
 Standing = Sequence[int]
 
 # Standing of an island that has dropped its own anchor and does not hold that of the others yet.
 _NOWHERE = -1
 
-# Time to come together after the last failure.
+# Time to form a quorum after the last failure.
 _LEAST_SECONDS = 1.0
 
 _TO_REJOIN = "What it learned since is lost; start it again, for example by torchrun --max-restarts, and it joins the others."
 
 
 class ElasticParticipants(Participants):
-    """The islands that are there take part, and agree after the outer step."""
+    """The running islands take part, and agree after the outer step."""
 
     def __init__(
         self, config: PierConfig, share: Share, alone: GroupExchange, islands: ElasticMembership, weights: Weights
@@ -113,7 +113,7 @@ class ElasticParticipants(Participants):
         self._attempted: OuterRound | None = None
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
-        """Meets the islands that are there, and takes over from them what this one does not have.
+        """Meets the running islands, and receives from them what this one does not have.
 
         Args:
             progress: Progress of this island; that of the others, if it joins them.
@@ -160,7 +160,7 @@ class ElasticParticipants(Participants):
         while True:
             exchange, formed, refusal = None, None, None
             # What the ranks of the island find out together comes first. From here on one of them may fail alone, and would not
-            # come to a collective that the others wait in.
+            # join a collective in which the others wait.
             own = self._standing(progress, fragments)
             try:
                 within = max(deadline - time.monotonic(), _LEAST_SECONDS)
@@ -184,7 +184,7 @@ class ElasticParticipants(Participants):
                 self._is_new, self._has_own_anchor = False, True
                 return formed
             if of_rank == Outcome.SUCCEEDED:
-                print(f" Pier: {where}: not every rank of every island has all of it; tries again", flush=True)
+                print(f" Pier: {where}: a rank did not receive all of it; retrying with the survivors", flush=True)
             if outcome == Outcome.REFUSED:
                 assert refusal is not None
                 raise refusal
@@ -199,14 +199,14 @@ class ElasticParticipants(Participants):
             here, source = exchange.rank in present, standings[present[0]]
             refusals = refusals_of(standings, present)
             behind = {rank: error for rank, error in refusals.items() if isinstance(error, LeftBehindError)}
-            # Those left behind come to this step's collectives before they end, so that it costs the others no attempt. But the
+            # Islands left behind join this step's collectives before they end, so that it costs the others no attempt. But the
             # lighthouse counted them, and the others alone may be too few.
             if source[_SYNCED] == _NOWHERE or 2 * (exchange.size - len(behind)) <= self._config.groups:
                 behind = {}
             if exchange.rank in refusals.keys() - behind.keys():
                 raise refusals[exchange.rank]
             if refusals.keys() - behind.keys():
-                # Not to wait for them in a collective that they do not come to.
+                # They do not join the next collective, so no rank may wait for them there.
                 raise RuntimeError(f"islands end: {[standings[rank][_ISLAND] for rank in refusals]}")
             absent = sorted({*range(exchange.size)} - {*present} - {*behind})
             if absent:
@@ -229,7 +229,7 @@ class ElasticParticipants(Participants):
     def _standing(self, progress: Progress, fragments: Sequence[int]) -> Tensor:
         # After a quorum that failed, what it handed over may still be on its way to the host.
         [checksum] = self._share.checksums((ANCHOR,))
-        # Of the whole island, so that all its ranks judge alike.
+        # Sums over the whole island, so that all its ranks judge alike.
         sums = torch.stack([checksum, torch.full_like(checksum, not self._has_own_anchor)])
         checksum_of_all, without_own_anchor = self._share.over_group(sums).tolist()
         place = [_NOWHERE, _NOWHERE] if without_own_anchor else [progress.last_common_step, progress.iteration]
@@ -238,7 +238,7 @@ class ElasticParticipants(Participants):
 
 
 def _how_far(standing: Standing) -> tuple[int, ...]:
-    # Whose anchor is newest comes first: a step that is due on an older one would take the others back to it.
+    # The newest anchor comes first: a step on an older one would take the others back to it.
     return standing[_SYNCED], standing[_IS_DUE], standing[_ITERATION]
 
 

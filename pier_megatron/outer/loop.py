@@ -194,7 +194,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def join(self) -> None:
-        """Meets the islands that are there, before the first iteration; takes over from them what it does not have.
+        """Meets the running islands before the first iteration; receives from them what it does not have.
 
         An outer step that this island was due to take when it was saved, and could not for lack of others, is taken first.
 
@@ -210,7 +210,7 @@ class OuterLoop:
         self.end_iteration(has_trained=False)
 
     def reset(self, iteration: int | None = None) -> None:
-        """Takes the present parameters, which all groups share, for the anchor, and sets all else that lasts to zero.
+        """Takes the present parameters, which all groups share, for the anchor, and sets all other lasting state to zero.
 
         Outer steps that are under way are not applied. Called by all ranks of all groups.
 

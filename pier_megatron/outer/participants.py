@@ -1,4 +1,4 @@
-"""Who takes part in an outer step: all groups, a few that are drawn for it, or sites.
+"""Participants of an outer step: all groups, a few that are drawn for it, or sites.
 
 Elastic islands are in :mod:`pier_megatron.outer.elastic`.
 """
@@ -24,7 +24,7 @@ from pier_megatron.outer.weights import Weights
 
 
 class Participants:
-    """Takes outer steps with those who take part in them: all groups, a few that are drawn for each, or all sites.
+    """Takes outer steps with their participants: all groups, a few that are drawn for each, or all sites.
 
     A site takes part with the mean of its groups, which average more often among themselves. A group that is not finite is
     excluded from the average of its site and takes that for its parameters, with the moments of a group that counts. A site of

@@ -12,10 +12,10 @@ from pier_megatron.outer.share import Share
 
 
 def rehearse(config: PierConfig, share: Share, participants: Participants) -> None:
-    """Takes the work buffers, then sums and gathers zeros with all who will meet; called by all ranks of all groups.
+    """Takes the work buffers, then sums and gathers zeros with all participants; called by all ranks of all groups.
 
-    Each sum is as long as the longest chunk of its kind. Elastic islands rehearse alone: who else is there is known only when
-    they meet.
+    Each sum is as long as the longest chunk of its kind. Elastic islands rehearse alone: a quorum
+    names the others only when they meet.
 
     Args:
         config: Settings of the run.

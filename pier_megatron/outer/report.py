@@ -46,13 +46,13 @@ class OuterStepReport:
         loss_min: Smallest of these losses.
         loss_max: Largest of these losses.
         grad_norm: Mean over the groups of their gradient norm since then; None if there is none.
-        seconds: Time that training stood still for it, the wait for the slowest group included; on a GPU that of its stream.
-        not_finite: Groups that were excluded because their parameters were not finite.
-        spread: Standard deviation over the groups that met of what they hold for a parameter, root mean square over the
-            parameters: of the weights that they met with, or of their slow weights if those are exchanged. None for one group;
-            where pseudo-gradients alone cross between groups with anchors of their own; and where it is measured by the own
-            group alone and that does not count: it is excluded, or an island that has just joined.
-        restarted: Those of them that were restarted from the anchor; the others had been already, since the step began.
+        seconds: Time that training stood still, the wait for the slowest group included; on a GPU the time of its stream.
+        not_finite: Groups excluded because their parameters were not finite.
+        spread: Standard deviation of a parameter over the participants, root mean square over the parameters. It is measured on
+            the weights before the outer step, or on slow weights if those are exchanged. None for one group, for
+            pseudo-gradients alone between groups with separate anchors, and for a group that measures alone and is excluded
+            or an island that has just joined.
+        restarted: Excluded groups that this step restarted from the anchor; the others had been restarted since it began.
     """
 
     iteration: int

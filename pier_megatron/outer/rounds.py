@@ -23,10 +23,10 @@ CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
 """Behind the products: bits of a part of the new anchor; squares of the distance of the own weights to the mean of those that
 met, where their rule lets groups have weights of their own; numbers that were summed up."""
 
-# Each round compares the groups' anchors in one of so many parts of what it has changed.
+# Each round compares the groups' anchors in one of this many parts of what it has changed.
 _PARTS_TO_COMPARE = 16
 
-# Sums of so many of these numbers are exact in float64, as many as ranks can share a model.
+# Sums of these numbers over all ranks of a model are exact in float64.
 _CHECKSUMS_BELOW = 2**31
 
 
@@ -205,7 +205,7 @@ class OuterRound:
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.
 
-        The parameters become the new common point plus the way they have gone meanwhile, as in the delayed outer step of
+        The parameters become the new common point plus their progress since the start of the step: the delayed outer step of
         "Eager Updates for Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
         """
         self.arrive()

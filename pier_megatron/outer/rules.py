@@ -96,7 +96,7 @@ class Nesterov(OuterRule):
         """Takes the step; see :meth:`OuterRule.update`."""
         delta, anchor, momentum = staged.shared, staged.anchor, staged.momentum
         torch.add(delta, momentum, alpha=self.mu, out=momentum)
-        if self.eta == 0:  # As in the momentum warmup: two passes over the anchor would add zeros.
+        if self.eta == 0:  # In the momentum warmup two passes over the anchor would add zeros.
             return
         if is_alone:
             # A single group knows the mean of the parameters exactly. anchor - (anchor - parameters) loses its last bits,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class Progress:
-    """Where a group stands in its run.
+    """Progress of a group in its run.
 
     Attributes:
         iteration: The iteration under way, 1-based; between iterations, the last one completed.

@@ -25,7 +25,7 @@ class OuterSteps:
     """Takes outer steps when they are due, and holds those that are under way.
 
     Attributes:
-        participants: Strategy by which groups come together.
+        participants: Strategy that chooses the participants.
         rounds: Outer steps whose exchange is hidden behind the present iterations, oldest first.
     """
 

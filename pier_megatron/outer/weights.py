@@ -13,7 +13,7 @@ from pier_megatron.outer.state import ANCHOR
 
 
 class Weights:
-    """The parameters, between the inner optimizer that trains them and the outer state that they come back to."""
+    """The parameters: the inner optimizer trains them, and the outer state resets them."""
 
     def __init__(self, share: Share, exchange: GroupExchange, on_change: Callable[[], None]) -> None:
         """Begins with parameters that the model knows.

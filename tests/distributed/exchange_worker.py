@@ -34,7 +34,7 @@ def vector(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def sums(codec: str, exactly: bool = False) -> dict[str, object]:
-    """One sum: its value here, the bytes that were counted and those that were put in."""
+    """One sum: its value here, its counted bytes and its bytes on the wire."""
     exchange = GroupExchange(dist.group.WORLD, CODECS[codec])
     result = vector(exchange.rank)
     with CollectiveCensus() as census:

@@ -28,7 +28,7 @@ _MODEL = (
 ).split()
 
 
-# Of one launch, in seconds.
+# Limit of one launch, in seconds.
 _TIMEOUT = 600
 
 

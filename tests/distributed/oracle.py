@@ -83,7 +83,7 @@ def check_golden(name: str, run: Recorded, argv: str) -> None:
 
 def _samples_of_group(recorded: Recorded, group: int, count: int | None) -> dict[int, list[tuple[Tensor, Tensor]]]:
     """Micro-batches by iteration, those of each data-parallel rank of the group once; if asked, ``count`` in a step."""
-    # Of a pipeline the first rank: it takes micro-batches in the order of the data, whatever their routes.
+    # The first rank of a pipeline takes micro-batches in the order of the data, whatever their routes.
     in_reverse = reversed(recorded.of_group(group))
     found = {rank["data_parallel_rank"]: rank["samples"] for rank in in_reverse if "samples" in rank}
     ranks = dict(sorted(found.items()))

@@ -22,9 +22,9 @@ def traced(recorder: Any) -> Iterator[None]:
     """Records by iteration, for the probe ``pipeline``: ``order``, ``layers``, ``held``, ``evaluated`` and ``visits``.
 
     ``order`` has ``F1.2`` for the forward pass of micro-batch 2 through virtual stage 1, ``B1.2`` for the backward one, ``R1``
-    for the start of the reduction of its gradients and ``E1.2`` for a pass without gradients; ``layers`` has the same of layers
-    in training, counted from 0 in a stage, a reduction named after the first layer in its bucket, or ``-`` without; ``held``
-    the most outputs of forward passes at once that had not been through the backward pass; ``evaluated`` the losses of
+    for the start of the reduction of its gradients and ``E1.2`` for a pass without gradients; ``layers`` has these letters for
+    layers in training, counted from 0 in a stage, a reduction named after the first layer in its bucket, or ``-`` without;
+    ``held`` the most outputs of forward passes at once that had not been through the backward pass; ``evaluated`` the losses of
     evaluations; ``visits`` how often a micro-batch of training has run a layer, by both.
     """
     if "pipeline" not in recorder.probes:

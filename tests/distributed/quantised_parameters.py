@@ -116,7 +116,7 @@ class QuantizedTensor(torch.Tensor):
         made.columnwise = self.columnwise
         return made
 
-    # As with Transformer Engine's: another tensor over the same codes.
+    # Another tensor over the same codes, like Transformer Engine's.
     data = property(lambda self: self._alias(self.shape))  # type: ignore[assignment]
 
     def untyped_storage(self) -> Any:

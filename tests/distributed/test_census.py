@@ -1,4 +1,4 @@
-"""The census of collectives, in real processes on gloo: who takes part and what they put in."""
+"""The census of collectives, in real processes on gloo: participants and their bytes."""
 
 import sys
 from pathlib import Path

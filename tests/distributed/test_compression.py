@@ -216,7 +216,7 @@ def test_bytes_on_the_wire_are_what_is_said(runs: dict[str, Recorded]) -> None:
         assert (activations, codec) == (pytest.approx(sent["send"] / 1e6, abs=1e-3), "bf16")
         assert activations == pytest.approx(uncompressed / 2, abs=1e-3)
         gradients, codec, uncompressed = line["dp"]
-        # Of two parts one stays here.
+        # One of two parts stays here.
         assert (gradients, codec) == (pytest.approx(sent["alltoall_base_"] / 2 / 1e6, abs=1e-3), "int8")
         # The parameters of this model are hardly longer than a block, which each of them fills up.
         assert gradients < 0.3 * uncompressed
@@ -236,12 +236,12 @@ def test_both_halves_of_an_all_reduce_are_hidden(runs: dict[str, Recorded]) -> N
     # In the first iteration Megatron does not know yet when gradients are complete, and nobody looks on at the last.
     names = [found.name for found in runs["halves"].ranks[0]["census"][2]]
     halves = "".join({"alltoall_base_": "1", "_allgather_base_": "2"}.get(name, "") for name in names)
-    # Of one bucket the second half begins when the first half of the next one has begun.
+    # The second half of a bucket begins after the first half of the next one has begun.
     assert re.fullmatch("1(12){3,}2", halves)
 
 
 def test_what_was_dropped_in_the_lazy_start_stays_there(runs: dict[str, Recorded]) -> None:
-    # As it does where a run saves.
+    # A save has the same effect.
     switching, saved = runs["switching"], runs["switching, saved"]
     assert switching.losses == saved.losses
     for rank, expected in zip(switching.ranks, saved.ranks, strict=True):

@@ -204,7 +204,7 @@ def test_groups_meet_though_one_skipped_its_step(runs: dict[str, Recorded]) -> N
 
 def test_each_group_logs_its_own_loss_and_outer_steps_the_mean_over_the_groups(runs: dict[str, Recorded]) -> None:
     run = runs["logged"]
-    # The group that prints is the one that skips.
+    # The printing group skips iterations.
     last_stages = [run.of_group(group)[-1] for group in (0, 1)]
     assert last_stages[1] is run.ranks[-1]
     assert [t for t, skip in last_stages[1]["skipped"].items() if skip] == [1, 2]

@@ -22,7 +22,7 @@ _BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 5000 "
 _TP2, _PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 _AT_THE_END = " --save-interval 12"
 _FROM_TP2 = "--load {directory}/tp --ckpt-step "
-# As far as two tensor-parallel ranks pad the vocabulary: what is padded takes part in the loss.
+# Padding of two tensor-parallel ranks: the padded vocabulary takes part in the loss.
 _PADDED = "--make-vocab-size-divisible-by 32 "
 # The first stage has no experts, so its ranks have one optimizer, those of the second have two.
 _MOE = (

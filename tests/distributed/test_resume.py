@@ -11,7 +11,7 @@ from megatron.core import dist_checkpointing
 pytestmark = pytest.mark.processes
 
 _PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 6 "
-# As often as it can be, and with most of what is sent still in the residuals.
+# Exchanges are always in flight, and residuals hold most of the pseudo-gradients.
 _HIDDEN = "--pier-overlap 3 --pier-exchange-dtype int1 --pier-offload "
 _FP16 = "--fp16 --initial-loss-scale 1024 "
 _PROBES = ["main", "outer"]

@@ -13,7 +13,7 @@ _train_step = training.train_step
 def _failing(*args: Any, **kwargs: Any) -> Any:
     folder = None if get_args().save is None else Path(get_args().save).parent
     if kwargs["iteration"] == 3 and folder is not None and folder.name == "code" and not (folder / "has_failed").exists():
-        # Of two pipeline stages, either may come here first.
+        # Either of two pipeline stages may come here first.
         (folder / "is_failing").touch()
         raise ValueError("a planted failure")
     return _train_step(*args, **kwargs)

@@ -112,7 +112,7 @@ _REFUSED = {
     f"{_PIER} --hybrid-context-parallel": ["--hybrid-context-parallel", "across groups"],
     f"{_PIER} --cuda-graph-impl local --cuda-graph-scope full_iteration": ["full iteration", "Capture layers"],
     f"{_PIER} --save-wgrads-interval 10": ["--save-wgrads-interval", "one optimizer instance"],
-    # All that is wrong is said at once.
+    # One refusal lists all mistakes.
     f"{_PIER} --use-megatron-fsdp --override-ckpt-iteration 0 --timing-log-level 1 --pier-overlap 60": [
         "--use-megatron-fsdp",
         "--override-ckpt-iteration 0",

@@ -120,7 +120,7 @@ def test_killed_and_started_again(folder: Path, whole: str) -> None:
     assert not shards.exists()
 
 
-# Flags, and what must be said of them: which flag, which values, what to do.
+# Flags, and words of their refusal: which flag, which values, what to do.
 _REFUSED = {
     "--files {folder}/empty": ["--files", "/empty: no .txt", "file there"],
     "--files {folder}/text.jsonl {folder}/three.parquet": ["json, parquet files together", "Give files of one kind"],

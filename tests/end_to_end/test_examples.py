@@ -63,7 +63,7 @@ def command(folder: Path, *words: str, **variables: str) -> list[str]:
 
 def check(commands: dict[str, list[str]], megatron: Path | None = None) -> None:
     path = os.pathsep.join(str(folder) for folder in (megatron, REPOSITORY) if folder)
-    # As train.sh, which sets it for doctor and job.
+    # train.sh sets it for doctor and job.
     run = pier_megatron(PYTHONPATH=path, CUDA_DEVICE_MAX_CONNECTIONS="1")
     for model, words in commands.items():
         examined, planned = (run(f"{tool} {shlex.join(words)}") for tool in ("doctor", "plan --cluster perlmutter --json"))
@@ -126,7 +126,7 @@ def test_slurm_starts_the_same_run(folder: Path) -> None:
     assert queued.stdout == by_hand.stdout, queued.stderr
 
 
-# Variables or words, and what must be said of them.
+# Variables or words, and the words of their refusal.
 _REFUSED = {
     "no model": ([], {}, "MODEL '': there is no"),
     "another model": (["huge"], {}, "Give one of: 7b medium small xl"),

@@ -49,7 +49,7 @@ _PIER = (
     "--overlap-grad-reduce --overlap-param-gather"
 )
 _TEXTS = {"licence": REPOSITORY / "LICENSE", "code": REPOSITORY / "tests" / "distributed" / "muon_reference.py"}
-# Of the small size, which is that of all trainings that are launched so.
+# Trainings launched here have the small size.
 _SEED = Run("seed", "--train-iters 2 --global-batch-size 16 --save {directory}/seed --save-interval 2")
 
 
@@ -277,7 +277,7 @@ def test_exported_mixture_is_the_one_that_was_mixed(
 def test_table_has_every_model(ensemble: Ensemble) -> None:
     for name in ("seed/small", "MHe-IHo/licence", "MHe-IHo/code", "MHe-IHo, uniform prior", "MHe-IHo, cached prior"):
         assert re.search(rf"^{name} +\d+\.\d{{4}}[ *] +\d+\.\d{{4}}[ *]$", ensemble.mixed, re.MULTILINE)
-    # As low as the lowest, where two are equal to all digits shown.
+    # Several are starred where the lowest agree to all digits shown.
     assert ensemble.mixed.count("*") >= len(_TEXTS)
     assert (ensemble.folder / "mixture.png").stat().st_size > 1000
 

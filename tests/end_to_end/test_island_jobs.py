@@ -39,7 +39,7 @@ class Island(Job):
 
 @contextlib.contextmanager
 def lighthouse(least: int) -> Iterator[str]:
-    """Where it is; it waits for so many islands."""
+    """Its address; the lighthouse waits for ``islands``."""
     command = [
         sys.executable,
         "-m",

@@ -78,7 +78,7 @@ def test_verdict_is_gated_on_memory(job: str) -> None:
     assert found, verdict
     assert list(rows(said)) == ["synchronous", "this job", f"with {found[1]}"]
     assert rows(said)["this job"][-3:] == ["does", "not", "fit"]
-    # With the remedy the same job fits, and is as fast as was said.
+    # With the remedy the same job fits, and is as fast as predicted.
     changed = json.loads(plan("--cluster perlmutter --json", f"{job} {found[1]}").out)
     assert changed["fits"]
     assert f"{changed['memory needed'] / 1e9:.1f}" == found[2]

@@ -1,7 +1,7 @@
 """Elastic islands without Megatron: a real lighthouse, real processes, and a simulation that predicts their membership.
 
 Each island is a process that stands for its launcher, with a rank for each part of the model below it. Each rank writes down
-every outer step: who met, what they said of themselves, and the anchor that came of it.
+every outer step: participants, their descriptions, and the new anchor.
 """
 
 import contextlib
@@ -83,12 +83,12 @@ class Plan:
         wait_seconds: How long it waits for enough others.
         timeout: Seconds that a collective may take.
         dies_after: Outer steps after which it kills itself in the middle of the next one.
-        halts_after: Numbers of outer steps after which it stands still in the middle of the next one, until it is woken.
-        halts_connecting: Whether it stands still when it connects with the others for the first time, until it is woken.
+        halts_after: Numbers of outer steps after which it stops in the middle of the next one, until it is woken.
+        halts_connecting: Whether it stops when it connects with the others for the first time, until it is woken.
         bad_at: Iteration in which its first rank's parameters become nan.
         rests_after: Iterations of an interval after which it rests.
         seed: Seed of its parameters.
-        layout: What it says of itself to the others.
+        layout: Its description for the others.
         fails_alone_in: Its meeting, from 1, in which its first rank fails and the others do not.
         skips: Iterations that nobody trains.
         loads: Iteration of the save of an island of its number that it starts from.
@@ -163,7 +163,7 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
     """What the outer steps that were written down have to come to.
 
     Args:
-        steps: One of each iteration, in order; of each, who met, who counted, and ``by`` its number each island that took part.
+        steps: Outer steps in order: participants, contributing islands, and each island ``by`` its number.
         parts: Ranks of an island.
 
     Returns:
@@ -175,7 +175,7 @@ def simulate(steps: Sequence[Step], parts: int = PARTS) -> dict[int, Tensor]:
         momentum, before, found = torch.zeros_like(anchor), 0, {}
         models: dict[int, Model] = {}
         started: dict[int, Island] = {}
-        # As they were saved, by island and iteration; and the last outer step of each island.
+        # Saved moments, by island and iteration; and the last outer step of each island.
         moments: dict[tuple[int, int], list[Tensor]] = {}
         last: dict[int, int] = {}
         for step in steps:
@@ -280,7 +280,7 @@ def _fail_in(number: int, meet: Callable[..., GroupExchange]) -> Callable[..., G
     return meet_or_fail
 
 
-# Of classic BPF: return 0, no byte of the packet is kept.
+# Classic BPF: return 0, no byte of the packet is kept.
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 _SO_ATTACH_FILTER = 26
 
@@ -340,7 +340,7 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     memberships._CONNECT = datetime.timedelta(seconds=PATIENCE)
     timeout = datetime.timedelta(seconds=plan.timeout)
     run = {"--tensor-model-parallel-size": plan.layout}
-    # As of nodes that were each given an address of their own; on this machine all of them are there.
+    # Each node has a separate address; on this machine all loopback addresses exist.
     address, secret = f"127.0.0.{1 + part}", str(diary.folder / plan.secret)
     membership = memberships.Membership(plan.index, url, address, world, config.codec, timeout, run, plan.islands, secret)
     _break_on_demand()
@@ -448,7 +448,7 @@ def _launch(plan: Plan, url: str, folder: Path, name: str) -> None:
         process.start()
     while left := [process for process in started if process.exitcode is None]:
         multiprocessing.connection.wait([process.sentinel for process in left])
-        # As torchrun does. A rank that says how it ends lets the others say so too.
+        # Like torchrun. A rank that reports its end lets the others report too.
         if any((process.exitcode or 0) < 0 for process in started):
             for process in started:
                 process.kill()
@@ -558,7 +558,7 @@ class Island:
 
     @property
     def is_halted(self) -> bool:
-        """Whether it stands still."""
+        """Whether it is stopped."""
         return psutil.Process(self.session).status() == psutil.STATUS_STOPPED
 
     def send_to_rank(self, part: int, number: int) -> None:

@@ -1,9 +1,9 @@
 """Torture of elastic islands: they are killed, paused, broken and cut off at random, and so is their lighthouse.
 
-``make torture``, or ``python tests/loop/islands_torture.py [--events N] [--seed S]``. Whatever happens, those who are left
+``make torture``, or ``python tests/loop/islands_torture.py [--events N] [--seed S]``. After every event the survivors
 continue within the time-outs, all hold the same anchors, and these are those of a simulation with the same membership. The
-events are drawn before anything happens. If they bring something to light, they are made fewer until each of them is needed;
-``--replay`` takes what is printed then.
+events are drawn before anything happens. If they fail, events are removed until each of them is needed; ``--replay``
+takes what is printed then.
 """
 
 import argparse
@@ -150,11 +150,11 @@ class _Torture:
             self._live[index] = self._sea.start(Plan(index, loads=self._older_save(event, index) if older else iteration))
 
     def pause(self, event: Event) -> None:
-        """An island stands still for less than a time-out."""
+        """An island is stopped for less than a time-out."""
         self._stop([self._victim(event)], HEARTBEAT_TIMEOUT / 2)
 
     def sleep(self, event: Event) -> None:
-        """An island stands still for longer than the others wait."""
+        """An island is stopped for longer than the others wait."""
         self._stop([self._victim(event)], HEARTBEAT_TIMEOUT + ISLAND_TIMEOUT + 1)
 
     def hold(self, event: Event) -> None:
@@ -166,7 +166,7 @@ class _Torture:
         self._victim(event).send_to_rank(int(PARTS * event.amount), sea_of.HANG)
 
     def fail_in_a_thread(self, event: Event) -> None:
-        """A thread of a rank ends with an exception, which is nobody's business."""
+        """A thread of a rank ends with an exception, which has no effect on the run."""
         self._victim(event).send_to_rank(int(PARTS * event.amount), sea_of.FAIL_IN_A_THREAD)
 
     def cut_one_way(self, event: Event) -> None:

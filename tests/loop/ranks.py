@@ -42,7 +42,7 @@ SPLIT, COPIED = [(7,), (3, 5), (11, 2)], [(5,), (4, 2)]
 # Chunks far shorter than a user's, so that there are many and they cut tensors.
 CHUNK_NUMEL = 16
 
-# As where memory is counted, and all that is not chunks shall not count.
+# For counts of memory, in which only chunks matter.
 LONG_CHUNK_NUMEL = 2**16
 
 
@@ -180,7 +180,7 @@ def _refuse_new_buffers(names: Sequence[str], **place: Any) -> Any:
 
 
 class Rank:
-    """One rank of a run, which does in each iteration what it is told."""
+    """One rank of a run, which executes its commands in each iteration."""
 
     def __init__(self, settings: Settings, communicators: "Communicators") -> None:
         self._settings, self._communicators = settings, communicators

@@ -1,4 +1,4 @@
-"""Who reaches the lighthouse and the islands, and has heard all that they said, but does not have their secret."""
+"""A stranger that reaches the lighthouse and the islands, and has heard all their messages, but lacks their secret."""
 
 import contextlib
 import datetime
@@ -86,7 +86,7 @@ class Stranger:
                 return
             # An asker ends it when it has heard enough.
             with asker, contextlib.suppress(OSError, EOFError):
-                # It may be asked before it knows whom to ask.
+                # It may be asked before it knows the others.
                 self._has_others.wait(2)
                 if self._passes_on:
                     self._relay(asker)

@@ -28,7 +28,7 @@ def test_an_island_of_another_seed_is_refused(sea: Archipelago) -> None:
 @of_three
 def test_an_island_of_another_run_is_refused_before_anything_is_exchanged(sea: Archipelago) -> None:
     refusal = "PierConfigError: --pier-island {} is of another run than the other islands: --tensor-model-parallel-size {}"
-    # At the start most are right; later, those who have met before, however many come.
+    # At the start most are right; later the islands that have met before are, however many others arrive.
     first, second, other = [sea.start(Plan(index, layout=PARTS + (index == 2))) for index in range(3)]
     ends = other.wait(60)
     assert len(ends) == PARTS

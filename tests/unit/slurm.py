@@ -1,6 +1,6 @@
 """Slurm's commands on one machine, as far as a job of an expert needs them: what it does depends on the name it is called by.
 
-Nodes are numbers, and a queue is a folder, ``$QUEUE``. ``torchrun`` stands in for a training: it says what it was told, insists
+Nodes are numbers, and a queue is a folder, ``$QUEUE``. ``torchrun`` stands in for a training: it prints its arguments, insists
 on having its checkpoints for itself, does not end while its queue has a file ``hold``, and fails where its queue has a file
 ``fail-NAME``, NAME being that of the expert's folder.
 """
@@ -29,7 +29,7 @@ def sbatch(script: str) -> int:
     words: list[str] = []
     for line in Path(script).read_text().splitlines():
         if not line.startswith("#"):
-            # As the manual has it: nothing below the first command is read.
+            # By the manual, nothing below the first command is read.
             break
         if line.startswith("#SBATCH "):
             words += shlex.split(line)[1:]

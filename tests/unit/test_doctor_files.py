@@ -18,7 +18,7 @@ def look(arguments: str) -> Findings:
 
 def test_folders_that_may_not_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert look(f"--save {tmp_path}").verdict == look(f"--save {tmp_path / 'new'} --load {tmp_path / 'new'}").verdict == "OK"
-    # As for a user who is not root, whom nothing stops.
+    # root may write everywhere; other users may not.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert look(f"--save {tmp_path}").errors == [f"--save {tmp_path}: cannot be written to. Give another folder."]
     [error] = look(f"--save {tmp_path / 'new'}").errors

@@ -30,7 +30,7 @@ from pier_megatron.integration.checkpoint.stored_model import StoredModel
 pytestmark = pytest.mark.slow
 
 _OPERATIONS = {"small": 3.1e12, "medium": 5.3e12, "large": 9.7e12}
-# Of seed models: as large as 900 iterations of each size.
+# Operations of seed models: 900 iterations of each size.
 _SEEDS = {name: 900 * of_one for name, of_one in _OPERATIONS.items()}
 _MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -367,7 +367,7 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
 ) -> None:
     model = Model(tuple(f"{_MODEL} --overlap-grad-reduce --overlap-param-gather".split()), None, 1, 4)
     check_scoring(read(content), "small", model)
-    # As if nobody had thought of that flag.
+    # The list of flags lacks that flag.
     monkeypatch.setattr("pier_megatron.experiments.experts.scoring_arguments._OF_TRAINING", ("--pier-",))
     with pytest.raises(PierConfigError, match=r"scoring experts of size small: .* --overlap-param-gather only supported with"):
         check_scoring(read(content), "small", model)

@@ -35,7 +35,7 @@ def test_draws_groups_and_nodes() -> None:
 
 
 def test_ranks_of_a_node_are_counted_by_its_name_whatever_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As srun starts them: torchrun's variable is missing, or left over from elsewhere.
+    # Under srun, torchrun's variable is missing or stale.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     scattered = Topology(
         [Rank(rank, f"node {rank % 3}", f"node {rank % 3}", group=0, tensor_parallel=rank, peers=rank) for rank in range(8)]

@@ -39,7 +39,7 @@ def test_command_is_read(command: str) -> None:
         ("-N 4", {}, (4, 1)),
         ("", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (4, 4)),
         ("", {"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}, (4, 8)),
-        # What srun is told wins over the allocation.
+        # Arguments of srun win over the allocation.
         ("-N 2 --ntasks-per-node 4", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (2, 4)),
         ("-n 4", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (4, 1)),
     ],

@@ -22,7 +22,7 @@ def through(codec: str, buffer: torch.Tensor, parts: int, parameters: list[tuple
     return arrived
 
 
-# Of several parameters, some of them cut by the end of a part, with room between them and behind them.
+# Several parameters, some cut by the end of a part, with room between them and behind them.
 _PARAMETERS = [(0, 96), (96, 500), (512, 1024), (1024, 1025), (1088, 1500)]
 
 

@@ -18,7 +18,7 @@ _ISLANDS = 100
 
 @contextlib.contextmanager
 def lighthouse(soft: int, hard: int) -> Iterator[subprocess.Popen[str]]:
-    """A lighthouse that may open so many files."""
+    """A lighthouse with limits on open files."""
     # Not between fork and exec of this process, whose other threads may hold locks.
     limited = f'ulimit -S -n {soft} && ulimit -H -n {hard} && exec "$@"'
     command = [sys.executable, "-m", "pier_megatron.cli", "lighthouse", "--islands", str(_ISLANDS), "--port", "0"]

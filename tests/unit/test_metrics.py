@@ -161,7 +161,7 @@ def test_elastic_island_logs_the_spread_of_those_that_count() -> None:
         config = PierConfig(20, groups=3, sync_interval=4, lazy_start_iters=0, preset="diloco")
         return OuterStepReports(config, print, torch.device("cpu"))._report(round_, sums, []).spread
 
-    # As of the two groups above; a third one that has just joined does not matter.
+    # The spread of the two groups above; a third group that has just joined does not matter.
     assert spread_of(GOOD, GOOD) == spread_of(GOOD, GOOD, ABSENT) == pytest.approx(math.sqrt(6.25 / 2 * 2))
     assert spread_of(ABSENT, GOOD, GOOD) is None
     assert spread_of(GOOD, ABSENT) is None

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 _PRIOR = [0.5, 0.3, 0.2]
 _TOKENS = 12
-# Of float32 sums in another order: a tenth of the tolerance at which Megatron's and Hugging Face's likelihoods are compared.
+# For float32 sums in another order: a tenth of the tolerance for Megatron's and Hugging Face's likelihoods.
 _CLOSE = {"atol": 1e-5, "rtol": 0.0}
 
 
@@ -262,7 +262,7 @@ def test_server_finds_the_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     asked: list[list[str]] = []
     monkeypatch.setattr("transformers.cli.transformers.main", lambda: asked.append(sys.argv[1:]))
     monkeypatch.setattr(sys, "argv", ["serve_mixture.py", str(folder), "--port", "8001"])
-    # As the server finds it: the module replaces itself after its first import.
+    # Like the server's import: the module replaces itself after its first import.
     transformers = sys.modules["transformers"]
     monkeypatch.setattr(transformers, "MixtureForCausalLM", None, raising=False)
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "serve_mixture.py"), run_name="__main__")

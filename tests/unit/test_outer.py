@@ -241,7 +241,7 @@ def test_group_left_out_moves_to_the_others_and_poisons_nothing() -> None:
     anchor = state.anchor.clone()
     parameters[0].fill_(float("nan"))
     round_ = outer_round(state, contributes=False)
-    round_.verdicts._known = (GOOD,)  # As if another group had contributed, and not moved.
+    round_.verdicts._known = (GOOD,)  # Another group contributes, and has not moved.
     round_.run()
     torch.testing.assert_close(state.anchor, anchor)
     torch.testing.assert_close(torch.cat(parameters), anchor)

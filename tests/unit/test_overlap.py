@@ -1,4 +1,4 @@
-"""What an outer step launches and holds, between up to 64 groups that are not there: as it is said at the start."""
+"""Launches and memory of an outer step between up to 64 fake groups: as predicted at the start."""
 
 from collections.abc import Iterator
 from unittest import mock
@@ -30,7 +30,7 @@ _OVERLAPS = [0, 1, 5, 11]
 
 @pytest.fixture(params=[2, 64], scope="module")
 def group(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
-    """One rank of each of so many groups."""
+    """One rank of each group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     yield dist.group.WORLD
     dist.destroy_process_group()

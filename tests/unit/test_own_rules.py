@@ -90,7 +90,7 @@ def _target(iteration: int) -> Tensor:
 
 
 class _Run:
-    """One group that SGD draws to a target that moves."""
+    """One group that SGD draws to a moving target."""
 
     def __init__(self, config: PierConfig) -> None:
         self.parameters = [torch.zeros(size) for size in ((3, 5), (1,), (7,))]

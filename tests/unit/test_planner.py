@@ -91,7 +91,7 @@ def test_sites_share_a_link() -> None:
     assert prediction.synchronous == pytest.approx(1 + 160)
     # One hop there and back, between sites.
     assert prediction.exchange["fp32"] == pytest.approx(160 + 2 * 0.5)
-    # Of 4 groups on 2 sites, 2 in each, one in two meets a group elsewhere.
+    # With 4 groups on 2 sites, 2 in each, one in two meets a group of the other site.
     four = dataclasses.replace(_JOB, gpus=16, replicas=4, groups=4)
     pairs = predict(four, dataclasses.replace(far, nodes_per_site=2)).pairs
     assert pairs == pytest.approx(4 * 4 * 1e9 / 1e8 + 0.5)

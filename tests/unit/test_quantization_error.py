@@ -142,7 +142,7 @@ def test_many_numbers_are_looked_at_in_parts() -> None:
 
 
 class _Group:
-    """So many ranks."""
+    """A group of ``size`` ranks."""
 
     def __init__(self, size: int) -> None:
         self._size = size

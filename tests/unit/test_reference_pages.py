@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,27 @@ def test_diffs_of_the_architecture_apply(diff: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_pages_have_at_most_40_000_words() -> None:
+    pages = (_REPOSITORY / "README.md", *_DOCS.glob("*.md"))
+    assert sum(len(page.read_text().split()) for page in pages) <= 40_000
+
+
+def test_law_of_the_study_is_what_its_script_prints() -> None:
+    command = [sys.executable, "study/law.py"]
+    printed = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, check=True).stdout
+    of_adam, of_muon = re.split(r"^## ", printed, flags=re.MULTILINE)[1:3]
+    width, measured = 1, -2
+    for text, words in (
+        (of_adam, "{low:.2f} to {high:.2f} in {runs} runs"),
+        (of_muon, "{low:.2f} to {high:.2f} at widths 64 and 128, up to {most:.1f} in long runs at width 32"),
+    ):
+        rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")][2:]
+        ratios = [(row[width], float(row[measured])) for row in rows if row[measured] != "-"]
+        near = [ratio for size, ratio in ratios if text is of_adam or size in ("64", "128")]
+        most = max(ratio for _, ratio in ratios)
+        assert words.format(low=min(near), high=max(near), runs=len(near), most=most) in (_DOCS / "study.md").read_text()
+
+
 def test_prose_is_checked_outside_of_code() -> None:
     page = "The job goes\non without it.\n\n```\nanew\n```\n`anew` [a](anew.md) is foretold\n"
     assert [(line, word) for line, word, _ in check_prose.of_page(page)] == [(1, "goes on without"), (7, "foretold")]
@@ -117,6 +139,13 @@ def test_prose_is_checked_outside_of_code() -> None:
     assert [word for _, word, _ in check_prose.of_page(page)] == ["some", "in place of", "else", "of which"]
     page = "A rule that a group takes by which nothing is lost. A rule by which nothing is lost."
     assert [word for _, word, _ in check_prose.of_page(page)] == ["that a group takes by which"]
+    page = "All is said. A step by those who met and have all of it stands still. By it a group is known; so many came to one."
+    words = ["is said", "who met", "have all of it", "stands still", "By it", "so many"]
+    assert [word for _, word, _ in check_prose.of_page(page)] == words
+    assert [word for _, word, _ in check_prose.of_module("# With which it begins.\n# Of none.\n\n# Of one rank.\n")] == [
+        "With which it",
+        "Of one",
+    ]
     module = (
         'def f():\n    """Begins anew.\n\n    Args:\n        beside: None.\n    """\n    x = "anew"\n'
         '    p.add_argument("--a", help="in vain")\n    # It goes\n    # on.\n    E(f"{beside} in place "\n "of it")\n'

@@ -267,7 +267,7 @@ def test_collectives_of_many_ranks_name_few_of_them() -> None:
 
 
 class CountedStanding(tuple[int, ...]):
-    """What an island says of itself; counts how often any of it is looked at."""
+    """Description of an island that counts how often its values are read."""
 
     counted = Counted()
 

@@ -15,7 +15,7 @@ from pier_megatron.outer.state import ANCHOR, MOMENTUM
 
 
 class _Deaf(GroupExchange):
-    """Two groups; the other never comes to a collective."""
+    """Two groups; the other never joins a collective."""
 
     def __init__(self) -> None:
         super().__init__()

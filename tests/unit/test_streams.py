@@ -49,7 +49,7 @@ class _Exchange(GroupExchange):
 
     def gather(self, vector: torch.Tensor) -> Gathered:
         vectors = vector.new_empty(2, len(vector))
-        # As a communicator does, which keeps what it reads.
+        # A communicator too keeps what it reads.
         self._read.append(vector)
         waits = new_work(self._detector, lambda: vectors.copy_(vector))
         return Gathered(vectors, [mock.Mock(wait=waits, is_completed=lambda: False)])
@@ -75,7 +75,7 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
         "offload": True,
     }
     config = PierConfig(**(common | settings))
-    # Of two optimizers.
+    # Two optimizers' parameters.
     parameters = [torch.randn(size) for size in (5, 1, 17, 30, 24)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))

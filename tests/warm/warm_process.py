@@ -57,7 +57,7 @@ def _become(job: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _next_job(address: str) -> list[str]:
-    """Returns in a fork that has become the process that asked for it, with that one's command line."""
+    """Returns in a fork that has become the asking process, with its command line."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
     server.listen(100)

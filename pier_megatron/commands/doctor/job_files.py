@@ -96,7 +96,7 @@ def _prefixes(given: argparse.Namespace, findings: Findings) -> Iterator[tuple[s
             if words
         }
     for flag, words in named.items():
-        # As Megatron's get_blend_from_list: of an even number every other word may be a weight.
+        # Megatron's get_blend_from_list: every other word of an even number may be a weight.
         are_weighted = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
         yield from ((flag, prefix) for prefix in (words[1::2] if are_weighted else words))
 

@@ -15,7 +15,7 @@ FLOPS_SPREAD = (0.33, 1.64)
 """Lowest and highest TFLOP/s of published runs, as multiples of their cluster's figure: tools/planner_accuracy.py."""
 
 LINK_SPREAD = (0.62, 1.32)
-"""The same of the rate at which published runs reduced their gradients, with TFLOP/s measured."""
+"""Lowest and highest rate of published gradient reductions, as multiples of the predicted rate, with measured TFLOP/s."""
 
 ROUTES = "python examples/skip_routes.py searches routes over unequal ones"
 """What took the place of ``--routes``, and of ``nodes`` and ``links`` in a cluster's file."""
@@ -90,7 +90,7 @@ class Cluster:
         return slow, fast
 
     def sites(self, gpus: int) -> int:
-        """Number of sites over which so many neighbouring GPUs spread."""
+        """Number of sites that ``gpus`` neighbouring GPUs spread over."""
         return -(-gpus // (self.nodes_per_site * self.gpus_per_node)) if self.nodes_per_site else 1
 
 

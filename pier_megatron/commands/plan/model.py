@@ -214,7 +214,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
 
 
 def achieved(job: Job, cluster: Cluster, seconds: float) -> float:
-    """Operations per second of a GPU in an iteration of so many seconds, communication aside; the inverse of :func:`predict`.
+    """Operations per second of a GPU in an iteration of ``seconds``, communication aside; the inverse of :func:`predict`.
 
     Not above 0 where the iteration is shorter than the cluster's overhead.
     """
@@ -275,7 +275,7 @@ def _pairs(job: Job, cluster: Cluster) -> float:
     seconds = cluster.gpus_per_node * job.owned * 4 / cluster.node_rate
     sites = cluster.sites(job.gpus)
     if sites > 1:
-        # Pairs are drawn at random: of the groups of a site so many meet one elsewhere.
+        # Pairs are drawn at random: this many groups of a site meet a group of another site.
         leaving = job.groups / sites * (1 - 1 / sites)
         seconds = max(seconds, leaving * job.shard * job.model_parallel * 4 / cluster.site_rate)
     return seconds + (cluster.site_latency if sites > 1 else cluster.latency)

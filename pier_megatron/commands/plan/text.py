@@ -6,7 +6,7 @@ from pier_megatron.commands.plan.model import Plan
 
 _LINES, _COLUMNS = 24, 100
 
-# Less is said in MB.
+# Smaller sizes are printed in MB.
 _LEAST_IN_GB = 0.1e9
 
 

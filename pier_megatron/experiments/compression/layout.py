@@ -87,8 +87,8 @@ def pieces(numel: int, parts: int, parameters: Iterable[tuple[int, int]]) -> lis
             out.
 
     Returns:
-        Pieces of all parts, one behind the other: FP32 of 256 MiB at most, over all parts. That bounds the memory that encoding
-        and decoding take for a moment, however much is sent.
+        Pieces of all parts, one behind the other: FP32 of 256 MiB at most, over all parts. This limit bounds the
+        memory of encoding and decoding, however much is sent.
     """
     size = numel // parts
     ordered = sorted(parameters)

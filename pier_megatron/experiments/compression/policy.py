@@ -45,7 +45,7 @@ def parse_policy(text: str) -> tuple[dict[str, Codec], set[str]]:
         The codec of each dimension that is compressed, and the dimensions that are named, rather than part of a policy.
 
     Raises:
-        PierConfigError: With what could have been said.
+        PierConfigError: With the values that are allowed.
     """
     codecs: dict[str, Codec] = {}
     named = set()

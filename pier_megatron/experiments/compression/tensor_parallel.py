@@ -20,7 +20,7 @@ def build[**P](init: Callable[Concatenate[nn.Module, P], None], layer: nn.Module
     """Leaves the sum of a layer's input gradient to :func:`sum_encoded`."""
     init(layer, *args, **kwargs)
     if codec_in_force("tp") is not None:
-        # Else the gradient of its input would be summed inside its own backward pass.
+        # Otherwise the gradient of its input would be summed inside its own backward pass.
         versions.assign(layer, "allreduce_dgrad", False)
 
 

@@ -81,7 +81,7 @@ def counted() -> Bytes:
 
 
 def table(since: Bytes, iterations: int = 1) -> list[str]:
-    """Lists what this rank has sent since then, by dimension: a mean over so many iterations."""
+    """Lists what this rank has sent since then, by dimension: a mean over ``iterations``."""
     traffic = run.part(Traffic)
     sent, uncompressed = traffic.bytes.sent - since.sent, traffic.bytes.uncompressed - since.uncompressed
     return [

@@ -181,7 +181,7 @@ def _machines(section: "_Section") -> Machines:
 
 
 class _Section:
-    """A mapping in the file, that knows where it stands."""
+    """A mapping in the file, with its place there."""
 
     def __init__(self, file: Path, place: str, content: Any) -> None:
         self._file, self._place = file, place

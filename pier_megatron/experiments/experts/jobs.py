@@ -133,6 +133,6 @@ class _Log:
 def _cause(log: str) -> str:
     """The line of a log that says why."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    # Of the first rank that failed: torchrun's own report comes after it.
+    # The first rank that failed counts: torchrun's own report follows it.
     errors = [line for line in lines if _RAISED.match(line) and "ChildFailedError" not in line]
     return (errors or lines[-1:] or ["it wrote nothing"])[0]

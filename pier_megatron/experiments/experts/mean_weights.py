@@ -23,7 +23,7 @@ def write_mean(checkpoints: Sequence[Path], output: Path) -> None:
 
     Args:
         checkpoints: ``--save`` folders of the runs; the last checkpoint of each is averaged.
-        output: ``--load`` folder to write; what is there is overwritten.
+        output: ``--load`` folder to write; existing files are overwritten.
 
     Raises:
         PierConfigError: If a checkpoint cannot be read, or their models differ in shape.

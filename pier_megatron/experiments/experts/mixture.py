@@ -55,8 +55,8 @@ def mixed(scores: Array, log_prior: Array) -> Array:
 def averaged(scores: Array) -> Array:
     """Log-likelihoods of HDEE's "simple average": the experts' mean log-likelihood, ``[sequences, tokens]``.
 
-    A geometric mean that is not renormalised: its probabilities sum to less than 1, and its perplexity is above that of the
-    mean that would be.
+    A geometric mean that is not renormalised: its probabilities sum to less than 1, and its perplexity is higher
+    than with renormalisation.
     """
     found: Array = scores.mean(axis=0)
     return found

@@ -127,7 +127,7 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):
             log_prior: Logarithms of the experts' weights before the first token.
         """
         config = MixtureConfig(
-            # Where an expert was read from is nobody's business.
+            # Folders of the experts do not belong into the model.
             [{**expert.config.to_dict(), "_name_or_path": ""} for expert in experts],
             names,
             log_prior,

@@ -22,7 +22,7 @@ VARIABLE = "PIER_MEGATRON_SCORES"
 LOSSES, LABELS = "losses", "labels"
 """Arrays of a file, ``[sequences, tokens]``: negative log-likelihoods in nats, float32, and the tokens that they are of."""
 
-# Of a layer in --pipeline-model-parallel-layout.
+# Letters of layers in --pipeline-model-parallel-layout.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
@@ -55,7 +55,7 @@ def _write_scores[**P, R](path: Path, evaluate: Callable[P, R], /, *args: P.args
     labels: list[torch.Tensor] = []
 
     def record(_module: object, _inputs: object, given: dict[str, torch.Tensor], output: torch.Tensor) -> None:
-        # Of the last pipeline stage, and whole on all of its tensor-parallel ranks.
+        # The last pipeline stage has them, whole on all of its tensor-parallel ranks.
         losses.append(output.detach().float().cpu())
         labels.append(given["labels"].cpu())
 

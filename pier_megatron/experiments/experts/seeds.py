@@ -26,7 +26,7 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
     total, folder, seen = 0.0, seed, set()
     while True:
         if folder.resolve() in seen:
-            raise PierConfigError(f"{folder}: its model began from its own folder, so what was there before is not known.")
+            raise PierConfigError(f"{folder}: its model began from its own folder, so its earlier seed is not known.")
         seen.add(folder.resolve())
         arguments = argparse.Namespace(**vars(defaults) | vars(StoredModel.find(folder).arguments) | vocabulary)
         done = planned_sizes.operations_done(arguments)

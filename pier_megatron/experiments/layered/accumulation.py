@@ -58,7 +58,7 @@ def run[R](
         model: The model, alone in its list.
         num_microbatches: Number of micro-batches of this step.
         forward_only: Whether it is an evaluation.
-        kwargs: All else that the schedule takes.
+        kwargs: Other arguments of the schedule.
     """
     if forward_only:
         return schedule(model=model, num_microbatches=num_microbatches, forward_only=True, **kwargs)
@@ -107,7 +107,7 @@ def cost(args: argparse.Namespace) -> Cost:
 def describe(args: argparse.Namespace) -> list[str]:
     """Says what the order will be and what it costs, line by line."""
     count = together(args, _most(args))
-    # As Megatron lays them over ranks.
+    # Megatron's placement of activations on ranks.
     ranks = ranks_of_activations(args)
     sizes = (count, args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
     width = 2 if args.bf16 or args.fp16 else 4

@@ -17,7 +17,7 @@ from pier_megatron.megatron_api import batches, versions
 if TYPE_CHECKING:
     from torch import nn
 
-# Of Megatron's configuration and of its arguments.
+# Name in Megatron's configuration and among its arguments.
 _GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 
 REFUSED = ("use_megatron_fsdp", _GROUP_SIZE)
@@ -31,7 +31,7 @@ def run[R](schedule: Callable[..., R], /, *, model: Sequence["nn.Module"], num_m
         schedule: Megatron's function.
         model: This rank's virtual stages, in order.
         num_microbatches: Number of micro-batches of this step.
-        kwargs: All else that the schedule takes.
+        kwargs: Other arguments of the schedule.
     """
     config = versions.require("megatron.core.utils", "get_model_config")(model[0])
     with versions.replaced(config, {_GROUP_SIZE: num_microbatches}):

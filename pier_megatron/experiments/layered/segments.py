@@ -40,7 +40,7 @@ def accumulate[R](
         model: The model, alone in its list.
         num_microbatches: Number of micro-batches of this step.
         at_a_time: Most micro-batches that pass a layer before any passes the next one.
-        kwargs: All else that the schedule takes.
+        kwargs: Other arguments of the schedule.
 
     Raises:
         PierConfigError: If the model has no single sequence of layers.

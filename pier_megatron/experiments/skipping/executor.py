@@ -38,7 +38,7 @@ def transfer(start: Callable[..., dict[str, Handle]], /, **given: Tensor) -> dic
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """This rank's place, and who is at which.
+    """This rank's place, and the ranks at all places.
 
     Attributes:
         own: Its place.
@@ -75,7 +75,7 @@ def run(routes: Routes, /, *, model: Sequence[nn.Module], num_microbatches: int,
         routes: Those of a group.
         model: The rank's stage, alone in its list.
         num_microbatches: Number of micro-batches of this step.
-        kwargs: All else that a schedule of Megatron's takes.
+        kwargs: Other arguments of Megatron's schedule.
 
     Raises:
         PierConfigError: If it has another number of micro-batches than the routes.

@@ -279,7 +279,7 @@ def check_micro_batches(args: argparse.Namespace) -> None:
 
 
 def describe(args: argparse.Namespace) -> list[str]:
-    """Says who will skip what and how long a step is expected to take, line by line."""
+    """Lists the skipped stages and the expected time of a step, line by line."""
     lines = []
     if is_skipping(args):
         counts = list(dict.fromkeys(batches.training_phases(args).values()))

@@ -109,8 +109,8 @@ def check(args: argparse.Namespace) -> None:
                 f"{given} is for steps of {routes.micro_batches} micro-batches of a replica, and with {source} there are "
                 f"{count}. Plan routes for this batch; a batch that ramps up has none."
             )
-    # Else ranks of several replicas would meet inside passes, which may wait for each other's: parameters are gathered before
-    # the first pass, and gradients are reduced after the last.
+    # Otherwise ranks of several replicas would meet inside passes, which may wait for each other's: so parameters are gathered
+    # before the first pass, and gradients are reduced after the last.
     args.align_param_gather, args.align_grad_reduce = args.overlap_param_gather, args.overlap_grad_reduce
 
 
@@ -161,7 +161,7 @@ def run(
         model: The rank's stage, alone in its list.
         num_microbatches: Number of micro-batches of this step.
         forward_only: Whether it is an evaluation.
-        kwargs: All else that the schedule takes.
+        kwargs: Other arguments of the schedule.
     """
     if forward_only:
         return schedule(model=model, num_microbatches=num_microbatches, forward_only=True, **kwargs)

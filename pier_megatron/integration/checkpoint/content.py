@@ -51,7 +51,7 @@ def layout_of(args: argparse.Namespace, ranks: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class RunPosition:
-    """Where this rank stands among those that save and load together.
+    """Place of this rank among those that save and load together.
 
     Attributes:
         config: Settings of the run.

@@ -70,7 +70,7 @@ def checksum_name(name: str, group: int | None) -> str:
 
 
 Metadata = Mapping[str, Any]
-"""What a checkpoint says of itself, plain values: Megatron's content metadata, and the plugin's :data:`ENTRY` in it."""
+"""Description of a checkpoint, plain values: Megatron's content metadata, and the plugin's :data:`ENTRY` in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +185,12 @@ class Description:
         return self.rule != present.rule and ":" in f"{self.rule} {present.rule}"
 
     def check(self, present: "Description", accepts_changes: bool, lacking: Sequence[str] = ()) -> list[str]:
-        """Compares the run that was saved with the one that loads it.
+        """Compares the saved run with the run that loads it.
 
         Args:
             present: The run that loads.
-            accepts_changes: Whether the user has said that the run may go on differently.
-            lacking: What of the saved run is not there, one phrase each.
+            accepts_changes: Whether the user allows the run to continue with other settings.
+            lacking: Missing parts of the saved run, one phrase each.
 
         Returns:
             What has changed, one phrase each.

@@ -27,7 +27,7 @@ class _Request:
     """What has been asked of a checkpoint.
 
     Attributes:
-        saved: What the checkpoint says of itself.
+        saved: Description of the checkpoint.
         present: The run that loads it.
         is_exact: Whether this run continues as if it had never stopped.
         same_layout: Whether the ranks of a group share the model as they did.

@@ -43,7 +43,7 @@ class Saving:
             opt_param_scheduler: Megatron's.
         """
         self._place, self._snapshot, self._trained, self._scheduler = place, snapshot, trained, opt_param_scheduler
-        # Of each group, where they hold different ones.
+        # Each group saves its own where groups hold different ones.
         has_common = place.config.has_common_anchor
         self._holders: list[int | None] = [None] if has_common else list(range(len(place.in_launch)))
         progress = snapshot.progress
@@ -79,14 +79,14 @@ class Saving:
             for states in (place.outer_states(self._snapshot), self._inner_states if own else ())
         )
         if self.description.is_synchronised:
-            weights = "those that all groups hold"
+            weights = "common to all groups"
         elif self.description.has_common_outer_state:
             weights = "the anchor, from the last outer step"
         else:
             weights = "the mean of the groups' slow weights"
-        more = f"{own * inner_state:,.1f} MB more for the inner state of {own} group{'' if own == 1 else 's'}"
+        more = f"inner state of {own} group{'' if own == 1 else 's'} {own * inner_state:,.1f} MB"
         if not own:
-            more = "nothing more for the inner state, which Megatron stores"
+            more = "inner state as in stock Megatron"
         return (
             f" checkpoint of iteration {self.description.iteration}: model weights are {weights}; outer state "
             f"{len(self._holders) * outer:,.1f} MB; {more}"

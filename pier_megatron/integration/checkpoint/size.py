@@ -26,7 +26,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     weights = 2 if is_half else _FP32
     if args.no_save_optim:
         return {"weights": weights}
-    # Of FP32 weights, only the distributed optimizer keeps separate main parameters.
+    # Only the distributed optimizer keeps separate main parameters for FP32 weights.
     optimizer = _INNER if is_half or args.use_distributed_optimizer else _INNER - _FP32
     if keeps_halves(args):
         # The lower halves of main parameters.

@@ -16,7 +16,7 @@ from pier_megatron.integration.checkpoint.files import damage
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.tracker import stored_checkpoint
 
-# Where a GPT keeps its weights; all else is of the optimizer and the run.
+# Keys of a GPT's weights; all other keys belong to the optimizer and the run.
 _PARTS = ("embedding.", "decoder.", "output_layer.")
 
 

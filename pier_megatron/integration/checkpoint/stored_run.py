@@ -23,7 +23,7 @@ def find(root: Path, island: int, step: int | None, accepts_changes: bool) -> Pa
         root: ``--load`` folder, which islands may share.
         island: Number of the island.
         step: Iteration that the user has asked for; None for the last one.
-        accepts_changes: Whether the user has said that the run may go on differently.
+        accepts_changes: Whether the user allows the run to continue with other settings.
 
     Returns:
         The island's own folder, or the shared one where groups of one launch have saved. If another island has saved there, the

@@ -1,7 +1,7 @@
 """Tensors of whole main parameters, saved and loaded as Megatron saves the parameters of the model.
 
-Each takes the place of its parameter in the sharded state of the model, under a key of its own: how that is split over ranks is
-said there, and other layouts of the same model find their parts.
+Each takes the place of its parameter in the sharded state of the model, under a key of its own. That state
+says how the tensor is split over ranks, so other layouts of the same model find their parts.
 """
 
 from typing import TYPE_CHECKING

@@ -22,7 +22,7 @@ _MOST_PASSES = 500_000
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """Who skips what in a step.
+    """Skipped stages of each micro-batch in a step.
 
     Attributes:
         stages: Number of virtual stages.
@@ -75,7 +75,7 @@ def balanced(
     Args:
         stages: Stages that may be skipped.
         micro_batches: Micro-batches that may skip them.
-        count: How many pairs, of all that there are at most.
+        count: Number of pairs; all pairs if fewer exist.
         generator: Source of the draw.
     """
     inner, partial = list(stages), list(micro_batches)

@@ -1,4 +1,4 @@
-"""How long a step takes on unequal ranks and links, with routes: each rank takes what is there, backward passes first.
+"""Plays a step on unequal ranks and links, with routes: each rank takes passes that are ready, backward passes first.
 
 Real ranks will take their passes in the order of the simulated ones.
 """
@@ -34,7 +34,7 @@ class Grid:
         devices: What computes, by stage and replica. Stages may have unequal numbers of replicas, and a device several stages:
             it takes one pass at a time.
         forward: Seconds of a forward pass through each stage on a host of speed 1.
-        backward: The same of a backward pass.
+        backward: Seconds of a backward pass, likewise.
         hosts: Host on which a device is.
         speeds: Relative speeds of hosts.
         links: Links from a host to another, or within one.

@@ -1,7 +1,7 @@
 """Routes of micro-batches through a grid of stages and replicas, and the order of all passes: a schedule as data.
 
-After SkipPipe (arXiv 2502.19913): a micro-batch goes from the rank of one stage to that of the next one that it visits, of its
-own replica or of another one. What it skips receives nothing and sends nothing.
+After SkipPipe (arXiv 2502.19913): a micro-batch goes from the rank of one stage to the rank of the next stage on its route, in
+its own replica or in another one. What it skips receives nothing and sends nothing.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Action(NamedTuple):
     Attributes:
         kind: Whether it takes a pass, sends the result of one, or receives that of another rank.
         visit: Pass that is meant.
-        peer: Whom the result is sent to or received from; None for a pass of its own.
+        peer: Rank that the result is sent to or received from; None for a pass of its own.
     """
 
     kind: Literal["pass", "send", "receive"]

@@ -1,4 +1,4 @@
-"""In which order a pipeline rank takes its passes: 1F1B, and interleaved with any group size, as Megatron does."""
+"""Order of the passes of a pipeline rank: 1F1B, and interleaved with any group size, as Megatron does."""
 
 import dataclasses
 from typing import NamedTuple
