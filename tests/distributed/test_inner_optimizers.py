@@ -68,7 +68,7 @@ def _runs() -> list[Run]:
         for name, (flags, settings, _) in _LAYOUTS.items()
     ]
     runs.append(Run("skipping", _MUON + _FOUR + "--global-batch-size 8 " + _SKIPPING, ["weights", "samples"]))
-    runs.append(Run("stock", _STOCK + _TP2))
+    runs.append(Run("stock", _STOCK + _TP2 + _BLOCKS))
     runs.append(Run("never synchronous", _MUON + _TWO + _TP2, [], ["never synchronous"], fails=True))
     for name, (flags, stops) in _STOPPED.items():
         argv, folder = _MUON + _TWO + flags, f"{{directory}}/{name.replace(' ', '-')}"
