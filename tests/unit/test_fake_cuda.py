@@ -238,7 +238,7 @@ def _allocate_pageable(staging: Staging, names: Sequence[str], **place: Any) -> 
     return _allocate(staging, names, **place | {"pin_memory": False})
 
 
-# What is planted: in place of what, with which settings, and what is said of it.
+# What is planted: owner, name, the bug, settings under which it runs, and what the error says.
 _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any], str]] = {
     "host read": (TrainingSums, "add", _read_the_loss, {}, r"aten\._local_scalar_dense\.default waits for the device"),
     "devices mixed": (Nesterov, "combine", _divide_by_a_tensor_on_the_host, {}, "tensors in host memory and on the device"),
@@ -287,7 +287,7 @@ def test_launches_of_a_blocking_outer_step(dtype: str) -> None:
         trained = train(config_of(exchange_dtype=dtype), lambda device: [Shards([torch.empty(chunks * _CHUNK, device=device)])])
         return sum(trained.launches[2 * _INTERVAL - 1].values())
 
-    # Up to sixteen of them are in as many parts, of which one is compared.
+    # Up to sixteen of them are as many parts, and one is compared.
     few, many = launches(4), launches(8)
     assert ((many - few) / 4, 2 * few - many) == _LAUNCHES[dtype]
 
@@ -296,7 +296,7 @@ def test_launches_of_a_blocking_outer_step(dtype: str) -> None:
 @pytest.mark.parametrize("way", _LARGE)
 def test_device_memory_of_large_models_is_as_planned(way: str) -> None:
     model, settings = _LARGE[way]
-    # In long chunks, of which there are few.
+    # In few long chunks.
     config = config_of(**{"train_iters": 4, "sync_interval": 2, "lazy_start_iters": 0, "chunk_mib": 512} | settings)
     with watched(config, None) as (gpu, exchange, _):
         shards = layers_on(torch.device("cuda"), *model)
