@@ -125,6 +125,10 @@ class FakeGpu(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace == "c10d":
             return self._communicate(func, given, args, kwargs)
+        if func is torch.ops.aten._pin_memory.default:
+            pinned = _for_real(torch.ops.aten.clone.default, args[:1], {})
+            self._pinned.add(pinned.untyped_storage())
+            return pinned
         makes_fake = kwargs.get("pin_memory") or torch.device(kwargs.get("device") or "cpu").type == "cuda"
         if not makes_fake and not any(isinstance(tensor, FakeTensor) for tensor in given):
             return _for_real(func, args, kwargs)
@@ -207,6 +211,9 @@ class _Stream:
         event.record(self)
         return event
 
+    def is_capturing(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         self._gpu.wait("a stream", self)
 
@@ -277,11 +284,11 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _place(passing: str = "tests/unit/fake_cuda.py") -> tuple[str, int]:
-    """Innermost function of this repository that runs, as ``file:function``, and its line."""
+    """Innermost function of this repository or of Megatron that runs, as ``file:function``, and its line."""
     for frame, line in traceback.walk_stack(sys._getframe()):
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(_ROOT) and "site-packages" not in file.parts:
-            place = f"{file.relative_to(_ROOT)}:{frame.f_code.co_qualname}"
+        _, installed, file = frame.f_code.co_filename.rpartition("site-packages/")
+        if file.startswith("megatron/" if installed else f"{_ROOT}/"):
+            place = f"{file.removeprefix(f'{_ROOT}/')}:{frame.f_code.co_qualname}"
             if not place.startswith((passing, "tests/unit/fake_cuda.py")):
                 return place, line
     raise AssertionError("no function of this repository runs")

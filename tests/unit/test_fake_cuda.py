@@ -2,7 +2,12 @@
 
 import contextlib
 import dataclasses
+import json
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -309,3 +314,34 @@ def test_device_memory_of_large_models_is_as_planned(way: str) -> None:
     takes = Takes.planned(config, (split, copied, 0), shards[1].is_copied, "cuda")
     kept = takes.residuals if config.offload else takes.state
     assert gpu.peak - before == pytest.approx(kept + takes.work, rel=0.05)
+
+
+Counted = tuple[dict[str, int], dict[str, int], int]
+"""Waits by place, waits for other streams and launches of an iteration."""
+
+
+def counted(*trainings: str) -> list[list[Counted]]:
+    """What the iterations of trainings by Megatron do, which run at the same time."""
+    command = [sys.executable, Path(__file__).with_name("fake_training.py")]
+    processes = [subprocess.Popen([*command, *argv.split()], stdout=subprocess.PIPE, text=True) for argv in trainings]
+    printed = [process.communicate()[0].splitlines() for process in processes]
+    return [[tuple(json.loads(line[7:])) for line in lines if line.startswith("counted")] for lines in printed]
+
+
+@pytest.mark.slow
+def test_megatron_waits_between_outer_steps_as_often_as_stock() -> None:
+    stock, pier = counted(
+        "--num-distributed-optimizer-instances 2",
+        "--optimizer pier --pier-groups 2 --pier-preset pier --pier-sync-interval 2 --pier-lazy-start-iters 2",
+    )
+    assert (pier[4][0], pier[4][1]) == (stock[4][0], stock[4][1])
+    # Without the reduction over the instances.
+    assert pier[4][2] <= stock[4][2]
+    waits = Counter(pier[5][0])
+    waits.subtract(stock[5][0])
+    assert {place: number for place, number in waits.items() if number} == {
+        "pier_megatron/outer/verdicts.py:own_verdict": 1,
+        "pier_megatron/outer/rounds.py:Stopwatch.seconds": 2,
+        # What was computed an interval ago.
+        "pier_megatron/integration/copies.py:Copies.check": 1,
+    }
