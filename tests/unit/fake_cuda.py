@@ -104,7 +104,7 @@ class FakeGpu(TorchDispatchMode):
 
     def wait(self, what: str, stream: "_Stream | None" = None) -> None:
         """Counts that the host waits for a stream, by default the present one; an error where that is not meant."""
-        # Of the functions that ask for it: a collective's own says nothing.
+        # The caller's place: that of a collective says nothing.
         place, line = _place(passing="pier_megatron/exchange/")
         if self.meant is not None and place not in self.meant:
             raise FaultError(f"{place}, line {line}: {what} waits for the device")
@@ -296,7 +296,7 @@ def _place(passing: str = "tests/unit/fake_cuda.py") -> tuple[str, int]:
 
 @contextlib.contextmanager
 def fake_ranks(size: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of so many; what the others send is whatever is there."""
+    """Inside, this process is rank 0 of ``size`` ranks; nothing comes from the others."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield

@@ -173,7 +173,7 @@ _WAYS: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
 def test_host_waits_only_where_it_is_meant_to(way: str) -> None:
     settings, waits, apart = _WAYS[way]
     trained = train(config_of(**settings))
-    # Of the lazy start and the last iteration are copies to the host and a last outer step.
+    # The lazy start has copies to the host, and the last iteration an outer step of its own.
     interval = slice(2 * _INTERVAL, 3 * _INTERVAL)
     assert (trained.waits[interval], trained.apart[interval]) == (waits, apart)
     if "offload" not in settings:
