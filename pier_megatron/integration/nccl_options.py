@@ -77,7 +77,7 @@ def options(args: argparse.Namespace, name: str, timeout: datetime.timedelta) ->
 
 
 def _policy(name: object) -> int | None:
-    return getattr(dist.ProcessGroupNCCL, f"NCCL_CTA_POLICY_{str(name).upper()}", None)
+    return getattr(getattr(dist, "ProcessGroupNCCL", None), f"NCCL_CTA_POLICY_{str(name).upper()}", None)
 
 
 def _is_ours(name: object) -> bool:
