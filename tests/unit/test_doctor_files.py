@@ -72,7 +72,7 @@ def test_lists_of_data_that_are_none(text: str, tmp_path: Path) -> None:
     [
         ("eth0", {"eth0": 1_000, "ib0": 100_000}, True),
         ("ib0", {"eth0": 1_000, "ib0": 100_000}, False),
-        # Of virtual machines, many do not say.
+        # Many virtual machines do not say.
         ("eth0", {"eth0": 0, "ib0": 100_000}, False),
         ("eth0", {"eth0": -1}, False),
         (None, {"eth0": 1_000, "ib0": 100_000}, False),
