@@ -28,13 +28,13 @@ from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.version import __version__
 
-# What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
+# Variables by which NCCL and gloo find the fast network, and what to do about each that is unset.
 _NETWORK = {
-    "NCCL_SOCKET_IFNAME": "unset: NCCL picks a network interface by itself, on some nodes another one than on others",
-    "GLOO_SOCKET_IFNAME": "unset: gloo takes the interface of the host's name, which may be one that other nodes cannot reach",
-    "NCCL_IB_HCA": "unset: NCCL uses all InfiniBand adapters that it finds, those for storage among them",
+    "NCCL_SOCKET_IFNAME": "unset: NCCL chooses an interface; if nodes do not connect, export another one",
+    "GLOO_SOCKET_IFNAME": "unset: gloo takes the interface of the host's name; if nodes do not connect, export another one",
+    "NCCL_IB_HCA": "unset: NCCL uses all InfiniBand adapters; if some are for storage, export the names of the others",
 }
-# What decides how fast NCCL is over sockets.
+# Variables that limit how fast NCCL is over sockets.
 _SOCKETS = {
     "NCCL_SOCKET_NTHREADS": "unset: one thread sends for each connection; NCCL advises 4 for 100 Gbit/s",
     "NCCL_NSOCKS_PERTHREAD": "unset: one socket per thread; 4 or more where one TCP stream does not fill the link, as over a "
