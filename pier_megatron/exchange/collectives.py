@@ -1,5 +1,6 @@
 """How pseudo-gradients cross the groups: a communicator that carries nothing else."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -216,3 +217,10 @@ class Gathered:
         for work in self._works:
             work.wait()
         return self._vectors
+
+    def on_host(self) -> Tensor:
+        """Waits for these groups, and for nothing else that a device computes; :meth:`result` in host memory."""
+        device = self._vectors.device
+        apart = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+        with apart:
+            return self.result().cpu()

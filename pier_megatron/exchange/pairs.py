@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import padded
 from pier_megatron.exchange.coding import decode, encode
-from pier_megatron.exchange.collectives import Gathered, GroupExchange, Residual, Sum
+from pier_megatron.exchange.collectives import Computed, Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.wire import Wire
 
 
@@ -50,7 +50,8 @@ class Subgroup(GroupExchange):
     def gather(self, vector: Tensor) -> Gathered:
         """Begins to collect a short vector of each of these groups."""
         vectors = vector.expand(self.size, -1).clone()
-        return Gathered(vectors, self.swap([(vectors[self.rank], [vectors[index] for index in self.others])]))
+        works = self.swap([(vectors[self.rank], [vectors[index] for index in self.others])])
+        return Gathered(vectors, works or [Computed(vector.device)])
 
     def broadcast(self, tensor: Tensor, source: int, targets: Sequence[int]) -> None:
         """Copies a tensor of one of these groups to others of them; see :meth:`GroupExchange.broadcast`."""

@@ -110,7 +110,7 @@ class Copies:
         """
         if self._under_way is None or not (waits or self._under_way.is_complete()):
             return
-        [differs], self._under_way = self._under_way.result().tolist(), None
+        [differs], self._under_way = self._under_way.on_host().tolist(), None
         found = [copies for copies, is_other in zip(self._compared, differs, strict=True) if is_other]
         if found:
             more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""

@@ -5,6 +5,7 @@ import datetime
 import importlib
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 
 from pier_megatron.config import PierConfig
@@ -16,9 +17,11 @@ BETWEEN_GROUPS, INSIDE_SITES = "pier", "pier_inside_sites"
 
 _FILE, _PRIORITY = "--nccl-communicator-config-path", "--high-priority-stream-groups"
 
-# What Megatron reads of an entry, and what NCCL accepts. Megatron passes over other names, and hands other values to NCCL.
+# What Megatron reads of an entry, and what NCCL accepts. Megatron hands other values to NCCL, and ignores other names; the
+# plugin sets the policy itself. By "zero", collectives between registered buffers leave the multiprocessors to training.
 _WHOLE_NUMBERS = {"cga_cluster_size": range(9), "min_ctas": range(1, 65), "max_ctas": range(1, 65)}
 _NETWORKS = ("ib", "socket")
+_POLICY, _POLICIES = "cta_policy", ("default", "efficiency", "zero")
 
 
 def check(args: argparse.Namespace, config: PierConfig) -> None:
@@ -68,7 +71,13 @@ def options(args: argparse.Namespace, name: str, timeout: datetime.timedelta) ->
         return None
     found = versions.require("megatron.core.parallel_state", "get_nccl_options")(name, {name: entry})
     found._timeout = timeout
+    if _POLICY in entry:
+        found.config.cta_policy = _policy(entry[_POLICY])
     return found
+
+
+def _policy(name: object) -> int | None:
+    return getattr(getattr(dist, "ProcessGroupNCCL", None), f"NCCL_CTA_POLICY_{str(name).upper()}", None)
 
 
 def _is_ours(name: object) -> bool:
@@ -101,7 +110,7 @@ def _entries_of_file(args: argparse.Namespace) -> Mapping[str, object]:
 def _check_entry(where: str, entry: object) -> None:
     if not isinstance(entry, dict):
         raise PierConfigError(f"{where} is {entry!r}, must be options by name. Write {{max_ctas: 4}}, for example.")
-    known = ("is_high_priority_stream", *_WHOLE_NUMBERS, "net_name")
+    known = ("is_high_priority_stream", *_WHOLE_NUMBERS, "net_name", _POLICY)
     for option, value in entry.items():
         if option not in known:
             raise PierConfigError(f"{where} has an option {option!r}, which Megatron passes over. Use {', '.join(known)}.")
@@ -109,6 +118,10 @@ def _check_entry(where: str, entry: object) -> None:
             raise PierConfigError(f"{where}: {option} is {value!r}. Use true or false.")
         if option == "net_name" and str(value).lower() not in _NETWORKS:
             raise PierConfigError(f"{where}: {option} is {value!r}. Use {' or '.join(_NETWORKS)}.")
+        if option == _POLICY and value not in _POLICIES:
+            raise PierConfigError(f"{where}: {option} is {value!r}. Use {', '.join(_POLICIES)}.")
+        if option == _POLICY and _policy(value) is None:
+            raise PierConfigError(f"{where}: {option} is {value!r}, which PyTorch {torch.__version__} does not offer. Drop it.")
         if option in _WHOLE_NUMBERS and (type(value) is not int or value not in _WHOLE_NUMBERS[option]):
             accepted = _WHOLE_NUMBERS[option]
             raise PierConfigError(f"{where}: {option} is {value!r}. Use a whole number from {accepted[0]} to {accepted[-1]}.")

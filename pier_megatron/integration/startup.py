@@ -102,6 +102,7 @@ class Takes:
         parameters: FP32 parameters whose outer state the rank holds.
         state: Bytes of that state, on the host with ``--pier-offload``.
         work: Bytes of device memory for chunks on their way.
+        residuals: Bytes of device memory for residuals of sums, which stay there when the rest of the state is offloaded.
         sent: Bytes that the rank sends to other groups in a sync interval.
         between_sites: Bytes of these that cross between sites; None without sites.
     """
@@ -109,6 +110,7 @@ class Takes:
     parameters: int
     state: int
     work: int
+    residuals: int
     sent: int
     between_sites: int | None
 
@@ -117,10 +119,12 @@ class Takes:
         """Counts the states of a rank whose parameters are on a ``cpu`` or a ``cuda`` device."""
         chunks = [(chunk.numel, chunk.shards.travel_exactly(config.codec)) for state in states for chunk in state.chunks]
         wire, is_pinned = wire_of(config), device_type == "cuda"
+        stay = [residual.nbytes for state in states for residual in state.reduced_residuals.values() if config.offload]
         return cls(
             parameters=sum(state.numel for state in states),
             state=sum(host_bytes(config, state.numel, is_pinned) if config.offload else state.nbytes for state in states),
             work=working_bytes(config, states),
+            residuals=sum(stay),
             sent=sum(bytes_of_outer_step(config, *chunk) for chunk in chunks),
             between_sites=sum(wire.bytes_between_sites(*chunk) for chunk in chunks) if config.sites else None,
         )
@@ -158,14 +162,14 @@ class Takes:
         synchronous = round(8 * self.parameters * (config.groups - 1) / config.groups)
         sites = "" if self.between_sites is None else f", {self.between_sites / 1e6:,.2f} MB of them to other sites"
         memory, more = ("device memory", ", and one more NCCL communicator") if device_type == "cuda" else ("memory", "")
-        fewer = "; --pier-exchange-dtype sends fewer" if config.exchange_dtype == "fp32" and self.sent else ""
         elsewhere = "; --pier-offload moves the state to the host" if more and not config.offload else ""
+        residuals = f", {self.residuals / 1e6:,.2f} MB for residuals of sums" if self.residuals else ""
         return [
             f"per rank: {self.parameters:,} FP32 parameters; sends {self.sent / 1e6:,.2f} MB to other groups in "
             f"{config.sync_interval} iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 "
-            f"gradients){sites}{fewer}",
+            f"gradients){sites}" + "; --pier-exchange-dtype sends fewer" * (config.exchange_dtype == "fp32" and self.sent > 0),
             f"outer state per rank: {self.state / 1e6:,.2f} MB of {'host memory' if config.offload else memory}, and up to "
-            f"{self.work / 1e6:,.2f} MB of {memory} for chunks on their way{more}{elsewhere}",
+            f"{self.work / 1e6:,.2f} MB of {memory} for chunks on their way{residuals}{more}{elsewhere}",
         ]
 
 

@@ -91,7 +91,7 @@ class Participants:
             since = range(progress.last_common_step + 1, iteration + 1)
             round_.bytes_sent += of_average * sum(map(self._config.is_site_average, since))
             # Over all groups: others know only of those of their own site.
-            round_.restarted_before = self.everyone.gather(torch.tensor([self._was_restarted], device=self._share.device))
+            round_.restarted_before = self.everyone.gather(torch.full((1,), self._was_restarted, device=self._share.device))
             self._was_restarted = False
         return round_
 

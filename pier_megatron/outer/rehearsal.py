@@ -9,6 +9,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.outer.memory import buffers_at_once
 from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.share import Share
+from pier_megatron.outer.staging import SHARED
 
 
 def rehearse(config: PierConfig, share: Share, participants: Participants) -> None:
@@ -29,13 +30,13 @@ def rehearse(config: PierConfig, share: Share, participants: Participants) -> No
         in_fragments = [staging.state.in_fragments for staging in share.stagings]
         for staging, buffers in zip(share.stagings, buffers_at_once(config, in_fragments), strict=True):
             staging.reserve(*buffers)
-        longest: dict[bool, int] = {}
-        for _, chunk in share.chunks(range(config.fragments)):
-            exactly = chunk.shards.travel_exactly(config.codec)
-            longest[exactly] = max(longest.get(exactly, 0), chunk.numel)
+        longest: dict[bool, torch.Tensor] = {}
+        for staging, chunk in share.chunks(range(config.fragments)):
+            exactly, zeros = chunk.shards.travel_exactly(config.codec), staging.work[0].of(chunk)[SHARED].zero_()
+            longest[exactly] = max(longest.get(exactly, zeros), zeros, key=len)
         for exchange in participants.exchanges(first):
-            for exactly, numel in sorted(longest.items()):
-                under_way = exchange.sum([torch.zeros(numel, device=share.device)], exactly=exactly)
+            for exactly, zeros in sorted(longest.items()):
+                under_way = exchange.sum([zeros], exactly=exactly)
                 under_way.advance()
                 under_way.finish()
             exchange.gather(torch.zeros(1, device=share.device)).result().tolist()

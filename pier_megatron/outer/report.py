@@ -157,9 +157,14 @@ class OuterStepReports:
         Raises:
             AnchorsDifferError: If the groups do not hold the same anchor.
         """
-        while self._unreported and (waits or self._unreported[0][1].is_complete()):
+        while self._unreported and (waits or self._has_arrived(*self._unreported[0][:2])):
             round_, sums, restarted = self._unreported.pop(0)
-            self.write(self._report(round_, sums.result().cpu(), restarted))
+            self.write(self._report(round_, sums.on_host(), restarted))
+
+    @staticmethod
+    def _has_arrived(round_: OuterRound, sums: Gathered) -> bool:
+        before = round_.restarted_before
+        return sums.is_complete() and round_.stopwatch.is_over() and (before is None or before.is_complete())
 
     def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
         verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.exchange.groups
@@ -175,7 +180,7 @@ class OuterStepReports:
         met = len(groups) if of_slow_weights else sum(counted)
         found = spread(sums[contributes], met, of_slow_weights) if is_known and says_where else None
         left_out = [index for index, counts in enumerate(counted) if not counts]
-        before = round_.restarted_before.result().flatten().tolist() if round_.restarted_before is not None else ()
+        before = round_.restarted_before.on_host().flatten().tolist() if round_.restarted_before is not None else ()
         in_sites = [group for group, was_restarted in enumerate(before) if was_restarted]
         return OuterStepReport(
             iteration=round_.begun,

@@ -82,6 +82,10 @@ class Stopwatch:
             yield
             self._seconds += time.perf_counter() - started
 
+    def is_over(self) -> bool:
+        """Whether :meth:`seconds` would not wait."""
+        return all(end.query() for _, end in self._stretches)
+
     def seconds(self) -> float:
         """The time counted so far, once it is over on the device too."""
         for begin, end in self._stretches:

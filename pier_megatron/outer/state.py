@@ -289,11 +289,12 @@ class OuterState:
 
         The same however the ranks of a group share the model, unless something is averaged: each rank adds its copy.
         """
-        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        flat = self.flats[name]
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
         for chunk in self.chunks:
             if chunk.shards.is_counted or chunk.shards.is_averaged:
-                total += sum_of_bits(chunk.of(self.flats[name])).to(self.device)
-        return total
+                total += sum_of_bits(chunk.of(flat))
+        return total.to(self.device)
 
     def parameters_are_finite(self) -> Tensor:
         """Returns a boolean scalar on the shards' device: no inf and no nan in any main parameter."""

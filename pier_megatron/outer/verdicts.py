@@ -28,13 +28,13 @@ class Verdicts:
     def __init__(self, exchange: GroupExchange, own: int, device: torch.device) -> None:
         """Sends this rank's ``own`` verdict and begins to collect those of the others; waits for none."""
         self._exchange, self.own = exchange, own
-        self._under_way = exchange.gather(torch.tensor([own], device=device))
+        self._under_way = exchange.gather(torch.full((1,), own, device=device))
         self._known: tuple[int, ...] | None = None
 
     def all(self) -> tuple[int, ...]:
         """The verdicts in group order. Waits for all participants."""
         if self._known is None:
-            self._known = tuple(self._under_way.result().flatten().tolist())
+            self._known = tuple(self._under_way.on_host().flatten().tolist())
         return self._known
 
     def counted(self) -> list[bool]:

@@ -25,6 +25,7 @@ _MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high "
 _TWO, _FOUR = "--pier-groups 2 ", "--pier-groups 4 "
 _STOCK = "--train-iters 3 --optimizer muon --muon-fp32-matmul-prec high "
 _TP2 = "--tensor-model-parallel-size 2 --global-batch-size 8 "
+_BLOCKS = "--muon-tp-mode blockwise "
 _PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
 _DP2 = "--global-batch-size 16 "
 _WHOLE_MATRICES = "--muon-tp-mode duplicated "
@@ -37,7 +38,7 @@ _TOLERANCE = 1e-5
 
 # By name: flags, settings that the reference has to know, in how many parts it orthogonalizes a matrix.
 _LAYOUTS = {
-    "TP 2": (_TP2, {}, 2),
+    "TP 2": (_TP2 + _BLOCKS, {}, 2),
     "TP 2, whole matrices": (_TP2 + _WHOLE_MATRICES, {}, 1),
     "inner DP 2": (_DP2 + "--overlap-grad-reduce --calculate-per-token-loss ", {}, 1),
     "EP 2": (_DP2 + "--expert-model-parallel-size 2 --num-experts 4 --moe-router-load-balancing-type none ", {}, 1),
@@ -67,7 +68,7 @@ def _runs() -> list[Run]:
         for name, (flags, settings, _) in _LAYOUTS.items()
     ]
     runs.append(Run("skipping", _MUON + _FOUR + "--global-batch-size 8 " + _SKIPPING, ["weights", "samples"]))
-    runs.append(Run("stock", _STOCK + _TP2))
+    runs.append(Run("stock", _STOCK + _TP2 + _BLOCKS))
     runs.append(Run("never synchronous", _MUON + _TWO + _TP2, [], ["never synchronous"], fails=True))
     for name, (flags, stops) in _STOPPED.items():
         argv, folder = _MUON + _TWO + flags, f"{{directory}}/{name.replace(' ', '-')}"

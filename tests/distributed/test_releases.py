@@ -22,7 +22,10 @@ _RELEASES = {
 
 _STOCK = "--train-iters 3 --use-distributed-optimizer --num-distributed-optimizer-instances 2 "
 _PIER = "--train-iters 12 --optimizer pier --pier-preset pier --pier-groups 2 --pier-sync-interval 3 --pier-lazy-start-iters 3 "
-_MUON = _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --tensor-model-parallel-size 2 --global-batch-size 8 "
+_MUON = (
+    _PIER + "--pier-inner-optimizer muon --muon-fp32-matmul-prec high --tensor-model-parallel-size 2 "
+    "--muon-tp-mode blockwise --global-batch-size 8 "
+)
 _SHARDED = _PIER + "--bf16 --global-batch-size 8 --overlap-grad-reduce --overlap-param-gather "
 _RUNS = [
     Run("stock", _STOCK + "--tensor-model-parallel-size 2 --global-batch-size 8"),

@@ -87,12 +87,15 @@ def test_verdict_is_gated_on_memory(job: str) -> None:
 
 def test_memory_follows_the_types_of_the_precision_aware_optimizer() -> None:
     aware = " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16"
-    plain, changed = (
-        json.loads(plan("--cluster perlmutter --json", f"{_XL} --pier-groups 64{more}").out) for more in ("", aware)
+    fewer = aware + " --main-params-dtype fp16 --exp-avg-dtype fp8"
+    plain, changed, scaled = (
+        json.loads(plan("--cluster perlmutter --json", f"{_XL} --pier-groups 64{more}").out) for more in ("", aware, fewer)
     )
     # With a GPU a group each owns all: 2 + 4 + 12 bytes, or 2 of weights, 2 of gradients, 2 of lower halves, 4 of moments.
     what = "weights, gradients, optimizer"
     assert changed["memory"][what] == pytest.approx(plain["memory"][what] * 10 / 18)
+    # An FP16 number instead of the lower half, and one byte of a moment less.
+    assert scaled["memory"][what] == pytest.approx(plain["memory"][what] * 9 / 18)
     # Chunks of main parameters pass by as FP32 copies.
     assert changed["memory needed"] > plain["memory needed"] - plain["memory"][what] * 8 / 18
 

@@ -40,11 +40,14 @@ def _options(args: argparse.Namespace, name: str, backend: str = "nccl") -> Any:
 
 
 def test_what_the_file_says_reaches_nccl(tmp_path: Path) -> None:
-    args = _args(tmp_path, "pier: {max_ctas: 4, min_ctas: 1, net_name: IB}\ntp: {max_ctas: 99}", ["pier", "tp"])
+    args = _args(
+        tmp_path, "pier: {max_ctas: 4, min_ctas: 1, net_name: IB, cta_policy: zero}\ntp: {max_ctas: 99}", ["pier", "tp"]
+    )
     nccl_options.check(args, _config())
     found = _options(args, "pier")
     assert isinstance(found, dist.ProcessGroupNCCL.Options)
     assert (found.config.max_ctas, found.config.min_ctas, found.config.net_name) == (4, 1, "IB")
+    assert found.config.cta_policy == dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
     assert found.is_high_priority_stream
     # PyTorch warns of another one than that of the communicator.
     assert found._timeout == _MINUTE
@@ -74,6 +77,7 @@ def test_priority_needs_no_file(tmp_path: Path) -> None:
         ("pier: {max_cta: 4}", r"option 'max_cta', which Megatron passes over. Use is_high_priority_stream, cga"),
         ("pier: {is_high_priority_stream: 1}", r"is_high_priority_stream is 1. Use true or false"),
         ("pier: {net_name: ethernet}", r"net_name is 'ethernet'. Use ib or socket"),
+        ("pier: {cta_policy: none}", r"cta_policy is 'none'. Use default, efficiency, zero"),
         ("pier: 4", r"pier is 4, must be options by name"),
         ("pier_sites: {max_ctas: 4}", r"no communicator 'pier_sites'. Use pier or pier_inside_sites"),
         ("pier_inside_sites: {max_ctas: 4}", r"'pier_inside_sites' has no effect without --pier-sites"),
@@ -110,3 +114,9 @@ def test_every_communicator_has_its_options_and_a_name_for_the_flight_recorder()
         topology.new_communicator(_MINUTE, "groups")
         topology.new_site_communicators(2, _MINUTE, "inside", "across")
     assert made == {"PIER_BETWEEN_GROUPS": "groups", "PIER_INSIDE_SITES": "inside", "PIER_BETWEEN_SITES": "across"}
+
+
+def test_policy_that_pytorch_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
+    with pytest.raises(PierConfigError, match=r"cta_policy is 'zero', which PyTorch 2.* does not offer. Drop it"):
+        nccl_options.check(_args(tmp_path, "pier: {cta_policy: zero}"), _config())

@@ -208,7 +208,7 @@ def test_report_names_many_excluded_groups_together() -> None:
 def test_errors_name_few_of_many_groups() -> None:
     with pytest.raises(AnchorsDifferError, match=r"groups 7 are not group 0's \(checksums .*, by group: \{0: 1, 7: 2\}\)"):
         check_anchors(4, dict(enumerate([1.0] * 7 + [2.0] + [1.0] * 1000)))
-    gathered = SimpleNamespace(result=lambda: torch.full((_GROUPS, 1), NOT_FINITE))
+    gathered = Gathered(torch.full((_GROUPS, 1), NOT_FINITE))
     exchange: Any = SimpleNamespace(groups=range(_GROUPS), rank=0, gather=lambda own: gathered)
     with pytest.raises(DivergedError, match="all 1,024 groups not finite"):
         Verdicts(exchange, NOT_FINITE, torch.device("cpu")).check(4)

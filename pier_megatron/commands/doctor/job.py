@@ -14,7 +14,7 @@ import torch
 
 from pier_megatron import features
 from pier_megatron.commands import job_arguments, planned_job, planned_sizes
-from pier_megatron.commands.doctor import job_files, launch
+from pier_megatron.commands.doctor import job_files, launch, network
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
@@ -27,19 +27,6 @@ from pier_megatron.integration.datasets import compiled_for_another_python
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.version import __version__
-
-# Variables by which NCCL and gloo find the fast network, and what to do about each that is unset.
-_NETWORK = {
-    "NCCL_SOCKET_IFNAME": "unset: NCCL chooses an interface; if nodes do not connect, export another one",
-    "GLOO_SOCKET_IFNAME": "unset: gloo takes the interface of the host's name; if nodes do not connect, export another one",
-    "NCCL_IB_HCA": "unset: NCCL uses all InfiniBand adapters; if some are for storage, export the names of the others",
-}
-# Variables that limit how fast NCCL is over sockets.
-_SOCKETS = {
-    "NCCL_SOCKET_NTHREADS": "unset: one thread sends for each connection; NCCL advises 4 for 100 Gbit/s",
-    "NCCL_NSOCKS_PERTHREAD": "unset: one socket per thread; 4 or more where one TCP stream does not fill the link, as over a "
-    "long distance. Threads x sockets may be 64",
-}
 
 
 def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] = ()) -> None:
@@ -61,8 +48,9 @@ def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] =
         findings.notes += job_arguments.assume_vocabulary(args)
         with findings.collecting():
             _describe(args, command, findings)
-    if command.nodes > 1:
-        _look_at_network(findings)
+    island = getattr(args, "pier_island_address", None)
+    if command.nodes > 1 or island is not None:
+        network.look(findings, command.nodes, island)
 
 
 def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:
@@ -156,17 +144,6 @@ def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings:
             f"--save {args.save}: a checkpoint of about {needed / 1e9:,.2f} GB does not fit into the {free / 1e9:,.2f} GB that "
             f"are free there. Make room{first}"
         )
-
-
-def _look_at_network(findings: Findings) -> None:
-    """What the environment says of the network between nodes."""
-    over_sockets = os.environ.get("NCCL_IB_DISABLE") == "1"
-    shown = _NETWORK | (_SOCKETS if over_sockets else {})
-    findings.notes += [
-        f"{name}={os.environ[name]}" if name in os.environ else f"{name} {default}" for name, default in shown.items()
-    ]
-    if over_sockets:
-        findings.warnings.append("NCCL_IB_DISABLE=1 keeps NCCL off InfiniBand: everything between nodes goes over sockets")
 
 
 def _count(number: int, noun: str) -> str:

@@ -34,4 +34,5 @@ def outer_memory(args: argparse.Namespace, config: PierConfig) -> dict[str, floa
 
     takes = planned_sizes.taken_by_outer_loop(args, config)
     state = {} if config.offload else {"outer state, --pier-offload to move it": float(takes.state)}
-    return state | {"chunks of an outer step on their way": float(takes.work)}
+    residuals = {"residuals of sums, which stay on the device": float(takes.residuals)} if takes.residuals else {}
+    return state | {"chunks of an outer step on their way": float(takes.work)} | residuals
