@@ -69,11 +69,11 @@ class Node:
         self._nodes, self._log = nodes, folder / "tools.log"
 
     def entries(self) -> list[dict[str, Any]]:
-        """What the island has written down, in all its lives."""
+        """Entries of the island's log, over all its restarts."""
         return [json.loads(line) for line in self._diary.read_text().splitlines()] if self._diary.exists() else []
 
     def lives(self) -> list[tuple[float, float]]:
-        """Pairs of times between which the island was one of the others, if no fault kept it away."""
+        """Begin and end of each membership of the island; faults that kept it away are not subtracted."""
         found, joined = [], None
         for entry in [*self.entries(), {"pid": 0, "at": float("inf")}]:
             if joined is not None and ("ended" in entry or "pid" in entry):
@@ -88,11 +88,11 @@ class Node:
         return [(entry["at"], entry["samples"]) for entry in self.entries() if "samples" in entry]
 
     def is_ready(self) -> bool:
-        """Whether the island of now has joined the others."""
+        """Whether the island has joined the others since its last start."""
         return "samples" in self.entries()[-1]
 
     def kill(self, _seconds: float) -> None:
-        """Kills the island; it is away until the next one says that it is ready."""
+        """Kills the island; it counts as away until its next process has started."""
         killed = time.monotonic()
         os.kill(self._pid(), signal.SIGKILL)
 
@@ -109,7 +109,7 @@ class Node:
         os.kill(self._pid(), signal.SIGCONT)
 
     def cut(self, seconds: float) -> None:
-        """Loses for a time what the node sends."""
+        """Drops everything that the node sends, for a time."""
         others = [self._nodes.address(node) for node in range(self._nodes.size) if node != self.index]
         with self._kept_away(seconds):
             self._run("; ".join(f"ip neigh replace {to} lladdr {_NOBODY} nud permanent dev {INTERFACE}" for to in others))
@@ -208,7 +208,7 @@ def main() -> None:
 
 
 def _start(emulated: EmulatedNodes, folder: Path, stack: contextlib.ExitStack) -> list[Node]:
-    """The nodes, once all islands have taken two outer steps."""
+    """Starts the nodes; returns them once all islands have taken two outer steps."""
     new_secret(folder / "secret")
     address = emulated.address(_ISLANDS)
     lighthouse = f"lighthouse --islands {_ISLANDS} --address {address} --port {_PORT} --heartbeat-timeout 1 --join-timeout 60"
@@ -224,7 +224,7 @@ def _start(emulated: EmulatedNodes, folder: Path, stack: contextlib.ExitStack) -
 
 
 def _cause_faults(nodes: Sequence[Node], end: float, options: argparse.Namespace) -> collections.Counter[str]:
-    """Faults until a time, each on an island that has joined the others; returns the number of each kind."""
+    """Causes faults until ``end``, each on an island that has joined the others; returns the number of each kind."""
     chance, happened = random.Random(options.seed), collections.Counter[str]()
     # Independent faults: one may begin before another is over.
     at = time.monotonic()
@@ -268,7 +268,7 @@ def _launch(index: int, lighthouse: str, folder: Path) -> None:
 
 
 def _train(index: int, lighthouse: str, folder: Path) -> None:
-    """Is an island, until the others leave it behind."""
+    """Trains as an island until the others leave it behind."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -20,10 +20,44 @@ project_copyright = f"{datetime.date.today().year}, {author}"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 # The source directory is the repository's root, so that links are the same here and where the repository is browsed.
-root_doc = "docs/index"
+root_doc = "README"
 include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "examples/README.md", "study/tables.md"]
 # Sphinx searches every folder that is not excluded, and follows links.
 exclude_patterns = [".git", ".venv", "runs"]
+# The side bar: captions, and what it calls the pages below them.
+_SIDE_BAR = {
+    "Start": {"Quickstart": "docs/quickstart", "Should I use it?": "docs/should-i-use-it"},
+    "Guides": {
+        "Megatron-LM": "docs/running",
+        "Megatron-Bridge": "docs/megatron-bridge",
+        "Deploy": "docs/deploy",
+        "Elastic islands": "docs/islands",
+        "Checkpoints": "docs/checkpoints",
+        "Monitoring": "docs/monitoring",
+        "Troubleshooting": "docs/troubles",
+        "The paper's runs": "examples/README",
+    },
+    "Reference": {
+        "Flags": "docs/flags",
+        "Commands": "docs/commands",
+        "Python API, plain PyTorch": "docs/api",
+        "Support matrix and limits": "docs/status",
+    },
+    "Explanation": {"How it works": "docs/how-it-works", "The planner": "docs/planner"},
+    "Evidence": {
+        "Training quality": "docs/study",
+        "Bytes against loss": "docs/frontier",
+        "Performance and scale": "docs/performance",
+        "Fault tests": "docs/reliability",
+        "GPU results": "docs/gpu",
+    },
+    "Experimental": {
+        "Compression inside a group": "docs/compression",
+        "Layered accumulation": "docs/layered",
+        "Skipped stages": "docs/skipping",
+        "Experts": "docs/experts",
+    },
+}
 # For contributors, lawyers and doubters: other pages link them, and the side bar leaves them out.
 _NOT_IN_SIDE_BAR = ("CONTRIBUTING", "SECURITY", "docs/architecture", "docs/patents", "study/tables")
 
@@ -52,6 +86,15 @@ def _leave_out(_: Sphinx, environment: BuildEnvironment) -> list[str]:
     return []
 
 
+def _add_side_bar(_: Sphinx, page: str, text: list[str]) -> None:
+    """Gives the README, the site's first page, its tables of contents: where the repository is browsed it has none."""
+    if page == root_doc:
+        for caption, pages in _SIDE_BAR.items():
+            entries = "\n".join(f"{title} </{path}>" for title, path in pages.items())
+            text[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+
+
 def setup(app: Sphinx) -> None:
     """Registers what this site does on its own; Sphinx calls it."""
+    app.connect("source-read", _add_side_bar)
     app.connect("env-updated", _leave_out)

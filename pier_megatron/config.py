@@ -235,7 +235,7 @@ class PierConfig(RunSchedule):
         )
 
     def check_resumable(self, iteration: int, is_local: bool) -> None:
-        """Refuses to fall back into the lazy start: it averages gradients, which groups that have drifted apart do not share.
+        """Refuses to return to the lazy start, which averages gradients: those of groups with different weights do not add up.
 
         Args:
             iteration: Iteration at which the run resumes.

@@ -29,15 +29,15 @@ _FEWEST_OUTER_STEPS = {"adam": 25, "muon": 10}
 _SHORTEST_INTERVAL = 10
 
 
-def is_foreseeable(config: PierConfig) -> bool:
-    """Whether runs of this kind are among those that expectations were fitted to."""
+def is_covered(config: PierConfig) -> bool:
+    """Whether the laws were fitted to runs of this kind."""
     inner = config.inner_optimizer
     return (
         config.preset in _FITTED_PRESETS[inner]
         and config.outer_momentum is None
         and config.outer_lr is None
         and config.sites is None
-        # Fewer bits have noise of their own, which the law would take for that of groups.
+        # Few bits add noise, which the law would attribute to the groups.
         and not config.codec.needs_error_feedback
         and config.sync_interval >= _SHORTEST_INTERVAL
         and config.local_intervals >= _FEWEST_OUTER_STEPS[inner]
@@ -81,10 +81,10 @@ def shares(config: PierConfig, noise: float | None = None, measured_groups: int 
 
     Returns:
         The share of its iterations after which synchronous training would have the same loss, by the number of groups: with
-        Muon inside the settings say it, with AdamW the noise. None if the run is not :func:`is_foreseeable`, or its noise is
+        Muon inside the settings say it, with AdamW the noise. None if the run is not :func:`is_covered`, or its noise is
         needed and either not known or below :data:`LEAST_NOISE`.
     """
-    if not is_foreseeable(config):
+    if not is_covered(config):
         return None
     if config.inner_optimizer == "muon":
         return lambda groups: share_by_settings(config, groups)

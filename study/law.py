@@ -50,7 +50,7 @@ class Point:
 
     @property
     def critical(self) -> float | None:
-        """Bytes of a group in an iteration at which groups without number would lose a factor of e."""
+        """Bytes of a group in an iteration at which infinitely many groups would lose a factor of e."""
         run = self.run
         return None if self.lost is None else self.lost * (run.batch * SEQUENCE / run.groups) / (1 - 1 / run.groups)
 

@@ -29,10 +29,10 @@ from pier_megatron import PierConfig
 from pier_megatron.outer.report import SCALAR_PREFIX
 from pier_megatron.schedules import PRESETS
 
-# No study has more.
+# More seeds than any study has.
 _SEEDS = range(1, 100)
 
-# One colour for each training in all panels of the picture; what is synchronous is black.
+# One colour for each training in all panels of the picture; synchronous ones are black.
 _COLORS = {"diloco": "C0", "pier": "C1", "pier-rising": "C2", "pier-muon-annealed": "C4", SYNCHRONOUS: "black"}
 _SYNCHRONOUS_ADAMW = "synchronous AdamW"
 _GROUPS = (2, 4, 8, 16)

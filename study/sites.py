@@ -1,4 +1,4 @@
-"""Groups in sites: ``python study/sites.py [--train]`` prints what a third level wins.
+"""Groups in sites: ``python study/sites.py [--train]`` prints what averages inside sites gain.
 
 Groups of a site meet every H iterations, all sites every H'. Gaps are final losses above synchronous training with the same
 inner optimizer on the same batches, in nats per byte.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _WORDS = {
-    r"hangs? on (?:the|its|how|what|whether)": "depends on",
+    r"hangs? on (?:the|its?|how|what|whether)": "depends on",
     r"foretold|foretells?|foresees?|foreseen|foreseeable": "predicted",
     r"misfortunes?": "faults",
     r"anew": "again, restart",

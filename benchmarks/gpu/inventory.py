@@ -29,18 +29,18 @@ def version(module: str) -> str | None:
     try:
         return str(getattr(importlib.import_module(module), "__version__", "there"))
     except Exception as error:
-        # A library that was built for another PyTorch is there and cannot be used.
+        # The library is installed but was built for another PyTorch.
         return f"cannot be imported: {error}"
 
 
 def has(module: str) -> bool:
-    """Whether a module is there and can be imported."""
+    """Whether a module can be imported."""
     found = version(module)
     return found is not None and not found.startswith("cannot")
 
 
 def device_name(kind: str) -> str:
-    """What computes here, of a kind: ``cuda`` or ``cpu``."""
+    """Name of the device of a kind, ``cuda`` or ``cpu``."""
     return torch.cuda.get_device_name(0) if kind == "cuda" else f"CPU ({platform.machine()})"
 
 

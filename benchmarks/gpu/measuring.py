@@ -13,7 +13,7 @@ _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemse
 
 
 def is_gpu() -> bool:
-    """Whether the device is one; sizes hang on it."""
+    """Whether the device is a GPU; sizes depend on it."""
     return one_gpu.device().type == "cuda"
 
 
@@ -52,7 +52,7 @@ def copy_rate(numel: int) -> float:
 
 
 def matrix_products(seconds: float) -> Callable[[], None]:
-    """Matrix products that keep the device busy for about so long, as many on every rank."""
+    """Matrix products that keep the device busy for about ``seconds``, equally many on every rank."""
     size, dtype = (4096, torch.bfloat16) if is_gpu() else (128, torch.float32)
     left, right = (torch.randn(size, size, device=one_gpu.device(), dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)

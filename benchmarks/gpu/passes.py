@@ -40,7 +40,7 @@ def passes() -> Rows:
 
 
 def codecs() -> Rows:
-    """Encoding and decoding alone, then whole outer steps between groups that are not there."""
+    """Encoding and decoding alone, then whole outer steps between groups that do not exist."""
     numel = _CHUNK_MIB * 2**20 // 4 if is_gpu() else 64 * BLOCK * 16
     copy = copy_rate(numel)
     yield Row(f"memory copy of a chunk of {numel:,}", f"{copy:.1f} GB/s read and written")
@@ -94,7 +94,7 @@ def _whole_step(codec: Codec, groups: int) -> Row:
 
 @contextlib.contextmanager
 def _absent_groups(groups: int) -> Iterator[dist.ProcessGroup]:
-    """A communicator to groups that are not there: whatever is sent is gone, and what arrives is what was in memory."""
+    """A communicator to groups that do not exist: it drops what is sent, and receives uninitialised memory."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=groups)

@@ -195,7 +195,7 @@ def _run_check(part: str, name: str, seconds: float, log: Path) -> list[Row]:
 
 
 def _look(check: Check, rows: Path) -> int:
-    """Does one check, in the process that is its own."""
+    """Runs one check; called in a process of its own."""
     found: list[Row] = []
     try:
         for row in check.look():

@@ -28,7 +28,7 @@ class Findings:
             yield
 
     def lines(self) -> list[str]:
-        """All of it, what matters most last."""
+        """All findings, errors last."""
         warnings = [f"WARNING: {warning}" for warning in self.warnings]
         return [*self.notes, *warnings, *(f"ERROR: {error}" for error in self.errors)]
 

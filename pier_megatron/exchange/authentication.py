@@ -23,7 +23,7 @@ from typing import Any
 
 from pier_megatron.errors import PierConfigError
 
-# Bytes of a description, which has an island's arguments, some ten kilobytes; bytes; threads; seconds.
+# Largest description in bytes (an island's arguments take about 10 kB), shortest secret in bytes, threads, seconds.
 _MOST_BYTES, _LEAST_SECRET, _ASKED_AT_ONCE, _ANSWER_SECONDS = 1 << 20, 16, 32, 5.0
 
 Description = dict[str, Any]

@@ -59,7 +59,7 @@ def domain_name(rank: int, node: str, ranks_per_domain: int | None) -> str:
 
 
 def ranks_by_key[K: Hashable](keys: Iterable[K]) -> dict[K, list[int]]:
-    """Sorts ranks, given the key of each in their order: the ranks of each key, in order, by first appearance."""
+    """Ranks by key, given each rank's key in order of rank; keys in order of first appearance."""
     ranks: dict[K, list[int]] = collections.defaultdict(list)
     for rank, key in enumerate(keys):
         ranks[key].append(rank)

@@ -210,7 +210,7 @@ def refused(args: argparse.Namespace, config: Settings) -> list[str]:
 
 
 def check_lazy_start(config: PierConfig, iteration: int) -> None:
-    """Refuses to begin a lazy start in an island that is a job.
+    """Refuses a lazy start in an elastic island.
 
     Args:
         config: Settings of the run.

@@ -161,15 +161,15 @@ class Takes:
         """Lines of start-up, doctor and plan."""
         synchronous = round(8 * self.parameters * (config.groups - 1) / config.groups)
         sites = "" if self.between_sites is None else f", {self.between_sites / 1e6:,.2f} MB of them to other sites"
-        memory = "device memory" if device_type == "cuda" else "memory"
-        communicator = ", plus the buffers of one more NCCL communicator" if device_type == "cuda" else ""
+        memory, more = ("device memory", ", and one more NCCL communicator") if device_type == "cuda" else ("memory", "")
+        elsewhere = "; --pier-offload moves the state to the host" if more and not config.offload else ""
         residuals = f", {self.residuals / 1e6:,.2f} MB for residuals of sums" if self.residuals else ""
         return [
             f"per rank: {self.parameters:,} FP32 parameters; sends {self.sent / 1e6:,.2f} MB to other groups in "
             f"{config.sync_interval} iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 "
-            f"gradients){sites}",
+            f"gradients){sites}" + "; --pier-exchange-dtype sends fewer" * (config.exchange_dtype == "fp32" and self.sent > 0),
             f"outer state per rank: {self.state / 1e6:,.2f} MB of {'host memory' if config.offload else memory}, and up to "
-            f"{self.work / 1e6:,.2f} MB of {memory} for chunks on their way{residuals}{communicator}",
+            f"{self.work / 1e6:,.2f} MB of {memory} for chunks on their way{residuals}{more}{elsewhere}",
         ]
 
 

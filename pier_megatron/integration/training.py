@@ -261,7 +261,7 @@ def train[**P, R](train: Callable[P, R], optimizer: "PierOptimizer", /, *args: P
         samples = samples_of_iteration()
         settings.consumed_train_samples += samples
         settings.skipped_train_samples += samples
-        # It saves, since the island is deserted.
+        # This call saves, because the island is marked as deserted.
         versions.require(_TRAINING, "checkpoint_and_decide_exit")(
             given["model"],
             optimizer,

@@ -145,7 +145,7 @@ class SeamOrderError(RuntimeError):
 
 
 def install(seams: Iterable[Seam]) -> None:
-    """Replaces Megatron's functions: all of them, or none if one of them is not there.
+    """Replaces Megatron's functions: all of them, or none if one is missing.
 
     Raises:
         UnsupportedMegatronError: If this Megatron lacks a function.

@@ -158,7 +158,7 @@ class OuterLoop:
         if self.iteration == 0:
             # Weights that came from elsewhere came after this was built.
             self.reset()
-        self._weights.commit_what_is_left()
+        self._weights.commit_pending()
         if not self.is_local and not self.config.is_lazy(iteration):
             # Wherever the lazy start ends, and whether or not its last iteration was skipped.
             self._weights.become_anchor()

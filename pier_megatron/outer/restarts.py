@@ -56,10 +56,10 @@ class Restarts:
         exchange, counted = round_.exchange, round_.verdicts.counted()
         if all(counted):
             return []
-        # Those that were not there have moments of their own, and have joined with the anchor.
+        # Absent groups keep their own moments, and already took the anchor when they joined.
         joined = [group for group, verdict in enumerate(round_.verdicts.all()) if verdict == ABSENT]
         last = exchange.gather(torch.tensor([self.last], device=self._share.device)).result().flatten().tolist()
-        # A group that was restarted since the round began is another one than was judged then.
+        # A verdict does not apply to a group that has restarted since its round began.
         restarted = [
             group for group, counts in enumerate(counted) if not counts and group not in joined and last[group] <= round_.begun
         ]

@@ -136,7 +136,7 @@ class NoLoCo(OuterRule):
 
 @dataclasses.dataclass(frozen=True)
 class NoLoCoOfDifferences(NoLoCo):
-    """The same with any gamma, or in few bits, which only differences survive: pseudo-gradients and slow weights cross.
+    """NoLoCo with any gamma or in few bits: groups exchange pseudo-gradients, and slow weights if ``pull`` is positive.
 
     ``momentum = mu * momentum + pull * (anchor - mean(anchor)) + mean(anchor - parameters)``.
 

@@ -228,12 +228,12 @@ class Staging:
         offloaded = self.state.flats if self.state.offload else ()
         buffers = Buffers(self.allocate((*self._names, *offloaded), device=self.state.device))
         if self.state.copies_on_streams:
-            # The memory may be what kernels of the present stream, still to run, have been given before.
+            # Kernels queued on the present stream may still use this memory under an earlier allocation.
             buffers.ready = torch.cuda.current_stream().record_event()
         return buffers
 
     def synchronize(self) -> None:
-        """Waits until the state, and all that is kept, is whole where it lives."""
+        """Waits until all copies back into the state have arrived."""
         if self.state.copies_on_streams:
             self._outward.synchronize()
 

@@ -31,13 +31,13 @@ class Weights:
         self._on_change()
         self._is_committed = True
 
-    def commit_what_is_left(self) -> None:
-        """Does so if an error kept it from being done."""
+    def commit_pending(self) -> None:
+        """Commits if an error has prevented :meth:`commit`."""
         if not self._is_committed:
             self.commit()
 
     def become_anchor(self) -> None:
-        """Takes the present parameters for the anchor."""
+        """Copies the present parameters into the anchor."""
         self.share.synchronize()
         for state in self.share.states:
             state.copy_parameters_to(state.anchor)

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -98,3 +99,14 @@ def test_only_inner_stages_get_a_way_past_their_layers() -> None:
     with mock.patch.object(versions, "require", lambda _, name: given.get(name)):
         skipping.make_skippable(chunks, args())
     assert ["forward" in vars(chunk.decoder) for chunk in chunks] == [True, True, True, False]
+
+
+@pytest.mark.usefixtures("_of_one_layer")
+def test_page_says_what_is_simulated() -> None:
+    found = [
+        skipping.share_of_whole_step(given, skipping.paths(given, 16))
+        for given in (args(virtual_pipeline_model_parallel_size=None), args())
+    ]
+    said = "takes {:.3f} of the time with P = 4, V = 1, M = 16, and {:.3f} with V = 4"
+    page = Path(__file__).parents[2] / "docs" / "skipping.md"
+    assert said.format(*found) in " ".join(page.read_text().split())

@@ -11,9 +11,9 @@ from pier_megatron.commands.findings import Findings
 
 # What decides between nodes whether NCCL and gloo find the fast network, and what happens when it does not.
 _NETWORK = {
-    "NCCL_SOCKET_IFNAME": "unset: NCCL picks a network interface by itself, on some nodes another one than on others",
-    "GLOO_SOCKET_IFNAME": "unset: gloo takes the interface of the host's name, which may be one that other nodes cannot reach",
-    "NCCL_IB_HCA": "unset: NCCL uses all InfiniBand adapters that it finds, those for storage among them",
+    "NCCL_SOCKET_IFNAME": "unset: NCCL chooses an interface; if nodes do not connect, export another one",
+    "GLOO_SOCKET_IFNAME": "unset: gloo takes the interface of the host's name; if nodes do not connect, export another one",
+    "NCCL_IB_HCA": "unset: NCCL uses all InfiniBand adapters; if some are for storage, export the names of the others",
 }
 # What decides how fast NCCL is over sockets.
 _SOCKETS = {

@@ -35,7 +35,7 @@ def transfer(start: Callable[..., dict[str, Handle] | list[Handle]], /, **given:
             request = name.removeprefix("tensor_")
             requests[request] = arrival.after(requests[request])
         return requests
-    # Megatron waits for one behind the other, and the batch may be one for all.
+    # Megatron waits for the requests in order; a batch may return one request for all transfers.
     return [*requests, *arrivals.values()]
 
 
@@ -52,7 +52,7 @@ class _Arrival:
         self._request: Handle | None = None
 
     def after(self, request: Handle) -> "_Arrival":
-        """Waits for that first."""
+        """Makes :meth:`wait` wait for ``request`` first; returns itself."""
         self._request = request
         return self
 

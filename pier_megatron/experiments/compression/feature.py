@@ -213,7 +213,7 @@ def _outer(args: argparse.Namespace, codec: Codec) -> str | None:
 
 
 def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> None:
-    """Refuses what does the same in another way, or keeps the compression from its place.
+    """Refuses flags that compress the same traffic otherwise, or that bypass the compressed collectives.
 
     Raises:
         PierConfigError: With the flag, the reason and a remedy.

@@ -226,7 +226,7 @@ class Loading:
     def _verify(self, request: _Request) -> None:
         saved, found = request.saved, self._loop.checksums()[self._loop.exchange.rank]
         if saved.remembers_otherwise(request.present):
-            # Nothing else has been kept.
+            # The checkpoint's momentum was dropped: only the anchor can be compared.
             found = {ANCHOR: found[ANCHOR]}
         [source, *others] = request.outer_sources
         expected = {} if others else {name: saved.checksums.get(checksum_name(name, source)) for name in found}

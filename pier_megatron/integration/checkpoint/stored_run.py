@@ -47,7 +47,7 @@ def find(root: Path, island: int, step: int | None, accepts_changes: bool) -> Pa
 
 
 def _island_of(folder: Path, step: int | None) -> int | None:
-    """The island whose checkpoint is in a folder; None if that of a launch is there, or none that can be read."""
+    """The island whose checkpoint is in a folder; None if it holds a launch's checkpoint, or none that can be read."""
     load = versions.require("megatron.core.dist_checkpointing", "load_content_metadata")
     try:
         found: Metadata = (load(str(stored_checkpoint(folder, step) or folder)) or {}).get(ENTRY, {})
