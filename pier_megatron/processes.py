@@ -95,7 +95,7 @@ def end_with_one_message() -> None:
             status, said = REFUSED, refusal(error)
             time.sleep(_SECONDS_BEHIND_RANK_0 if rank() else 0)
             if rank() and os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
-                # What one rank of a node alone refuses, the host's memory for one, the others refuse too.
+                # If one rank of a node refuses, for example for lack of host memory, the others do too.
                 said = ""
         else:
             status, said = INTERRUPTED, "" if rank() else _INTERRUPTED

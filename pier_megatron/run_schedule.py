@@ -77,7 +77,7 @@ class RunSchedule(Settings):
         return self.groups // (self.sites or 1)
 
     def is_site_average(self, iteration: int) -> bool:
-        """Whether the groups of each site average their parameters after an iteration, before an outer step that is due.
+        """Whether the groups of each site average their parameters after an iteration, before the outer step.
 
         Args:
             iteration: Iteration, counted from 1.

@@ -42,7 +42,7 @@ SETTINGS = (
     # The plugin's set-up: AdamW's best rate without Muon. Then both rates tuned together.
     Setting({}, (8e-3,), ((4e-2, 8e-3),), _MANY),
     Setting({}, (), ((2e-2, 1.6e-2), (4e-2, 1.6e-2), (8e-2, 1.6e-2), (4e-2, 3.2e-2)), _MANY),
-    # Three quarters of these end so near that the difference is mostly luck.
+    # Three quarters of these end within the noise of seeds.
     Setting({"iterations": 1200}, (8e-3,), ((4e-2, 8e-3), (4e-2, 1.6e-2)), _EIGHT, shorter=0.5),
     Setting({"iterations": 2400}, (4e-3, 8e-3), _MUON_RATES, _EIGHT),
     Setting({"batch": 256}, (8e-3, 1.6e-2, 3.2e-2), (*_MUON_RATES, (4e-2, 3.2e-2)), _EIGHT),

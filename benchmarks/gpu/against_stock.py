@@ -91,7 +91,7 @@ def _waits(name: str, waits: Mapping[int, Mapping[str, int]], has_outer_steps: b
     if not is_gpu():
         yield Row(f"{name}: waits for the device", "", "skipped", "needs a GPU")
         return
-    # Checks of loss and weights come at intervals; what is usual is what most iterations do.
+    # Checks of loss and weights come at intervals: the most frequent count is taken.
     inner = [collections.Counter(waits.get(at, {})) for at in range(_LAZY + _INTERVAL + 1, _END) if at not in _OUTER]
     usual = collections.Counter(
         {place: statistics.mode(of[place] for of in inner) for place in {p for of in inner for p in of}}

@@ -57,7 +57,7 @@ def read_secret(path: str | None) -> bytes:
 
 
 def answer_peers(index: int, address: str, secret: bytes, describe: Callable[[], Description]) -> str:
-    """Listens at an address and nowhere else: proves to peers what they prove, and sends them what ``describe`` returns.
+    """Listens at one address, authenticates peers mutually, and sends them what ``describe`` returns.
 
     Returns:
         Name by which the lighthouse knows the island: its number, a random part, its address and port.

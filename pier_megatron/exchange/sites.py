@@ -57,7 +57,7 @@ class _SumOfParts(Sum):
 
     def finish(self) -> None:
         super().finish()
-        # One after the other: what all of them take at once would be more than the vectors.
+        # One after the other: together their buffers would exceed the vectors.
         for vector, part in zip(self._vectors, self._parts, strict=True):
             gathered = part.new_empty(self._inside.size, len(part))
             gather_into(gathered, part[None], self._inside.process_group).wait()

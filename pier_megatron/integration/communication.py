@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The groups over which Megatron reduces losses, token counts and statistics in an iteration. Those of weight
 # rematerialisation exist from 0.19 on.
 _DENSE_GROUPS = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
-# The same without context parallelism.
+# The data-parallel groups without context parallelism.
 REPLICAS, _COLLECTION_REPLICAS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"), ("dp",)
 _EXPERT_GROUPS = ("_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
 _COLLECTION_GROUPS = ("dp_cp", "dp_cp_gtp_remat")

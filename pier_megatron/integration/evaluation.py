@@ -42,7 +42,7 @@ def evaluate_each[**P](
     parallel_state = versions.require("megatron.core", "parallel_state")
     group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     if losses is None or group is None:
-        # Its time is up, in the middle of it, or there is one group.
+        # The job's time ran out during the evaluation, or there is one group.
         return losses, *others
     of_groups: list[dict[str, float]] = [{}] * group.size()
     dist.all_gather_object(of_groups, {name: float(loss) for name, loss in losses.items()}, group=group)

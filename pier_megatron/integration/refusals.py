@@ -28,7 +28,7 @@ _WEIGHT_SHARDS = {
     "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
     "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
-# Flags with which Megatron asks all ranks of the launch something, the interval, and what.
+# Flags that make Megatron query all ranks of the launch: the flag, its interval, and the query.
 _OF_ALL_RANKS = (
     ("gpu_sniff_test_interval", "gpu_sniff_test_interval", "the test of GPUs"),
     ("log_energy", "log_interval", "--log-energy, its sum"),

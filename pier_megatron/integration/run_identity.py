@@ -60,7 +60,7 @@ MAY_DIFFER = (
     *("log_", "logging_", "tensorboard_", "wandb_", "timing_", "barrier_", "one_logger_", "enable_one_logger", "app_tag_"),
     *("eval_", "full_validation", "multiple_validation_sets", "valid", "test_", "profile", "pytorch_profiler_", "record_"),
     *("use_pytorch_profiler", "memory_snapshot_", "nvtx_", "straggler_", "disable_straggler_", "inference_", "manual_gc"),
-    # How fast an island computes the same, and in how much memory.
+    # Arguments that change speed or memory only.
     *(
         "pier_offload",
         "micro_batch_size",

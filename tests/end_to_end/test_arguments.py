@@ -104,7 +104,6 @@ _REFUSED = {
     ],
     f"{_PIER} --use-megatron-fsdp": ["--use-megatron-fsdp", "FSDP"],
     f"{_PIER} --use-torch-fsdp2": ["--use-torch-fsdp2", "FSDP"],
-    f"{_PIER} --bf16 --use-precision-aware-optimizer --main-params-dtype fp16": ["--main-params-dtype fp16", "Use fp32"],
     f"{_PIER} --optimizer-cpu-offload": ["--optimizer-cpu-offload", "host"],
     f"{_PIER} --bf16 --pier-inner-optimizer muon --fp8-param-gather": ["--fp8-param-gather cannot", "over AdamW", "Drop"],
     f"{_PIER} --fp8-format hybrid --fp8-param-gather": ["--fp8-recipe delayed", "first group's only", "blockwise"],
