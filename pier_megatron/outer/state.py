@@ -31,8 +31,8 @@ class Stored(Protocol):
     """Main parameters that an inner optimizer keeps in another form than FP32 tensors.
 
     Attributes:
-        takes_whole: Whether the stored form of an element depends on its whole tensor. Then :meth:`write` takes effect once every
-            element has been written, fragments are cut between tensors, and :meth:`read` may return rounded numbers.
+        takes_whole: Whether the stored form of an element depends on its whole tensor. Then :meth:`write` takes effect once
+            every element has been written, fragments are cut between tensors, and :meth:`read` may return rounded numbers.
     """
 
     takes_whole: bool

@@ -103,10 +103,6 @@ _REFUSED = {
         "config.optimizer.groups 2 is now 4.*config.optimizer.override_checkpoint",
     ),
     "sharded": (with_config("ddp.use_megatron_fsdp=True"), "config.d[a-z]*.use_megatron_fsdp cannot be used"),
-    "precision": (
-        with_config("optimizer.use_precision_aware_optimizer=True optimizer.main_params_dtype=torch.float16"),
-        "config.optimizer.main_params_dtype fp16 cannot",
-    ),
     "instances": (
         with_config("ddp.num_distributed_optimizer_instances=4"),
         "config.ddp.num_distributed_optimizer_instances=4 con",
