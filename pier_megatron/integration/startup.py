@@ -161,15 +161,17 @@ class Takes:
         """Lines of start-up, doctor and plan."""
         synchronous = round(8 * self.parameters * (config.groups - 1) / config.groups)
         sites = "" if self.between_sites is None else f", {self.between_sites / 1e6:,.2f} MB of them to other sites"
-        memory, more = ("device memory", ", and one more NCCL communicator") if device_type == "cuda" else ("memory", "")
-        elsewhere = "; --pier-offload moves the state to the host" if more and not config.offload else ""
+        fewer = "; --pier-exchange-dtype sends fewer" if config.exchange_dtype == "fp32" and self.sent else ""
+        is_gpu = device_type == "cuda"
+        memory, communicator = ("device memory", ", and one more NCCL communicator") if is_gpu else ("memory", "")
+        elsewhere = "; --pier-offload moves the state to the host" if is_gpu and not config.offload else ""
         residuals = f", {self.residuals / 1e6:,.2f} MB for residuals of sums" if self.residuals else ""
         return [
             f"per rank: {self.parameters:,} FP32 parameters; sends {self.sent / 1e6:,.2f} MB to other groups in "
             f"{config.sync_interval} iterations (synchronous training: {synchronous / 1e6:,.2f} MB in each, with FP32 "
-            f"gradients){sites}" + "; --pier-exchange-dtype sends fewer" * (config.exchange_dtype == "fp32" and self.sent > 0),
+            f"gradients){sites}{fewer}",
             f"outer state per rank: {self.state / 1e6:,.2f} MB of {'host memory' if config.offload else memory}, and up to "
-            f"{self.work / 1e6:,.2f} MB of {memory} for chunks on their way{residuals}{more}{elsewhere}",
+            f"{self.work / 1e6:,.2f} MB of {memory} for chunks on their way{residuals}{communicator}{elsewhere}",
         ]
 
 

@@ -9,14 +9,14 @@ from pier_megatron.config import PierConfig
 from pier_megatron.outer.memory import buffers_at_once
 from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.share import Share
-from pier_megatron.outer.staging import SHARED
+from pier_megatron.outer.staging import SHARED, Staging
+from pier_megatron.outer.state import Chunk
 
 
 def rehearse(config: PierConfig, share: Share, participants: Participants) -> None:
     """Takes the work buffers, then sums and gathers zeros with all participants; called by all ranks of all groups.
 
-    Each sum is as long as the longest chunk of its kind. Elastic islands rehearse alone: a quorum
-    names the others only when they meet.
+    Each sum is as long as the longest chunk of its kind. Elastic islands rehearse alone: they know no others yet.
 
     Args:
         config: Settings of the run.
@@ -30,13 +30,13 @@ def rehearse(config: PierConfig, share: Share, participants: Participants) -> No
         in_fragments = [staging.state.in_fragments for staging in share.stagings]
         for staging, buffers in zip(share.stagings, buffers_at_once(config, in_fragments), strict=True):
             staging.reserve(*buffers)
-        longest: dict[bool, torch.Tensor] = {}
-        for staging, chunk in share.chunks(range(config.fragments)):
-            exactly, zeros = chunk.shards.travel_exactly(config.codec), staging.work[0].of(chunk)[SHARED].zero_()
-            longest[exactly] = max(longest.get(exactly, zeros), zeros, key=len)
+        longest: dict[bool, tuple[Staging, Chunk]] = {}
+        for found in share.chunks(range(config.fragments)):
+            exactly = found[1].shards.travel_exactly(config.codec)
+            longest[exactly] = max(longest.get(exactly, found), found, key=lambda each: each[1].numel)
         for exchange in participants.exchanges(first):
-            for exactly, zeros in sorted(longest.items()):
-                under_way = exchange.sum([zeros], exactly=exactly)
+            for exactly, (staging, chunk) in sorted(longest.items()):
+                under_way = exchange.sum([staging.work[0].of(chunk)[SHARED].zero_()], exactly=exactly)
                 under_way.advance()
                 under_way.finish()
             exchange.gather(torch.zeros(1, device=share.device)).result().tolist()

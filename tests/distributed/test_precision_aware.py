@@ -29,6 +29,19 @@ _BAD = _PIER + _ENDURES_NAN
 _NAN = "nan in group 1 at 8"
 _LOAD = "--load {directory}/%s --ckpt-step 7 "
 
+# Saved between outer steps, and resumed from there.
+_FEWER = {"bf16 moments": _BF16, "fp8 moments": _FP8, "fp16 mains": _MAINS + _FP16}
+
+
+def _saved_and_resumed(name: str, argv: str) -> tuple[Run, Run]:
+    folder = name.replace(" ", "-")
+    saving = f"{argv}--save {{directory}}/{folder} --save-interval 12"
+    return (
+        Run(name, saving, [*_PROBES, "moments", "outer main"], [_TE, _NAN], saves=[7]),
+        Run(f"{name}, resumed", argv + _LOAD % folder, _PROBES, [_TE, _NAN]),
+    )
+
+
 _RUNS = [
     Run("fp32", _PIER, _PROBES, _FP32),
     Run("halves", _PIER + _AWARE + "--save {directory}/halves --save-interval 12", _PROBES, [_TE], saves=[7, 9]),
@@ -43,36 +56,13 @@ _RUNS = [
     Run("even", _PIER, _PROBES, [_TE]),
     Run("masters", _PIER + _AWARE, _PROBES, [_OLD]),
     Run("fp32 for FP8", _PIER + _AWARE + _BF16 + "--fp8-recipe tensorwise", _PROBES, [_TE]),
-    Run(
-        "bf16 moments",
-        _BAD + _AWARE + _BF16 + "--save {directory}/moments --save-interval 12",
-        [*_PROBES, "moments"],
-        [_TE, _NAN],
-        saves=[7],
-    ),
-    Run("bf16 moments, resumed", _BAD + _AWARE + _BF16 + _LOAD % "moments", [*_PROBES, "moments"], [_TE, _NAN]),
     Run("fp16 moments", _BAD + _AWARE + _FP16, [*_PROBES, "moments"], [_TE, _NAN]),
-    Run(
-        "fp8 moments",
-        _BAD + _AWARE + _FP8 + "--save {directory}/fp8 --save-interval 12",
-        [*_PROBES, "moments"],
-        [_TE, _NAN],
-        saves=[7],
-    ),
-    Run("fp8 moments, resumed", _BAD + _AWARE + _FP8 + _LOAD % "fp8", _PROBES, [_TE, _NAN]),
-    Run(
-        "fp16 mains",
-        _BAD + _AWARE + _MAINS + _FP16 + "--save {directory}/mains --save-interval 12",
-        [*_PROBES, "moments", "outer main"],
-        [_TE, _NAN],
-        saves=[7],
-    ),
-    Run("fp16 mains, resumed", _BAD + _AWARE + _MAINS + _FP16 + _LOAD % "mains", _PROBES, [_TE, _NAN]),
+    *(run for name, flags in _FEWER.items() for run in _saved_and_resumed(name, _BAD + _AWARE + flags)),
     Run("fp16 mains, TP 2", _TP + _AWARE + _MAINS, _PROBES, [_TE]),
     Run("fp16 mains, blockwise", _PIER + _AWARE + _MAINS + "--fp8-recipe blockwise", _PROBES, [_TE]),
     Run("another optimizer", _PIER + _LOAD % "halves" + "--pier-override-checkpoint", [], _FP32, fails=True),
     Run("stock", _JOB + "--use-distributed-optimizer " + _AWARE + _LOAD % "halves", [], [_TE]),
-    Run("stock, fp16 mains", _JOB + "--use-distributed-optimizer " + _AWARE + _MAINS + _FP16 + _LOAD % "mains", [], [_TE]),
+    Run("stock, fp16 mains", _JOB + "--use-distributed-optimizer " + _AWARE + _MAINS + _FP16 + _LOAD % "fp16-mains", [], [_TE]),
 ]
 
 

@@ -46,13 +46,11 @@ def look(findings: Findings, nodes: int, island: str | None) -> None:
         for entry in entries
         if entry.family == socket.AF_INET
     }
+    what, used = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME unset: the default route", None
     if island is not None:
         what, used = f"--pier-island-address {island}", of_addresses.get(island)
-    else:
-        what = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME unset: the default route"
+    elif not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= os.environ.keys():
         used = default_route(_ROUTES.read_text() if _ROUTES.exists() else "")
-        if {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= os.environ.keys():
-            used = None
     # Bridges of containers say how fast they are, too. Parts of a bond have no address.
     cards = {name for name in of_addresses.values() if (_INTERFACES / name / "device").exists()} | {used}
     stats = psutil.net_if_stats()

@@ -39,13 +39,11 @@ class FusedAdamMasters:
 
     def read(self, parameter: Tensor, at: slice) -> Tensor:
         """Returns a stretch of a main parameter; see :class:`pier_megatron.outer.state.Stored`."""
-        part, master = parameter.detach().view(-1)[at], self._adam.state.get(parameter, {}).get(MASTER)
+        part = parameter.detach().view(-1)[at]
         # FP32 parameters it steps in place, whatever its state says of them.
-        if master is None or parameter.dtype == torch.float32:
+        if MASTER not in self._adam.state.get(parameter, {}) or parameter.dtype == torch.float32:
             return part.float()
-        if self.takes_whole:
-            master = self._adam.get_unscaled_state(parameter, MASTER)
-        kept: Tensor = master.view(-1)[at]
+        kept: Tensor = self._adam.get_unscaled_state(parameter, MASTER).view(-1)[at]
         if kept.dtype != torch.int16:
             return kept.float()
         bits = part.view(torch.int16).int()
@@ -60,18 +58,17 @@ class FusedAdamMasters:
             return
         if MASTER not in self._adam.state.get(parameter, {}):
             self._make_state(parameter)
-        if self.takes_whole:
-            part.copy_(values)
-            self._collect(parameter, at, values)
-            return
         kept = self._adam.state[parameter][MASTER].view(-1)[at]
-        if kept.dtype != torch.int16:
-            kept.copy_(values)
-            part.copy_(values)
+        if kept.dtype == torch.int16:
+            bits = values.contiguous().view(torch.int32)
+            kept.copy_(bits)
+            part.view(torch.int16).copy_(bits.sub(kept).bitwise_right_shift_(_HALF))
             return
-        bits = values.contiguous().view(torch.int32)
-        kept.copy_(bits)
-        part.view(torch.int16).copy_(bits.sub(kept).bitwise_right_shift_(_HALF))
+        part.copy_(values)
+        if self.takes_whole:
+            self._collect(parameter, at, values)
+        else:
+            kept.copy_(values)
 
     def _collect(self, parameter: Tensor, at: slice, values: Tensor) -> None:
         """Writes a stretch of a scaled main parameter once all of it is there: the scale is by the largest element."""

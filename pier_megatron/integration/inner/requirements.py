@@ -95,6 +95,7 @@ def keeps_halves(args: argparse.Namespace) -> bool:
 
 def scaled(args: argparse.Namespace, names: Iterable[str] = (MAIN_PARAMETERS, *MOMENTS)) -> list[str]:
     """Flags, as typed, of the kinds of tensors that FusedAdam keeps with a scale for each, by arguments typed or validated."""
-    is_aware = getattr(args, "use_precision_aware_optimizer", False)
-    typed = {name: _SCALED.get(value, value) for name in names if (value := str(getattr(args, name, None)))}
-    return [f"{flag(name)} {value}" for name, value in typed.items() if is_aware and value in _SCALED.values()]
+    if not getattr(args, "use_precision_aware_optimizer", False):
+        return []
+    kept = [(name, str(getattr(args, name, None))) for name in names]
+    return [f"{flag(name)} {_SCALED.get(kind, kind)}" for name, kind in kept if kind in {*_SCALED, *_SCALED.values()}]
