@@ -49,7 +49,7 @@ HEARTBEAT_TIMEOUT, ISLAND_TIMEOUT, PATIENCE = 1, 4, 3
 JOIN_TIMEOUT = 100
 """Seconds that the islands at an outer step wait for one that is alive and absent: for ever here."""
 
-HOLD, HANG, FAIL_IN_A_THREAD, CUT_ONE_WAY = (signal.SIGRTMIN + number for number in range(1, 5))
+HOLD, HANG, FAIL_IN_A_THREAD, CUT_ONE_WAY, DIE_IN_A_SUM = (signal.SIGRTMIN + number for number in range(1, 6))
 """Signals to one rank: hold Python's lock for a moment, or for longer than others wait; see :func:`_break_on_demand`."""
 
 HELD_SECONDS, HUNG_SECONDS = 2, 12
@@ -320,7 +320,18 @@ def _break_on_demand() -> None:
             with socket.socket(fileno=os.dup(number)) as copy, contextlib.suppress(OSError):
                 copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
+    def die_in_the_next_sum(*_: Any) -> None:
+        begin = GroupExchange.sum
+
+        def sum_(*args: Any, **kwargs: Any) -> Sum:
+            begin(*args, **kwargs)
+            os.killpg(0, signal.SIGKILL)
+            raise AssertionError("unreachable")
+
+        GroupExchange.sum = sum_  # type: ignore[method-assign]
+
     memberships.connect = connect_and_look
+    signal.signal(DIE_IN_A_SUM, die_in_the_next_sum)
     signal.signal(HOLD, hold(HELD_SECONDS))
     signal.signal(HANG, hold(HUNG_SECONDS))
     signal.signal(FAIL_IN_A_THREAD, fail_in_a_thread)
@@ -581,6 +592,14 @@ class Island:
         """Ends it as a power cut does."""
         self.send(signal.SIGKILL)
         self._process.join()
+
+    def die_in_a_sum(self) -> None:
+        """Ends it in the next sum of an outer step.
+
+        If it died while the islands tell each other that they have everything, one of them could be left behind.
+        """
+        self.send(DIE_IN_A_SUM)
+        self.wait()
 
     def wait(self, seconds: float = LIMIT) -> list[str]:
         """Waits until it has ended; returns how each of its ranks did."""

@@ -34,7 +34,7 @@ def test_an_island_of_another_run_is_refused_before_anything_is_exchanged(sea: A
     assert len(ends) == PARTS
     assert all(said.startswith(refusal.format(2, "3 here and 2 there")) for said in ends)
     sea.go_on([first, second, sea.start(Plan(2))], seconds=60)
-    second.kill()
+    second.die_in_a_sum()
     others = [sea.start(Plan(index, layout=4)) for index in range(3, 7)]
     for other in others:
         assert all(said.startswith(refusal.format(other.index, "4 here and 2 there")) for said in other.wait(60))

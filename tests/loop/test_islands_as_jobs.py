@@ -53,7 +53,7 @@ def test_those_left_take_the_step_again_and_new_ones_join(sea: Archipelago) -> N
     sea.go_on([first, second])
     anew = sea.start(Plan(2))
     sea.go_on([first, second, anew], seconds=60)
-    second.kill()
+    second.die_in_a_sum()
     sea.go_on([first, anew])
     steps = sea.check()
     assert steps[died_at]["islands"] == [0, 1]
@@ -131,7 +131,7 @@ def test_islands_go_on_when_the_lighthouse_is_back(sea: Archipelago) -> None:
     assert [island.last_step() for island in islands] == before
     sea.light()
     sea.go_on(islands)
-    islands.pop().kill()
+    islands.pop().die_in_a_sum()
     sea.darken()
     sea.light()
     sea.go_on(islands)
