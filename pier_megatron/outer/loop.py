@@ -262,7 +262,8 @@ class OuterLoop:
     def anchor_in_model(self, as_mean: bool = False) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Inside, the parameters are what all groups agreed on last; where they never do, the group's own slow weights.
 
-        Evaluation and saving between outer steps use it: training then continues as if nobody had looked.
+        Evaluation and saving between outer steps use it: training then continues as if nobody had looked,
+        except that main parameters in FP16 leave the model rounded as a resumed run has it.
 
         Args:
             as_mean: Show the mean of all groups' slow weights instead, at the cost of an all-reduce.

@@ -78,7 +78,7 @@ class FakeGpu(TorchDispatchMode):
     def watching(self) -> Iterator["FakeGpu"]:
         """Watches, with stand-ins for CUDA's streams and for the launches of Triton's kernels."""
         stand_ins = {
-            "Stream": lambda device=None, priority=0: _Stream(self),
+            "Stream": lambda device=None, priority=0: _Stream(self, priority),
             "Event": lambda enable_timing=False: _Event(self),
             "current_stream": lambda device=None: self.stream,
             "stream": self._switched,
@@ -108,6 +108,8 @@ class FakeGpu(TorchDispatchMode):
         place, line = _place(passing="pier_megatron/exchange/")
         if self.meant is not None and place not in self.meant:
             raise FaultError(f"{place}, line {line}: {what} waits for the device")
+        if stream is None and self.stream is not self._default and self.stream.priority == 0:
+            raise FaultError(f"{place}, line {line}: {what} waits on a stream that a communicator of NCCL's may work on")
         (self.waits if (stream or self.stream) is self._default else self.waits_apart)[place] += 1
 
     def forget(self) -> None:
@@ -197,8 +199,8 @@ class FakeGpu(TorchDispatchMode):
 class _Stream:
     """Stand-in of ``torch.cuda.Stream``."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: FakeGpu, priority: int = 0) -> None:
+        self._gpu, self.priority = gpu, priority
 
     def wait_event(self, event: "_Event") -> None:
         assert isinstance(event, _Event)

@@ -6,15 +6,18 @@ import inspect
 import itertools
 import os
 import subprocess
+from unittest import mock
 
 import pytest
 import te_stand_in
 import torch
 
+from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration import refusals
 from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.inner.requirements import keeps_main_parameters, scaled
+from pier_megatron.outer.share import Share
 from pier_megatron.outer.state import OuterState, Shards
 
 _FP32 = torch.float32
@@ -133,6 +136,24 @@ def test_outer_state_over_scaled_main_parameters(layout: dict[str, int], paramet
         assert torch.equal(after[start:end], scaled_at_once(before + moved)[start:end])
         assert torch.equal(after[:start], before[:start])
         assert torch.equal(after[end:], before[end:])
+
+
+@pytest.mark.parametrize("chunk_numel", [7, 10])
+def test_scaled_main_parameter_that_was_written_in_part(chunk_numel: int) -> None:
+    parameter = torch.nn.Parameter(torch.randn(20).bfloat16())
+    adam = te_stand_in.FusedAdam([parameter], master_weights=True, master_weight_dtype=torch.float16)
+    config = PierConfig(train_iters=100, groups=2)
+    with mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel):
+        share = Share([[Shards([parameter], stored=FusedAdamMasters(adam, takes_whole=True))]], config)
+    parameter.grad = torch.randn_like(parameter)
+    adam.step()
+    [state] = share.states
+    first, *_ = state.chunks
+    values = state.parameters_on_host()
+    first.set_parameters(first.of(torch.ones(20)))
+    for written in (values, values + 1):
+        state.set_parameters(written)
+        assert torch.allclose(state.parameters_on_host(), written, rtol=2**-10, atol=1e-6)
 
 
 def test_every_number_is_its_halves() -> None:

@@ -72,9 +72,13 @@ class FusedAdamMasters:
 
     def _collect(self, parameter: Tensor, at: slice, values: Tensor) -> None:
         """Writes a stretch of a scaled main parameter once all of it is there: the scale is by the largest element."""
-        whole, missing = self._incomplete.pop(parameter, (None, parameter.numel()))
-        if whole is None:
-            whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        if not at.start:
+            # Anew, whatever an error has left of it.
+            self._incomplete[parameter] = (
+                torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device),
+                parameter.numel(),
+            )
+        whole, missing = self._incomplete.pop(parameter)
         whole.view(-1)[at].copy_(values)
         missing -= values.numel()
         if missing:
