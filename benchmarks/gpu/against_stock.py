@@ -15,6 +15,9 @@ from measuring import is_gpu
 from table import Row, Rows, checked
 from trainings import ENVIRONMENT, check_needs, launched, local_flags
 
+Ways = Mapping[str, tuple[int, str]]
+"""Number of ranks and flags of each way to train."""
+
 _LAZY, _INTERVAL, _END = 5, 5, 20
 _OUTER = range(_LAZY + _INTERVAL, _END + 1, _INTERVAL)
 
@@ -34,11 +37,14 @@ _COMMON = (
 )
 _PIER = f"--optimizer pier --pier-sync-interval {_INTERVAL} --pier-lazy-start-iters {_LAZY}"
 _HIDDEN = "--pier-overlap 3 --pier-offload --pier-exchange-dtype int8"
-_WAYS: dict[str, tuple[int, str]] = {
+WAYS: Ways = {
     "stock, one rank": (1, ""),
     "Pier, one group of one rank": (1, f"{_PIER} --pier-groups 1"),
     "stock, two ranks": (2, ""),
     "Pier, two groups of one rank": (2, f"{_PIER} --pier-groups 2"),
+}
+_HIDDEN_WAYS: Ways = {
+    "stock, two ranks": (2, ""),
     "Pier, two groups, int8 overlapped and offloaded": (2, f"{_PIER} --pier-groups 2 {_HIDDEN}"),
 }
 _SAID = re.compile(r"([\d,.]+) MB of device memory")
@@ -46,12 +52,22 @@ _LINE = re.compile(r" iteration +(\d+)/.* elapsed time per iteration \(ms\): ([\
 
 
 def compare() -> Rows:
+    """Stock and Pier, on one rank and on two."""
+    yield from _compare(WAYS)
+
+
+def hidden() -> Rows:
+    """Stock, and Pier with everything that hides an outer step, on two ranks."""
+    yield from _compare(_HIDDEN_WAYS)
+
+
+def _compare(ways: Ways) -> Rows:
     """Rows of each way to train."""
     check_needs()
     stock: dict[int, dict[int, str]] = {}
     stock_bytes: dict[int, int] = {}
-    for place, (name, (ranks, flags)) in enumerate(_WAYS.items()):
-        seconds = limits.share(limits.left(), [1.0] * (len(_WAYS) - place))
+    for place, (name, (ranks, flags)) in enumerate(ways.items()):
+        seconds = limits.share(limits.left(), [1.0] * (len(ways) - place))
         with tempfile.TemporaryDirectory() as folder:
             try:
                 printed, watched = _train(Path(folder), ranks, flags.split(), seconds)

@@ -18,13 +18,17 @@ _NEEDED_BY_MEGATRON = ("numpy", "einops", "psutil", "pybind11", "packaging")
 _OPTIONAL = ("triton", "transformer_engine", "apex", "pytest", "hypothesis", "megatron.core")
 
 
+def is_found(module: str) -> bool:
+    """Whether a module is there, imported or not."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def version(module: str) -> str | None:
     """Version of an installed module, None if it is missing."""
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if not is_found(module):
         return None
     try:
         return str(getattr(importlib.import_module(module), "__version__", "there"))
@@ -59,7 +63,7 @@ def look() -> Rows:
         properties = torch.cuda.get_device_properties(0)
         yield Row("device memory", f"{properties.total_memory / 2**30:.1f} GiB, {properties.multi_processor_count} SMs")
         yield Row("compute capability", f"{properties.major}.{properties.minor}")
-        yield Row("driver", _driver())
+        yield Row("driver", nvidia_smi("driver_version"))
     yield Row("Python", platform.python_version())
     yield Row("PyTorch", f"{torch.__version__}, CUDA {torch.version.cuda}")
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)
@@ -68,8 +72,8 @@ def look() -> Rows:
     yield checked("Python's headers, which Triton needs", headers.is_file(), str(headers), "missing")
     yield Row("several ranks on the device talk over", one_gpu.backend())
     for module in _NEEDED_BY_MEGATRON:
-        found = version(module)
-        yield checked(f"{module}, which Megatron or the plugin needs", found is not None, found or "", "missing")
+        found, what = version(module), f"{module}, which Megatron or the plugin needs"
+        yield Row(what, found, "ok") if found else Row(what, "", "skipped", "missing, and trainings with it")
     for module in _OPTIONAL:
         yield Row(module, version(module) or "not there")
     if has("megatron.core"):
@@ -77,8 +81,9 @@ def look() -> Rows:
         yield Row("inner AdamW that Megatron picks", f"{adam.__module__}.{adam.__qualname__}")
 
 
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def nvidia_smi(fields: str) -> str:
+    """Values that the driver's tool prints for the GPU, separated by commas as the fields' names are."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:

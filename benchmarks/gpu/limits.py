@@ -7,7 +7,7 @@ from collections.abc import Sequence
 _DEADLINE = "PIER_GPU_DEADLINE"
 
 # For what comes after a check that has used all its time: its processes end, and its rows are written down.
-_RESERVE = 0.05
+_RESERVE = 0.03
 
 
 def share(left: float, weights: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
+import inventory
 import one_gpu
 import outer_step_passes
 import torch
@@ -22,9 +23,52 @@ _CHUNK_MIB = 16
 _GROUPS = (4, 64)
 _PER = 100_000_000
 
+# GB/s of one lane in one direction, by generation of PCI Express.
+_PCIE_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+
 
 def _parameters() -> int:
     return _PER if is_gpu() else 2_000_000
+
+
+def copies() -> Rows:
+    """Copies within the device, and between it and pinned memory, against what memory and bus can carry."""
+    numel = _parameters()
+    memory, bus = (_memory_bandwidth(), _bus_bandwidth()) if is_gpu() else (None, None)
+    yield Row(f"copy of {numel:,} FP32 within the device", _against(copy_rate(numel), memory, "read and written"))
+    for way, seconds in _pinned_copies(numel).items():
+        yield Row(f"pinned copy {way}", _against(gigabytes_per_second(4 * numel, seconds), bus, "one way"))
+
+
+def _against(rate: float, physical: float | None, what: str) -> str:
+    share = f", {rate / physical:.0%} of the physical {physical:,.0f}" if physical else ""
+    return f"{rate:.1f} GB/s {what}{share}"
+
+
+def _memory_bandwidth() -> float | None:
+    """GB/s of the device's memory; None where PyTorch does not know its clock."""
+    properties = torch.cuda.get_device_properties(0)
+    kilohertz, bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    # Two transfers in a clock.
+    return 2 * kilohertz * 1e3 * bits / 8 / 1e9 or None
+
+
+def _bus_bandwidth() -> float | None:
+    """GB/s of the link to the host, one way; None where the driver does not say."""
+    found = [word.strip() for word in inventory.nvidia_smi("pcie.link.gen.max,pcie.link.width.max").split(",")]
+    if len(found) != 2 or not all(map(str.isdecimal, found)):
+        return None
+    generation, lanes = map(int, found)
+    return _PCIE_LANE.get(generation, 0.0) * lanes or None
+
+
+def _pinned_copies(numel: int) -> dict[str, float]:
+    """Seconds of a copy of FP32 between the device and pinned memory, each way."""
+    device, found = one_gpu.device(), {}
+    for way, (source, target) in {"to the device": ("cpu", device), "to the host": (device, "cpu")}.items():
+        tensors = [torch.ones(numel, device=place, pin_memory=is_gpu() and place == "cpu") for place in (source, target)]
+        found[way] = median_seconds(functools.partial(_copy, *tensors), repetitions=_REPETITIONS)
+    return found
 
 
 def passes() -> Rows:
@@ -77,15 +121,15 @@ def _whole_step(codec: Codec, groups: int) -> Row:
     with _absent_groups(groups) as between:
         loop = OuterLoop([[Shards(parameters)]], config, GroupExchange(between, codec))
 
-        def begin_anew() -> None:
+        def restart() -> None:
             # What never arrives may be anything, also nan.
             for state in loop.states:
                 for tensor in (*parameters, *state.kept.values()):
                     tensor.zero_()
             loop.reset()
 
-        seconds = median_seconds(loop.skip_iteration, begin_anew, _REPETITIONS)
-        begin_anew()
+        seconds = median_seconds(loop.skip_iteration, restart, _REPETITIONS)
+        restart()
         started = launches(loop.skip_iteration)
     share = _PER / loop.states[0].numel
     result = f"{seconds * share * 1e3:.1f} ms and {round(started * share):,} launches for each {_PER:,} parameters"
@@ -107,12 +151,7 @@ def _absent_groups(groups: int) -> Iterator[dist.ProcessGroup]:
 def offload() -> Rows:
     """Outer steps with state in host memory, against what copies to and from pinned memory can do."""
     numel, device = _parameters(), one_gpu.device()
-    slowest = 0.0
-    for way, (source, target) in {"to the device": ("cpu", device), "to the host": (device, "cpu")}.items():
-        tensors = [torch.ones(numel, device=place, pin_memory=is_gpu() and place == "cpu") for place in (source, target)]
-        seconds = median_seconds(functools.partial(_copy, *tensors), repetitions=_REPETITIONS)
-        slowest = max(slowest, seconds)
-        yield Row(f"pinned copy {way}", f"{gigabytes_per_second(4 * numel, seconds):.1f} GB/s")
+    slowest = max(_pinned_copies(numel).values())
     kept, offloaded = (
         outer_step_passes.measure(numel, _SHARDS, _CHUNK_MIB, away, _REPETITIONS, device.type) for away in (False, True)
     )

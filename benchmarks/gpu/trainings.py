@@ -108,9 +108,12 @@ def _train(folder: Path, flags: list[str], *more: str) -> dict[int, str]:
     corpus = write_documents(folder.parent / "corpus", [_REPOSITORY / "LICENSE"])
     data = [word for kind in ("train", "valid", "test") for word in (f"--{kind}-data-path", str(corpus))]
     logs = folder.with_name(f"{folder.name}-logs")
-    one_gpu.run([*launched(_SCRIPT), *_FLAGS, *data, *flags, *more], _RANKS, logs, limits.left() / 2, **ENVIRONMENT)
-    printed = (logs / f"rank{_RANKS - 1}.log").read_text()
-    print(printed, flush=True)
+    last = logs / f"rank{_RANKS - 1}.log"
+    try:
+        one_gpu.run([*launched(_SCRIPT), *_FLAGS, *data, *flags, *more], _RANKS, logs, limits.left() / 2, **ENVIRONMENT)
+    finally:
+        print(last.read_text(errors="replace"), flush=True)
+    printed = last.read_text()
     return {int(t): loss for t, loss in re.findall(r" iteration +(\d+)/.* lm loss: (\S+) ", printed)}
 
 
