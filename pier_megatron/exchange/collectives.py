@@ -221,8 +221,8 @@ class Gathered:
     def on_host(self) -> Tensor:
         """Waits for these groups, and for nothing else that a device computes; :meth:`result` in host memory."""
         device = self._vectors.device
-        # PyTorch hands out 32 streams of each priority in turn: one of the default priority may be that of an NCCL communicator,
-        # and the copy would wait for its collectives.
+        # PyTorch hands out 32 streams of each priority in turn: one of the default priority may be that of a communicator of
+        # NCCL's, and the copy would wait for its collectives.
         apart = torch.cuda.stream(torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else contextlib.nullcontext()
         with apart:
             return self.result().cpu()
