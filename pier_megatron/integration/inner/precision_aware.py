@@ -73,7 +73,7 @@ class FusedAdamMasters:
     def _collect(self, parameter: Tensor, at: slice, values: Tensor) -> None:
         """Writes a stretch of a scaled main parameter once all of it is there: the scale is by the largest element."""
         if not at.start:
-            # Anew, whatever an error has left of it.
+            # Restarts, whatever an error has left of it.
             self._incomplete[parameter] = (
                 torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device),
                 parameter.numel(),
