@@ -87,7 +87,12 @@ def test_slow_interface(used: str | None, speeds: dict[str, int], warns: bool) -
 
 
 def test_default_route() -> None:
-    table = "Iface\tDestination\tGateway\neth1\t000200C0\t00000000\neth0\t00000000\t010200C0\n"
+    table = (
+        "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
+        "tun0 00000000 010200C0 0003 0 0 0 00000080 0 0 0\n"
+        "eth1 000200C0 00000000 0001 0 0 0 00FFFFFF 0 0 0\n"
+        "eth0 00000000 010200C0 0003 0 0 0 00000000 0 0 0\n"
+    )
     assert network.default_route(table) == "eth0"
     assert network.default_route("") is None
 
@@ -97,3 +102,16 @@ def test_route_of_an_island(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = Findings()
     network.look(findings, 1, "127.0.0.1")
     assert findings.warnings == ["--pier-island-address 127.0.0.1 lo"]
+
+
+@pytest.mark.parametrize(("adapters", "disabled", "asks"), [(True, "0", False), (True, "1", True), (False, "0", True)])
+def test_default_route_does_not_matter_with_infiniband(
+    adapters: bool, disabled: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "slow", lambda what, used, speeds: [str(used)])
+    monkeypatch.setattr(network, "default_route", lambda table: "eth0")
+    monkeypatch.setattr(network, "has_adapters", lambda: adapters)
+    monkeypatch.setenv("NCCL_IB_DISABLE", disabled)
+    findings = Findings()
+    network.look(findings, 1, None)
+    assert findings.warnings == ["eth0" if asks else "None"]

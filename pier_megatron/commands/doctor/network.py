@@ -21,7 +21,8 @@ _SOCKETS = {
     "NCCL_NSOCKS_PERTHREAD": "unset: one socket per thread; 4 or more where one TCP stream does not fill the link, as over a "
     "long distance. Threads x sockets may be 64",
 }
-_ROUTES, _EVERYWHERE, _INTERFACES = Path("/proc/net/route"), "00000000", Path("/sys/class/net")
+_ROUTES, _INTERFACES, _ADAPTERS = (Path(path) for path in ("/proc/net/route", "/sys/class/net", "/sys/class/infiniband"))
+_EVERYWHERE = "00000000"
 
 
 def look(findings: Findings, nodes: int, island: str | None) -> None:
@@ -32,8 +33,8 @@ def look(findings: Findings, nodes: int, island: str | None) -> None:
         nodes: Number of nodes of the job.
         island: ``--pier-island-address``, if the job is an elastic island.
     """
+    over_sockets = os.environ.get("NCCL_IB_DISABLE") == "1"
     if nodes > 1:
-        over_sockets = os.environ.get("NCCL_IB_DISABLE") == "1"
         shown = _NETWORK | (_SOCKETS if over_sockets else {})
         findings.notes += [
             f"{name}={os.environ[name]}" if name in os.environ else f"{name} {default}" for name, default in shown.items()
@@ -46,10 +47,10 @@ def look(findings: Findings, nodes: int, island: str | None) -> None:
         for entry in entries
         if entry.family == socket.AF_INET
     }
-    what, used = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME unset: the default route", None
+    what, used = "unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set, nodes often meet by the default route, which", None
     if island is not None:
         what, used = f"--pier-island-address {island}", of_addresses.get(island)
-    elif not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= os.environ.keys():
+    elif not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= os.environ.keys() and (over_sockets or not has_adapters()):
         used = default_route(_ROUTES.read_text() if _ROUTES.exists() else "")
     # Bridges of containers say how fast they are, too. Parts of a bond have no address.
     cards = {name for name in of_addresses.values() if (_INTERFACES / name / "device").exists()} | {used}
@@ -57,10 +58,16 @@ def look(findings: Findings, nodes: int, island: str | None) -> None:
     findings.warnings += slow(what, used, {name: stats[name].speed for name in cards & stats.keys() if stats[name].isup})
 
 
+def has_adapters() -> bool:
+    """Whether this node has InfiniBand adapters: NCCL then sends nothing but its first words over an interface."""
+    return _ADAPTERS.exists() and any(_ADAPTERS.iterdir())
+
+
 def default_route(table: str) -> str | None:
     """The interface of the default route, by the kernel's table of routes; None if there is none."""
     rows = [line.split() for line in table.splitlines()[1:]]
-    return next((row[0] for row in rows if row[1] == _EVERYWHERE), None)
+    # A VPN adds routes to both halves of all addresses: one of them begins at 0.0.0.0, too, but its mask has a bit.
+    return next((row[0] for row in rows if row[1] == row[7] == _EVERYWHERE), None)
 
 
 def slow(what: str, interface: str | None, speeds: Mapping[str, int]) -> list[str]:
