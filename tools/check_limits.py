@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2143,
     "bridge": 561,
-    "commands": 4706,
+    "commands": 4713,
     "cpu": 673,
     "exchange": 2050,
     "experiments": 5832,

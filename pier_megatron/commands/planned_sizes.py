@@ -7,7 +7,13 @@ from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
-from pier_megatron.integration.inner.requirements import are_shared_out, keeps_halves, keeps_main_parameters
+from pier_megatron.integration.inner.requirements import (
+    MAIN_PARAMETERS,
+    are_shared_out,
+    keeps_halves,
+    keeps_main_parameters,
+    scaled,
+)
 from pier_megatron.integration.startup import Takes
 from pier_megatron.megatron_api import versions
 
@@ -92,7 +98,8 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
     """
     has_copies = args.tensor_model_parallel_size > 1 or not are_shared_out(args)
     owned = [-(-numel // owners(args)) for numel in parameters_of_first_shard(args)]
-    stored = FusedAdamMasters.unstepped() if keeps_main_parameters(args) else None
+    is_scaled = bool(scaled(args, [MAIN_PARAMETERS]))
+    stored = FusedAdamMasters.unstepped(is_scaled) if keeps_main_parameters(args) else None
     return Takes.planned(config, owned, has_copies, device_type(args), stored)
 
 
