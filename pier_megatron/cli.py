@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pier_megatron import experiments
 from pier_megatron.errors import PierConfigError, suggestion
@@ -15,14 +15,17 @@ COMMANDS = {
     "demo": "watch a small GPT train with Pier, on GPUs or on the CPU",
     "doctor": "check the launch command of a job before it is queued",
     "plan": "predict memory, days and gain of a job on a cluster",
-    "export": "turn a checkpoint into a Hugging Face GPT-2",
-    "evaluate": "run the paper's thirteen downstream tasks on a model",
     "lighthouse": "run the rendezvous server for elastic islands",
 } | {name: purpose for name, purpose in experiments.EXPERIMENTS.items() if purpose}
 
 
 # Commands that earlier versions had, and what to do instead.
-_REMOVED = {"plot": "TensorBoard shows runs side by side: tensorboard --logdir_spec NAME:FOLDER,NAME:FOLDER"}
+_REMOVED = {
+    "plot": "TensorBoard shows runs side by side: tensorboard --logdir_spec NAME:FOLDER,NAME:FOLDER",
+    "export": "Use examples/downstream/export_gpt2.py of the repository",
+    "evaluate": "Use examples/downstream/run_tasks.py of the repository",
+    "experts export": "Use examples/downstream/export_mixture.py of the repository",
+}
 
 
 _FIRST = """first steps:
@@ -34,12 +37,12 @@ Pages: README.md and docs/quickstart.md of the repository."""
 
 def parser() -> argparse.ArgumentParser:
     """Builds the parser, which shtab, for one, makes shell completion of."""
-    from pier_megatron.commands import evaluate, export, lighthouse
+    from pier_megatron.commands import lighthouse
     from pier_megatron.commands.demo import command as demo
     from pier_megatron.commands.doctor import command as doctor
     from pier_megatron.commands.plan import command as plan
 
-    modules = {"demo": demo, "doctor": doctor, "plan": plan, "export": export, "evaluate": evaluate, "lighthouse": lighthouse}
+    modules = {"demo": demo, "doctor": doctor, "plan": plan, "lighthouse": lighthouse}
     modules |= experiments.modules("command")
     parser = argparse.ArgumentParser(
         prog="pier-megatron",
@@ -64,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     words = sys.argv[1:] if argv is None else list(argv)
     understood = parser()
+    for removed in _REMOVED.keys() & {" ".join(words[:1]), " ".join(words[:2])}:
+        understood.error(f"{removed} was removed. {_REMOVED[removed]}")
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        if words[0] in _REMOVED:
-            understood.error(f"{words[0]} was removed. {_REMOVED[words[0]]}")
         understood.error(f"{words[0]}: no such command{suggestion(words[0], COMMANDS)}")
     options, unknown = understood.parse_known_args(words)
     if unknown:
@@ -75,8 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.name is None:
         understood.print_help()
         return 0
+    return carried_out(options.run, options)
+
+
+def carried_out(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Runs a command; returns its exit status."""
     try:
-        status: int = options.run(options)
+        status = run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # Who reads the output has seen enough, as head has. Python would complain once more when it ends.

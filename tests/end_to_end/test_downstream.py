@@ -1,4 +1,4 @@
-"""``pier-megatron export`` and ``evaluate``: what Megatron trained is what Hugging Face loads."""
+"""``examples/downstream``: what Megatron trained is what Hugging Face loads."""
 
 import argparse
 import copy
@@ -10,18 +10,20 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import export_gpt2
+import gpt2
 import pytest
+import run_tasks
 import torch
 from launch import Recorded, Run, execute, launch
+from mixture_model import MixtureForCausalLM
+from run_tasks import PAPER, Score, score, table
 from torch import Tensor
 from torch.nn import functional
 
-from pier_megatron.cli import main
-from pier_megatron.commands import gpt2
-from pier_megatron.commands.evaluate import PAPER, Score, score, table
-from pier_megatron.commands.export import require_packages
 from pier_megatron.errors import PierConfigError
 
 pytestmark = pytest.mark.processes
@@ -80,7 +82,7 @@ def exported(runs: dict[str, Recorded], tokenizer: Path, tmp_path_factory: pytes
     }.items():
         found[name] = folder / name
         flags = ["--checkpoint", str(path), "--output", str(found[name]), "--tokenizer", str(tokenizer)]
-        assert main(["export", *flags]) == 0
+        assert export_gpt2.main(flags) == 0
     return found
 
 
@@ -239,8 +241,8 @@ def test_weights_without_a_place_are_refused(runs: dict[str, Recorded]) -> None:
         gpt2.build(config, weights)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 2
+def refused(capsys: pytest.CaptureFixture[str], script: ModuleType, *words: str) -> str:
+    assert script.main(words) == 2
     return capsys.readouterr().err
 
 
@@ -249,16 +251,16 @@ def test_bad_input_of_export_is_refused(
 ) -> None:
     output = ["--output", str(tmp_path / "model")]
     checkpoint = ["--checkpoint", str(folder_of(runs["pier"], 6))]
-    assert "no torch_dist checkpoint there" in refused(capsys, "export", "--checkpoint", str(tmp_path), *output)
-    assert "there is a model already" in refused(capsys, "export", *checkpoint, "--output", str(exported["pier"]))
-    no_tokenizer = refused(capsys, "export", *checkpoint, *output, "--tokenizer", str(tmp_path))
+    assert "no torch_dist checkpoint there" in refused(capsys, export_gpt2, "--checkpoint", str(tmp_path), *output)
+    assert "there is a model already" in refused(capsys, export_gpt2, *checkpoint, "--output", str(exported["pier"]))
+    no_tokenizer = refused(capsys, export_gpt2, *checkpoint, *output, "--tokenizer", str(tmp_path))
     assert f"--tokenizer {tmp_path} cannot be loaded" in no_tokenizer
     damaged = shutil.copytree(folder_of(runs["pier"], 6), tmp_path / "damaged")
     (damaged / "__0_0.distcp").unlink()
-    assert "damaged is damaged: __0_0.distcp is missing" in refused(capsys, "export", "--checkpoint", str(damaged), *output)
+    assert "damaged is damaged: __0_0.distcp is missing" in refused(capsys, export_gpt2, "--checkpoint", str(damaged), *output)
 
 
-def test_bad_input_of_evaluate_is_refused(
+def test_bad_input_of_run_tasks_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lm_eval.tasks import TaskManager
@@ -267,16 +269,17 @@ def test_bad_input_of_evaluate_is_refused(
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     (tmp_path / "config.json").touch()
     (tmp_path / "known.yaml").write_text(_TASK.format(data="nowhere"))
-    evaluate = ["evaluate", "--model", str(tmp_path), "--include-path", str(tmp_path), "--tasks"]
-    assert re.search("--tasks misspelt: not among the 1 .*--include-path", refused(capsys, *evaluate, "next_bytes", "misspelt"))
-    assert "has no tokenizer with it: name" in refused(capsys, *evaluate, "next_bytes")
+    words = ["--model", str(tmp_path), "--include-path", str(tmp_path), "--tasks"]
+    misspelt = refused(capsys, run_tasks, *words, "next_bytes", "misspelt")
+    assert re.search("--tasks misspelt: not among the 1 .*--include-path", misspelt)
+    assert "has no tokenizer with it: name" in refused(capsys, run_tasks, *words, "next_bytes")
     (tmp_path / "tokenizer_config.json").touch()
-    assert f"--model {tmp_path} cannot be loaded: " in refused(capsys, *evaluate, "next_bytes")
+    assert f"--model {tmp_path} cannot be loaded: " in refused(capsys, run_tasks, *words, "next_bytes")
 
 
 def test_missing_packages_are_named() -> None:
     with pytest.raises(PierConfigError, match=r"needs not_a_package, not installed: pip install transformers 'lm-eval\[hf\]'"):
-        require_packages("torch", "not_a_package")
+        export_gpt2.require_packages("torch", "not_a_package")
 
 
 # The tasks.
@@ -336,7 +339,7 @@ def written_task(model: Any, folder: Path) -> None:
 def test_checkpoint_is_evaluated(runs: dict[str, Recorded], exported: dict[str, Path], tokenizer: Path, tmp_path: Path) -> None:
     """From the checkpoint to the score, with a task of one's own whose score is known."""
     written_task(loaded(exported["pier"]), tmp_path)
-    command = [sys.executable, "-m", "pier_megatron.cli", "evaluate", "--model", str(folder_of(runs["pier"], 6))]
+    command = [sys.executable, run_tasks.__file__, "--model", str(folder_of(runs["pier"], 6))]
     command += ["--tokenizer", str(tokenizer), "--tasks", "next_bytes", "--include-path", str(tmp_path / "tasks")]
     command += ["--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
     offline = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
@@ -354,17 +357,15 @@ def test_mixture_is_evaluated(
     """Two models as one, whose code is run only if that is allowed."""
     from lm_eval.tasks import TaskManager
 
-    from pier_megatron.experiments.experts.mixture_model import MixtureForCausalLM
-
     experts = [loaded(exported[name]).eval() for name in ("pier", "stock")]
     mixture = MixtureForCausalLM.of(experts, ["pier", "stock"], [0.0, 0.0])
     mixture.save_pretrained(tmp_path / "mixture")
     written_task(mixture.eval(), tmp_path)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    evaluate = ["evaluate", "--model", str(tmp_path / "mixture"), "--tokenizer", str(tokenizer), "--tasks", "next_bytes"]
-    evaluate += ["--include-path", str(tmp_path / "tasks"), "--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
-    assert "trust_remote_code=True" in refused(capsys, *evaluate)
-    assert main([*evaluate, "--trust-remote-code"]) == 0
+    words = ["--model", str(tmp_path / "mixture"), "--tokenizer", str(tokenizer), "--tasks", "next_bytes"]
+    words += ["--include-path", str(tmp_path / "tasks"), "--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
+    assert "trust_remote_code=True" in refused(capsys, run_tasks, *words)
+    assert run_tasks.main([*words, "--trust-remote-code"]) == 0
     assert json.loads((tmp_path / "evaluation.json").read_text())["mean"] == 0.75
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import export_mixture
 import gpt_reference
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def ensemble(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[Path, Path]
     # Once the seed is there, what it has cost is known.
     again = here("plan", str(home / "experts.yaml"), "--output", str(folder))
     said += [again, *(here(name, str(folder)) for name in ("score", "mix"))]
-    here("export", str(folder), "--output", str(home / "exported"), "--prior", "code")
+    assert export_mixture.main([str(folder), "--output", str(home / "exported"), "--prior", "code"]) == 0
     return Ensemble(folder, home / "exported", planning.result(), first.stdout + first.stderr, *said)
 
 

@@ -34,7 +34,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--ouput", "x"], "--ouput: demo does not know it. Did you mean --output?"),
         (["plot", "."], "plot was removed. TensorBoard shows runs side by side"),
         (["do"], "do: no such command. Did you mean doctor?"),
-        (["export", "--checkpoint", ".", "--output", "b", "--tokeniser=gpt2"], "Did you mean --tokenizer?"),
+        (["export", "--checkpoint", "."], "export was removed. Use examples/downstream/export_gpt2.py"),
+        (["experts", "export", "."], "experts export was removed. Use examples/downstream/export_mixture.py"),
     ],
 )
 def test_unknown_words_suggest_the_nearest(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +44,7 @@ def test_unknown_words_suggest_the_nearest(words: list[str], said: str, capsys: 
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["export", "evaluate", "experts score", "experts export", "doctor"])
+@pytest.mark.parametrize("command", ["experts score", "doctor"])
 def test_commands_that_read_checkpoints_warn_of_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([*command.split(), "--help"])

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import export_mixture
+import mixture_model
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,7 @@ from transformers import (
 )
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.experiments.experts import exporting, mixture, mixture_model
+from pier_megatron.experiments.experts import mixture
 from pier_megatron.experiments.experts.planned import Expert, Model, Plan
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
@@ -265,13 +267,13 @@ def test_server_finds_the_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     # Like the server's import: the module replaces itself after its first import.
     transformers = sys.modules["transformers"]
     monkeypatch.setattr(transformers, "MixtureForCausalLM", None, raising=False)
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "serve_mixture.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "downstream" / "serve_mixture.py"), run_name="__main__")
     assert asked == [["serve", "--trust-remote-code", str(folder), "--port", "8001"]]
     (architecture,) = AutoConfig.from_pretrained(folder, trust_remote_code=True).architectures
     assert isinstance(getattr(transformers, architecture).from_pretrained(folder, trust_remote_code=True), PreTrainedModel)
 
 
-# What the command refuses.
+# What the script refuses.
 
 
 @pytest.fixture
@@ -286,10 +288,10 @@ def plan(tmp_path: Path) -> Plan:
 def test_prior_needs_a_scored_domain(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prior: str, said: str
 ) -> None:
-    monkeypatch.setattr(exporting, "_check_same_tokens", lambda plan, members: None)
+    monkeypatch.setattr(export_mixture, "_check_same_tokens", lambda plan, members: None)
     options = argparse.Namespace(folder=tmp_path, output=tmp_path / "exported", tokenizer=None, prior=prior)
     with pytest.raises(PierConfigError, match=said):
-        exporting.run(options)
+        export_mixture.run(options)
     assert not options.output.exists()
 
 
@@ -301,5 +303,5 @@ def test_experts_of_a_mixture_share_a_tokenizer(plan: Plan, monkeypatch: pytest.
 
     monkeypatch.setattr(StoredModel, "find", stored)
     with pytest.raises(PierConfigError, match="the same tokenizer: MHo-IHo/law: NullTokenizer None 257; MHo-IHo/code"):
-        exporting._check_same_tokens(plan, plan.experts)
-    exporting._check_same_tokens(plan, plan.experts[:1])
+        export_mixture._check_same_tokens(plan, plan.experts)
+    export_mixture._check_same_tokens(plan, plan.experts[:1])

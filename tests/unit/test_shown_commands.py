@@ -14,15 +14,13 @@ from unittest import mock
 import pytest
 
 from pier_megatron import cli
-from pier_megatron.commands.export import name_or_folder
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.flags import add_pier_arguments
-from pier_megatron.values import existing_file, existing_folder
 
 _REPOSITORY = Path(__file__).parents[2]
 _PAGES = sorted(
     page
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md")
+    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md", "examples/downstream/README.md")
     for page in _REPOSITORY.glob(pattern)
 )
 _PROGRAMS = ("pier-megatron", "torchrun", "make", "pip", "pytest", "python", "shtab", "git", "train.sh", "sbatch", "srun")
@@ -124,7 +122,7 @@ def understand_own(words: list[str]) -> None:
 def need_no_paths(parser: argparse.ArgumentParser) -> None:
     """Lets a parser accept what is not there: the pages speak of the reader's files."""
     for action in parser._actions:
-        if action.type in (existing_file, existing_folder, name_or_folder):
+        if getattr(action.type, "__name__", None) in ("existing_file", "existing_folder", "name_or_folder"):
             action.type = str
         for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
             need_no_paths(inner)
@@ -158,6 +156,7 @@ def understand_script(words: list[str]) -> None:
     parse_args, before = argparse.ArgumentParser.parse_args, set(sys.modules)
 
     def only_parse(parser: argparse.ArgumentParser, *given: Sequence[str]) -> None:
+        need_no_paths(parser)
         parse_args(parser, *given)
         raise _UnderstoodError
 

@@ -26,7 +26,7 @@ _LIMIT = 5.0
 """Seconds: a bound against what looks at a network or a model before it looks at a value."""
 
 # Free text: names of tasks and of domains, and the words of other programs.
-_TEXT = {"evaluate --tasks", "experts export --prior", "doctor COMMAND", "plan COMMAND", "demo -- ARGUMENTS"}
+_TEXT = {"doctor COMMAND", "plan COMMAND", "demo -- ARGUMENTS"}
 
 _NUMBERS = ("-5", "0", "1" + 30 * "0", "1" + 400 * "0", "-1e999", "nan", "inf", "", "pire", "1.5x")
 _WORDS = ("", "/no/such/thing", "pi re", "a;b")
@@ -271,7 +271,7 @@ def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
         ("demo --iterations 40 -- --pier-overlap 41", "--pier-overlap 41: must be from 0 to"),
         ("lighthouse --islands -1", "--islands: -1: must be"),
         ("lighthouse --islands 2 --address 256.1.1.1", "--address: 256.1.1.1: must be an IP address"),
-        ("evaluate --model /nonexistent", "--model: /nonexistent: no such folder"),
+        ("experts train /nonexistent", "FOLDER: /nonexistent: no such folder"),
     ],
 )
 def test_real_processes_refuse_at_once(words: str, said: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import argparse
 import importlib
 from pathlib import Path
 
-from pier_megatron.commands.export import add_tokenizer_argument
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.values import existing_file, existing_folder, folder_to_write
 
@@ -14,7 +13,6 @@ _SUBCOMMANDS = {
     "train": ("run or submit the jobs that are missing", "train"),
     "score": ("write the log-likelihood of every token under every expert", "score"),
     "mix": ("combine the experts and compare the perplexities", "mix"),
-    "export": ("turn experts into Hugging Face GPT-2s, and each mixture into one model", "exporting"),
 }
 
 
@@ -27,22 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name != "plan":
             folder = "--output of pier-megatron experts plan"
             added[name].add_argument("folder", type=existing_folder, metavar="FOLDER", help=folder)
-    plan, train, export = added["plan"], added["train"], added["export"]
+    plan, train = added["plan"], added["train"]
     plan.add_argument("file", type=existing_file, metavar="FILE.yaml", help="description of the ensemble: docs/experts.md")
     plan.add_argument(
         "--output", type=folder_to_write, default=Path("runs/experts"), help="folder for plan, jobs and results (%(default)s)"
     )
     train.add_argument("--submit", action="store_true", help="hand the jobs to Slurm (sbatch) instead of running them here")
-    export.add_argument(
-        "--output", type=folder_to_write, required=True, metavar="DIR", help="folder for the models, with a folder for each"
-    )
-    export.add_argument(
-        "--prior",
-        metavar="DOMAIN",
-        help="domain whose cached prior begins every sequence of a mixture; needs scores (default: no preference)",
-    )
-    add_tokenizer_argument(export)
-    plan.epilog = added["score"].epilog = export.epilog = TRUSTED_ONLY
+    plan.epilog = added["score"].epilog = TRUSTED_ONLY
 
 
 def run(options: argparse.Namespace) -> int:

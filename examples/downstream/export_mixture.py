@@ -1,16 +1,40 @@
-"""``pier-megatron experts export``: every expert as ``pier-megatron export`` does it, and every mixture as one model."""
+"""Turns experts that ``pier-megatron experts`` has trained into Hugging Face GPT-2s, and each mixture into one model.
+
+python examples/downstream/export_mixture.py runs/experts --output runs/exported --tokenizer gpt2
+"""
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pier_megatron.commands.export import export, require_packages
+from export_gpt2 import add_tokenizer_argument, export, require_packages
+from mixture_model import MixtureForCausalLM
+
+from pier_megatron.cli import carried_out
+from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts.ensemble import DENSE
 from pier_megatron.experiments.experts.mix import prior_of
 from pier_megatron.experiments.experts.mixture import Array, uniform_prior
 from pier_megatron.experiments.experts.planned import Expert, Plan
+from pier_megatron.values import existing_folder, folder_to_write
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the script's flags."""
+    parser.epilog = TRUSTED_ONLY
+    parser.add_argument("folder", type=existing_folder, metavar="FOLDER", help="--output of pier-megatron experts plan")
+    parser.add_argument(
+        "--output", type=folder_to_write, required=True, metavar="DIR", help="folder for the models, with a folder for each"
+    )
+    parser.add_argument(
+        "--prior",
+        metavar="DOMAIN",
+        help="domain whose cached prior begins every sequence of a mixture; needs scores (default: no preference)",
+    )
+    add_tokenizer_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,8 +78,6 @@ def _write_mixture(output: Path, variant: str, members: Sequence[Expert], log_pr
     """Writes the mixture of a variant's exported experts, and returns what it is, line by line."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from pier_megatron.experiments.experts.mixture_model import MixtureForCausalLM
-
     folders = [output / expert.name for expert in members]
     experts = [AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in folders]
     names = [Path(expert.name).name for expert in members]
@@ -65,3 +87,14 @@ def _write_mixture(output: Path, variant: str, members: Sequence[Expert], log_pr
         AutoTokenizer.from_pretrained(folders[0]).save_pretrained(output / variant)
     weights = ", ".join(f"{name} {math.exp(weight):.3f}" for name, weight in zip(names, log_prior, strict=True))
     return [f"{output / variant}: mixture of {weights}; {model.num_parameters():,} parameters; needs trust_remote_code"]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the script; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    return carried_out(run, parser.parse_args(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

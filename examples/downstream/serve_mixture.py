@@ -1,9 +1,9 @@
 """Serves a mixture of experts with ``transformers serve``, whose requests are those of OpenAI's API.
 
     pip install 'transformers[serving]'
-    python serve_mixture.py exported/MHe-IHo --port 8000
+    python examples/downstream/serve_mixture.py runs/exported/MHe-IHo --port 8000
 
-``pier-megatron experts export`` writes the folder. This command runs its code, so read ``mixture_model.py`` in it first. All
+``export_mixture.py`` writes the folder. This command runs its code, so read ``mixture_model.py`` in it first. All
 options of ``transformers serve`` can follow except ``--continuous-batching``: a mixture has no paged attention.
 """
 

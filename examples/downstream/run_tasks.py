@@ -1,15 +1,21 @@
-"""``pier-megatron evaluate``: the paper's thirteen downstream tasks, with lm-evaluation-harness."""
+"""Runs the paper's thirteen downstream tasks on a model, with lm-evaluation-harness.
+
+python examples/downstream/run_tasks.py --model runs/xl/checkpoint --tokenizer gpt2 --tasks piqa winogrande --output scores.json
+"""
 
 import argparse
 import dataclasses
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pier_megatron.commands.export import add_tokenizer_argument, export, name_or_folder, require_packages
+from export_gpt2 import add_tokenizer_argument, export, name_or_folder, require_packages
+
+from pier_megatron.cli import carried_out
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.values import existing_folder, file_to_write, whole
@@ -51,14 +57,14 @@ class Score:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own flags."""
+    """Adds the script's flags."""
     parser.epilog = TRUSTED_ONLY
     parser.add_argument(
         "--model",
         type=name_or_folder,
         required=True,
         metavar="DIR_OR_NAME",
-        help="Hugging Face model, such as the output of pier-megatron export, or a checkpoint that export accepts",
+        help="Hugging Face model, such as what export_gpt2.py writes, or a checkpoint that it accepts",
     )
     add_tokenizer_argument(parser)
     parser.add_argument(
@@ -123,7 +129,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         PierConfigError: If a task is not known, the model cannot be loaded, or it is a checkpoint that cannot be exported.
-        PierConfigError: See :func:`pier_megatron.commands.export.export`.
+        PierConfigError: See :func:`export_gpt2.export`.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -189,3 +195,14 @@ def table(scores: Mapping[str, Score], mean: float) -> Sequence[str]:
     published = f"{sum(PAPER.values()) / len(PAPER):.4f}" if scores.keys() == PAPER.keys() else ""
     rows.append(f"{'mean':20} {'':10} {f'{mean:.4f}':>16} {published:>10}".rstrip())
     return [*rows, "XL, Pier: GPT-2 XL trained with Pier, published in arXiv 2511.17849"]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the script; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    return carried_out(run, parser.parse_args(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

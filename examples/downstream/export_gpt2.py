@@ -1,13 +1,20 @@
-"""``pier-megatron export``: a checkpoint of Megatron's becomes a Hugging Face GPT-2."""
+"""Turns a checkpoint of Megatron's, by Pier or not, into a Hugging Face GPT-2.
+
+python examples/downstream/export_gpt2.py --checkpoint runs/xl/checkpoint --output xl-hf --tokenizer gpt2
+"""
 
 import argparse
 import importlib.util
 import os
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier_megatron.commands import gpt2
+import gpt2
+
+from pier_megatron.cli import carried_out
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.values import existing_folder, folder_to_write
@@ -27,7 +34,7 @@ _MEANING = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own flags."""
+    """Adds the script's flags."""
     parser.epilog = TRUSTED_ONLY
     parser.add_argument(
         "--checkpoint",
@@ -69,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def require_packages(*names: str) -> None:
-    """Checks that the packages behind ``export`` and ``evaluate`` are there.
+    """Checks that packages are there.
 
     Raises:
         PierConfigError: If one is missing.
@@ -150,3 +157,14 @@ def _load_tokenizer(name: str, vocabulary: int) -> "PreTrainedTokenizerBase":
             "it is not the tokenizer that the model was trained with."
         )
     return tokenizer
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the script; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    return carried_out(run, parser.parse_args(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

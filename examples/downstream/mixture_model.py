@@ -1,6 +1,6 @@
 """A mixture of experts that know nothing of each other, as one Hugging Face model.
 
-``pier-megatron experts export`` writes this file into the folder of the weights. It needs PyTorch and transformers, and
+``export_mixture.py`` writes this file into the folder of the weights. It needs PyTorch and transformers, and
 nothing of the plugin::
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
