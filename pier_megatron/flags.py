@@ -18,6 +18,7 @@ WITH_ANY_OPTIMIZER = tuple(
 
 REMOVED = {
     "--pier-islands": "every kind of inner optimizer, Muon too, trains in groups of one launch without it. Drop it.",
+    "--pier-log-codec-errors": "compare the losses of short runs with each codec of --pier-compress. Drop it.",
     "--pier-outlier-zscore": "groups that are not finite are excluded without it. Drop it.",
 }
 """Flags that are no more, with what to do instead."""

@@ -69,7 +69,7 @@ _WISHES = {
     "Save and resume": ("save_inner_state", "load_inner_state", "override_checkpoint"),
     "Accumulate gradients layer by layer": ("layered",),
     "Skip pipeline stages": ("skip_fraction", "skip_routes", "skip_seed", "eval_skip"),
-    "Compress the traffic inside a group": ("compress", "log_codec_errors"),
+    "Compress the traffic inside a group": ("compress",),
     "Run another release": ("try_any_megatron",),
 }
 """Settings by what a user wants, in the order of the page."""

@@ -7,9 +7,6 @@ import pytest
 import torch
 from launch import Recorded, Run, launch
 
-from pier_megatron.exchange.codecs import CODECS
-from pier_megatron.exchange.encoded import as_rows
-from pier_megatron.experiments.compression import quantization_error
 from pier_megatron.integration.census import CollectiveCensus
 
 pytestmark = pytest.mark.processes
@@ -44,9 +41,6 @@ _ROUTES = {
 }
 _UNHIDDEN = _PIPELINE + _STEPS + _SHARDED
 _EXACT = " --pier-compress naive,outer=off"
-# Runs that log the errors of codecs and compress nothing.
-_MEASURED = ["breadth-first, some skipped", "tensor-parallel"]
-_LOGGING = " --pier-log-codec-errors"
 _AGGRESSIVE = _LONGER + _PIER + _OVERLAPPED + "--bf16 --pier-compress aggressive,gather=int8 --save-interval 100 "
 # In one buffer, tensor-parallel ranks hold copies of some parameters and their own part of others.
 _COPIES = _LONGER + "--bf16 --save-interval 100 " + _TENSOR
@@ -85,12 +79,7 @@ def runs(directory: Path, corpus: tuple[Path, Path]) -> dict[str, Recorded]:
     keeping = ["small pieces", "dropped gradients survive saves"]
     # Megatron would end a run that receives garbage.
     unchecked = f"{_ROUTES['interleaved'][0]} --rerun-mode disabled --no-check-for-nan-in-loss-and-grad{_EXACT}"
-    trainings += [Run(f"{name}, measured", _ROUTES[name][0] + _LOGGING, ["weights"]) for name in _MEASURED]
     trainings += [
-        Run("measured", f"{_PIPELINE}{_SHARDED}--train-iters 1 --global-batch-size 16 --bf16{_LOGGING}", ["weights"]),
-        Run("measured in buckets", f"{_STEPS}--overlap-grad-reduce --ddp-bucket-size 2000{_LOGGING}"),
-        Run("measured at once", f"{_STEPS}--overlap-grad-reduce{_LOGGING}"),
-        Run("measured alone", (_LONGER + _PIER).replace("--pier-groups 2", "--pier-groups 4") + _LOGGING),
         Run("hybrid", _UNHIDDEN + " --pier-compress hybrid", ["census"]),
         Run("1F1B", _UNHIDDEN),
         Run("naive", f"{overlapped} --pier-compress naive"),
@@ -135,56 +124,6 @@ def test_the_way_alone_changes_nothing(runs: dict[str, Recorded], name: str) -> 
     assert exact.losses == plain.losses
     assert exact.grad_norms == plain.grad_norms
     assert exact.differing_weights(plain) == []
-
-
-def errors(run: Recorded) -> list[dict[str, dict[str, float]]]:
-    """Mean errors of codecs that the last rank has logged, by iteration, dimension and codec."""
-    lines: list[dict[str, dict[str, float]]] = []
-    for line in run.ranks[-1]["said"]:
-        if found := re.fullmatch(r" mean error of a number in (\w+) \(.*\): (.*)", line):
-            if not lines or found[1] in lines[-1]:
-                lines.append({})
-            lines[-1][found[1]] = {codec: float(mean) / 100 for codec, mean in re.findall(r"(\w+) ([\d.]+)%", found[2])}
-    return lines
-
-
-@pytest.mark.parametrize("name", _MEASURED)
-def test_measuring_changes_nothing(runs: dict[str, Recorded], name: str) -> None:
-    plain, measured = runs[name], runs[f"{name}, measured"]
-    assert (measured.losses, measured.grad_norms) == (plain.losses, plain.grad_norms)
-    assert measured.differing_weights(plain) == []
-    found = errors(measured)
-    assert len(found) == len(plain.losses)
-    assert set().union(*found) == set(_ROUTES[name][1].split())
-    for codecs in (codecs for of_iteration in found for codecs in of_iteration.values()):
-        assert 0 < codecs["int12"] < codecs["int8"] < codecs["int4"] < 1
-
-
-def test_measured_errors_are_those_of_the_parameters(runs: dict[str, Recorded]) -> None:
-    total = torch.zeros(2, 2, dtype=torch.float64)
-    for key, value in runs["measured"].weights("final").items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            # All layers of a kind are in one tensor; both stages have the tied embedding.
-            parameters = value if ".layers." in key else [value] * (1 + ("word_embeddings" in key))
-            for parameter in parameters:
-                total += torch.stack(
-                    [quantization_error.error(CODECS[codec], as_rows(parameter, 1)) for codec in ("int8", "int4")]
-                )
-    # A rank measures its own part of them. Of gradients, the first errors are a sixth larger.
-    [found] = errors(runs["measured"])
-    assert [found["gather"][codec] for codec in ("int8", "int4")] == pytest.approx(
-        (total[:, 0] / total[:, 1]).tolist(), rel=0.1
-    )
-    assert found["dp"]["int4"] > 1.1 * found["gather"]["int4"]
-
-
-def test_all_that_is_sent_is_measured_and_nothing_else(runs: dict[str, Recorded]) -> None:
-    # Blocks begin with parameters, in one bucket or in many.
-    assert errors(runs["measured in buckets"])[0] == errors(runs["measured at once"])[0]
-    assert len(errors(runs["measured in buckets"])) == 3
-    # After the lazy start each group is one replica.
-    assert len(runs["measured alone"].losses) == 6
-    assert len(errors(runs["measured alone"])) == 2
 
 
 def said(run: Recorded) -> list[dict[str, tuple[float, str, float]]]:

@@ -9,7 +9,7 @@ import torch
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.compression import feature as compression
-from pier_megatron.experiments.compression import quantization_error, traffic
+from pier_megatron.experiments.compression import traffic
 from pier_megatron.experiments.compression.policy import DIMENSIONS, POLICIES, parse_policy
 from pier_megatron.megatron_api import run
 
@@ -18,7 +18,6 @@ def args(**changes: Any) -> argparse.Namespace:
     """Arguments of two tensor-parallel ranks, two stages and four replicas, in bf16."""
     given = {
         "pier_compress": "naive",
-        "pier_log_codec_errors": None,
         "pier_exchange_dtype": None,
         "pier": False,
         "pier_groups": None,
@@ -160,57 +159,7 @@ def test_what_cannot_go_together(changes: dict[str, Any], words: list[str]) -> N
 
 def test_a_policy_that_names_no_codec_is_refused() -> None:
     with pytest.raises(PierConfigError, match=r"--pier-compress dp=off compresses nothing in this run: all is off\. Drop it"):
-        compression.compressed(args(pier_compress="dp=off", pier_log_codec_errors=True))
-
-
-def tried(**changes: Any) -> dict[str, str]:
-    """What start-up says of the codecs that are tried, by dimension."""
-    head, *lines = compression.describe(args(pier_compress=None, pier_log_codec_errors=True, **changes))
-    assert head == "Pier logs the error of these codecs on what is sent:"
-    return {line.split(":")[0].strip(): line.split(": ", 2)[2] for line in lines}
-
-
-def test_the_codecs_that_a_run_would_accept_are_tried() -> None:
-    all_but_bf16 = "int12, int8, int4"
-    every = dict.fromkeys(("pp", "gather", "tp"), all_but_bf16)
-    assert tried() == every | {"dp": f"bf16, {all_but_bf16}"}
-    sharded = tried(use_megatron_fsdp=True)
-    assert {name for name, told in sharded.items() if told == all_but_bf16} == {"pp", "tp"}
-    assert "nothing: --use-megatron-fsdp cannot be used with --pier-compress dp=int4" in sharded["dp"]
-    assert tried(bf16=False, fp16=True)["dp"] == "bf16, int12, int8"
-    assert tried(sequence_parallel=True)["tp"].startswith("nothing: --sequence-parallel gathers and scatters")
-    assert tried(cuda_graph_impl="local")["tp"].startswith("nothing: --cuda-graph-impl local replays sums")
-    assert tried(fp32_residual_connection=True)["pp"] == f"bf16, {all_but_bf16}"
-
-
-def test_a_run_that_would_accept_no_codec_measures_nothing() -> None:
-    alone = args(
-        pier_compress=None,
-        pier_log_codec_errors=True,
-        data_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        sequence_parallel=True,
-    )
-    told = r"--pier-log-codec-errors measures nothing in this run: dp: there is one model replica .*; pp: .*; tp: .* Drop it"
-    with pytest.raises(PierConfigError, match=told):
-        compression.check(alone)
-
-
-def test_measuring_alone_compresses_nothing() -> None:
-    run.begin()
-    alone = args(pier_compress=None, pier_log_codec_errors=True)
-    compression.prepare(alone)
-    compression.check(alone)
-    assert compression.is_used(alone)
-    assert compression.cost(alone).per_parameter == {}
-    assert all(traffic.codec_in_force(dimension) is None for dimension in DIMENSIONS)
-    assert {codec.name for codec in quantization_error.tried()} == {"bf16", "int12", "int8", "int4"}
-
-
-def test_measuring_alone_refuses_in_its_own_name() -> None:
-    told = r"--pier-log-codec-errors measures nothing in this run: .*CUDA graphs of the full"
-    with pytest.raises(PierConfigError, match=told):
-        compression.check(args(pier_compress=None, pier_log_codec_errors=True, cuda_graph_impl="full_iteration"))
+        compression.compressed(args(pier_compress="dp=off"))
 
 
 @pytest.mark.parametrize(

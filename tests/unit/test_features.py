@@ -88,7 +88,7 @@ def test_validation_begins_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_changed_features_are_named_and_older_checkpoints_say_nothing() -> None:
-    args = argparse.Namespace(pier_compress="hybrid", pier_skip_fraction=None, pier_layered=True, pier_log_codec_errors=True)
+    args = argparse.Namespace(pier_compress="hybrid", pier_skip_fraction=None, pier_layered=True)
     saved = {features.ENTRY: {"--pier-layered": True, "--pier-skip-fraction": 0.25}}
     assert features.changes(saved, args) == [
         "--pier-skip-fraction 0.25 is now None",

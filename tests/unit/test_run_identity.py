@@ -70,7 +70,6 @@ def test_where_and_how_fast_may_differ() -> None:
         rank=1,
         save="/there/checkpoints",
         log_interval=10,
-        pier_log_codec_errors=True,
         recompute_granularity="full",
         pier_island=1,
     )

@@ -6,17 +6,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
-from pier_megatron.exchange.encoded import as_rows, pack, payload_like, saves_bytes, unpack
-from pier_megatron.experiments.compression import quantization_error
+from pier_megatron.exchange.encoded import pack, payload_like, saves_bytes, unpack
 from pier_megatron.experiments.compression.buckets import Handle
 from pier_megatron.experiments.compression.traffic import codec_in_force, count
 
 
 def transfer(start: Callable[..., dict[str, Handle] | list[Handle]], /, **given: object) -> dict[str, Handle] | list[Handle]:
     """Sends activations between stages in a codec's bytes."""
-    if quantization_error.is_due("pp"):
-        sent = (tensor for name, tensor in given.items() if isinstance(tensor, Tensor) and "_send_" in name)
-        quantization_error.measure("pp", (as_rows(tensor, 1) for tensor in sent if tensor.is_floating_point()))
     codec = codec_in_force("pp")
     if codec is None:
         return start(**given)

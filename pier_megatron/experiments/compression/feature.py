@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
+from pier_megatron.exchange.codecs import BLOCK, Codec
 from pier_megatron.experiments import EXPERIMENTS
-from pier_megatron.experiments.compression.policy import DIMENSIONS, INSIDE, has_feedback, parse_policy, policy
+from pier_megatron.experiments.compression.policy import DIMENSIONS, has_feedback, parse_policy, policy
 from pier_megatron.features import Cost
 from pier_megatron.integration.inner.requirements import keeps_halves
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, uses_pier
@@ -36,21 +36,11 @@ class Settings:
         metavar="POLICY",
         accepts=policy,
     )
-    log_codec_errors: bool = setting(
-        False,
-        "Log at each --log-interval the mean error of each codec on the traffic of that iteration, by dimension, and propose "
-        "the --pier-compress of fewest bits whose error is at most a tenth of a number. Losses and weights do not change. "
-        "Default: nothing is measured.",
-    )
 
 
 def is_used(args: argparse.Namespace) -> bool:
-    """Whether this run compresses anything inside a group, or measures what codecs would make of it."""
-    return getattr(args, "pier_compress", None) is not None or _logs_errors(args)
-
-
-def _logs_errors(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "pier_log_codec_errors", None))
+    """Whether this run compresses anything inside a group."""
+    return getattr(args, "pier_compress", None) is not None
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -59,7 +49,7 @@ def prepare(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: If the two contradict each other.
     """
-    codecs, named = _policy(args)
+    codecs, named = parse_policy(args.pier_compress)
     if not uses_pier(args) or "outer" not in codecs:
         return
     given, chosen = args.pier_exchange_dtype, codecs["outer"].name
@@ -77,23 +67,11 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With the flag, the reason and a remedy.
     """
-    from pier_megatron.experiments.compression import quantization_error, traffic
+    from pier_megatron.experiments.compression import traffic
 
     codecs = compressed(args)
-    if codecs:
-        check_other_flags(args, codecs)
+    check_other_flags(args, codecs)
     traffic.put_in_force(codecs)
-    if _logs_errors(args):
-        tried = _tried(args)
-        if not any(possible for possible, _ in tried.values()):
-            reasons = "; ".join(f"{dimension}: {reason}" for dimension, (_, reason) in tried.items())
-            raise PierConfigError(f"--pier-log-codec-errors measures nothing in this run: {reasons}. Drop it.")
-        quantization_error.try_codecs({dimension: possible for dimension, (possible, _) in tried.items() if possible})
-
-
-def _policy(args: argparse.Namespace) -> tuple[dict[str, Codec], set[str]]:
-    """What is to be compressed, see :func:`parse_policy`: nothing without ``--pier-compress``."""
-    return ({}, set()) if args.pier_compress is None else parse_policy(args.pier_compress)
 
 
 def compressed(args: argparse.Namespace) -> dict[str, Codec]:
@@ -102,7 +80,7 @@ def compressed(args: argparse.Namespace) -> dict[str, Codec]:
     Raises:
         PierConfigError: If a dimension is named in ``--pier-compress`` that cannot be compressed here.
     """
-    codecs, named = _policy(args)
+    codecs, named = parse_policy(args.pier_compress)
     found = {}
     for dimension, codec in codecs.items():
         reason = _obstacle(args, dimension, codec)
@@ -110,7 +88,7 @@ def compressed(args: argparse.Namespace) -> dict[str, Codec]:
             found[dimension] = codec
         elif dimension in named:
             raise PierConfigError(f"--pier-compress {args.pier_compress}: {dimension}={codec.name} is not possible: {reason}.")
-    if args.pier_compress is not None and not found:
+    if not found:
         raise PierConfigError(
             f"--pier-compress {args.pier_compress} compresses nothing in this run: "
             + (
@@ -120,28 +98,6 @@ def compressed(args: argparse.Namespace) -> dict[str, Codec]:
             + ". Drop it."
         )
     return found
-
-
-def _tried(args: argparse.Namespace) -> dict[str, tuple[list[Codec], str | None]]:
-    """The codecs that this run would accept, by dimension inside a group, and the reason against another one."""
-    tried: dict[str, tuple[list[Codec], str | None]] = {}
-    for dimension in (name for name in DIMENSIONS if name != "outer"):
-        refusals = {name: _refusal(args, dimension, CODECS[name]) for name in INSIDE}
-        possible = [CODECS[name] for name, refusal in refusals.items() if refusal is None]
-        tried[dimension] = possible, next(filter(None, reversed(refusals.values())), None)
-    graphs = getattr(args, "cuda_graph_impl", None) or "none"
-    if graphs != "none":
-        tried["tp"] = [], f"--cuda-graph-impl {graphs} replays sums inside layers, where Pier cannot measure them"
-    return tried
-
-
-def _refusal(args: argparse.Namespace, dimension: str, codec: Codec) -> str | None:
-    """Why ``--pier-compress`` could not name a codec for a dimension of this run; None if it could."""
-    try:
-        check_other_flags(argparse.Namespace(**vars(args) | {"pier_compress": f"{dimension}={codec.name}"}), {dimension: codec})
-    except PierConfigError as error:
-        return str(error).rstrip(".")
-    return _obstacle(args, dimension, codec)
 
 
 def _obstacle(args: argparse.Namespace, dimension: str, codec: Codec) -> str | None:
@@ -253,9 +209,9 @@ def warnings(args: argparse.Namespace) -> list[str]:
 
 
 def describe(args: argparse.Namespace) -> list[str]:
-    """Says what is compressed and what is not, and what is measured, line by line."""
-    codecs, (wanted, _) = compressed(args), _policy(args)
-    lines = [f"Pier compress {args.pier_compress}:"] if wanted else []
+    """Says what is compressed and what is not, line by line."""
+    codecs, (wanted, _) = compressed(args), parse_policy(args.pier_compress)
+    lines = [f"Pier compress {args.pier_compress}:"]
     for dimension, what in DIMENSIONS.items():
         if dimension in codecs:
             name = args.pier_exchange_dtype if dimension == "outer" else codecs[dimension].name
@@ -264,24 +220,12 @@ def describe(args: argparse.Namespace) -> list[str]:
             lines.append(f"  {dimension}: {what}: {name}{feedback}")
         elif dimension in wanted:
             lines.append(f"  {dimension}: {what}: as they are: {_obstacle(args, dimension, wanted[dimension])}")
-    if _logs_errors(args):
-        lines.append("Pier logs the error of these codecs on what is sent:")
-        for dimension, (possible, reason) in _tried(args).items():
-            told = ", ".join(codec.name for codec in possible) or f"nothing: {reason}"
-            lines.append(f"  {dimension}: {DIMENSIONS[dimension]}: {told}")
     return lines
 
 
 def seams() -> Sequence[Seam]:
     """What is put around Megatron's transfers inside a group."""
-    from pier_megatron.experiments.compression import (
-        activations,
-        gradients,
-        parameters,
-        quantization_error,
-        tensor_parallel,
-        traffic,
-    )
+    from pier_megatron.experiments.compression import activations, gradients, parameters, tensor_parallel, traffic
 
     buffers = "megatron.core.distributed.param_and_grad_buffer"
     tensor_parallel_ranks = "megatron.core.tensor_parallel"
@@ -293,7 +237,6 @@ def seams() -> Sequence[Seam]:
         *of_routes,
         Seam(training, "get_megatron_optimizer", traffic.compile_codecs, is_outermost=True),
         Seam(training, "training_log", traffic.log, is_outermost=True),
-        Seam(training, "train_step", quantization_error.step, is_outermost=True),
         Seam(training, "save_checkpoint", gradients.save, is_outermost=True),
         Seam(buffers, "_ParamAndGradBucketGroup.start_grad_sync", gradients.start),
         Seam(buffers, "_ParamAndGradBucketGroup.start_param_sync", parameters.start),

@@ -6,7 +6,6 @@ instances of the distributed optimizer, the sum between instances goes the same 
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import itertools
 import weakref
@@ -21,7 +20,6 @@ from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
 from pier_megatron.exchange.encoded import Payloads, ReduceScatter
 from pier_megatron.exchange.wire import Wire
-from pier_megatron.experiments.compression import quantization_error
 from pier_megatron.experiments.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.experiments.compression.layout import Piece
 from pier_megatron.experiments.compression.policy import has_feedback
@@ -70,8 +68,7 @@ def start[**P](
     """Reduces gradients in a codec's bytes."""
     codec = codec_in_force("dp")
     if codec is None:
-        with _measured(bucket_group) if quantization_error.is_due("dp") else contextlib.nullcontext():
-            start_grad_sync(bucket_group, *args, **kwargs)
+        start_grad_sync(bucket_group, *args, **kwargs)
         return
     with _listed(bucket_group) as reductions:
         start_grad_sync(bucket_group, *args, **kwargs)
@@ -130,21 +127,18 @@ class _Reduction:
     whole: Tensor | None = None
 
 
-_Begin = Callable[[], dist.Work | None]
-
-
 @contextlib.contextmanager
-def _intercepted(bucket_group: BucketGroup, instead: Callable[[_Reduction, _Begin], dist.Work | None]) -> Iterator[None]:
-    """Inside, this happens instead of a reduction of these gradients; it can begin that."""
+def _listed(bucket_group: BucketGroup) -> Iterator[list[_Reduction]]:
+    """Inside, reductions of these gradients are not started but listed."""
+    reductions: list[_Reduction] = []
     storages = {bucket.grad_data.untyped_storage().data_ptr() for bucket in bucket_group.buckets}
     module = importlib.import_module(_BUFFERS)
-    scatter, all_reduce = versions.require(_BUFFERS, "dist_reduce_scatter_func"), dist.all_reduce
+    all_reduce = dist.all_reduce
 
     def reduce_scatter(
-        output: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, **given: object
-    ) -> dist.Work | None:
-        begin = functools.partial(scatter, output, whole, op=op, group=group, **given)
-        return instead(_Reduction(output, group, op, whole), begin)
+        output: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, **_: object
+    ) -> None:
+        reductions.append(_Reduction(output, group, op, whole))
 
     def sum_or_mean(
         tensor: Tensor,
@@ -152,48 +146,17 @@ def _intercepted(bucket_group: BucketGroup, instead: Callable[[_Reduction, _Begi
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        begin = functools.partial(all_reduce, tensor, op, group, async_op)
         if group is None or tensor.untyped_storage().data_ptr() not in storages:
-            work: dist.Work | None = begin()
+            work: dist.Work | None = all_reduce(tensor, op, group, async_op)
             return work
-        return instead(_Reduction(tensor, group, op), begin)
+        reductions.append(_Reduction(tensor, group, op))
+        return None
 
     with (
         versions.replaced(module, {"dist_reduce_scatter_func": reduce_scatter}),
         versions.replaced(dist, {"all_reduce": sum_or_mean}),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def _listed(bucket_group: BucketGroup) -> Iterator[list[_Reduction]]:
-    """Inside, reductions of these gradients are not started but listed."""
-    reductions: list[_Reduction] = []
-    with _intercepted(bucket_group, lambda reduction, _: reductions.append(reduction)):
         yield reductions
-
-
-def _measured(bucket_group: BucketGroup) -> contextlib.AbstractContextManager[None]:
-    """Inside, it is measured what codecs would make of these gradients."""
-
-    def measure_and_begin(reduction: _Reduction, begin: _Begin) -> dist.Work | None:
-        parts, laid_out = _laid_out(bucket_group, reduction)
-        _measure(parts, laid_out)
-        return begin()
-
-    return _intercepted(bucket_group, measure_and_begin)
-
-
-def _laid_out(bucket_group: BucketGroup, reduction: _Reduction) -> tuple[Tensor, list[Piece]]:
-    """What a rank sends for a reduction, a row for each part, and its pieces; none if it sends nothing."""
-    ranks = reduction.group.size()
-    parts = reduction.output.view(1, -1) if reduction.whole is None else reduction.whole.view(ranks, -1)
-    return parts, pieces_of(bucket_group, parts.view(-1), len(parts)) if ranks > 1 else []
-
-
-def _measure(parts: Tensor, laid_out: Iterable[Piece]) -> None:
-    if quantization_error.is_due("dp"):
-        quantization_error.measure("dp", (piece.read(parts) for piece in laid_out))
 
 
 def _stream_of(bucket_group: BucketGroup) -> contextlib.AbstractContextManager[object]:
@@ -222,10 +185,10 @@ def _begin(
     """Begins one of Megatron's reductions, in pieces."""
     output, group = reduction.output.view(1, -1), reduction.group
     ranks = group.size()
-    whole, laid_out = _laid_out(bucket_group, reduction)
-    if not laid_out:
+    if ranks == 1:
         return []
-    _measure(whole, laid_out)
+    whole = output if reduction.whole is None else reduction.whole.view(ranks, -1)
+    laid_out = pieces_of(bucket_group, whole.view(-1), len(whole))
     divisor, wire = ranks if reduction.op == dist.ReduceOp.AVG else 1, Wire(codec, ranks)
     kind: type[_Scattered | _Summed] = _Summed if reduction.whole is None else _Scattered
     count("dp", sum(kind.nbytes(piece, wire) for piece in laid_out), kind.hops * (ranks - 1) / ranks * whole.nbytes)

@@ -4,7 +4,7 @@ A rank's own part is replaced by what the others see of it, too; the FP32 main p
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Concatenate
 
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.encoded import AllGather, Payloads
-from pier_megatron.experiments.compression import quantization_error
 from pier_megatron.experiments.compression.buckets import BucketGroup, pieces_of
 from pier_megatron.experiments.compression.layout import Piece
 from pier_megatron.experiments.compression.traffic import codec_in_force, count
@@ -29,24 +28,18 @@ def start[**P](
     **kwargs: P.kwargs,
 ) -> None:
     """Gathers parameters in a codec's bytes."""
-    codec, is_due = codec_in_force("gather"), quantization_error.is_due("gather")
-    if not (codec or is_due) or (group := bucket_group.intra_distributed_optimizer_instance_group).size() == 1:
+    codec = codec_in_force("gather")
+    if codec is None or (group := bucket_group.intra_distributed_optimizer_instance_group).size() == 1:
         start_param_sync(bucket_group, *args, **kwargs)
         return
     listed: list[tuple[Tensor, Tensor]] = []
-    all_gather = versions.require(_BUFFERS, "dist_all_gather_func")
 
-    def measure_and_list(whole: Tensor, own: Tensor, **given: object) -> object:
-        if is_due:
-            quantization_error.measure("gather", (row for _, row in _rows(bucket_group, whole, own, group)))
-        if codec is None:
-            return all_gather(whole, own, **given)
+    def list_(whole: Tensor, own: Tensor, **_: object) -> None:
         listed.append((whole, own))
-        return None
 
-    with versions.replaced(importlib.import_module(_BUFFERS), {"dist_all_gather_func": measure_and_list}):
+    with versions.replaced(importlib.import_module(_BUFFERS), {"dist_all_gather_func": list_}):
         start_param_sync(bucket_group, *args, **kwargs)
-    if codec is None or not listed:
+    if not listed:
         return
     handle = _Handle([gather for whole, own in listed for gather in _begin(codec, bucket_group, whole, own, group)])
     if bucket_group.param_gather_handle is None:
@@ -63,14 +56,8 @@ def _begin(codec: Codec, bucket_group: BucketGroup, whole: Tensor, own: Tensor, 
     ranks, parts = group.size(), whole.view(group.size(), -1)
     laid_out = pieces_of(bucket_group, whole, ranks)
     count("gather", (ranks - 1) * sum(codec.nbytes(piece.numel) for piece in laid_out), (ranks - 1) * own.nbytes)
-    rows = _rows(bucket_group, whole, own, group)
+    rows = ((piece, piece.of(group.rank()).read(own.view(1, -1))) for piece in laid_out)
     return [(parts, piece, AllGather(Payloads([row], codec), group)) for piece, row in rows]
-
-
-def _rows(bucket_group: BucketGroup, whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces of one of Megatron's gathers, each with what this rank sends of it, float32 of shape ``[1, n]``."""
-    for piece in pieces_of(bucket_group, whole, group.size()):
-        yield piece, piece.of(group.rank()).read(own.view(1, -1))
 
 
 class _Handle:

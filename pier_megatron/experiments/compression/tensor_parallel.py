@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.exchange.encoded import as_rows, saves_bytes
-from pier_megatron.experiments.compression import quantization_error
+from pier_megatron.exchange.encoded import saves_bytes
 from pier_megatron.experiments.compression.traffic import codec_in_force, count_sum
 from pier_megatron.megatron_api import versions
 
@@ -26,8 +25,6 @@ def build[**P](init: Callable[Concatenate[nn.Module, P], None], layer: nn.Module
 
 def sum_encoded(reduce: Callable[[Tensor, dist.ProcessGroup], Tensor], /, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums over tensor-parallel ranks in a codec's bytes."""
-    if group.size() > 1 and quantization_error.is_due("tp"):
-        quantization_error.measure("tp", [as_rows(tensor, 1)])
     codec = codec_in_force("tp")
     if codec is None or group.size() == 1 or not saves_bytes(codec, tensor, group.size()):
         return reduce(tensor, group)

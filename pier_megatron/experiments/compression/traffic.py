@@ -10,7 +10,6 @@ from torch import Tensor
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.coding import compile_for
 from pier_megatron.exchange.wire import Wire
-from pier_megatron.experiments.compression import quantization_error
 from pier_megatron.experiments.compression.policy import DIMENSIONS
 from pier_megatron.megatron_api import log as megatron_log
 from pier_megatron.megatron_api import run, versions
@@ -52,7 +51,7 @@ def put_in_force(codecs: Mapping[str, Codec]) -> None:
 def compile_codecs[**P, R](get_megatron_optimizer: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Compiles the codecs before the first iteration."""
     optimizer = get_megatron_optimizer(*args, **kwargs)
-    for codec in {*run.part(Traffic).codecs.values(), *quantization_error.tried()}:
+    for codec in set(run.part(Traffic).codecs.values()):
         compile_for(codec, torch.device(torch.cuda.current_device()))
     return optimizer
 
@@ -98,10 +97,10 @@ def look() -> Callable[[], list[str]]:
 
 
 def log[**P, R](training_log: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Adds the bytes that this rank has sent, and the errors of codecs that are tried, to Megatron's log."""
+    """Adds the bytes that this rank has sent to Megatron's log."""
     result = training_log(*args, **kwargs)
     traffic = run.part(Traffic)
-    if not traffic.codecs and not quantization_error.tried():
+    if not traffic.codecs:
         return result
     iteration = versions.given(training_log, args, kwargs)["iteration"]
     if iteration % versions.megatron_args().log_interval:
@@ -109,16 +108,10 @@ def log[**P, R](training_log: Callable[P, R], /, *args: P.args, **kwargs: P.kwar
     last, before = traffic.logged
     # A run may have begun anywhere; until its first log it has taken the iterations that Megatron's loop remembers.
     iterations = iteration - (versions.megatron_args().iteration if last is None else last)
-    errors = quantization_error.means()
     for line in table(before, iterations):
         megatron_log.print_last(f" sent by this rank per iteration, {line}")
-    for line in quantization_error.table(errors, traffic.codecs.get("outer")):
-        megatron_log.print_last(line)
     if (writer := megatron_log.tensorboard()) is not None:
         for dimension, sent in (traffic.bytes.sent - before.sent).items():
             writer.add_scalar(f"compressed/{dimension} bytes sent", sent / iterations, iteration)
-        for dimension, codecs in errors.items():
-            for codec, mean in codecs.items():
-                writer.add_scalar(f"codecs/{dimension} error of {codec}", mean, iteration)
     traffic.logged = (iteration, counted())
     return result
