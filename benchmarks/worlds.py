@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=1, help="repetitions of each case; medians count (%(default)s)")
     parser.add_argument("--save", action="store_true", help="also count what the rank writes into a checkpoint")
+    parser.add_argument("--record", type=Path, help="file to which each case is appended, as a line of JSON")
     parser.add_argument("--profile", type=Path, help="folder for profiles of the starts")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -112,7 +113,13 @@ def main() -> None:
             for groups in (groups for groups in options.groups if groups <= world // (_TENSOR * options.pipeline)):
                 for kind in options.kinds:
                     case = Case(world, rank, kind, groups, options.pipeline)
-                    print(_row(case, [_measured(case, options) for _ in range(options.repetitions)]), flush=True)
+                    measured = [_measured(case, options) for _ in range(options.repetitions)]
+                    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+                    print(_row(case, found), flush=True)
+                    if options.record:
+                        line = {"date": date.today().isoformat(), **dataclasses.asdict(case), **found}
+                        with options.record.open("a") as file:
+                            file.write(json.dumps(line) + "\n")
 
 
 def _measured(case: Case, options: argparse.Namespace) -> dict[str, float]:
@@ -140,8 +147,7 @@ def _measured(case: Case, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def _row(case: Case, measured: list[dict[str, float]]) -> str:
-    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+def _row(case: Case, found: dict[str, float]) -> str:
     step = f"{found['outer']:.1f}" if case.kind != "stock" else ""
     saved = f" {found['keys']:.0f} keys, {found['saved']:,.0f} kB, {found['prepared']:.2f} s |" if "keys" in found else ""
     return (

@@ -14,9 +14,9 @@ from typing import Any
 from codings import CODINGS
 from frontier_runs import PARTS, all_runs
 from law import markdown
+from records import Survey
 from rows import ADAM, MUON, SYNCHRONOUS
 from simulation import Run, config_of
-from survey import Survey
 
 _NAMES = {ADAM: "AdamW", MUON: "Muon"}
 # Where it was tried against delay, the gap is that to synchronous Muon at its best rate.

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from expected import SETTLED_AFTER, noise_to_signal, shares
+from records import Survey
 from rows import ADAM, MUON
 from simulation import Run
 from small_gpt import SEQUENCE
-from survey import Survey
 from surveyed import CRITICAL, OTHERS, SCHEDULES, SETTINGS, Setting, of_all_seeds
 
 from pier_megatron import PierConfig

@@ -12,9 +12,9 @@ from pathlib import Path
 from frontier import Point, Points, bits
 from frontier_runs import ANNEALED, AVERAGING, annealed
 from law import markdown
+from records import Survey
 from rows import ADAM, MUON
 from simulation import Run
-from survey import Survey
 from surveyed import of_all_seeds
 
 _FREQUENT = "pier-frequent"

@@ -9,12 +9,12 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2151,
+    "": 2152,
     "bridge": 561,
     "commands": 4183,
     "cpu": 673,
     "exchange": 2050,
-    "experiments": 5521,
+    "experiments": 5263,
     "integration": 5650,
     "megatron_api": 505,
     "outer": 3151,

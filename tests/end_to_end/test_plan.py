@@ -125,10 +125,12 @@ _SAID = {
 
 
 def test_pages_say_what_the_planner_says() -> None:
-    """GPT-2 XL on eight nodes of eight GPUs, by the command that the page shows."""
-    page, readme = ((REPOSITORY / name).read_text() for name in ("docs/should-i-use-it.md", "README.md"))
-    shown = re.findall(r"^pier-megatron plan (.*?)```", page, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ")
-    flags, job = shown.split("torchrun")
+    """GPT-2 XL on eight nodes of eight GPUs, by the command that the planner's page shows."""
+    page, planner, readme = (
+        (REPOSITORY / name).read_text() for name in ("docs/should-i-use-it.md", "docs/planner.md", "README.md")
+    )
+    [shown] = re.findall(r"## Where Pier pays\n.*?^pier-megatron plan (.*?)```", planner, re.MULTILINE | re.DOTALL)
+    flags, job = shown.replace("\\\n", " ").split("torchrun")
     for rate, (blocking, overlapped) in _SAID.items():
         found = json.loads(plan(flags.replace("1.25", rate) + "--json", f"torchrun {job}").out)["rows"]
         gains = (found["this job"]["gain"], found["--pier-overlap 25"]["gain"])

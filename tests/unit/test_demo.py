@@ -1,5 +1,6 @@
 """The demo around its trainings: what it says of them, and the emulated nodes."""
 
+import json
 import re
 import signal
 import subprocess
@@ -149,7 +150,7 @@ def test_progress_is_shown_of_the_node_that_says_it(node: int, tmp_path: Path, c
     assert "iteration 50 of 300, loss 2.955" in capsys.readouterr().out
 
 
-def test_lines_name_preset_seed_and_final_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_and_record_name_preset_seed_and_final_loss(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     arguments = {"global_batch_size": "8", "seq_length": "128", "seed": "7", "pier_exchange_dtype": "bf16"}
@@ -164,13 +165,15 @@ def test_lines_name_preset_seed_and_final_loss(tmp_path: Path, monkeypatch: pyte
             for scalar in ("lm loss", "lm loss validation"):
                 writer.add_scalar(scalar, 6.0 - index - step / 4, step, walltime=100 + step)
         writer.close()
-    drawn: dict[str, str] = {}
-    monkeypatch.setattr(comparison, "_draw", lambda path, logs, validation, labels, rate: drawn.update(labels))
     said = comparison.summarise(tmp_path, runs, 100)
     assert "Pier (pier-rising) reached a validation loss of 5.000, " in said
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous Muon after ", said)
     assert re.search(r"Pier, Muon inside \(pier-muon\) reached .* synchronous AdamW after ", said)
-    assert drawn == {
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "\n".join(result["lines"]) in said
+    assert result["curves"]["pier"] == {"iterations": [0, 2, 4], "seconds": [0, 2, 4], "losses": [5.0, 4.5, 4.0]}
+    assert result["labels"] == {
         "synchronous": "synchronous AdamW, seed 7: 5.000",
         "pier": "Pier (pier-rising), seed 7: 4.000",
         "synchronous-muon": "synchronous Muon, seed 7: 3.000",

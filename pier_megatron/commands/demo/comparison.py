@@ -1,14 +1,20 @@
-"""What the demo's trainings ended with: numbers from their TensorBoard logs, and one picture."""
+"""What the demo's trainings ended with: numbers from their TensorBoard logs, a record of them, and one picture."""
 
 import argparse
 import ast
 import dataclasses
+import datetime
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _LOSS, _VALIDATION = "lm loss", "lm loss validation"
 _NAMES = {
@@ -62,17 +68,29 @@ def curve(log: TensorBoardLog, name: str) -> Curve:
     return Curve(list(first), list(seconds), list(losses))
 
 
-def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
-    """Compares the trainings and draws them.
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What the demo found; ``result.json`` holds it.
 
-    Args:
-        output: Folder of the demo, with a folder for each training; ``loss.png`` is written into it.
-        runs: Names of the trainings.
+    Attributes:
+        lines: Comparisons for people.
+        curves: Validation loss of each training, by its name.
+        labels: Labels of the curves.
+        tokens: Tokens of an iteration, in millions.
         megabits: Rate of the emulated link, None if there is none.
-
-    Returns:
-        A few lines for people.
+        date: Day of the demo.
     """
+
+    lines: list[str]
+    curves: dict[str, Curve]
+    labels: dict[str, str]
+    tokens: float
+    megabits: float | None
+    date: str
+
+
+def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
+    """Compares the trainings of a demo; writes ``result.json`` and ``loss.png`` into its folder. Returns lines for people."""
     logs = {name: TensorBoardLog(output / name) for name in runs}
     validation = {name: curve(log, _VALIDATION) for name, log in logs.items()}
     titles = {name: _title(name, log) for name, log in logs.items()}
@@ -82,22 +100,18 @@ def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
 
     said = [*compared("pier", "synchronous"), *_bytes(logs["pier"])]
     if "pier-muon" in validation:
-        said += compared("pier-muon", "synchronous-muon")
-        said.append(compared("pier-muon", "synchronous")[0])
+        said += [*compared("pier-muon", "synchronous-muon"), compared("pier-muon", "synchronous")[0]]
     else:
         said.append("Muon was not trained: pip install 'emerging-optimizers>=0.2'")
-    seed = logs["pier"].arguments["seed"]
-    labels = {name: f"{title}, seed {seed}: {validation[name].losses[-1]:.3f}" for name, title in titles.items()}
-    _draw(output / "loss.png", logs, validation, labels, megabits)
-    return "\n".join(
-        [
-            "",
-            *said,
-            f"Picture:     {output / 'loss.png'}",
-            f"TensorBoard: tensorboard --logdir {output}",
-            f"Checkpoint:  {output / 'pier' / 'checkpoint'}",
-        ]
-    )
+    of_pier = logs["pier"].arguments
+    labels = {name: f"{title}, seed {of_pier['seed']}: {validation[name].losses[-1]:.3f}" for name, title in titles.items()}
+    tokens = float(of_pier["global_batch_size"]) * float(of_pier["seq_length"]) / 1e6
+    result = Result(said, validation, labels, tokens, megabits, datetime.date.today().isoformat())
+    (output / "result.json").write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+    paint(result).savefig(output / "loss.png", dpi=150)
+    places = {"Picture": output / "loss.png", "TensorBoard": f"tensorboard --logdir {output}"}
+    places["Checkpoint"] = output / "pier" / "checkpoint"
+    return "\n".join(["", *said, *(f"{what + ':':13}{place}" for what, place in places.items())])
 
 
 def _title(name: str, log: TensorBoardLog) -> str:
@@ -136,10 +150,8 @@ def _bytes(log: TensorBoardLog) -> list[str]:
     if not sent or config.exchange_dtype != "fp32" or config.fragments > 1:
         return []
     pier, synchronous = sent[0] * config.lazy_start + sum(sent), sent[0] * config.train_iters
-    return [
-        f"Crossed the groups: {pier:,.0f} MB with Pier ({config.lazy_start} synchronous iterations, {len(sent)} outer steps), "
-        f"{synchronous:,.0f} MB without"
-    ]
+    what = f"({config.lazy_start} synchronous iterations, {len(sent)} outer steps)"
+    return [f"Crossed the groups: {pier:,.0f} MB with Pier {what}, {synchronous:,.0f} MB without"]
 
 
 def _value(text: str) -> object:
@@ -150,31 +162,19 @@ def _value(text: str) -> object:
         return text
 
 
-def _draw(
-    path: Path,
-    logs: dict[str, TensorBoardLog],
-    validation: dict[str, Curve],
-    labels: dict[str, str],
-    megabits: float | None,
-) -> None:
+def paint(result: Result) -> "Figure":
     """Draws the losses, narrow enough to be read on a telephone."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (over_time, over_tokens) = pyplot.subplots(2, 1, figsize=(4.6, 6.2), layout="constrained")
-    for name, log in logs.items():
-        per_iteration = float(log.arguments["global_batch_size"]) * float(log.arguments["seq_length"]) / 1e6
-        found = validation[name]
-        over_time.plot(found.seconds, found.losses, marker=".", label=labels[name], **_STYLES[name])
-        over_tokens.plot([per_iteration * i for i in found.iterations], found.losses, marker=".", **_STYLES[name])
-    over_time.set(xlabel="seconds of training" + ("" if megabits is None else f", {megabits:g} Mbit/s between two nodes"))
-    over_tokens.set(xlabel="tokens, in millions")
-    for axes in (over_time, over_tokens):
-        axes.set(xlim=(0, None), ylabel="nats per byte")
+    figure = Figure(figsize=(4.6, 6.2), layout="constrained")
+    over_time, over_tokens = figure.subplots(2, 1)
+    for name, found in result.curves.items():
+        over_time.plot(found.seconds, found.losses, marker=".", label=result.labels[name], **_STYLES[name])
+        over_tokens.plot([result.tokens * i for i in found.iterations], found.losses, marker=".", **_STYLES[name])
+    link = "" if result.megabits is None else f", {result.megabits:g} Mbit/s between two nodes"
+    for axes, what in ((over_time, f"seconds of training{link}"), (over_tokens, "tokens, in millions")):
+        axes.set(xlim=(0, None), xlabel=what, ylabel="nats per byte")
         axes.grid(alpha=0.3)
     figure.legend(loc="outside lower left", fontsize=9)
     figure.suptitle("Validation loss, synchronous and with Pier")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    return figure

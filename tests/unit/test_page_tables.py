@@ -1,0 +1,230 @@
+"""Tables of measured figures are those of the records in ``docs/``, cell by cell."""
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from frontier import Points, bits
+from frontier_runs import coded, short, small
+from records import Survey
+from router_balance import _RECORDS, _ROWS, Balance
+from rows import ADAM, ITERATIONS, MUON, SYNCHRONOUS, Row
+from simulation import Run
+from sites import _one, _three
+
+from pier_megatron import PierConfig
+
+_REPOSITORY = Path(__file__).parents[2]
+_DOCS = _REPOSITORY / "docs"
+sys.path.append(str(_REPOSITORY / "benchmarks"))
+
+import interconnect  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+_SEEDS = (1, 2, 3)
+_INNER = {"AdamW": ADAM, "Muon": MUON}
+_CURVES = json.loads((_DOCS / "study.json").read_text())
+
+
+def page(name: str) -> str:
+    return (_DOCS / f"{name}.md").read_text().replace("**", "").replace("`", "")
+
+
+def table(name: str, heading: str, place: int = 0) -> list[list[str]]:
+    """Cells of a table of a page that begins so, without its heading."""
+    found = re.findall(rf"^{re.escape(heading)}.*\n(?:\|.*\n)+", page(name), re.MULTILINE)[place]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in found.splitlines()[2:]]
+
+
+def spread(values: Sequence[float]) -> str:
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{deviation}"
+
+
+def rows(method: str, **changes: Any) -> list[Row]:
+    rates = {"learning_rate": 8e-3} | ({"muon_rate": 4e-2} if changes.get("inner") == MUON else {})
+    return [Row(method, seed, **rates, **changes) for seed in _SEEDS]
+
+
+def final(row: Row) -> float:
+    curve = _CURVES[row.name]
+    last: float = curve[max(curve, key=int)]
+    return last
+
+
+def gaps(method: str, **changes: Any) -> list[float]:
+    """Gaps of three seeds that were trained through the plugin."""
+    return [final(row) - final(row.baseline) for row in rows(method, **changes)]
+
+
+@pytest.fixture(scope="module")
+def points() -> Points:
+    return Points(*(Survey(_DOCS / f"{name}.jsonl", Path("none")) for name in ("sites", "frontier", "survey")))
+
+
+def simulated(points: Points, run: Run) -> str:
+    [point] = points.of([run])
+    return spread(list(point.gaps.values()))
+
+
+def test_study_by_number_of_groups() -> None:
+    for groups, interval, lazy_start, steps, diloco, rising, share, pier in table("study", "| groups | H | lazy start |"):
+        changes = {"groups": int(groups), "interval": int(interval)}
+        changes |= {"lazy_start": {"33 %": 1 / 3, "30 %": 0.3}.get(lazy_start, 0.1)}
+        found = {method: gaps(method, **changes) for method in ("diloco", "pier-rising")}
+        assert [diloco, rising] == [spread(found[method]) for method in found]
+        assert share == f"{statistics.mean(found['pier-rising']) / statistics.mean(found['diloco']):.0%}".replace("%", " %")
+        assert pier == (spread(gaps("pier", **changes)) if pier else "")
+        config = PierConfig(
+            train_iters=ITERATIONS,
+            groups=int(groups),
+            preset="pier",
+            sync_interval=int(interval),
+            lazy_start_fraction=changes["lazy_start"],
+        )
+        assert (int(steps), lazy_start) == (
+            len([*config.outer_steps()]),
+            f"{config.lazy_start / ITERATIONS:.0%}".replace("%", " %"),
+        )
+
+
+def test_study_with_muon_inside() -> None:
+    for what, *cells in table("study", "| preset | 2 groups |"):
+        of = re.fullmatch(r"(?:H = (\d+), (int\d), )?([\w-]+)(?:, what auto takes)?", what)
+        assert of
+        changes = {"inner": MUON} | ({"interval": int(of[1]), "dtype": of[2]} if of[1] else {})
+        for groups, cell in zip((2, 4, 8, 16), cells, strict=True):
+            assert not cell or cell == spread(gaps(of[3], groups=groups, **changes)), what
+
+
+def test_study_of_gossip_pairs() -> None:
+    for groups, *cells in table("study", "| groups | diloco, H = 20 |"):
+        of = (("diloco", 20), ("pier-rising", 20), ("noloco", 20), ("noloco", 10))
+        assert cells == [spread(gaps(method, groups=int(groups), interval=interval)) for method, interval in of]
+
+
+def test_study_by_outer_steps(points: Points) -> None:
+    for settings, steps, *cells in table("study", "| iterations, H | outer steps |"):
+        numbers = re.match(r"(\d+), H = (\d+)", settings)
+        assert numbers
+        iterations, interval = map(int, numbers.groups())
+        named = settings.split(", ")[2:] or ["pier-annealed", "pier-muon-annealed"]
+        runs = [
+            Run(method, iterations=iterations, interval=interval, inner=inner)
+            for method, inner in zip(named, (ADAM, MUON), strict=True)
+        ]
+        assert cells == [f"{points.of([run])[0].gaps[1]:.3f}" for run in runs], settings
+        assert int(steps) == len([*config_of(runs[0]).outer_steps()])
+
+
+def config_of(run: Run) -> PierConfig:
+    return PierConfig(
+        train_iters=run.iterations,
+        groups=run.groups,
+        preset=run.method,
+        sync_interval=run.interval,
+        lazy_start_fraction=run.lazy_start,
+    )
+
+
+def test_losses_of_synchronous_training() -> None:
+    text = " ".join(page("study").split())
+    for inner, words in ((ADAM, "ends at {} synchronously"), (MUON, "Synchronous Muon ends at {} at its best rate")):
+        assert words.format(spread([final(row.baseline) for row in rows("diloco", inner=inner)])) in text
+
+
+def test_frontier(points: Points) -> None:
+    for inner, groups, sent, interval, dtype, rule, gap, plugin in table("frontier", "| inner | groups | bits |"):
+        method, _, overlap = rule.removeprefix("plain averaging (").replace(")", "").partition(", overlap ")
+        changes = {"inner": _INNER[inner], "groups": int(groups), "interval": int(interval)}
+        run = coded(Run("local-sgd" if method == "pier-frequent" else method, **changes), dtype)
+        run = short(run) if method == "pier-frequent" else run
+        assert abs(float(sent.removesuffix(", hidden")) - bits(run)) < 0.006
+        assert not gap or gap == simulated(points, run)
+        hidden = {"overlap": int(overlap)} if overlap else {}
+        assert not plugin or plugin == spread(gaps(method, dtype=dtype, **hidden, **changes)), rule
+
+
+def test_where_the_papers_schedule_begins_to_win(points: Points) -> None:
+    lengths = {"27": 600, "108": 2400, "432": 9600, "1,701": 37800}
+    for steps, synchronous, *cells in table("frontier", "| outer steps | synchronous |"):
+        rate = 1.6e-2 if lengths[steps] < 9600 else 8e-3
+        runs = [small(method, lengths[steps], rate) for method in (SYNCHRONOUS, "pier", "diloco", "pier-annealed")]
+        [without] = points.of(runs[:1])
+        assert [synchronous, *cells] == [f"{without.loss:.3f}", *(simulated(points, run) for run in runs[1:])]
+        assert int(steps.replace(",", "")) == len([*config_of(runs[1]).outer_steps()])
+
+
+def test_groups_in_sites(points: Points) -> None:
+    found = table("deploy", "| 2 sites of 4 groups")
+    of = (
+        lambda inner: _one(inner, 8, 20),
+        _three,
+        lambda inner: _one(inner, 2, 20),
+        lambda inner: _one(inner, 8, 10),
+    )
+    for (what, sent, *cells), run in zip(found, of, strict=True):
+        assert cells == [simulated(points, run(inner)) for inner in (MUON, ADAM)], what
+        between = run(MUON).between_sites if run(MUON).sites > 1 else run(MUON)
+        assert abs(float(sent) - bits(between)) < 0.001
+
+
+def test_balance_of_routers() -> None:
+    found = [Balance(**json.loads(line)) for line in _RECORDS.read_text().splitlines()]
+    of = {row: [each for each in found if (each.groups, each.moved_by) == row] for row in _ROWS}
+    loads = {row: statistics.mean(each.own for each in balances) for row, balances in of.items()}
+    loss = {row: statistics.mean(each.loss for each in balances) for row, balances in of.items()}
+    one, two, four, eight = (f"{loads[groups, 'own']:.2f}" for groups in (1, 2, 4, 8))
+    lower = loss[8, "own"] - loss[8, "all"]
+    text = " ".join(page("status").split())
+    assert (
+        f"is {one} synchronously, {two}, {four} and {eight} with 2, 4 and 8 groups, {loads[8, 'fixed']:.1f} without biases"
+        in text
+    )
+    assert f"Loads of all groups would make it {loads[8, 'all']:.2f} with 8, and the loss {lower:.2f} lower" in text
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[float, list[dict[str, Any]]]]:
+    """Rows of the emulated network, by series and rate of the link."""
+    series = json.loads((_DOCS / "interconnect.json").read_text())
+    return {
+        name: {rate: interconnect.rows(found, rate) for rate in interconnect.rates(found)} for name, found in series.items()
+    }
+
+
+_THREE = {1000: "80 and 1000 Mbit/s, three", 200: "200 Mbit/s, three", 80: "80 and 1000 Mbit/s, three"}
+
+
+def test_mean_iterations(measured: dict[str, dict[float, list[dict[str, Any]]]]) -> None:
+    of = {
+        "synchronous": "stock, 2 instances",
+        "Pier, blocking": "Pier, blocking",
+        "Pier, overlapped by 25": "Pier, overlapped by 25",
+        "one group alone, no network": "one group alone",
+    }
+    means = {rate: {row["name"]: row["mean"] for row in measured[series][rate]} for rate, series in _THREE.items()}
+    for what, *cells in table("performance", "| | 1000 Mbit/s |"):
+        if what in of:
+            assert cells == [f"{1e3 * mean[of[what]]:.0f} ms" for mean in means.values()], what
+        else:
+            assert cells == [f"{mean['stock, 2 instances'] / mean['Pier, blocking']:.1f} x" for mean in means.values()]
+
+
+@pytest.mark.parametrize(("place", "series"), [(0, _THREE), (1, dict.fromkeys(_THREE, "one repetition"))])
+def test_configurations(place: int, series: dict[int, str], measured: dict[str, dict[float, list[dict[str, Any]]]]) -> None:
+    for name, sent, *cells in table("performance", "| | MB on the link", place):
+        expected = []
+        for rate, title in series.items():
+            found = {row["name"]: row for row in measured[title][rate]}
+            wire = interconnect.times_wire(found[name], rate)
+            ratio = found[name]["best"] / found["one group alone"]["best"]
+            expected += [f"{ratio:.2f}", "" if wire is None else f"{wire:.2f}"]
+        assert cells == expected, name
+        assert float(sent) == float(f"{found[name]['bytes'] / 1e6:.2g}")
