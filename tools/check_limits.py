@@ -13,7 +13,7 @@ _FLOORS = {
     "bridge": 561,
     "commands": 4183,
     "cpu": 673,
-    "exchange": 2050,
+    "exchange": 2045,
     "experiments": 5263,
     "integration": 5650,
     "megatron_api": 505,

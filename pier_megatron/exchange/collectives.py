@@ -49,7 +49,7 @@ class GroupExchange:
         self.codec, self.groups, self.wire = codec, tuple(groups or range(self.size)), Wire(codec, self.size)
 
     def sum(self, vectors: Sequence[Tensor], residuals: Sequence["Residual | None"] = (), exactly: bool = False) -> "Sum":
-        """Begins to sum vectors over the groups, together: with as many launches as one of them.
+        """Begins to sum vectors over the groups, together: encoded, or over NCCL, with as many launches as one of them.
 
         Args:
             vectors: float32, shape ``[n]`` each; they must not change before the sum is finished, and hold it then.
@@ -116,7 +116,8 @@ class Sum:
 class _AllReduce(Sum):
     def __init__(self, vectors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._works: Sequence[Any]
-        if len(vectors) == 1 or not _coalesces(group, vectors[0].device):
+        # gloo would copy all vectors into one, and refuses those on a GPU.
+        if len(vectors) == 1 or group._get_backend(vectors[0].device).name() != "nccl":
             self._works = [dist.all_reduce(vector, group=group, async_op=True) for vector in vectors]
             return
         # Megatron launches the reductions of several gradient buckets likewise.
@@ -128,11 +129,6 @@ class _AllReduce(Sum):
     def finish(self) -> None:
         for work in self._works:
             work.wait()
-
-
-def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a communicator sums several tensors in one launch: gloo refuses CUDA tensors in this call only."""
-    return device.type == "cpu" or group._get_backend(device).name() != "gloo"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

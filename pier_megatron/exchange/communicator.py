@@ -142,7 +142,6 @@ def _guarded(name: str) -> Callable[..., _Wait]:
 # Those that GroupExchange calls, by their names until PyTorch 2.12 and since.
 for _name in (
     "allreduce",
-    "allreduce_coalesced",
     "broadcast",
     "_allgather_base",
     "alltoall_base",
