@@ -12,7 +12,7 @@ _FLOORS = {
     "": 2143,
     "bridge": 561,
     "commands": 4713,
-    "cpu": 673,
+    "cpu": 675,
     "exchange": 2050,
     "experiments": 5832,
     "integration": 5650,
