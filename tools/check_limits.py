@@ -12,7 +12,7 @@ _FLOORS = {
     "": 2152,
     "bridge": 561,
     "commands": 4183,
-    "cpu": 673,
+    "cpu": 675,
     "exchange": 2045,
     "experiments": 5263,
     "integration": 5650,

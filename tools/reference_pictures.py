@@ -1,6 +1,7 @@
-"""Pictures of the reference pages: curves of the presets, and the floors of the package with what they import."""
+"""Pictures of the pages: curves of the presets, the floors of the package with what they import, and the demo."""
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pier_megatron.commands.demo import comparison
 from pier_megatron.config import PierConfig
 from pier_megatron.schedules import PRESETS
 
@@ -181,5 +183,23 @@ def paint_floors(data: dict[str, Any]) -> Any:
     return figure
 
 
-PICTURES = {"presets.png": Picture(curves, paint_curves), "architecture.png": Picture(floors, paint_floors)}
+def demo() -> dict[str, Any]:
+    """Record of a demo: its ``result.json``."""
+    found: dict[str, Any] = json.loads((_REPOSITORY / "docs" / "demo.json").read_text())
+    return found
+
+
+# Wrapped, so that the digest is of the code that draws.
+@functools.wraps(comparison.paint)
+def paint_demo(data: dict[str, Any]) -> Any:
+    """Draws the record as the demo itself does."""
+    curves = {name: comparison.Curve(**curve) for name, curve in data["curves"].items()}
+    return comparison.paint(comparison.Result(**data | {"curves": curves}))
+
+
+PICTURES = {
+    "presets.png": Picture(curves, paint_curves),
+    "architecture.png": Picture(floors, paint_floors),
+    "demo.png": Picture(demo, paint_demo),
+}
 """Pictures in ``docs/`` by file name."""

@@ -7,7 +7,7 @@ PyTorch also gives each two threads that run its collectives. Each notes the nam
 without a lock. Two gathers of overlapped parameters that end at the same time free its memory twice (PyTorch 2.13).
 """
 
-import datetime
+from datetime import timedelta
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -23,14 +23,16 @@ class OnOneDevice(dist.ProcessGroupGloo):
 
     devices: ClassVar[list[object]] = []
 
-    def __init__(self, store: distributed_c10d.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def __init__(self, store: distributed_c10d.Store, rank: int, size: int, timeout: timedelta, **others: object) -> None:
         """Connects with the others, as PyTorch asks for it."""
         if not self.devices:
             # Those that PyTorch chooses, by the variables that it looks at.
             alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)  # type: ignore[attr-defined]
             self.devices.extend(alone.options._devices)  # type: ignore[attr-defined]
         options = self._Options()  # type: ignore[attr-defined]
-        options._timeout, options._devices, options._threads = timeout, self.devices, 1
+        # PyTorch 2.14 also passes enable_reconfigure.
+        for name, value in {"_timeout": timeout, "_devices": self.devices, "_threads": 1, **others}.items():
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 

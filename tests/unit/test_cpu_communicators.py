@@ -9,7 +9,9 @@ import pytest
 _GATHERS = """
 import datetime, torch, torch.distributed as dist
 from pier_megatron.cpu.communicators import OnOneDevice
-group = OnOneDevice(dist.HashStore(), 0, 1, datetime.timedelta(seconds=60))
+# A newer PyTorch passes further options by name.
+group = OnOneDevice(dist.HashStore(), 0, 1, datetime.timedelta(seconds=60), group_name="one")
+assert group.options.group_name == "one"
 one, other = torch.ones(1), torch.ones(1)
 for _ in range(2000):
     for work in [group.allgather_coalesced([[one]], [other]) for _ in range(64)]:

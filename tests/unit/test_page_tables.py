@@ -228,3 +228,20 @@ def test_configurations(place: int, series: dict[int, str], measured: dict[str, 
             expected += [f"{ratio:.2f}", "" if wire is None else f"{wire:.2f}"]
         assert cells == expected, name
         assert float(sent) == float(f"{found[name]['bytes'] / 1e6:.2g}")
+
+
+def test_readme_shows_the_recorded_demo() -> None:
+    record, readme = json.loads((_DOCS / "demo.json").read_text()), " ".join((_REPOSITORY / "README.md").read_text().split())
+    lines = "\n".join(record["lines"])
+    [(sent, without)] = re.findall(r"Crossed the groups: ([\d,]+ MB) with Pier .*, ([\d,]+ MB) without", lines)
+    for name, title, crossed in (
+        ("synchronous", "synchronous AdamW", f"{without} "),
+        ("pier", "Pier with AdamW", f"{sent} "),
+        ("synchronous-muon", "synchronous Muon", ""),
+        ("pier-muon", "Pier with Muon", ""),
+    ):
+        curve = record["curves"][name]
+        assert f"| {title} | {curve['seconds'][-1]:.0f} s | {curve['losses'][-1]:.3f} | {crossed}|" in readme
+    adam, muon, _ = re.findall(r"([\d.]+) x sooner", lines)
+    assert f"the same loss {adam} x as fast with AdamW and {muon} x with Muon" in readme
+    assert f"{curve['iterations'][-1]} iterations, H = 8, one seed, {record['date']})" in readme

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -63,13 +64,18 @@ def test_figures_on_pages_are_those_of_the_files(words: str) -> None:
     assert [(name, number) for name, number in found if number != _FIGURES[words]()] == []
 
 
-def test_summary_of_scale_is_the_last_row_of_its_table() -> None:
+def test_summary_of_scale_is_its_record() -> None:
     page = " ".join((_DOCS / "performance.md").read_text().split())
-    [(ranks, groups, seconds, megabytes)] = re.findall(
-        r"At ([\d,]+) ranks and ([\d,]+) groups Pier adds ([\d.]+) s and (\d+) MB", page
-    )
-    [(stock, pier, held, holds)] = re.findall(rf"\| {ranks} \| {groups} \| ([\d.]+) / ([\d.]+) \| (\d+) / (\d+) \|", page)
-    assert (float(seconds), int(megabytes)) == (round(float(pier) - float(stock), 1), int(holds) - int(held))
+    _, least, stock, pier = (json.loads(line) for line in (_DOCS / "worlds.jsonl").read_text().splitlines())
+    for words in (
+        f"At {pier['world']:,} ranks and {pier['groups']:,} groups Pier adds {pier['start'] - stock['start']:.1f} s and "
+        f"{pier['memory'] - stock['memory']:.0f} MB to the start of stock Megatron, which takes {stock['start']:.1f} s",
+        f"takes {pier['outer']:.1f} ms there, {least['outer']:.1f} ms at {least['world']} ranks and {least['groups']} groups",
+        f"in {stock['collectives']} collectives in an iteration of stock Megatron, in {pier['collectives']} between outer "
+        f"steps, and in {pier['collectives of an outer step']} in an iteration with an outer step",
+        f"`python benchmarks/worlds.py` measured this on {pier['date']}",
+    ):
+        assert words in page
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:
