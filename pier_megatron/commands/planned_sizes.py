@@ -7,13 +7,7 @@ from pier_megatron import features
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
-from pier_megatron.integration.inner.requirements import (
-    MAIN_PARAMETERS,
-    are_shared_out,
-    keeps_halves,
-    keeps_main_parameters,
-    scaled,
-)
+from pier_megatron.integration.inner.requirements import are_shared_out, keeps_halves, keeps_main_parameters
 from pier_megatron.integration.startup import Takes
 from pier_megatron.megatron_api import versions
 
@@ -85,10 +79,28 @@ def _estimated(args: argparse.Namespace, tensor_parallel: int) -> float:
     return float(estimate(changed)) / 18
 
 
-def owners(args: argparse.Namespace) -> int:
-    """Ranks of a group that shard the parameters of a validated job."""
-    replicas: int = args.data_parallel_size * args.context_parallel_size // (getattr(args, "pier_groups", None) or 1)
-    return replicas if are_shared_out(args) else 1
+def experts_of_first_shard(args: argparse.Namespace) -> int:
+    """Those of all parameters of :func:`parameters_of_first_shard` that are routed experts'.
+
+    Before Megatron 0.18 none: its estimate does not divide them.
+    """
+    sized = _with_vocabulary(args)
+    fewer = _with(sized, expert_model_parallel_size=2 * sized.expert_model_parallel_size)
+    # What is theirs halves with twice the ranks.
+    return round(
+        2 * (_estimated(sized, sized.tensor_model_parallel_size) - _estimated(fewer, sized.tensor_model_parallel_size))
+    )
+
+
+def owners(args: argparse.Namespace, of_experts: bool = False) -> int:
+    """Ranks of a group that shard the parameters of a validated job: those of routed experts, or the others."""
+    if not are_shared_out(args):
+        return 1
+    replicas: int = args.data_parallel_size * args.context_parallel_size
+    if of_experts:
+        ranks = args.expert_tensor_parallel_size * args.expert_model_parallel_size
+        replicas = replicas * args.tensor_model_parallel_size // ranks
+    return replicas // (getattr(args, "pier_groups", None) or 1)
 
 
 def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
@@ -97,10 +109,16 @@ def taken_by_outer_loop(args: argparse.Namespace, config: PierConfig) -> Takes:
     Where ranks of a group shard the parameters, Megatron pads the buffers that it divides, and a rank may hold fewer.
     """
     has_copies = args.tensor_model_parallel_size > 1 or not are_shared_out(args)
-    owned = [-(-numel // owners(args)) for numel in parameters_of_first_shard(args)]
-    is_scaled = bool(scaled(args, [MAIN_PARAMETERS]))
-    stored = FusedAdamMasters.unstepped(is_scaled) if keeps_main_parameters(args) else None
-    return Takes.planned(config, owned, has_copies, device_type(args), stored)
+    split, copied, tied = parameters_of_first_shard(args)
+    # Tensor parallelism does not divide them, so that they are among what is copied.
+    experts = experts_of_first_shard(args)
+    # Without expert parallelism the optimizer of all others steps them.
+    apart = experts if args.expert_model_parallel_size > 1 else 0
+    owned = [-(-numel // owners(args)) for numel in (split + experts - apart, copied - experts, tied)]
+    # As if fragments could end anywhere: where they end between parameters, they are about as large.
+    stored = FusedAdamMasters.unstepped() if keeps_main_parameters(args) else None
+    own_experts = -(-apart // owners(args, of_experts=True))
+    return Takes.planned(config, owned, has_copies, device_type(args), stored, own_experts)
 
 
 def lines_of_outer_loop(args: argparse.Namespace, config: PierConfig) -> list[str]:
@@ -116,7 +134,7 @@ def device_type(args: argparse.Namespace) -> str:
 
 def parameters_of_model(args: argparse.Namespace) -> int:
     """Parameters of a validated job's whole model."""
-    alone = {f"{what}_model_parallel_size": 1 for what in ("tensor", "pipeline", "expert")}
+    alone = {f"{what}_parallel_size": 1 for what in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")}
     return sum(parameters_of_first_shard(_with(_with_vocabulary(args), world_size=1, **alone)))
 
 
@@ -165,7 +183,9 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
     """
     sized = _with_vocabulary(args)
     # The instances of the distributed optimizer share nothing: a rank owns what it would with the replicas of one group.
-    sizes = _with(sized, data_parallel_size=args.data_parallel_size // (args.pier_groups or 1))
+    replicas = args.data_parallel_size // (args.pier_groups or 1)
+    of_replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    sizes = _with(sized, data_parallel_size=replicas, world_size=replicas * of_replica)
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     compute_activations = versions.require(_MEMORY, "compute_activation_memory_without_sp")
     costs = [feature.cost(args) for feature in features.used(args)]

@@ -131,7 +131,13 @@ class Takes:
 
     @classmethod
     def planned(
-        cls, config: PierConfig, owned: Sequence[int], copies: bool, device_type: str, stored: Stored | None = None
+        cls,
+        config: PierConfig,
+        owned: Sequence[int],
+        copies: bool,
+        device_type: str,
+        stored: Stored | None = None,
+        experts: int = 0,
     ) -> "Takes":
         """Counts what a rank will hold, without allocating it.
 
@@ -141,21 +147,29 @@ class Takes:
             copies: Whether other ranks hold copies of the second of them.
             device_type: Device of the run, ``cpu`` or ``cuda``.
             stored: Format of main parameters that are no FP32 tensors.
+            experts: Number of parameters of routed experts, which an optimizer of their own steps.
         """
-        split, copied, tied = ([torch.empty(numel, device="meta")] if numel else [] for numel in owned)
-        state = OuterState(
+        split, copied, tied, of_experts = ([torch.empty(numel, device="meta")] if numel else [] for numel in (*owned, experts))
+        of_optimizers = [
             [
                 Shards(split, stored=stored),
                 Shards(copied, is_copied=copies, stored=stored),
                 Shards(tied, is_tied=True, stored=stored),
             ],
-            chunk_numel=config.chunk_numel_on(device_type),
-            fragments=config.fragments,
-            segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
-            device=torch.device("meta"),
-            common=common_names(config),
-        )
-        return cls.of(config, [state], device_type)
+            [Shards(of_experts, stored=stored)],
+        ]
+        states = [
+            OuterState(
+                shards,
+                chunk_numel=config.chunk_numel_on(device_type),
+                fragments=config.fragments,
+                segment_numel=wire_of(config).segment_numel if config.has_error_feedback else None,
+                device=torch.device("meta"),
+                common=common_names(config),
+            )
+            for shards in of_optimizers[: 2 if experts else 1]
+        ]
+        return cls.of(config, states, device_type)
 
     def lines(self, config: PierConfig, device_type: str) -> list[str]:
         """Lines of start-up, doctor and plan."""

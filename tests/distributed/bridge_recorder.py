@@ -46,7 +46,7 @@ _STOCK = "stock"
 
 
 def configuration(settings: Sequence[str], data: dict[str, str]) -> ConfigContainer:
-    """The training of ``launch._MODEL``, with settings changed.
+    """The training of ``launch.MODEL``, with settings changed.
 
     Args:
         settings: Words such as ``optimizer.groups=2``; those of Pier's make the optimizer Pier's.

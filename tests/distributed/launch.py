@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS, WARM = REPOSITORY / "tools", REPOSITORY / "tests" / "warm"
 
 # Where the tests train: the smallest GPT with every kind of parameter.
-_MODEL = (
+MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --vocab-size 257 "
     "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant --adam-eps 1e-4 "
@@ -142,7 +142,7 @@ def launch(
     specification.write_text(
         json.dumps(
             [
-                dataclasses.asdict(run) | {"argv": [*_MODEL, *data, *run.argv.replace("{directory}", str(directory)).split()]}
+                dataclasses.asdict(run) | {"argv": [*MODEL, *data, *run.argv.replace("{directory}", str(directory)).split()]}
                 for run in runs
             ]
         )

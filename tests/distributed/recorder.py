@@ -87,8 +87,8 @@ class Communicator(distributed_c10d.ProcessGroupGloo):
 
     made: ClassVar[list[Any]] = []
 
-    def __init__(self, *place: Any, timeout: Any) -> None:
-        super().__init__(*place, timeout=timeout)
+    def __init__(self, *place: Any, **options: Any) -> None:
+        super().__init__(*place, **options)
         if not self.made:
             self.let_others_run_first()
         self.made.append(self)

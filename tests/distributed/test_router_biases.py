@@ -1,10 +1,14 @@
 """Routers that balance by biases: inside each group between outer steps, which take the mean."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launch import Recorded, Run, launch
+from launch import MODEL, Recorded, Run, execute, launch
+
+from pier_megatron.commands.demo import pretrain_bytes
 
 pytestmark = pytest.mark.processes
 
@@ -105,3 +109,20 @@ def test_other_numbers_of_groups_and_stock_megatron_continue(runs: dict[str, Rec
     assert len(runs["stock goes on"].losses) == 5
     [anchor] = {tuple(rank["start anchor"][-1].tolist()) for rank in runs["four to two"].ranks}
     assert any(anchor)
+
+
+@pytest.mark.parametrize(("name", "flags"), [("plain", ""), ("four", "--pier-groups 4 --expert-model-parallel-size 1")])
+def test_doctor_counts_experts_as_start_up_does(runs: dict[str, Recorded], tmp_path: Path, name: str, flags: str) -> None:
+    job = ["torchrun", "--nproc-per-node", "4", "-m", "pier_megatron", "--device", "cpu", pretrain_bytes.__file__]
+    job += [*MODEL, "--mock-data", *f"{_PIER}{flags}".split()]
+    said = execute([sys.executable, "-W", "ignore", "-m", "pier_megatron.cli", "doctor", *job], tmp_path / "doctor.txt")
+
+    def sizes(printed: str) -> list[float]:
+        # Parameters; megabytes sent, of the outer state, and of chunks on their way.
+        found = re.search(
+            r"per rank: (\S+) FP32 .*? sends (\S+) MB .*?outer state per rank: (\S+) MB .*? up to (\S+) MB", printed, re.DOTALL
+        )
+        assert found is not None
+        return [float(number.replace(",", "")) for number in found.groups()]
+
+    assert sizes(said) == pytest.approx(sizes(runs[name].printed), rel=0.01)

@@ -353,3 +353,11 @@ def test_started_job_shows_what_crosses_the_groups_and_touches_nothing(
     assert "validation loss" not in log
     assert "iteration        4/" not in log
     assert re.fullmatch(r"OK|\d+ warnings?", log.splitlines()[-1]), log
+
+
+def test_a_checkpoint_has_as_many_parameters_in_every_layout(tmp_path: Path) -> None:
+    experts = f"{_JOB} --num-experts 8 --disable-bias-linear --save {tmp_path} --save-interval 1000 --pier-groups 2 "
+    layouts = ("--tensor-model-parallel-size 1", "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2")
+    said = [re.search(r"takes about (\S+) parameters", doctor(experts + layout).out) for layout in layouts]
+    numbers = [int(found[1].replace(",", "")) for found in said if found is not None]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.01)

@@ -251,3 +251,13 @@ def test_stock_job_and_one_group() -> None:
     alone = json.loads(plan("--cluster perlmutter --memory 80 --json", f"{_XL} --pier-groups 1").out)
     assert alone["verdict"].startswith("Do not use it for speed: one group has nothing to relax")
     assert list(alone["rows"]) == ["synchronous", "this job"]
+
+
+def test_a_group_takes_the_memory_of_a_job_of_its_size() -> None:
+    experts = " --num-experts 8 --expert-model-parallel-size 4 --disable-bias-linear --moe-router-load-balancing-type none"
+    of_groups, alone = (_XL.replace("--nnodes 16", f"--nnodes {nodes}") + experts for nodes in (16, 2))
+    takes = [
+        json.loads(plan("--cluster perlmutter --json", job).out)["memory"]["weights, gradients, optimizer"]
+        for job in (f"{of_groups} --pier-groups 8", f"{alone} --global-batch-size 64 --pier-groups 1")
+    ]
+    assert takes[0] == takes[1]

@@ -46,6 +46,8 @@ class Job:
         groups: Pier groups.
         is_shared_out: Whether ranks that hold the same shard share its optimizer state.
         parameter_bytes: Bytes on the wire of a parameter that is gathered inside a group; BF16's by default.
+        experts: Those of the parameters of a shard that are routed experts'.
+        expert_owners: Ranks of a group that hold the same ones.
     """
 
     flops: float
@@ -56,6 +58,8 @@ class Job:
     groups: int
     is_shared_out: bool = True
     parameter_bytes: float = 2
+    experts: float = 0
+    expert_owners: int = 1
 
     @property
     def model_parallel(self) -> int:
@@ -70,7 +74,9 @@ class Job:
     @property
     def owned(self) -> float:
         """Parameters whose optimizer and outer state a rank holds."""
-        return self.shard / (self.replicas_in_group if self.is_shared_out else 1)
+        if not self.is_shared_out:
+            return self.shard
+        return (self.shard - self.experts) / self.replicas_in_group + self.experts / self.expert_owners
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,8 @@ def sizes_of(args: argparse.Namespace) -> Job:
         groups=args.pier_groups or 1,
         is_shared_out=are_shared_out(args),
         parameter_bytes=planned_sizes.gathered_bytes(args),
+        experts=planned_sizes.experts_of_first_shard(args),
+        expert_owners=planned_sizes.owners(args, of_experts=True),
     )
 
 

@@ -33,9 +33,9 @@ class FusedAdamMasters:
         self._incomplete: dict[Tensor, tuple[Tensor, int]] = {}
 
     @classmethod
-    def unstepped(cls, takes_whole: bool) -> Self:
+    def unstepped(cls) -> Self:
         """Those of a job that has not been started."""
-        return cls(types.SimpleNamespace(state={}), takes_whole)
+        return cls(types.SimpleNamespace(state={}))
 
     def read(self, parameter: Tensor, at: slice) -> Tensor:
         """Returns a stretch of a main parameter; see :class:`pier_megatron.outer.state.Stored`."""
