@@ -19,6 +19,7 @@ from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import ENTRY, Description
 from pier_megatron.integration.checkpoint.files import refusal
+from pier_megatron.integration.inner.requirements import scaled
 from pier_megatron.integration.seams import register
 from pier_megatron.megatron_api import versions
 from pier_megatron.megatron_api.args import flag
@@ -195,7 +196,10 @@ def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_grou
         raise PierConfigError(no)
     present = Description.of_run(config, saved.iteration, layout_of(args, ranks_in_group), "cuda")
     changes = saved.check(present, config.override_checkpoint) + features.changes(metadata, args)
-    how = f"with changes: {', '.join(changes)}" if changes else "and the job resumes exactly, if gradient buckets are the same"
+    how = f"and the job resumes {'but for the last bits' if scaled(args) else 'exactly'}, if gradient buckets are the same"
+    how = (
+        f"with changes: {', '.join(changes)}" if changes else f"and the job resumes {exactly}, if gradient buckets are the same"
+    )
     return f"{folder}: whole, of iteration {saved.iteration}, by pier_megatron {saved.version}, {how}"
 
 

@@ -12,6 +12,7 @@ from pier_megatron.integration.checkpoint.description import ENTRY, Description,
 from pier_megatron.integration.checkpoint.files import DamagedCheckpointError
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import restore_random_states
+from pier_megatron.integration.inner.requirements import scaled
 from pier_megatron.megatron_api import versions
 from pier_megatron.outer import OuterLoop, Snapshot
 from pier_megatron.outer.snapshot import Progress
@@ -274,13 +275,16 @@ def _keeps_random_states() -> bool:
 
 
 def _resumption(request: _Request) -> str:
-    saved, changed = request.saved, features.changes(request.metadata, versions.megatron_args())
+    args = versions.megatron_args()
+    saved, changed, rounded = request.saved, features.changes(request.metadata, args), scaled(args)
     is_whole = request.is_exact and saved.holds_all_groups
-    if is_whole and not changed and not _keeps_random_states():
+    if is_whole and not (changed or rounded or _keeps_random_states()):
         return f" Pier resumes exactly from iteration {saved.iteration}"
     lines = [f" Pier resumes from iteration {saved.iteration}"]
     if changed:
         lines.append(f"with other features inside groups: {', '.join(changed)}")
+    if rounded:
+        lines.append(f"with numbers that are scaled again ({', '.join(rounded)})")
     if _keeps_random_states():
         lines.append("with random states of its own (--no-load-rng)")
     if is_whole:
