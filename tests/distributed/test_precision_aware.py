@@ -165,9 +165,7 @@ def test_outer_step_writes_scaled_main_parameters_whole(runs: dict[str, Recorded
 def test_what_is_scaled_resumes_closely(runs: dict[str, Recorded], kind: str) -> None:
     resumed, run = runs[f"{kind}, resumed"], runs[kind]
     flag = {"fp16 mains": "--main-params-dtype fp16", "fp8 moments": "--exp-avg-dtype fp8"}[kind]
-    said = re.search(
-        r"Pier resumes from iteration 7; with numbers that are scaled again \((.*)\); with the whole", resumed.printed
-    )
+    said = re.search(r"resumes from iteration 7; with numbers that are scaled again \((.*)\); with the whole", resumed.printed)
     assert said is not None
     assert flag in said[1]
     assert all(resumed.losses[t] == pytest.approx(run.losses[t], abs=1e-4, nan_ok=True) for t in range(8, 13))
