@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from export_gpt2 import add_tokenizer_argument, export, require_packages
-from mixture_model import MixtureForCausalLM
 
 from pier_megatron.cli import carried_out
 from pier_megatron.commands.trust import TRUSTED_ONLY
@@ -76,6 +75,7 @@ def _check_same_tokens(plan: Plan, members: Sequence[Expert]) -> None:
 
 def _write_mixture(output: Path, variant: str, members: Sequence[Expert], log_prior: Sequence[float]) -> list[str]:
     """Writes the mixture of a variant's exported experts, and returns what it is, line by line."""
+    from mixture_model import MixtureForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folders = [output / expert.name for expert in members]

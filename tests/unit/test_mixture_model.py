@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -305,3 +306,11 @@ def test_experts_of_a_mixture_share_a_tokenizer(plan: Plan, monkeypatch: pytest.
     with pytest.raises(PierConfigError, match="the same tokenizer: MHo-IHo/law: NullTokenizer None 257; MHo-IHo/code"):
         export_mixture._check_same_tokens(plan, plan.experts)
     export_mixture._check_same_tokens(plan, plan.experts[:1])
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]
+    for name in ("mixture_model", "export_mixture"):
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(PierConfigError, match=r"needs transformers, not installed: pip install .*\[downstream\]"):
+        importlib.import_module("export_mixture").run(argparse.Namespace(folder=tmp_path))
