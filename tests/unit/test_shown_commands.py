@@ -96,7 +96,10 @@ def test_no_job_names_a_preset(page: Path) -> None:
     assert "preset=" not in page.read_text().partition("```python")[2] or page.name == "api.md"
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+_SCRIPTS = sorted(script for folder in ("benchmarks", "examples", "study") for script in (_REPOSITORY / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("page", [*_PAGES, *_SCRIPTS], ids=lambda page: page.name)
 def test_flags_of_the_plugin_exist(page: Path) -> None:
     parser = argparse.ArgumentParser()
     add_pier_arguments(parser)
