@@ -60,7 +60,7 @@ class Feature(Protocol):
 
     @property
     def Settings(self) -> "type[DataclassInstance]":  # noqa: N802
-        """Dataclass of its settings, which become flags. Checkpoints do not hold those that begin with log_."""
+        """Dataclass of its settings, which become flags."""
 
     @property
     def REFUSED(self) -> Collection[str]:  # noqa: N802
@@ -112,13 +112,8 @@ def used(args: argparse.Namespace) -> list[Feature]:
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
-    """The settings of features that a run was started with, by flag; without those of what is logged."""
-    return {
-        flag_of(name): value
-        for feature in FEATURES
-        for name, value in given(feature.Settings, args).items()
-        if not name.startswith("log_")
-    }
+    """The settings of features that a run was started with, by flag."""
+    return {flag_of(name): value for feature in FEATURES for name, value in given(feature.Settings, args).items()}
 
 
 def changes(metadata: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
