@@ -129,9 +129,9 @@ def check_sizes_and_intervals(args: argparse.Namespace, config: PierConfig) -> N
     problems, first = Problems(refused(args, config)), config.save_inner_state == "first" and args.save is not None
     with problems.collecting():
         config.check_data_parallel_size(args.data_parallel_size, args.context_parallel_size)
-    if args.num_experts is not None:
+    if args.num_experts is not None or args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
         with problems.collecting():
-            # The world of an elastic island is one group.
+            # The world of an elastic island is one group. Megatron divides it so without experts, too.
             _check_expert_data_parallel_size(args, config.groups // config.launches)
     remedy, meetings = ", or use --pier-save-inner-state all", []
     if first:
@@ -235,5 +235,5 @@ def _check_expert_data_parallel_size(args: argparse.Namespace, groups: int) -> N
         raise PierConfigError(
             f"--pier-groups {groups} does not divide the expert-data-parallel size {replicas} (world size "
             f"{args.world_size} / (ETP {tensor} x EP {expert} x PP {pipeline})): every group needs whole replicas of the "
-            "experts. Lower --pier-groups or --expert-model-parallel-size."
+            "experts. Lower --pier-groups, --expert-model-parallel-size or --expert-tensor-parallel-size."
         )

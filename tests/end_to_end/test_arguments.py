@@ -132,6 +132,7 @@ _REFUSED = {
         "--pier-fragments 2 cannot be used with elastic islands",
     ],
     f"{_PIER} --yaml-cfg config.yaml": ["--yaml-cfg", "pass the same settings as flags"],
+    f"{_PIER} --expert-tensor-parallel-size 8": ["--pier-groups", "expert-data-parallel size 1 (world size 8 / (ETP 8 x EP 1"],
     f"{_PIER} --num-experts 8 --expert-model-parallel-size 8": [
         "expert-data-parallel size 1",
         "8 / (ETP 1 x EP 8 x PP 1)",
