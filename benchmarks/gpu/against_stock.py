@@ -79,14 +79,16 @@ def _compare(ways: Ways) -> Rows:
         if len(losses) < _END:
             yield Row(name, "", "failed", f"the log has {len(losses)} of {_END} iterations")
             continue
-        if flags:
-            same = all(stock.get(ranks, {}).get(at) == losses[at] for at in range(1, _LAZY + 1))
+        if not flags:
+            stock[ranks], stock_bytes[ranks] = losses, watched["bytes"]
+        elif ranks in stock:
+            same = all(stock[ranks][at] == losses[at] for at in range(1, _LAZY + 1))
             yield checked(f"{name}: losses of the lazy start", same, f"{losses[1]} to {losses[_LAZY]}", "not those of stock")
         else:
-            stock[ranks], stock_bytes[ranks] = losses, watched["bytes"]
+            yield Row(f"{name}: losses of the lazy start", "", "skipped", "stock's run failed")
         yield Row(f"{name}: time and memory", _times({at: of for at, (of, _) in lines.items()}, bool(flags), watched["bytes"]))
-        if flags and ranks == 1 and is_gpu():
-            more = (watched["bytes"] - stock_bytes.get(ranks, 0)) / 1e6
+        if flags and ranks == 1 and ranks in stock and is_gpu():
+            more = (watched["bytes"] - stock_bytes[ranks]) / 1e6
             yield Row(
                 f"{name}: more memory than stock", f"{more:,.1f} MB; start-up said {' and '.join(_SAID.findall(printed))} MB"
             )

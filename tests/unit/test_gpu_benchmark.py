@@ -160,6 +160,21 @@ def test_fused_adam_is_compared_with_stock(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
+def test_what_stock_did_not_end_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = " iteration {}/ 20 | elapsed time per iteration (ms): 9.0 | lm loss: 5.0 |\n"
+    printed = "".join(map(line.format, range(1, against_stock._END + 1)))
+
+    def trained(folder: Path, ranks: int, flags: list[str], seconds: float) -> tuple[str, dict[str, object]]:
+        if ranks == 1 and not flags:
+            raise one_gpu.RanksFailedError("no end")
+        return printed, {"bytes": 1, "waits": {}}
+
+    monkeypatch.setattr(against_stock, "check_needs", lambda: None)
+    monkeypatch.setattr(against_stock, "_train", trained)
+    found = [row.status for row in against_stock.compare() if "losses" in row.what]
+    assert found == ["skipped", "ok"]
+
+
 def test_physical_bandwidth_of_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         memory_clock_rate, memory_bus_width = 2_619_000, 5120
