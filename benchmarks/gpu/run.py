@@ -118,6 +118,8 @@ def main() -> int:
     parser.add_argument("--render", action="store_true", help="run nothing, only show what --output holds")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # So that a check under way ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.rows:
         return _look(_PARTS[options.part[0]][options.only], options.rows)
 
@@ -201,10 +203,11 @@ def _run_check(part: str, name: str, seconds: float, log: Path) -> list[Row]:
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
-        with contextlib.suppress(ProcessLookupError):
-            # Also the ranks that it has started.
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                # Also the ranks that it has started.
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         found = [Row(**row) for row in json.loads(rows.read_text())] if rows.exists() else []
     if status is None:
         found.append(Row(name, "", "failed", f"no end after {seconds:.0f} s: {one_gpu.last_lines(log)}"))

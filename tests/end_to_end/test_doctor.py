@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,12 @@ def test_started_job_with_a_stock_optimizer_ends_and_shows_what_is_compressed(
     log = execute([*_DOCTOR, "--start", *job], tmp_path / "log.txt")
     assert "--optimizer adam, 2 model replicas: every iteration is synchronous" in log
     assert re.search(r"Pier doctor: iteration 2, of a stock optimizer, rank 0: [1-9]\d* .* none across groups", log)
+    elsewhere = [*_DOCTOR, "--start", "/nonexistent/python", *job[1:]]
+    ended = subprocess.run(elsewhere, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (
+        2,
+        "ERROR: --start: /nonexistent/python cannot be started: No such file or directory.",
+    )
     assert re.search(r"Pier doctor: compressed, dp \(.*\): 0\.\d+ MB in int8, 0\.\d+ MB without", log)
     assert "iteration        3/" not in log
     assert re.fullmatch(r"OK|\d+ warnings?", log.splitlines()[-1]), log

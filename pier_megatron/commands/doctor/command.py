@@ -99,7 +99,10 @@ def examine(words: list[str], flags: Collection[str] = ()) -> Findings:
 def _start(words: list[str], findings: Findings) -> None:
     from pier_megatron.integration.examination import VARIABLE
 
-    status = subprocess.run(words, env=os.environ | {VARIABLE: "1"}).returncode
+    try:
+        status = subprocess.run(words, env=os.environ | {VARIABLE: "1"}).returncode
+    except OSError as error:
+        raise PierConfigError(f"--start: {words[0]} cannot be started: {error.strerror}.") from error
     if status:
         findings.errors.append(f"--start: the job has ended with exit status {status}; its own log is above.")
         print(f"ERROR: {findings.errors[-1]}", flush=True)
