@@ -179,7 +179,7 @@ def test_slow_island_rests(tmp_path: Path, corpus: tuple[Path, Path]) -> None:
     with lighthouse(least=1) as place, first.started(faults=waits, flags=place) as alone:
         alone.wait_for_iteration(5)
         with second.started(faults=slow, flags=place) as joins:
-            joins.wait_for("Pier: 2 islands")
+            joins.wait_for("Start quorum")
             (tmp_path / "go on with 6").touch()
             assert [attempt.wait() for attempt in (alone, joins)] == [0, 0]
     assert "island 1 joins the others at iteration 8" in joins.log
