@@ -11,7 +11,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 _FLOORS = {
     "": 2147,
     "bridge": 561,
-    "commands": 4217,
+    "commands": 4210,
     "cpu": 675,
     "exchange": 2045,
     "experiments": 5263,

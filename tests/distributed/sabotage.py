@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.models import backends
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.experimental_attention_variant import dsa
@@ -164,6 +165,20 @@ def _lengths_that_vary(directory: Path) -> Patch:
         communicator.config.variable_seq_lengths = True
 
     return mock.patch.object(p2p_communication.P2PCommunicator, "__init__", exchanging)
+
+
+class _LatentAttention(torch.nn.Module):
+    """What Transformer Engine has for heads whose values are not as long as their queries; Megatron's own refuses them."""
+
+    def __init__(self, *_: Any, softmax_scale: float, **__: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        # Shapes [sequence, batch, heads, channels].
+        of_heads = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
+        context = torch.nn.functional.scaled_dot_product_attention(*of_heads, is_causal=True, scale=self._scale)
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def _nothing_between_instances(directory: Path) -> Patch:
@@ -576,6 +591,7 @@ _ALL = {
     "another file of routes": _another_file_of_routes,
     "lossless codecs": _lossless_codecs,
     "lengths that vary": _lengths_that_vary,
+    "latent attention": lambda directory: mock.patch.object(backends, "DotProductAttention", _LatentAttention),
     "nothing between instances": _nothing_between_instances,
     "own part as it is": _own_part_as_it_is,
     "small pieces": _small_pieces,

@@ -33,22 +33,23 @@ _JOBS = {
 }
 _STOCK = "--train-iters 2 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
 _PIER = "--train-iters 6 --optimizer pier --pier-groups 2 --pier-sync-interval 2 --pier-lazy-start-iters 2 "
-_PROBES = ["main"]
+_PROBES = ["main", "weights"]
 
 
 def _batch(job: str) -> str:
     return "" if "--global-batch-size" in job or "--rampup" in job else "--global-batch-size 16 "
 
 
+def _stand_in(job: str) -> list[str]:
+    return ["latent attention"] if "--multi-latent-attention" in job else []
+
+
 _RUNS = [
     run
     for name, job in _JOBS.items()
     for run in (
-        Run(
-            f"stock, {name}",
-            f"{job} {_batch(job)} {_STOCK}",
-        ),
-        Run(name, f"{job} {_batch(job)} {_PIER}", _PROBES),
+        Run(f"stock, {name}", f"{job} {_batch(job)} {_STOCK}", [], _stand_in(job)),
+        Run(name, f"{job} {_batch(job)} {_PIER}", _PROBES, _stand_in(job)),
     )
 ]
 
@@ -67,3 +68,22 @@ def test_job_trains_to_its_second_outer_step(runs: dict[str, Recorded], name: st
     for one, other in zip(run.of_group(0), run.of_group(1), strict=True):
         for iteration, are_together in ((4, True), (5, False), (6, True)):
             assert torch.equal(one["main"][iteration], other["main"][iteration]) is are_together
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("multi-latent attention", "linear_kv_down_proj"),
+        ("norms of queries and keys", "q_layernorm"),
+        ("DeepSeek", "shared_experts"),
+        ("DeepSeek", "expert_bias"),
+    ],
+)
+def test_model_is_the_one_that_the_flags_name(runs: dict[str, Recorded], name: str, weight: str) -> None:
+    assert any(weight in key for key in runs[name].weights("final"))
+    assert not any(weight in key for key in runs["muP"].weights("final"))
+
+
+def test_norm_is_the_one_that_the_flag_names(runs: dict[str, Recorded]) -> None:
+    # RMSNorm has no bias.
+    assert not any("layernorm" in key and key.endswith("bias") for key in runs["grouped queries"].weights("final"))

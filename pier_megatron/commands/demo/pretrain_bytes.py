@@ -13,11 +13,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import arguments, get_args, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -28,12 +24,9 @@ def build_model(pre_process: bool = True, post_process: bool = True, vp_stage: i
     args = get_args()
     config = arguments.core_transformer_config_from_args(args)
     with_transformer_engine = args.transformer_impl == "transformer_engine"
-    if args.num_experts:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=with_transformer_engine, vp_stage=vp_stage)
-    elif with_transformer_engine:
-        spec = get_gpt_layer_with_transformer_engine_spec()
-    else:
-        spec = get_gpt_layer_local_spec()
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=with_transformer_engine, normalization=args.normalization, vp_stage=vp_stage
+    )
     groups.pop("config", None)
     return GPTModel(
         config,
