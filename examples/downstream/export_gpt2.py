@@ -8,13 +8,12 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gpt2
+from script import main_of
 
-from pier_megatron.cli import carried_out
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.values import existing_folder, folder_to_write
@@ -159,12 +158,7 @@ def _load_tokenizer(name: str, vocabulary: int) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs the script; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    return carried_out(run, parser.parse_args(words))
-
+main = main_of(__doc__, add_arguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from export_gpt2 import add_tokenizer_argument, export, require_packages
+from script import main_of
 
-from pier_megatron.cli import carried_out
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts.ensemble import DENSE
@@ -89,12 +89,7 @@ def _write_mixture(output: Path, variant: str, members: Sequence[Expert], log_pr
     return [f"{output / variant}: mixture of {weights}; {model.num_parameters():,} parameters; needs trust_remote_code"]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs the script; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    return carried_out(run, parser.parse_args(words))
-
+main = main_of(__doc__, add_arguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

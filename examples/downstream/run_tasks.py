@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from export_gpt2 import add_tokenizer_argument, export, name_or_folder, require_packages
+from script import main_of
 
-from pier_megatron.cli import carried_out
 from pier_megatron.commands.trust import TRUSTED_ONLY
 from pier_megatron.errors import PierConfigError
 from pier_megatron.values import existing_folder, file_to_write, whole
@@ -197,12 +197,7 @@ def table(scores: Mapping[str, Score], mean: float) -> Sequence[str]:
     return [*rows, "XL, Pier: GPT-2 XL trained with Pier, published in arXiv 2511.17849"]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs the script; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    return carried_out(run, parser.parse_args(words))
-
+main = main_of(__doc__, add_arguments, run)
 
 if __name__ == "__main__":
     sys.exit(main())

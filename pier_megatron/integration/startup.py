@@ -149,15 +149,16 @@ class Takes:
             stored: Format of main parameters that are no FP32 tensors.
             experts: Number of parameters of routed experts, which an optimizer of their own steps.
         """
-        split, copied, tied, of_experts = ([torch.empty(numel, device="meta")] if numel else [] for numel in (*owned, experts))
+        split, copied, tied = ([torch.empty(numel, device="meta")] if numel else [] for numel in owned)
         of_optimizers = [
             [
                 Shards(split, stored=stored),
                 Shards(copied, is_copied=copies, stored=stored),
                 Shards(tied, is_tied=True, stored=stored),
-            ],
-            [Shards(of_experts, stored=stored)],
+            ]
         ]
+        if experts:
+            of_optimizers.append([Shards([torch.empty(experts, device="meta")], stored=stored)])
         states = [
             OuterState(
                 shards,
@@ -167,7 +168,7 @@ class Takes:
                 device=torch.device("meta"),
                 common=common_names(config),
             )
-            for shards in of_optimizers[: 2 if experts else 1]
+            for shards in of_optimizers
         ]
         return cls.of(config, states, device_type)
 

@@ -241,19 +241,28 @@ class _Diary:
         self._file.flush()
 
 
-def _signal_in_the_exchange(loop: OuterLoop, steps: Sequence[int], number: int) -> Callable[..., Sum]:
-    """Replaces a sum: once the sum of an outer step is under way, its island gets a signal."""
-    asked: list[int] = []
+def _signal_in_a_sum(number: int, is_due: Callable[[], bool] = lambda: True) -> None:
+    """Replaces sums: once one that is due is under way, its island gets a signal."""
     begin = GroupExchange.sum
 
     def sum_(exchange: GroupExchange, *args: Any, **kwargs: Any) -> Sum:
-        asked.append(loop.iteration)
         under_way = begin(exchange, *args, **kwargs)
-        if len(set(asked)) - 1 in steps and asked.count(loop.iteration) == 1:
+        if is_due():
             os.killpg(0, number)
         return under_way
 
-    return sum_
+    GroupExchange.sum = sum_  # type: ignore[method-assign]
+
+
+def _in_steps(loop: OuterLoop, steps: Sequence[int]) -> Callable[[], bool]:
+    """Whether a sum is the first one of an outer step of some, by their number."""
+    asked: list[int] = []
+
+    def is_due() -> bool:
+        asked.append(loop.iteration)
+        return len(set(asked)) - 1 in steps and asked.count(loop.iteration) == 1
+
+    return is_due
 
 
 def _halted(connect: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
@@ -320,18 +329,8 @@ def _break_on_demand() -> None:
             with socket.socket(fileno=os.dup(number)) as copy, contextlib.suppress(OSError):
                 copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
-    def die_in_the_next_sum(*_: Any) -> None:
-        begin = GroupExchange.sum
-
-        def sum_(*args: Any, **kwargs: Any) -> Sum:
-            begin(*args, **kwargs)
-            os.killpg(0, signal.SIGKILL)
-            raise AssertionError("unreachable")
-
-        GroupExchange.sum = sum_  # type: ignore[method-assign]
-
     memberships.connect = connect_and_look
-    signal.signal(DIE_IN_A_SUM, die_in_the_next_sum)
+    signal.signal(DIE_IN_A_SUM, lambda *_: _signal_in_a_sum(signal.SIGKILL))
     signal.signal(HOLD, hold(HELD_SECONDS))
     signal.signal(HANG, hold(HUNG_SECONDS))
     signal.signal(FAIL_IN_A_THREAD, fail_in_a_thread)
@@ -388,9 +387,9 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
         loop.join()
         diary.write(joined=loop.iteration, took_over=loop.iteration != (plan.loads or 0))
         if plan.dies_after is not None:
-            GroupExchange.sum = _signal_in_the_exchange(loop, [plan.dies_after], signal.SIGKILL)  # type: ignore[method-assign]
+            _signal_in_a_sum(signal.SIGKILL, _in_steps(loop, [plan.dies_after]))
         if plan.halts_after and part == 0:
-            GroupExchange.sum = _signal_in_the_exchange(loop, plan.halts_after, signal.SIGSTOP)  # type: ignore[method-assign]
+            _signal_in_a_sum(signal.SIGSTOP, _in_steps(loop, plan.halts_after))
         while loop.iteration < plan.train_iters and not loop.is_deserted:
             loop.begin_iteration(loop.iteration + 1)
             trains = plan.trains(loop.iteration)
