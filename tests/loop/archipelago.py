@@ -36,6 +36,7 @@ from pier_megatron import PierConfig
 from pier_megatron.commands import lighthouse
 from pier_megatron.exchange.authentication import new_secret
 from pier_megatron.exchange.collectives import GroupExchange, Sum
+from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.elastic import ElasticMembership
 from pier_megatron.outer.verdicts import ABSENT, GOOD
@@ -90,6 +91,7 @@ class Plan:
         seed: Seed of its parameters.
         layout: Its description for the others.
         fails_alone_in: Its meeting, from 1, in which its first rank fails and the others do not.
+        misses_last_message_of: Its outer step, from 1, whose last message its first rank does not receive.
         skips: Iterations that nobody trains.
         loads: Iteration of the save of an island of its number that it starts from.
         secret: Name of the file with its secret.
@@ -109,6 +111,7 @@ class Plan:
     seed: int = 0
     layout: int = PARTS
     fails_alone_in: int | None = None
+    misses_last_message_of: int | None = None
     skips: tuple[int, ...] = ()
     loads: int | None = None
     secret: str = "secret"
@@ -289,6 +292,21 @@ def _fail_in(number: int, meet: Callable[..., GroupExchange]) -> Callable[..., G
     return meet_or_fail
 
 
+def _miss_last_message_of(number: int, agree: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces an agreement: all islands have sent what completes an outer step, and this rank loses what it received."""
+    complete: list[GroupExchange] = []
+
+    def agree_or_miss(meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
+        if meeting is not None and outcome == Outcome.SUCCEEDED:
+            complete.append(meeting)
+            if len(complete) == number:
+                meeting.gather(torch.ones(1)).result()
+                outcome = Outcome.FAILED
+        return agree(meeting, outcome)
+
+    return agree_or_miss
+
+
 # Classic BPF: return 0, no byte of the packet is kept.
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 _SO_ATTACH_FILTER = 26
@@ -360,6 +378,8 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     diary.write(pid=os.getpid())
     if plan.fails_alone_in is not None and part == 0:
         membership.meet = _fail_in(plan.fails_alone_in, membership.meet)  # type: ignore[method-assign]
+    if plan.misses_last_message_of is not None and part == 0:
+        membership.agree = _miss_last_message_of(plan.misses_last_message_of, membership.agree)  # type: ignore[method-assign]
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=ranks.CHUNK_NUMEL):
         loop = OuterLoop(
             [[Shards(model.parameters)]],
@@ -703,13 +723,14 @@ class Archipelago:
         wanted = {island: island.taken() + steps + 1 for island in islands}
         return self.until(lambda: all(island.taken() >= number for island, number in wanted.items()), seconds)
 
-    def _there(self, index: int, iteration: int) -> Island | None:
+    def _there(self, index: int, iteration: int, verdict: int) -> Island | None:
         """The island of a number that took part in an outer step; None if it died before it knew that it had joined."""
         joined = [island for island in self.islands if island.index == index and island.has_joined]
         # One that starts from a save of this very outer step has not taken it.
         took = [island for island in joined if island.joined_at < iteration or iteration in island.steps()]
-        # One that was left behind counts in no step from then on, though it came to the next.
-        there = [island for island in took if iteration <= island.valid_until and not island.missed(iteration)]
+        # One that was left behind came to the step after the one that it missed, and did not count there.
+        has_left = [island for island in took if verdict == ABSENT and island.missed(iteration)]
+        there = [island for island in took if iteration <= island.valid_until and island not in has_left]
         return there[-1] if there else None
 
     def check(self) -> dict[int, Step]:
@@ -734,7 +755,8 @@ class Archipelago:
                     assert (part["anchor"], part["momentum"]) == (one["anchor"], one["momentum"]), where
                     assert part["parameters"] == part["anchor"], where
             agreed = torch.tensor([number for part in first for number in part["anchor"]])
-            by = {index: self._there(index, iteration) for index in first[0]["islands"]}
+            said = zip(first[0]["islands"], first[0]["verdicts"], strict=True)
+            by = {index: self._there(index, iteration, verdict) for index, verdict in said}
             found[iteration] = first[0] | {"all": agreed, "by": by}
         assert list(found) == list(range(INTERVAL, max(found) + 1, INTERVAL))
         for iteration, anchor in simulate(list(found.values())).items():

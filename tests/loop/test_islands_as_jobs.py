@@ -83,6 +83,17 @@ def test_an_island_that_slept_too_long_ends_on_all_its_ranks(sea: Archipelago) -
     sea.check()
 
 
+def test_an_island_that_misses_the_last_message_counts_in_that_step_and_is_left_behind(sea: Archipelago) -> None:
+    others, missing = [sea.start(Plan(index)) for index in range(2)], sea.start(Plan(2, misses_last_message_of=3))
+    ends = missing.wait(60)
+    assert len(ends) == PARTS
+    missed = missing.last_step() + INTERVAL
+    assert all(said.startswith(f"LeftBehindError: Island 2 missed the outer step after iteration {missed}") for said in ends)
+    sea.go_on(others)
+    steps = sea.check()
+    assert (steps[missed]["islands"], steps[missed]["verdicts"]) == ([0, 1, 2], [GOOD] * 3)
+
+
 def test_a_silent_island_is_given_up_long_before_the_time_out_and_a_slow_one_is_not(sea: Archipelago) -> None:
     minutes, interrupted = 300, "the exchange is interrupted"
     first, second = [sea.start(Plan(index, timeout=minutes)) for index in range(2)]
