@@ -18,15 +18,14 @@ COMMANDS = {
     "lighthouse": "run the rendezvous server for elastic islands",
 } | {name: purpose for name, purpose in experiments.EXPERIMENTS.items() if purpose}
 
-
 # Commands that earlier versions had, and what to do instead.
 _REMOVED = {
     "plot": "TensorBoard shows runs side by side: tensorboard --logdir_spec NAME:FOLDER,NAME:FOLDER",
     "export": "Use examples/downstream/export_gpt2.py of the repository",
     "evaluate": "Use examples/downstream/run_tasks.py of the repository",
+    "experts train": "Run bash FOLDER/train.sh, which pier-megatron experts plan writes, or submit it with sbatch",
     "experts export": "Use examples/downstream/export_mixture.py of the repository",
 }
-
 
 _FIRST = """first steps:
   pier-megatron demo

@@ -25,7 +25,6 @@ import yaml
 from experts import installed_files
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
-from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
 from pier_megatron.megatron_api.tracker import stored_checkpoint, tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
@@ -112,8 +111,7 @@ def _train_seed(folder: Path, size: str, iterations: int, seed: int, data: Mappi
         )
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         command = [*launcher, "-m", "pier_megatron", "--device", "cpu", str(_SCRIPT), *arguments.split()]
-        if run_all([ExpertJob(f"seed model {size}", command, [0], folder / "seeds" / f"{size}.txt")]):
-            sys.exit("The seed model failed.")
+        subprocess.run(command, check=True)
     for length in _LENGTHS:
         stored = stored_checkpoint(whole, length)
         at_length = folder / "seeds" / size / str(length)
@@ -187,7 +185,8 @@ def _mixed(folder: Path, name: str, description: Mapping[str, Any]) -> dict[str,
     """Plans, trains, scores and mixes what is missing; perplexities by model and domain."""
     if not (folder / name / "mixture.png").exists():
         _planned(folder, name, description)
-        for step in ("train", "score", "mix"):
+        subprocess.run([folder / name / "train.sh"], check=True)
+        for step in ("score", "mix"):
             subprocess.run([*_COMMAND, step, str(folder / name)], check=True)
     found: dict[str, dict[str, float]] = json.loads((folder / name / "mixture.json").read_text())
     return found

@@ -20,7 +20,6 @@ from pathlib import Path
 import yaml
 
 from pier_megatron.commands.demo.corpus import VOCABULARY, write_documents
-from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
 from pier_megatron.megatron_api.tracker import tracker_of
 
 _SCRIPT = Path(__file__).resolve().parents[1] / "pier_megatron" / "commands" / "demo" / "pretrain_bytes.py"
@@ -106,7 +105,8 @@ def _seed(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]]) -> dic
     file.write_text(yaml.safe_dump(description, sort_keys=False))
     command = [sys.executable, "-m", "pier_megatron.cli", "experts"]
     subprocess.run([*command, "plan", str(file), "--output", str(runs)], check=True)
-    for step in ("train", "score", "mix"):
+    subprocess.run([runs / "train.sh"], check=True)
+    for step in ("score", "mix"):
         subprocess.run([*command, step, str(runs)], check=True)
     found: dict[str, dict[str, float]] = json.loads((runs / "mixture.json").read_text())
     return found
@@ -119,8 +119,7 @@ def _size(name: str) -> str:
 def _train_seeds(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]]) -> None:
     """Trains the seed models that are missing, on all domains in equal parts."""
     blend = [" ".join(f"1 {data[name][part]}" for name in _DOMAINS) for part in (0, 1)]
-    jobs = []
-    for place, size in enumerate(_FEED_FORWARD):
+    for size in _FEED_FORWARD:
         checkpoints = folder / "seeds" / size
         if tracker_of(checkpoints).exists():
             continue
@@ -130,9 +129,7 @@ def _train_seeds(folder: Path, seed: int, data: Mapping[str, tuple[Path, Path]])
         )
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         command = [*launcher, "-m", "pier_megatron", "--device", "cpu", str(_SCRIPT), *arguments.split()]
-        jobs.append(ExpertJob(f"seed model {size}", command, [place % 2], folder / "seeds" / f"{size}.txt"))
-    if run_all(jobs):
-        sys.exit("A seed model failed.")
+        subprocess.run(command, check=True)
 
 
 def table(found: list[dict[str, dict[str, float]]]) -> list[str]:

@@ -43,9 +43,10 @@ class Survey:
         with concurrent.futures.ProcessPoolExecutor(self._processes, context, _use_one_thread) as pool:
             train_one = functools.partial(_train, self._corpus, self._is_brief)
             for run, outcome in zip(missing, pool.map(train_one, missing), strict=True):
-                self._add(run, outcome)
+                self.add(run, outcome)
 
-    def _add(self, run: Run, outcome: Outcome) -> None:
+    def add(self, run: Run, outcome: Outcome) -> None:
+        """Notes what came out of a run, and writes it down."""
         self._outcomes[run] = outcome
         with self._path.open("a") as file:
             file.write(json.dumps({"run": _changes(run), "outcome": _changes(outcome)}) + "\n")

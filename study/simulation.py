@@ -319,6 +319,11 @@ class _Sites(Outer):
         return is_taken
 
 
+def new_outer(run: Run, parameters: Parameters) -> Outer:
+    """The outer level of a run that begins with the parameters of one group."""
+    return (_Sites if run.sites > 1 else Outer)(run, parameters)
+
+
 def _flat(parameters: Parameters) -> Tensor:
     """Shape ``[groups, elements]``."""
     return torch.cat([value.flatten(1) for value in parameters.values()], 1)
@@ -341,7 +346,7 @@ def train(run: Run, text: Text, is_brief: bool = False) -> Outcome:
     outcome, generator = Outcome(), np.random.default_rng(run.seed)
     parameters = initial(run.layers, run.width, run.seed)
     inner = Inner(run, parameters)
-    outer = None if run.method == SYNCHRONOUS else (_Sites if run.sites > 1 else Outer)(run, parameters)
+    outer = None if run.method == SYNCHRONOUS else new_outer(run, parameters)
     apart_until = run.iterations
     if run.tail:
         apart_until = round((1 - run.tail) * run.iterations) // run.interval * run.interval

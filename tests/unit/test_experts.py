@@ -2,9 +2,7 @@
 
 import argparse
 import dataclasses
-import itertools
 import math
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,10 @@ from pier_megatron import cli
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.sizes import sizes_of
 from pier_megatron.errors import PierConfigError
-from pier_megatron.experiments.experts import jobs, mix, mixture, score, seeds, train
+from pier_megatron.experiments.experts import mix, mixture, score, seeds
 from pier_megatron.experiments.experts.budget import apportioned, shares
 from pier_megatron.experiments.experts.ensemble import VARIANTS, Ensemble
-from pier_megatron.experiments.experts.jobs import ExpertJob, run_all
-from pier_megatron.experiments.experts.plan import check_nothing_is_lost, check_scoring, places_on_nodes, write_scripts
+from pier_megatron.experiments.experts.plan import check_nothing_is_lost, check_scoring
 from pier_megatron.experiments.experts.planned import Expert, Model, Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
@@ -82,7 +79,7 @@ def test_description_is_read(read: Callable[[Any], Ensemble], content: dict[str,
     assert ensemble.sizes["small"].seed == tmp_path / "seeds" / "small"
     assert ensemble.sizes["large"].seed is None
     assert ensemble.variants == VARIANTS
-    assert not ensemble.counts_seeds
+    assert not ensemble.count_seeds
     assert list(ensemble.validation) == ["law", "history", "physics", "poems"]
     assert ensemble.domains["physics"].difficulty == 5
 
@@ -90,23 +87,23 @@ def test_description_is_read(read: Callable[[Any], Ensemble], content: dict[str,
 @pytest.mark.parametrize(
     ("keys", "value", "said"),
     [
-        (["script"], None, "experts.yaml: script is missing"),
+        (["script"], None, "script: None: Input is not a valid path"),
         (["script"], "nowhere.py", r"script: .*nowhere\.py: no such file"),
         (["device"], "tpu", "device: tpu: not one of cuda, cpu"),
         (["arguments"], ["--lr"], "arguments: .* expected flags as on a command line"),
-        (["count-seeds"], 1, "count-seeds: 1: expected true or false"),
-        (["iterations"], 0, "iterations: 0: expected a whole number from 1 on"),
+        (["count-seeds"], 7, "count-seeds: 7: Input should be a valid boolean"),
+        (["iterations"], 0, "iterations: 0: Input should be greater than 0"),
         (["iteration"], 4, "iteration: no such key. Did you mean iterations?"),
         (["homogeneous"], "huge", "homogeneous: huge: not one of small, medium, large"),
-        (["domains"], {}, "domains: {}: empty"),
-        (["domains", "law"], "text", "domains.law is 'text': expected keys"),
+        (["domains"], {}, "domains: {}: .* at least 1"),
+        (["domains", "law"], "text", "domains.law: 'text': Input should be a valid dictionary"),
         (["domains", "law", "train"], "lore", r"domains\.law\.train: .*/lore: no dataset there\. .*\.idx"),
         (["domains", "law", "size"], "tiny", r"domains\.law\.size: tiny: not one of small, medium, large"),
-        (["domains", "law", "difficulty"], -1, r"domains\.law\.difficulty: -1: expected a number above 0"),
-        (["domains", "a/b"], {}, "names are made of letters"),
+        (["domains", "law", "difficulty"], -1, r"domains\.law\.difficulty: -1: Input should be greater than 0"),
+        (["domains", "a/b"], {}, "domains.a/b: 'a/b': String should match pattern"),
         (["held-out", "law"], "law", "held-out: law: is among the domains, too"),
         (["sizes", "small", "sead"], "x", r"sizes\.small\.sead: no such key\. Did you mean seed\?"),
-        (["variants"], ["MHo"], "variants: MHo: not one of MHo-IHo"),
+        (["variants"], ["MHo"], "variants.0: MHo: not one of MHo-IHo"),
         (["machines", "cluster"], "moon", r"machines\.cluster: moon: not one of perlmutter"),
         (["machines", "ranks-per-expert"], 32, "2 nodes x 8 gpus-per-node = 16"),
         (["machines", "ranks-per-expert"], 3, r"8 = 2 x 3 \+ 2"),
@@ -227,126 +224,38 @@ def test_whole_numbers_are_shared() -> None:
     assert apportioned(5, [1000, 1, 1]) == [3, 1, 1]
 
 
-def test_experts_fill_disjoint_ranks(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
-    def places(ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        content["machines"]["ranks-per-expert"] = ranks
-        machines = read(content).machines
-        return [places_on_nodes(machines, number) for number in range(16 // ranks + 1)]
-
-    four = places(4)
-    assert four[:4] == [((0, 1, 2, 3), (0,)), ((4, 5, 6, 7), (0,)), ((0, 1, 2, 3), (1,)), ((4, 5, 6, 7), (1,))]
-    assert four[4] == four[0]
-    for ranks in (1, 2, 4, 8, 16):
-        taken = [(node, device) for devices, nodes in places(ranks)[:-1] for node, device in itertools.product(nodes, devices)]
-        assert sorted(taken) == list(itertools.product(range(2), range(8)))
-
-
 def test_a_trained_plan_takes_more_variants_and_no_other_change(tmp_path: Path) -> None:
-    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (0,), (0,), 1e9, None)
+    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, 1e9, None)
     longer, dense = dataclasses.replace(law, iterations=9), dataclasses.replace(law, name="dense/dense")
     plan = Plan(tmp_path, "pretrain.py", "cpu", 2, "one", {}, ("law",), {}, (law,))
     plan.write()
     check_nothing_is_lost(dataclasses.replace(plan, experts=(longer,)))
     plan.checkpoints(law.name).mkdir(parents=True)
     check_nothing_is_lost(dataclasses.replace(plan, experts=(law, dense)))
-    # What seeds cost was not stored by earlier releases.
+    # What seeds have cost is known once they are trained.
     check_nothing_is_lost(dataclasses.replace(plan, seeds={"one": 1e9}))
     for change in ({"experts": (longer, dense)}, {"experts": (dense,)}, {"experts": (law, dense), "script": "other.py"}):
         with pytest.raises(PierConfigError, match="another plan has been trained there"):
             check_nothing_is_lost(dataclasses.replace(plan, **change))
 
 
-# Jobs.
+def test_models_are_scored_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {name: Model((), None, ranks, 1) for name, ranks in (("small", 1), ("large", 2), ("huge", 8))}
+    plan = Plan(tmp_path, "pretrain.py", "cuda", 4, "small", {}, (), models, ())
 
-
-def test_failure_of_one_job_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def job(name: str, script: str, *devices: int) -> ExpertJob:
-        return ExpertJob(name, ["bash", "-c", script], devices, tmp_path / f"{name}.txt")
-
-    order = tmp_path / "order"
-    started = [
-        job("failing", "echo first; echo 'ValueError: too small'; exit 3", 0),
-        job("beside", f"sleep 0.5; echo beside >> {order}", 1),
-        job("wide", f"echo wide >> {order}", 0, 1),
-        job("last", f"echo last >> {order}", 0),
-    ]
-    read: dict[str, str] = {}
-
-    def progress(job: ExpertJob, lines: str) -> str | None:
-        read[job.name] = read.get(job.name, "") + lines
-        return f"wrote {lines.split()[0]}" if lines.startswith("first") else None
-
-    assert run_all(started, progress) == [started[0]]
-    # Each line once.
-    assert read["failing"] == "first\nValueError: too small\n"
-    # One that needs more devices is not overtaken on any of them.
-    assert order.read_text().split() == ["beside", "wide", "last"]
-    said = capsys.readouterr().out
-    assert "failing: failed with status 3: ValueError: too small" in said
-    assert "failing: wrote first" in said
-    assert "last: done" in said
-
-
-def test_log_is_read_on_from_where_it_was_read_to(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text("of the training before\n")
-    log = jobs._Log(path)
-    found = []
-    for piece in ("one\ntw", "o\n", "", "thr", "ee\n"):
-        with path.open("a") as file:
-            file.write(piece)
-        found.append(log.new_lines())
-    assert found == ["one\n", "two\n", "", "", "three\n"]
-    assert log.whole() == "one\ntwo\nthree\n"
-
-
-def test_jobs_take_the_gpus_that_the_caller_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (2, 3), (0,), 1e9, None)
-    plan = Plan(tmp_path, "pretrain.py", "cuda", 4, "one", {}, ("law",), {"one": Model((), None, 2, 1)}, (law,))
-    model = score.Scored(law.name, tmp_path, "one")
-
-    def shown() -> set[str]:
-        started = [train._job(plan, law), score._job(plan, model, range(2, 4))]
-        return {job.environment["CUDA_VISIBLE_DEVICES"] for job in started}
+    def places(*sizes: str) -> list[str]:
+        return [",".join(found) for found in score.places(plan, [score.Scored(size, tmp_path, size) for size in sizes])]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert shown() == {"2,3"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-6a,7")
-    assert shown() == {"GPU-6a,7"}
-    for given in ("4,5,6", ""):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        with pytest.raises(PierConfigError, match=rf"CUDA_VISIBLE_DEVICES={given} shows .* plan with machines\.gpus-per-node"):
-            shown()
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, "2,3"), ("6,7", "6,7")])
-def test_launch_script_leaves_the_gpus_to_its_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
-) -> None:
-    law = Expert("law", ("law",), "one", 8, 1e9, (2, 3), (0,), 1e9, None)
-    plan = Plan(tmp_path, "pretrain.py", "cuda", 4, "one", {}, ("law",), {"one": Model((), None, 2, 1)}, (law,))
-    # Stands in for the Python that would train.
-    (tmp_path / "python").write_text("#!/usr/bin/env bash\necho $CUDA_VISIBLE_DEVICES")
-    (tmp_path / "python").chmod(0o755)
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.executable", str(tmp_path / "python"))
-        write_scripts(plan, law, [])
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if given is not None:
-            patch.setenv("CUDA_VISIBLE_DEVICES", given)
-        assert subprocess.run([tmp_path / "law" / "launch.sh"], capture_output=True, text=True).stdout.strip() == expected
-
-
-def test_models_are_scored_beside_each_other(tmp_path: Path) -> None:
-    models = {name: Model((), None, ranks, 1) for name, ranks in (("small", 1), ("large", 2), ("huge", 8))}
-    plan = Plan(tmp_path, "pretrain.py", "cpu", 4, "small", {}, (), models, ())
-
-    def places(*sizes: str) -> list[tuple[int, ...]]:
-        return [tuple(devices) for devices in score.places(plan, [score.Scored(size, tmp_path, size) for size in sizes])]
-
-    assert places("small", "small", "large", "large", "small", "large") == [(0,), (1,), (2, 3), (0, 1), (2,), (0, 1)]
-    with pytest.raises(PierConfigError, match=r"huge: one replica takes 8 ranks .* and a node has 4"):
+    assert places("small", "small") == ["0", "1", "2", "3"]
+    assert places("small", "large") == ["0,1", "2,3"]
+    with pytest.raises(PierConfigError, match=r"takes 8 ranks .* this node has 4 \(machines.gpus-per-node\)"):
         places("small", "huge")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6a,7")
+    assert places("small", "large") == ["5,GPU-6a"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    with pytest.raises(PierConfigError, match=r"takes 2 ranks .* this node has 1 \(CUDA_VISIBLE_DEVICES\)"):
+        places("large")
 
 
 def test_model_is_scored_without_what_says_how_it_was_trained() -> None:
@@ -378,7 +287,7 @@ def test_plan_refuses_sizes_that_could_not_be_scored(
 
 def plan_with_scores(folder: Path, labels: np.ndarray, printed: float) -> tuple[Plan, score.Scored]:
     """A plan of one trained expert; a job has just written its scores of 2 nats and a log."""
-    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, (0,), (0,), 1e9, None)
+    law = Expert("MHo-IHo/law", ("law",), "one", 8, 1e9, 1e9, None)
     plan = Plan(folder, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, (law,))
     plan.write()
     plan.checkpoints(law.name).mkdir(parents=True)
@@ -509,7 +418,7 @@ def test_simple_average_is_a_geometric_mean(logits: torch.Tensor, labels: torch.
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"models": 1}', '{"models": {}, "experts": [{}]}', "\x00"])
 def test_damaged_plan_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.json").write_text(text)
-    for command in ("train", "score", "mix"):
+    for command in ("score", "mix"):
         assert cli.main(["experts", command, str(tmp_path)]) == 2
         said = capsys.readouterr().err
         assert f"{tmp_path}/plan.json: no plan that this release wrote (" in said

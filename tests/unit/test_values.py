@@ -271,7 +271,7 @@ def test_words_that_only_look_like_flags_are_left_to_the_script() -> None:
         ("demo --iterations 40 -- --pier-overlap 41", "--pier-overlap 41: must be from 0 to"),
         ("lighthouse --islands -1", "--islands: -1: must be"),
         ("lighthouse --islands 2 --address 256.1.1.1", "--address: 256.1.1.1: must be an IP address"),
-        ("experts train /nonexistent", "FOLDER: /nonexistent: no such folder"),
+        ("experts mix /nonexistent", "FOLDER: /nonexistent: no such folder"),
     ],
 )
 def test_real_processes_refuse_at_once(words: str, said: str, tmp_path: Path) -> None:

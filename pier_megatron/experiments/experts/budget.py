@@ -40,7 +40,7 @@ def shares(
     domains, size = ensemble.domains, ensemble.homogeneous
     sizes = [domain.size if variant in (UNEQUAL_SIZES, UNEQUAL) else size for domain in domains.values()]
     total = len(domains) * ensemble.iterations * operations[size]
-    if ensemble.counts_seeds:
+    if ensemble.count_seeds:
         # The variant with the dearest seeds sets the total, whether it is planned or not: a plan that grows keeps its experts.
         dearest = max(cost_of_seeds(seeds, [size]), cost_of_seeds(seeds, [domain.size for domain in domains.values()]))
         total += dearest - cost_of_seeds(seeds, sizes)

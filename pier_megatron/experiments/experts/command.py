@@ -10,7 +10,6 @@ from pier_megatron.values import existing_file, existing_folder, folder_to_write
 # Purpose of each subcommand, and the module that runs it.
 _SUBCOMMANDS = {
     "plan": ("write one job per expert, at equal total operations", "plan"),
-    "train": ("run or submit the jobs that are missing", "train"),
     "score": ("write the log-likelihood of every token under every expert", "score"),
     "mix": ("combine the experts and compare the perplexities", "mix"),
 }
@@ -25,12 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name != "plan":
             folder = "--output of pier-megatron experts plan"
             added[name].add_argument("folder", type=existing_folder, metavar="FOLDER", help=folder)
-    plan, train = added["plan"], added["train"]
+    plan = added["plan"]
     plan.add_argument("file", type=existing_file, metavar="FILE.yaml", help="description of the ensemble: docs/experts.md")
     plan.add_argument(
         "--output", type=folder_to_write, default=Path("runs/experts"), help="folder for plan, jobs and results (%(default)s)"
     )
-    train.add_argument("--submit", action="store_true", help="hand the jobs to Slurm (sbatch) instead of running them here")
     plan.epilog = added["score"].epilog = TRUSTED_ONLY
 
 

@@ -1,15 +1,15 @@
 """What a person writes of an ensemble: a YAML file, checked key by key."""
 
-import dataclasses
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Self
 
 import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
 from pier_megatron.commands.plan.cluster import CLUSTERS
-from pier_megatron.errors import PierConfigError, division, suggestion
+from pier_megatron.errors import PierConfigError, Problems, division, suggestion
 
 # Variants as HDEE (arXiv 2502.19385) names them. MHo and MHe: homogeneous and heterogeneous models, of one size or of the
 # domain's. IHo and IHe: the same iterations for all experts, or shares by the domain's difficulty. The paper has no MHe-IHe.
@@ -22,8 +22,58 @@ DENSE = "dense"
 VARIANTS = (HOMOGENEOUS, UNEQUAL_SIZES, UNEQUAL_ITERATIONS, DENSE, UNEQUAL)
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
+def _split(words: object) -> tuple[str, ...]:
+    if not isinstance(words, str):
+        raise ValueError(f"{words!r}: expected flags as on a command line, in one text")
+    return tuple(shlex.split(words, comments=True))
+
+
+def _in_folder(path: Path, info: ValidationInfo) -> Path:
+    folder: Path = info.context  # type: ignore[assignment]
+    return (folder / path).resolve()
+
+
+def _script(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file. Give a training script, such as pretrain_gpt.py")
+    return path
+
+
+def _dataset(prefix: Path) -> Path:
+    if not prefix.with_name(f"{prefix.name}.idx").is_file():
+        raise ValueError(f"{prefix}: no dataset there. Give the path of an .idx and .bin file without its ending")
+    return prefix
+
+
+def _one_of(choices: Iterable[str]) -> AfterValidator:
+    known = tuple(choices)
+
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"{value}: not one of {', '.join(known)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _different(variants: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(variants)) < len(variants):
+        raise ValueError(f"{', '.join(variants)}: each at most once")
+    return variants
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_split)]
+RelativePath = Annotated[Path, AfterValidator(_in_folder)]
+Dataset = Annotated[RelativePath, AfterValidator(_dataset)]
+# It becomes a folder, and a column of a table.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=lambda name: name.replace("_", "-"))
+
+
+class Size(_Section):
     """A shape of model.
 
     Attributes:
@@ -31,12 +81,11 @@ class Size:
         seed: ``--save`` folder of the model that experts of this size begin from; None for random weights.
     """
 
-    arguments: tuple[str, ...]
-    seed: Path | None
+    arguments: Words = ()
+    seed: RelativePath | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Domain:
+class Domain(_Section):
     """What an expert is trained on.
 
     Attributes:
@@ -46,14 +95,13 @@ class Domain:
         difficulty: Its expert's share of the iterations where those differ, relative to the other domains'.
     """
 
-    train: Path
-    validation: Path
+    train: Dataset
+    validation: Dataset
     size: str
-    difficulty: float
+    difficulty: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Machines:
+class Machines(_Section):
     """Where experts are trained.
 
     Attributes:
@@ -63,14 +111,31 @@ class Machines:
         cluster: Cluster of the planner's that hours are predicted for; None to predict none.
     """
 
-    nodes: int
-    gpus_per_node: int
-    ranks_per_expert: int
-    cluster: str | None
+    nodes: int = Field(1, gt=0)
+    gpus_per_node: int = Field(gt=0)
+    ranks_per_expert: int = Field(gt=0)
+    cluster: Annotated[str, _one_of(CLUSTERS)] | None = None
+
+    @property
+    def nodes_per_expert(self) -> int:
+        """Number of nodes of one expert's job."""
+        return max(self.ranks_per_expert // self.gpus_per_node, 1)
+
+    def problems(self) -> Iterator[str]:
+        """What does not fit together."""
+        ranks, node = self.ranks_per_expert, self.gpus_per_node
+        if ranks > node * self.nodes:
+            together = f"{self.nodes} nodes x {node} gpus-per-node = {self.nodes * node}"
+            yield f"machines.ranks-per-expert: {ranks}: more than there are: {together}. Lower it"
+        # An expert that shared a node with part of another would leave ranks too few for a third.
+        elif (larger := max(ranks, node)) % (smaller := min(ranks, node)):
+            yield (
+                f"machines.ranks-per-expert: {ranks}: experts of {ranks} ranks do not fill nodes of {node} "
+                f"({division(larger, smaller)}). Use a divisor or a multiple of gpus-per-node"
+            )
 
 
-@dataclasses.dataclass(frozen=True)
-class Ensemble:
+class Ensemble(_Section):
     """An ensemble as it is described.
 
     Attributes:
@@ -83,216 +148,66 @@ class Ensemble:
         homogeneous: Name of the size of all experts where sizes do not differ.
         iterations: Iterations of each expert in the homogeneous variant, which sets the operations of all variants.
         variants: Variants to plan.
-        counts_seeds: Whether the equal operations of the variants include those of their seed models.
+        count_seeds: Whether the equal operations of the variants include those of their seed models.
         machines: Where.
     """
 
-    script: Path
-    device: str
-    arguments: tuple[str, ...]
-    sizes: Mapping[str, Size]
-    domains: Mapping[str, Domain]
-    held_out: Mapping[str, Path]
+    script: Annotated[RelativePath, AfterValidator(_script)]
+    device: Annotated[str, _one_of(("cuda", "cpu"))] = "cuda"
+    arguments: Words
+    sizes: dict[Name, Size] = Field(min_length=1)
+    domains: dict[Name, Domain] = Field(min_length=1)
+    held_out: dict[Name, Dataset] = {}
     homogeneous: str
-    iterations: int
-    variants: tuple[str, ...]
-    counts_seeds: bool
+    iterations: int = Field(gt=0)
+    variants: Annotated[tuple[Annotated[str, _one_of(VARIANTS)], ...], AfterValidator(_different), Field(min_length=1)] = (
+        VARIANTS
+    )
+    count_seeds: bool = False
     machines: Machines
 
     @classmethod
-    def read(cls, path: Path) -> "Ensemble":
+    def read(cls, path: Path) -> Self:
         """Reads a description; paths in it are relative to its folder.
 
         Raises:
-            PierConfigError: If it cannot be read or a value in it cannot work; with file, key, value and remedy.
+            PierConfigError: If it cannot be read or values in it cannot work; with file, keys, values and remedies.
         """
         try:
             content = yaml.safe_load(path.read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise PierConfigError(f"{path} cannot be read: {error}") from error
-        top = _Section(path, "", content)
-        sizes = {name: _size(section) for name, section in top.sections("sizes")}
-        ensemble = cls(
-            script=top.path("script"),
-            device=top.one_of("device", ("cuda", "cpu"), "cuda"),
-            arguments=top.words("arguments"),
-            sizes=sizes,
-            domains={name: _domain(section, sizes) for name, section in top.sections("domains")},
-            held_out=top.paths("held-out"),
-            homogeneous=top.one_of("homogeneous", sizes),
-            iterations=top.positive("iterations"),
-            variants=top.several_of("variants", VARIANTS),
-            counts_seeds=top.yes_or_no("count-seeds"),
-            machines=_machines(top.section("machines")),
-        )
-        twice = sorted(ensemble.domains.keys() & ensemble.held_out.keys())
-        if twice:
-            top.refuse("held-out", ", ".join(twice), "is among the domains, too. Give it another name")
-        if not ensemble.script.is_file():
-            top.refuse("script", str(ensemble.script), "no such file. Give a training script, such as pretrain_gpt.py")
-        top.refuse_unknown()
+        try:
+            ensemble = cls.model_validate(content, context=path.parent)
+        except ValidationError as error:
+            raise PierConfigError(*(f"{path}: {_said(each)}." for each in error.errors())) from error
+        Problems([f"{path}: {problem}." for problem in ensemble._problems()]).report()
         return ensemble
 
     @property
     def validation(self) -> dict[str, Path]:
         """Path prefixes of all that is scored, by the name of the domain."""
-        return {name: domain.validation for name, domain in self.domains.items()} | dict(self.held_out)
+        return {name: domain.validation for name, domain in self.domains.items()} | self.held_out
+
+    def _problems(self) -> Iterator[str]:
+        named = {"homogeneous": self.homogeneous} | {f"domains.{name}.size": each.size for name, each in self.domains.items()}
+        for key, size in named.items():
+            if size not in self.sizes:
+                yield f"{key}: {size}: not one of {', '.join(self.sizes)}"
+        if twice := sorted(self.domains.keys() & self.held_out.keys()):
+            yield f"held-out: {', '.join(twice)}: is among the domains, too. Give it another name"
+        yield from self.machines.problems()
 
 
-def _size(section: "_Section") -> Size:
-    size = Size(section.words("arguments", ()), section.path("seed") if section.has("seed") else None)
-    section.refuse_unknown()
-    return size
-
-
-def _domain(section: "_Section", sizes: Iterable[str]) -> Domain:
-    domain = Domain(
-        train=section.dataset("train"),
-        validation=section.dataset("validation"),
-        size=section.one_of("size", sizes),
-        difficulty=section.above_zero("difficulty", 1.0),
-    )
-    section.refuse_unknown()
-    return domain
-
-
-def _machines(section: "_Section") -> Machines:
-    machines = Machines(
-        nodes=section.positive("nodes", 1),
-        gpus_per_node=section.positive("gpus-per-node"),
-        ranks_per_expert=section.positive("ranks-per-expert"),
-        cluster=section.one_of("cluster", CLUSTERS) if section.has("cluster") else None,
-    )
-    ranks, node = machines.ranks_per_expert, machines.gpus_per_node
-    if ranks > node * machines.nodes:
-        together = f"{machines.nodes} nodes x {node} gpus-per-node = {machines.nodes * node}"
-        section.refuse("ranks-per-expert", str(ranks), f"more than there are: {together}. Lower it")
-    # An expert that shared a node with part of another would leave ranks too few for a third.
-    larger, smaller = max(ranks, node), min(ranks, node)
-    if larger % smaller:
-        section.refuse(
-            "ranks-per-expert",
-            str(ranks),
-            f"experts of {ranks} ranks do not fill nodes of {node} ({division(larger, smaller)}). Use a divisor or a multiple "
-            "of gpus-per-node",
-        )
-    section.refuse_unknown()
-    return machines
-
-
-class _Section:
-    """A mapping in the file, with its place there."""
-
-    def __init__(self, file: Path, place: str, content: Any) -> None:
-        self._file, self._place = file, place
-        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-            raise PierConfigError(f"{file}: {place or 'the file'} is {content!r}: expected keys with values.")
-        self._content: dict[str, Any] = content
-        self._known: list[str] = []
-
-    def has(self, key: str) -> bool:
-        self._known.append(key)
-        return self._content.get(key) is not None
-
-    def refuse(self, key: str, value: str, why: str) -> NoReturn:
-        """Raises the error for a value."""
-        raise PierConfigError(f"{self._file}: {self._name(key)}: {value}: {why}.")
-
-    def refuse_unknown(self) -> None:
-        """Refuses keys that nobody has asked for."""
-        for key in self._content:
-            if key not in self._known:
-                known = ", ".join(dict.fromkeys(self._known))
-                raise PierConfigError(
-                    f"{self._file}: {self._name(key)}: no such key{suggestion(key, self._known)} Known here: {known}."
-                )
-
-    def section(self, key: str) -> "_Section":
-        return _Section(self._file, self._name(key), self._value(key))
-
-    def sections(self, key: str) -> list[tuple[str, "_Section"]]:
-        outer = self.section(key)
-        if not outer._content:
-            self.refuse(key, "{}", "empty. Give at least one")
-        for name in outer._content:
-            outer._refuse_bad_name(name)
-        return [(name, outer.section(name)) for name in outer._content]
-
-    def words(self, key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        value = self._value(key, default)
-        if isinstance(value, tuple):
-            return value
-        if not isinstance(value, str):
-            self.refuse(key, repr(value), "expected flags as on a command line, in one text")
-        return tuple(shlex.split(value, comments=True))
-
-    def path(self, key: str) -> Path:
-        value = self._value(key)
-        if not isinstance(value, str):
-            self.refuse(key, repr(value), "expected a path")
-        return (self._file.parent / value).resolve()
-
-    def dataset(self, key: str) -> Path:
-        prefix = self.path(key)
-        if not prefix.with_name(f"{prefix.name}.idx").is_file():
-            self.refuse(key, str(prefix), "no dataset there. Give the path of an .idx and .bin file without its ending")
-        return prefix
-
-    def paths(self, key: str) -> dict[str, Path]:
-        if not self.has(key):
-            return {}
-        inner = self.section(key)
-        for name in inner._content:
-            inner._refuse_bad_name(name)
-        return {name: inner.dataset(name) for name in inner._content}
-
-    def one_of(self, key: str, choices: Iterable[str], default: str | None = None) -> str:
-        value = self._value(key, default)
-        if value not in (known := list(choices)):
-            self.refuse(key, str(value), f"not one of {', '.join(known)}")
-        return str(value)
-
-    def several_of(self, key: str, choices: Iterable[str]) -> tuple[str, ...]:
-        known = list(choices)
-        values = self._value(key, known)
-        if not isinstance(values, list) or not values:
-            self.refuse(key, repr(values), f"expected a list of some of {', '.join(known)}")
-        for value in values:
-            if value not in known or values.count(value) > 1:
-                self.refuse(key, str(value), f"not one of {', '.join(known)}, each at most once")
-        return tuple(values)
-
-    def yes_or_no(self, key: str) -> bool:
-        value = self._value(key, False)
-        if not isinstance(value, bool):
-            self.refuse(key, repr(value), "expected true or false")
-        return value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(key, repr(value), "expected a whole number from 1 on")
-        return value
-
-    def above_zero(self, key: str, default: float) -> float:
-        value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            self.refuse(key, repr(value), "expected a number above 0")
-        return float(value)
-
-    def _value(self, key: str, default: Any = None) -> Any:
-        self._known.append(key)
-        value = self._content.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise PierConfigError(f"{self._file}: {self._name(key)} is missing.")
-        return value
-
-    def _refuse_bad_name(self, name: str) -> None:
-        # It becomes a folder, and a column of a table.
-        if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            self.refuse(name, repr(name), "names are made of letters, digits, -, _ and .")
-
-    def _name(self, key: str) -> str:
-        return f"{self._place}.{key}" if self._place else key
+def _said(error: Any) -> str:
+    """What is wrong, in the words of the file."""
+    *outer, key = (str(part) for part in error["loc"] if part != "[key]") if error["loc"] else ("the file",)
+    where, given = ".".join((*outer, key)), error["input"]
+    if error["type"] == "extra_forbidden":
+        sections: dict[str, type[_Section]] = {"sizes": Size, "domains": Domain, "machines": Machines}
+        section = sections.get(outer[0] if outer else "", Ensemble)
+        known = [field.alias or name for name, field in section.model_fields.items()]
+        return f"{where}: no such key{suggestion(key, known)} Known here: {', '.join(known)}"
+    if error["type"] == "value_error":
+        return f"{where}: {error['ctx']['error']}"
+    return f"{where}: {'' if error['type'] == 'missing' else f'{given!r}: '}{error['msg']}"

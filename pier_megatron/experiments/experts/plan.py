@@ -21,6 +21,65 @@ from pier_megatron.experiments.experts.ensemble import DENSE, Ensemble, Machines
 from pier_megatron.experiments.experts.planned import PLAN, Expert, Model, Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 
+# One script for a node and for Slurm, so that what was tried on one is what runs on many.
+_TRAIN = r"""
+launch() {
+  if [ "$nodes" = 1 ]; then
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$@"
+    return
+  fi
+  mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  # When one node ends, well or not, the others have 2 minutes: a dead one does not hold the allocation.
+  srun --kill-on-bad-exit=0 --wait=120 bash -c 'exec "$0" -m torch.distributed.run --node-rank "$SLURM_NODEID" "$@"' \
+    "$python" --nnodes "$nodes" --nproc-per-node "$ranks" --master-addr "${hosts[0]}" \
+    --master-port $((20000 + SLURM_JOB_ID % 20000)) "$@"
+}
+
+train() {
+  local name=${names[$1]} arguments status
+  [ "$(cat "$name/checkpoints/latest_checkpointed_iteration.txt" 2> /dev/null)" != "${iterations[$1]}" ] || return 0
+  mapfile -t arguments < "$name/arguments.txt"
+  launch -m pier_megatron --device "$device" "$script" "${arguments[@]}" >> "$name/log.txt" 2>&1
+  status=$?
+  echo "$name: ended with status $status, log in $PWD/$name/log.txt"
+  return $status
+}
+
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+  train "$SLURM_ARRAY_TASK_ID"
+  exit
+fi
+if [ "$nodes" != 1 ]; then
+  echo "train.sh: an expert takes $nodes nodes. Submit it: sbatch $0" >&2
+  exit 2
+fi
+[ $# -gt 0 ] || set -- "${!names[@]}"
+IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES-$devices}"
+slots=$((${#gpus[@]} / ranks))
+if [ $slots = 0 ]; then
+  echo "train.sh: CUDA_VISIBLE_DEVICES shows ${#gpus[@]} devices, an expert takes $ranks" >&2
+  exit 2
+fi
+# What a shell starts in its background ignores Ctrl-C.
+trap 'trap - INT TERM; kill 0' INT TERM
+for ((slot = 0; slot < slots; slot++)); do
+  (
+    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${gpus[*]:slot * ranks:ranks}")
+    export CUDA_VISIBLE_DEVICES
+    failed=0
+    for ((place = slot + 1; place <= $#; place += slots)); do
+      train "${!place}" || failed=1
+    done
+    exit $failed
+  ) &
+done
+status=0
+for job in $(jobs -p); do
+  wait "$job" || status=1
+done
+exit $status
+"""
+
 # Saved so often, unless the description says how often, that a failure costs a tenth of a training.
 _SAVES = 10
 
@@ -29,12 +88,12 @@ def run(options: argparse.Namespace) -> int:
     """Plans; returns the exit status."""
     plan = make(Ensemble.read(options.file), options.output.resolve())
     print("\n".join(table(plan)))
-    print(f"Written to {plan.folder}. Next: pier-megatron experts train {options.output}")
+    print(f"Written to {plan.folder}. Next: bash {options.output}/train.sh, or sbatch {options.output}/train.sh")
     return 0
 
 
 def make(ensemble: Ensemble, folder: Path) -> Plan:
-    """Writes a plan: one folder per expert with its arguments and launch scripts.
+    """Writes a plan: one folder per expert with its arguments, and the script that trains them.
 
     Args:
         ensemble: What was described.
@@ -66,9 +125,8 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
             arguments_of[name] = _arguments(ensemble, share, folder / name)
             args = _validated(ensemble, share.size, arguments_of[name])
             memory, hours = _predicted(args, ensemble.machines.cluster)
-            place = places_on_nodes(ensemble.machines, len(experts))
             total = operations[share.size] * share.iterations
-            experts.append(Expert(name, share.domains, share.size, share.iterations, total, *place, memory, hours))
+            experts.append(Expert(name, share.domains, share.size, share.iterations, total, memory, hours))
     plan = Plan(
         folder,
         str(ensemble.script),
@@ -82,8 +140,11 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         of_seeds,
     )
     check_nothing_is_lost(plan)
-    for expert in plan.experts:
-        write_scripts(plan, expert, arguments_of[expert.name])
+    for name, arguments in arguments_of.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        size = next(expert.size for expert in plan.experts if expert.name == name)
+        (folder / name / "arguments.txt").write_text("\n".join((*models[size].arguments, *arguments)) + "\n")
+    write_script(plan, ensemble.machines)
     plan.write()
     return plan
 
@@ -103,7 +164,7 @@ def _operations_of_seeds(ensemble: Ensemble, validated: Mapping[str, argparse.Na
         try:
             found[name] = 0.0 if size.seed is None else seeds.operations(size.seed, validated[name])
         except PierConfigError as error:
-            if ensemble.counts_seeds:
+            if ensemble.count_seeds:
                 raise PierConfigError(f"count-seeds: what the seed of size {name} has cost is not known: {error}") from error
     return found
 
@@ -159,15 +220,6 @@ def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, fl
     return sum(memory.values()), iteration * args.train_iters / 3600
 
 
-def places_on_nodes(machines: Machines, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Devices and nodes of a job: jobs fill the machines in order, then start again at the first rank."""
-    ranks, node = machines.ranks_per_expert, machines.gpus_per_node
-    first = number % (machines.nodes * node // ranks) * ranks
-    if ranks >= node:
-        return tuple(range(node)), tuple(range(first // node, (first + ranks) // node))
-    return tuple(range(first % node, first % node + ranks)), (first // node,)
-
-
 def check_nothing_is_lost(plan: Plan) -> None:
     """Refuses to put another plan over one that has been trained, unless all that is trained is as it was."""
     if not (plan.folder / PLAN).exists():
@@ -183,62 +235,43 @@ def check_nothing_is_lost(plan: Plan) -> None:
     )
 
 
-def write_scripts(plan: Plan, expert: Expert, arguments: Sequence[str]) -> None:
-    """Writes what starts an expert's training: its arguments, a script for one node, and one for Slurm."""
-    folder = plan.folder / expert.name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "arguments.txt").write_text("\n".join((*plan.models[expert.size].arguments, *arguments)) + "\n")
-    head = f"# Expert {expert.name}: {expert.iterations} iterations; started again, it resumes from its last checkpoint."
-    common = ["set -euo pipefail", f"mapfile -t arguments < {shlex.quote(str(folder / 'arguments.txt'))}"]
-    common += ["export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
-    script = f'-m pier_megatron --device {plan.device} {shlex.quote(plan.script)} "${{arguments[@]}}"'
-    python, devices = shlex.quote(sys.executable), len(expert.devices)
-    planned = ",".join(map(str, expert.devices))
-    # Whoever starts it may show it others.
-    visible = [f"export CUDA_VISIBLE_DEVICES=${{CUDA_VISIBLE_DEVICES-{planned}}}"] if plan.device == "cuda" else []
-    here = f"exec {python} -m torch.distributed.run --standalone --nproc-per-node {devices} {script}"
-    if len(expert.nodes) == 1:
-        _write(folder / "launch.sh", ["#!/usr/bin/env bash", head, *common, *visible, here])
-    takes = [f"#SBATCH --gpus-per-node {devices}"] if plan.device == "cuda" else []
-    takes += ["#SBATCH --exclusive"] if devices == plan.gpus_per_node else []
-    log, whole_name = shlex.quote(str(folder / "log.txt")), shlex.quote(str(folder))
-    _write(
-        folder / "launch.slurm",
-        [
-            *("#!/usr/bin/env bash", head),
-            # Jobs of one name wait for each other: submitted twice, the second resumes where the first one ended. No other
-            # expert has this path as its name.
-            *(f"#SBATCH --job-name {whole_name}", "#SBATCH --dependency singleton"),
-            *(f"#SBATCH --nodes {len(expert.nodes)}", "#SBATCH --ntasks-per-node 1", *takes),
-            *(f"#SBATCH --output {log}", "#SBATCH --open-mode append", "#SBATCH --requeue"),
-            *common,
-            'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-            "export MASTER_ADDR=${hosts[0]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
-            # The script's own arguments reach the nodes as those of bash, since an array cannot be exported. When one ends,
-            # well or not, the others have 2 minutes: a dead one does not hold the allocation.
-            "exec srun --kill-on-bad-exit=0 --wait=120 bash -c "
-            f'\'exec "$0" -m torch.distributed.run --nnodes {len(expert.nodes)} --nproc-per-node {devices} '
-            '--node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" '
-            f'-m pier_megatron --device {plan.device} "$@"\' {python} {shlex.quote(plan.script)} "${{arguments[@]}}"',
-        ],
-    )
-
-
-def _write(path: Path, lines: Sequence[str]) -> None:
-    path.write_text("\n".join(lines) + "\n")
-    path.chmod(0o755)
+def write_script(plan: Plan, machines: Machines) -> None:
+    """Writes ``train.sh``, which trains the experts: on this node, or as an array of Slurm's."""
+    nodes, ranks = machines.nodes_per_expert, machines.ranks_per_expert // machines.nodes_per_expert
+    takes = [f"#SBATCH --gpus-per-node {ranks}"] if plan.device == "cuda" else []
+    takes += ["#SBATCH --exclusive"] if ranks == machines.gpus_per_node else []
+    head = [
+        "#!/usr/bin/env bash",
+        "# Trains experts. Those that are trained are left out, those that were begun resume from their last save.",
+        "#   sbatch train.sh       all, as an array; account, partition and time by SBATCH_ACCOUNT and the like",
+        "#   bash train.sh         all, on this node",
+        "#   bash train.sh 0 3     some, on this node",
+        f"#SBATCH --job-name experts --array 0-{len(plan.experts) - 1} --requeue",
+        f"#SBATCH --nodes {nodes} --ntasks-per-node 1",
+        *takes,
+        f"#SBATCH --output {shlex.quote(str(plan.folder / 'train-%A_%a.log'))} --open-mode append",
+        "set -uo pipefail",
+        f"cd {shlex.quote(str(plan.folder))} || exit",
+        f"names=({' '.join(expert.name for expert in plan.experts)})",
+        f"iterations=({' '.join(str(expert.iterations) for expert in plan.experts)})",
+        f"nodes={nodes} ranks={ranks} devices={','.join(map(str, range(machines.gpus_per_node)))} device={plan.device}",
+        f"python={shlex.quote(sys.executable)} script={shlex.quote(plan.script)}",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
+    ]
+    file = plan.folder / "train.sh"
+    file.write_text("\n".join(head) + _TRAIN)
+    file.chmod(0o755)
 
 
 def table(plan: Plan) -> list[str]:
     """A plan for people: one line per expert, one per variant."""
-    lines = [f"{'expert':28} {'size':>10} {'iterations':>10} {'operations':>11} {'memory/rank':>12} {'hours':>8}  ranks"]
+    lines = [f"{'expert':28} {'size':>10} {'iterations':>10} {'operations':>11} {'memory/rank':>12} {'hours':>8}"]
     for variant, members in plan.by_variant.items():
         for expert in members:
             hours = "-" if expert.hours is None else f"{expert.hours:.2f}"
-            where = ", ".join(f"{expert.devices[0]}-{expert.devices[-1]} of node {node}" for node in expert.nodes)
             lines.append(
                 f"{expert.name:28} {expert.size:>10} {expert.iterations:10} {expert.operations:11.3e} "
-                f"{expert.memory / 1e9:9.2f} GB {hours:>8}  {where}"
+                f"{expert.memory / 1e9:9.2f} GB {hours:>8}"
             )
         what = "one model" if variant == DENSE else f"{len(members)} experts"
         total, of_seeds = plan.operations(variant)

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts.budget import cost_of_seeds
+from pier_megatron.megatron_api.tracker import tracker_of
 
 PLAN = "plan.json"
 
@@ -24,8 +24,6 @@ class Expert:
         size: Name of its size.
         iterations: Iterations of its training.
         operations: Operations of its training, by Megatron's own count.
-        devices: Numbers of the GPUs that it takes on each of its nodes; on the CPU, of processes.
-        nodes: Numbers of its nodes.
         memory: Predicted memory of a rank, in bytes.
         hours: Predicted; None without a cluster.
     """
@@ -35,8 +33,6 @@ class Expert:
     size: str
     iterations: int
     operations: float
-    devices: tuple[int, ...]
-    nodes: tuple[int, ...]
     memory: float
     hours: float | None
 
@@ -89,7 +85,7 @@ class Plan:
     trained: tuple[str, ...]
     models: Mapping[str, Model]
     experts: tuple[Expert, ...]
-    # Not in plans of earlier releases, and of no consequence for what has been trained.
+    # What has been trained does not hang on them.
     seeds: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
@@ -136,12 +132,16 @@ class Plan:
         """Folder of an expert's checkpoints."""
         return self.folder / name / "checkpoints"
 
+    def untrained(self) -> list[Expert]:
+        """Experts that are not trained to the end."""
+        return [expert for expert in self.experts if iteration_of(self.checkpoints(expert.name)) < expert.iterations]
+
+
+def iteration_of(checkpoints: Path) -> int:
+    """Iteration of the last checkpoint in a folder, 0 if there is none."""
+    tracker = tracker_of(checkpoints)
+    return int(tracker.read_text()) if tracker.exists() else 0
+
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def torchrun(plan: Plan, ranks: int, arguments: Sequence[str], launcher: str = "pier_megatron") -> list[str]:
-    """The command that runs the script on this machine, by a module that launches scripts."""
-    processes = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*processes, "-m", launcher, "--device", plan.device, plan.script, *arguments]

@@ -2,21 +2,26 @@
 
 import argparse
 import dataclasses
+import functools
 import os
+import queue
+import subprocess
+import sys
 from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pier_megatron.commands.megatron_log import VALIDATION
-from pier_megatron.errors import PierConfigError
+from pier_megatron.errors import PierConfigError, Problems
 from pier_megatron.experiments.experts import average
-from pier_megatron.experiments.experts.jobs import ExpertJob, gpu_environment, run_all
-from pier_megatron.experiments.experts.planned import Plan, torchrun
+from pier_megatron.experiments.experts.planned import Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
-from pier_megatron.experiments.experts.train import untrained
 from pier_megatron.megatron_api.tracker import tracker_of
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
 
 # Largest difference, relative, between the mean of an array and the loss that Megatron prints: of sums in another order.
 _TOLERANCE = 1e-4
@@ -40,24 +45,25 @@ class Scored:
 def run(options: argparse.Namespace) -> int:
     """Scores what is not scored yet; returns the exit status."""
     plan = Plan.read(options.folder)
-    missing_experts = ", ".join(expert.name for expert in untrained(plan))
+    missing_experts = ", ".join(expert.name for expert in plan.untrained())
     if missing_experts:
-        raise PierConfigError(f"{missing_experts}: not trained to the end. Run: pier-megatron experts train {plan.folder}")
+        raise PierConfigError(f"{missing_experts}: not trained to the end. Run: bash {plan.folder}/train.sh")
     average.write_all(plan)
     models = scored_models(plan)
     missing = [model for model in models if not _is_scored(plan, model)]
     print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
-    failed = run_all([_job(plan, model, devices) for model, devices in zip(missing, places(plan, missing), strict=True)])
-    refused = []
-    for model in missing:
-        if model.name not in [job.name for job in failed]:
-            try:
+    problems, free = Problems(), queue.SimpleQueue[Sequence[str]]()
+    for devices in places(plan, missing):
+        free.put(devices)
+    with futures.ThreadPoolExecutor(free.qsize() or 1) as pool:
+        statuses = pool.map(functools.partial(_score, plan, free), missing)
+        for model, status in zip(missing, statuses, strict=True):
+            with problems.collecting():
+                if status:
+                    raise PierConfigError(f"{model.name}: ended with status {status}, log in {_log(plan, model)}")
                 accept(plan, model)
-            except PierConfigError as error:
-                refused.append(str(error))
-    if refused:
-        raise PierConfigError("\n".join(refused))
-    return 1 if failed else 0
+    problems.report()
+    return 0
 
 
 def scored_models(plan: Plan) -> list[Scored]:
@@ -110,39 +116,49 @@ def _is_scored(plan: Plan, model: Scored) -> bool:
     return all(file.exists() and file.stat().st_mtime > tracker.stat().st_mtime for file in files)
 
 
-def places(plan: Plan, models: Sequence[Scored]) -> list[range]:
-    """Devices of each model's job, which hold it once: jobs fill the node in order, then start again at its first device."""
-    found, first = [], 0
-    for model in models:
-        ranks = plan.models[model.size].ranks
-        if ranks > plan.gpus_per_node:
-            raise PierConfigError(
-                f"{model.name}: one replica takes {ranks} ranks (tensor x pipeline parallel), and a node has "
-                f"{plan.gpus_per_node}. Scoring runs on one node: choose smaller --tensor-model-parallel-size or "
-                "--pipeline-model-parallel-size."
-            )
-        if first + ranks > plan.gpus_per_node:
-            first = 0
-        found.append(range(first, first + ranks))
-        first += ranks
-    return found
+def places(plan: Plan, models: Sequence[Scored]) -> list[Sequence[str]]:
+    """Devices of the jobs that run at once: each holds any of the models once.
+
+    Raises:
+        PierConfigError: If there are too few for one.
+    """
+    shown = os.environ.get(_GPUS) if plan.device == "cuda" else None
+    devices = [*map(str, range(plan.gpus_per_node))] if shown is None else [each for each in shown.split(",") if each.strip()]
+    ranks = max((plan.models[model.size].ranks for model in models), default=1)
+    if ranks > len(devices):
+        raise PierConfigError(
+            f"One replica of a model takes {ranks} ranks (tensor x pipeline parallel), and this node has {len(devices)} "
+            f"({_GPUS if shown is not None else 'machines.gpus-per-node'}). Scoring runs on one node: show more GPUs, or "
+            "choose smaller --tensor-model-parallel-size or --pipeline-model-parallel-size."
+        )
+    return [devices[begin : begin + ranks] for begin in range(0, len(devices) - ranks + 1, ranks)]
 
 
-def _job(plan: Plan, model: Scored, devices: Sequence[int]) -> ExpertJob:
-    """The job that scores a model on all domains."""
+def _log(plan: Plan, model: Scored) -> Path:
+    return plan.folder / model.name / "scores" / "log.txt"
+
+
+def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", model: Scored) -> int:
+    """Scores a model on all domains, once devices are free; returns the exit status."""
     from pier_megatron.experiments.experts.scoring import VARIABLE
 
     size = plan.models[model.size]
     files = [scores_file(plan, model.name, domain) for domain in plan.domains]
     for file in [*files, *map(_unchecked, files)]:
         file.unlink(missing_ok=True)
-    environment = {VARIABLE: os.pathsep.join(str(_unchecked(file)) for file in files)}
+    devices = free.get()
+    defaults = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = defaults | os.environ | {VARIABLE: os.pathsep.join(str(_unchecked(file)) for file in files)}
     if plan.device == "cuda":
-        environment |= gpu_environment(devices)
-    log = plan.folder / model.name / "scores" / "log.txt"
-    log.unlink(missing_ok=True)
+        environment[_GPUS] = ",".join(devices)
+    processes = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size.ranks)]
+    script = ["-m", f"{__package__}.scoring", "--device", plan.device, plan.script]
     arguments = scoring_arguments(size.arguments, size.micro_batch, str(model.checkpoints), list(plan.domains.values()))
-    return ExpertJob(model.name, torchrun(plan, len(devices), arguments, f"{__package__}.scoring"), devices, log, environment)
+    _log(plan, model).parent.mkdir(parents=True, exist_ok=True)
+    with _log(plan, model).open("w") as log:
+        status = subprocess.run([*processes, *script, *arguments], env=environment, stdout=log, stderr=log).returncode
+    free.put(devices)
+    return status
 
 
 def accept(plan: Plan, model: Scored) -> None:
@@ -151,7 +167,7 @@ def accept(plan: Plan, model: Scored) -> None:
     Raises:
         PierConfigError: If they differ, and the model stays without scores.
     """
-    log = plan.folder / model.name / "scores" / "log.txt"
+    log = _log(plan, model)
     printed = [float(loss) for loss in VALIDATION.findall(log.read_text(errors="replace"))]
     if len(printed) != len(plan.domains):
         raise PierConfigError(

@@ -1,0 +1,115 @@
+"""Runs of many outer steps: ``python study/long_runs.py [--train] [--only PART]`` prints what they end at.
+
+The schedule of arXiv 2511.17849 on a model that two cores can train: 100,000 iterations, H = 50, 8 groups, 1,800 outer steps.
+``--train`` takes hours, and continues where it stopped.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from records import Survey
+from rows import ADAM, MUON, SYNCHRONOUS
+from run import MALLOC, data_arguments
+from simulation import Outcome, Run
+from small_gpt import Text
+from together import batches, train_together
+
+_replace = dataclasses.replace
+
+# Runs that train together: enough to fill a core, with few enough rows for its cache.
+_TOGETHER = 8
+
+_CLAIM = Run(SYNCHRONOUS, groups=8, interval=50, iterations=100_000, layers=1, width=16, batch=8)
+_MUON_CLAIM = _replace(_CLAIM, inner=MUON, learning_rate=1.6e-2)
+
+RATES = {
+    ADAM: {
+        SYNCHRONOUS: (4e-3, 8e-3, 1.6e-2),
+        "pier": (1e-3, 2e-3, 4e-3),
+        "diloco": (2e-3, 4e-3, 8e-3),
+        "pier-annealed": (4e-3, 8e-3, 1.6e-2),
+        "pier-rising": (4e-3, 8e-3, 1.6e-2),
+    },
+    MUON: {
+        SYNCHRONOUS: (1e-2, 2e-2, 4e-2),
+        "pier": (2.5e-3, 5e-3, 1e-2),
+        "diloco": (5e-3, 1e-2, 2e-2),
+        "pier-muon-annealed": (1e-2, 2e-2, 4e-2),
+        "pier-muon": (1e-2, 2e-2, 4e-2),
+    },
+}
+"""Inner learning rates that each method chooses from."""
+
+
+def at_rate(run: Run, method: str, rate: float) -> Run:
+    """The same by another method, at an inner rate: that of AdamW, or that of Muon's matrices."""
+    return _replace(run, method=method, **{"learning_rate" if run.inner == ADAM else "muon_rate": rate})
+
+
+def _tuned(run: Run) -> tuple[Run, ...]:
+    return tuple(at_rate(run, method, rate) for method, rates in RATES[run.inner].items() for rate in rates)
+
+
+PARTS: dict[str, tuple[Run, ...]] = {
+    "AdamW, 8 sequences": _tuned(_CLAIM),
+    "Muon, 8 sequences": _tuned(_MUON_CLAIM),
+    "AdamW, 32 sequences": _tuned(_replace(_CLAIM, batch=32)),
+}
+
+
+def train(survey: Survey, runs: Iterable[Run], corpus: Path, saves: Path, processes: int | None) -> None:
+    """Trains those that are missing, several in each process of one thread."""
+    missing = [run for run in runs if run not in survey]
+    print(f"{len(missing)} runs are to be done", flush=True)
+    if not missing:
+        return
+    data_arguments(corpus)
+    saves.mkdir(parents=True, exist_ok=True)
+    os.environ.update(MALLOC, OMP_NUM_THREADS="1")
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, context, functools.partial(torch.set_num_threads, 1)) as pool:
+        under_way = {pool.submit(_train, corpus, saves, together): together for together in batches(missing, _TOGETHER)}
+        for done in concurrent.futures.as_completed(under_way):
+            for run, outcome in zip(under_way[done], done.result(), strict=True):
+                survey.add(run, outcome)
+
+
+def _train(corpus: Path, saves: Path, runs: Sequence[Run]) -> list[Outcome]:
+    name = hashlib.sha256(repr(runs).encode()).hexdigest()[:16]
+    return train_together(runs, Text(corpus), saves / f"{name}.pt")
+
+
+def main() -> None:
+    """Trains what is missing, if asked to, and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("docs/long.jsonl"), help="file of the runs (%(default)s)")
+    parser.add_argument("--train", action="store_true", help="train what is missing: hours")
+    parser.add_argument("--only", choices=PARTS, help="one part (all)")
+    parser.add_argument("--processes", type=int, help="processes at a time (as many as there are processors)")
+    parser.add_argument("--corpus", type=Path, default=Path("runs/study/corpus"), help="folder of the text (%(default)s)")
+    parser.add_argument("--saves", type=Path, default=Path("runs/study/long"), help="folder of what continues (%(default)s)")
+    options = parser.parse_args()
+    survey = Survey(options.runs, options.corpus.resolve())
+    parts = {title: runs for title, runs in PARTS.items() if options.only in (None, title)}
+    if options.train:
+        train(
+            survey, (run for runs in parts.values() for run in runs), options.corpus.resolve(), options.saves, options.processes
+        )
+    for title, runs in parts.items():
+        print(f"## {title}\n")
+        for run in runs:
+            if run in survey:
+                rate = run.learning_rate if run.inner == ADAM else run.muon_rate
+                print(f"{run.method} {rate:g} {run.dtype} H = {run.interval}, seed {run.seed}: {survey[run].final:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The ``train.sh`` that ``pier-megatron experts plan`` writes, really run, on what stands in for Python and for Slurm."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pier_megatron.experiments.experts.ensemble import Machines
+from pier_megatron.experiments.experts.plan import write_script
+from pier_megatron.experiments.experts.planned import Expert, Model, Plan
+
+pytestmark = pytest.mark.slow
+
+_NAMES = ["MHo-IHo/law", "MHo-IHo/history", "MHo-IHo/physics"]
+
+# Notes how it was started, and trains to the end unless a file says that it fails or waits.
+_PYTHON = f"""#!{sys.executable}
+import json, os, pathlib, sys, time
+words = sys.argv[1:]
+save = pathlib.Path(words[words.index("--save") + 1])
+started = {{"words": words, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "node": os.environ.get("SLURM_NODEID")}}
+print(json.dumps(started), flush=True)
+if (save.parent / "waits").exists():
+    (save.parent / "pid").write_text(str(os.getpid()))
+    time.sleep(60)
+if (save.parent / "fails").exists():
+    sys.exit(3)
+save.mkdir(exist_ok=True)
+(save / "latest_checkpointed_iteration.txt").write_text("8")
+"""
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    """A plan in a folder with a space in its name."""
+    commands = tmp_path / "com mands"
+    commands.mkdir()
+    scontrol = "#!/bin/sh\nprintf 'node0\\nnode1\\n'\n"
+    srun = '#!/bin/sh\nshift 2\nfor node in 0 1; do SLURM_NODEID=$node "$@" & done; wait\n'
+    for name, text in (("python", _PYTHON), ("scontrol", scontrol), ("srun", srun)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def plan(device: str = "cuda", **machines: int) -> Plan:
+        experts = tuple(Expert(name, (name,), "one", 8, 1e9, 1e9, None) for name in _NAMES)
+        models = {"one": Model((), None, 1, 1)}
+        found = Plan(tmp_path / "all of it", "/scripts/my pretrain.py", device, 4, "one", {}, (), models, experts)
+        for name in _NAMES:
+            (found.folder / name).mkdir(parents=True)
+            arguments = ["--tokenizer-model", "a tokenizer's", "--save", str(found.checkpoints(name))]
+            (found.folder / name / "arguments.txt").write_text("\n".join(arguments) + "\n")
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.executable", str(commands / "python"))
+            write_script(found, Machines(**{"gpus-per-node": 4, "ranks-per-expert": 2, **machines}))
+        return found
+
+    return plan
+
+
+def run(plan: Plan, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([plan.folder / "train.sh", *words], capture_output=True, text=True, timeout=60)
+
+
+def started(plan: Plan, name: str) -> list[dict[str, Any]]:
+    """How an expert was started, each time."""
+    log = plan.folder / name / "log.txt"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def test_all_are_trained_once_and_a_failure_stops_nobody(planned: Callable[..., Plan]) -> None:
+    plan = planned()
+    (plan.folder / _NAMES[0] / "fails").touch()
+    first = run(plan)
+    assert (first.returncode, first.stderr) == (1, "")
+    assert f"{_NAMES[0]}: ended with status 3, log in {plan.folder}/{_NAMES[0]}/log.txt" in first.stdout
+    assert [expert.name for expert in plan.untrained()] == [_NAMES[0]]
+    # Two run at once; the third takes the devices of the first.
+    assert [started(plan, name)[0]["gpus"] for name in _NAMES] == ["0,1", "2,3", "0,1"]
+    words = started(plan, _NAMES[1])[0]["words"]
+    assert words[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert words[5:12] == [
+        *("-m", "pier_megatron", "--device", "cuda", "/scripts/my pretrain.py"),
+        *("--tokenizer-model", "a tokenizer's"),
+    ]
+    (plan.folder / _NAMES[0] / "fails").unlink()
+    assert run(plan, "0", "1").returncode == 0
+    assert not plan.untrained()
+    assert [len(started(plan, name)) for name in _NAMES] == [2, 1, 1]
+
+
+def test_it_takes_the_gpus_that_its_caller_shows(planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6a,7")
+    assert run(plan).returncode == 0
+    assert {started(plan, name)[0]["gpus"] for name in _NAMES} == {"5,GPU-6a"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    refused = run(plan)
+    assert (refused.returncode, refused.stderr) == (2, "train.sh: CUDA_VISIBLE_DEVICES shows 1 devices, an expert takes 2\n")
+
+
+def test_an_array_of_slurm_trains_each(planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(**{"nodes": 2, "ranks-per-expert": 8})
+    assert "Submit it: sbatch" in run(plan).stderr
+    head = (plan.folder / "train.sh").read_text().splitlines()
+    assert "#SBATCH --job-name experts --array 0-2 --requeue" in head
+    assert {"#SBATCH --nodes 2 --ntasks-per-node 1", "#SBATCH --gpus-per-node 4", "#SBATCH --exclusive"} <= {*head}
+    for name, value in (("ARRAY_TASK_ID", "1"), ("JOB_ID", "20017"), ("JOB_NODELIST", "node[0-1]")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert run(plan).returncode == 0
+    both = started(plan, _NAMES[1])
+    assert sorted(each["node"] for each in both) == ["0", "1"]
+    for each in both:
+        launch = " ".join(each["words"][:12])
+        assert launch == (
+            f"-m torch.distributed.run --node-rank {each['node']} --nnodes 2 --nproc-per-node 4 --master-addr node0 "
+            "--master-port 20017"
+        )
+    assert [expert.name for expert in plan.untrained()] == [_NAMES[0], _NAMES[2]]
+
+
+def test_ctrl_c_ends_all_of_it(planned: Callable[..., Plan]) -> None:
+    plan = planned("cpu")
+    for name in _NAMES:
+        (plan.folder / name / "waits").touch()
+    with subprocess.Popen([plan.folder / "train.sh"], start_new_session=True) as process:
+        pids = [plan.folder / name / "pid" for name in _NAMES[:2]]
+        deadline = time.monotonic() + 30
+        while not all(path.exists() and path.read_text() for path in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(30)
+    time.sleep(0.2)
+    assert not any(Path("/proc", path.read_text(), "exe").exists() for path in pids)
+
+
+def test_shellcheck_finds_nothing(planned: Callable[..., Plan]) -> None:
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    checked = subprocess.run([shellcheck, "--severity=warning", planned().folder / "train.sh"], capture_output=True)
+    assert (checked.returncode, checked.stdout) == (0, b"")
