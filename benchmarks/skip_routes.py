@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import statistics
+import sys
 import tempfile
 from datetime import date
 from pathlib import Path
@@ -20,9 +21,12 @@ from interconnect import run
 
 from pier_megatron.commands.demo import corpus
 from pier_megatron.cpu.nodes import EmulatedNodes
-from pier_megatron.experiments.skipping.pipeline.play import Grid, Link, play
 from pier_megatron.experiments.skipping.pipeline.routes import Routes, plain
-from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from route_search.play import Grid, Link, play
+from route_search.search import Wishes, search
 
 _STAGES, _MICRO_BATCHES, _SEQUENCES, _HIDDEN, _TOKENS = 4, 8, 16, 128, 128
 _TRAINING = (

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from route_search.play import Grid, Link, play
+from route_search.search import Wishes, search
 
-from pier_megatron.experiments.skipping.pipeline.play import Grid, Link, play
 from pier_megatron.experiments.skipping.pipeline.routes import Routes, plain
-from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
 from pier_megatron.experiments.skipping.pipeline.simulator import BACKWARD
 
 

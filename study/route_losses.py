@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,9 +24,12 @@ from run import MALLOC, SET_UP, VALIDATION_SEQUENCES, data_arguments, run_worker
 from skipping import WHOLE, spread, validation_loss
 from small_gpt import VECTORS, Parameters, Text, initial, losses
 
-from pier_megatron.experiments.skipping.pipeline.play import Grid, Link
 from pier_megatron.experiments.skipping.pipeline.routes import MicroBatch, Routes
-from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from route_search.play import Grid, Link
+from route_search.search import Wishes, search
 
 STAGES, MICRO_BATCHES, BATCH, WIDTH = 6, 8, 64, 64
 LEARNING_RATE, WARMUP, FINAL = 4e-3, 0.1, 0.1

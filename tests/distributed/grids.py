@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from pier_megatron.experiments.skipping.pipeline.play import Grid, Link, play
+from route_search.play import Grid, Link, play
+from route_search.search import Wishes, search
+
 from pier_megatron.experiments.skipping.pipeline.routes import Routes, plain
-from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
 
 
 def even(stages: int, replicas: int, busy: float = 0.0, latency: float = 0.0) -> Grid:

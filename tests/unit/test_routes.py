@@ -13,11 +13,12 @@ from pathlib import Path
 
 import grids
 import pytest
+from route_search import search as searches
+from route_search.play import play
+from route_search.search import Wishes, search
 
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.skipping import executor
-from pier_megatron.experiments.skipping.pipeline import search as searches
-from pier_megatron.experiments.skipping.pipeline.play import play
 from pier_megatron.experiments.skipping.pipeline.routes import (
     FARTHEST,
     MOST_SWAPS,
@@ -30,7 +31,6 @@ from pier_megatron.experiments.skipping.pipeline.routes import (
     plain,
 )
 from pier_megatron.experiments.skipping.pipeline.schedule import Pipeline
-from pier_megatron.experiments.skipping.pipeline.search import Wishes, search
 from pier_megatron.experiments.skipping.pipeline.simulator import makespan
 
 pytestmark = pytest.mark.slow

@@ -8,9 +8,10 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from route_search.play import Grid, Played, play
+
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.skipping.pipeline.paths import balanced
-from pier_megatron.experiments.skipping.pipeline.play import Grid, Played, play
 from pier_megatron.experiments.skipping.pipeline.routes import MicroBatch, Place, bounds
 
 _PASSES = 4_000_000
