@@ -22,7 +22,6 @@ from torch.nn import functional
 from pier_megatron.cli import main
 from pier_megatron.commands.demo.corpus import write_documents
 from pier_megatron.experiments.experts import mixture
-from pier_megatron.experiments.experts.mean_weights import write_mean
 from pier_megatron.experiments.experts.mix import distinct
 from pier_megatron.integration.checkpoint.stored_model import StoredModel
 
@@ -281,14 +280,3 @@ def test_table_has_every_model(ensemble: Ensemble) -> None:
     # Several are starred where the lowest agree to all digits shown.
     assert ensemble.mixed.count("*") >= len(_TEXTS)
     assert (ensemble.folder / "mixture.png").stat().st_size > 1000
-
-
-def test_mean_of_checkpoints_is_a_checkpoint(ensemble: Ensemble, tmp_path: Path) -> None:
-    checkpoints = ensemble.folder / "MHe-IHo" / "code" / "checkpoints"
-    both = [checkpoints / "iter_0000002", checkpoints]
-    write_mean(both, tmp_path / "mean")
-    one, other = (StoredModel.find(path).weights() for path in both)
-    mean = StoredModel.find(tmp_path / "mean").weights()
-    assert mean.keys() == one.keys()
-    for key, tensor in mean.items():
-        torch.testing.assert_close(tensor, (one[key] + other[key]) / 2)

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pier_megatron.errors import PierConfigError
-from pier_megatron.experiments.experts import average, mixture
+from pier_megatron.experiments.experts import mixture
 from pier_megatron.experiments.experts.ensemble import DENSE
 from pier_megatron.experiments.experts.planned import Plan
 from pier_megatron.experiments.experts.score import read_scores, scored_models
 
-UNIFORM, CACHED, SIMPLE, WEIGHTS = "uniform prior", "cached prior", "simple average", "averaged weights"
+UNIFORM, CACHED, SIMPLE = "uniform prior", "cached prior", "simple average"
 
 _JSON, _PICTURE = "mixture.json", "mixture.png"
 
@@ -57,8 +57,6 @@ def perplexities(plan: Plan) -> dict[str, dict[str, float]]:
             }
             for method, of_mixture in mixtures.items():
                 found.setdefault(f"{variant}, {method}", {})[domain] = mixture.perplexity(of_mixture)
-    for variant in average.variants(plan):
-        found[f"{variant}, {WEIGHTS}"] = found.pop(average.name_of(variant))
     return found
 
 

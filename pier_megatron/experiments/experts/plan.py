@@ -54,7 +54,8 @@ if [ "$nodes" != 1 ]; then
   exit 2
 fi
 [ $# -gt 0 ] || set -- "${!names[@]}"
-IFS=, read -ra gpus <<< "${CUDA_VISIBLE_DEVICES-$devices}"
+[ "$device" = cpu ] || devices=${CUDA_VISIBLE_DEVICES-$devices}
+IFS=, read -ra gpus <<< "$devices"
 slots=$((${#gpus[@]} / ranks))
 if [ $slots = 0 ]; then
   echo "train.sh: CUDA_VISIBLE_DEVICES shows ${#gpus[@]} devices, an expert takes $ranks" >&2
@@ -64,8 +65,10 @@ fi
 trap 'trap - INT TERM; kill 0' INT TERM
 for ((slot = 0; slot < slots; slot++)); do
   (
-    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${gpus[*]:slot * ranks:ranks}")
-    export CUDA_VISIBLE_DEVICES
+    if [ "$device" = cuda ]; then
+      CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${gpus[*]:slot * ranks:ranks}")
+      export CUDA_VISIBLE_DEVICES
+    fi
     failed=0
     for ((place = slot + 1; place <= $#; place += slots)); do
       train "${!place}" || failed=1

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from pier_megatron.commands.megatron_log import VALIDATION
 from pier_megatron.errors import PierConfigError, Problems
-from pier_megatron.experiments.experts import average
 from pier_megatron.experiments.experts.planned import Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 from pier_megatron.megatron_api.tracker import tracker_of
@@ -32,7 +31,7 @@ class Scored:
     """What is scored.
 
     Attributes:
-        name: An expert's, ``seed/SIZE``, or ``average/VARIANT``; also the folder of its scores below the plan's.
+        name: An expert's, or ``seed/SIZE``; also the folder of its scores below the plan's.
         checkpoints: Folder of its checkpoints.
         size: Name of its size.
     """
@@ -48,7 +47,6 @@ def run(options: argparse.Namespace) -> int:
     missing_experts = ", ".join(expert.name for expert in plan.untrained())
     if missing_experts:
         raise PierConfigError(f"{missing_experts}: not trained to the end. Run: bash {plan.folder}/train.sh")
-    average.write_all(plan)
     models = scored_models(plan)
     missing = [model for model in models if not _is_scored(plan, model)]
     print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
@@ -67,15 +65,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def scored_models(plan: Plan) -> list[Scored]:
-    """All that is scored: the seed model of the homogeneous size, the experts, averages of equal experts."""
+    """All that is scored: the seed model of the homogeneous size, and the experts."""
     size = plan.homogeneous
     models = []
     seed = plan.models[size].seed
     if seed is not None:
         models.append(Scored(f"seed/{size}", Path(seed), size))
     models += [Scored(expert.name, plan.checkpoints(expert.name), expert.size) for expert in plan.experts]
-    for variant in average.variants(plan):
-        models.append(Scored(average.name_of(variant), average.folder_of(plan, variant), size))
     return models
 
 
