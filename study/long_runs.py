@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from frontier_runs import coded
 from records import Survey
 from rows import ADAM, MUON, SYNCHRONOUS
 from run import MALLOC, data_arguments
@@ -54,15 +55,35 @@ def at_rate(run: Run, method: str, rate: float) -> Run:
     return _replace(run, method=method, **{"learning_rate" if run.inner == ADAM else "muon_rate": rate})
 
 
+def _few_bits(run: Run, preset: str, rates: Sequence[float]) -> tuple[Run, ...]:
+    """Synchronous runs, and exchanges in ever fewer bits: among all groups, and among two sites whose groups meet often."""
+    groups = [coded(_replace(run, method=preset), dtype) for dtype in ("fp32", "int2", "int1")]
+    third = run.interval // 3
+    groups.append(
+        _replace(
+            run, method="local-sgd", interval=third, sites=2, site_interval=3 * third, site_method=preset, site_dtype="int2"
+        )
+    )
+    return tuple(at_rate(each, each.method, rate) for each in (run, *groups) for rate in rates)
+
+
 def _tuned(run: Run) -> tuple[Run, ...]:
     return tuple(at_rate(run, method, rate) for method, rates in RATES[run.inner].items() for rate in rates)
 
 
+_BITS = _replace(_CLAIM, interval=30, iterations=33_300, batch=32)
+_MUON_BITS = _replace(_BITS, inner=MUON, learning_rate=1.6e-2)
+_LONGER = {"interval": 48, "iterations": 53_280}
+
 PARTS: dict[str, tuple[Run, ...]] = {
     "AdamW, 8 sequences": _tuned(_CLAIM),
     "Muon, 8 sequences": _tuned(_MUON_CLAIM),
+    "Few bits, Muon, H = 30": _few_bits(_MUON_BITS, "pier-muon-annealed", (1e-2, 2e-2)),
+    "Few bits, AdamW, H = 30": _few_bits(_BITS, "pier-annealed", (4e-3, 8e-3)),
+    "Few bits, Muon, H = 48": _few_bits(_replace(_MUON_BITS, **_LONGER), "pier-muon-annealed", (1e-2, 2e-2)),
     "AdamW, 32 sequences": _tuned(_replace(_CLAIM, batch=32)),
 }
+"""What is trained, in this order."""
 
 
 def train(survey: Survey, runs: Iterable[Run], corpus: Path, saves: Path, processes: int | None) -> None:

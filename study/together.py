@@ -129,7 +129,7 @@ def train_together(runs: Sequence[Run], text: Text, saves: Path | None = None) -
         state = torch.load(saves, weights_only=False)
     first, groups = runs[0], runs[0].groups
     configs = [outer.config if outer is not None else None for outer in state.outers]
-    points = {round(first.iterations * point / _POINTS) // 50 * 50 for point in range(1, _POINTS + 1)}
+    points = {round(first.iterations * point / _POINTS) for point in range(1, _POINTS + 1)}
     for iteration in range(state.iteration + 1, first.iterations + 1):
         batch = text.batch(state.generator, first.batch).view(groups, -1, SEQUENCE + 1).repeat(len(runs), 1, 1)
         gradient = _gradient(state.rows, batch).view(len(runs), groups, -1)
@@ -185,9 +185,14 @@ def _evaluate(state: _State, runs: Sequence[Run], text: Text) -> None:
 
 
 def batches(runs: Sequence[Run], most: int) -> list[list[Run]]:
-    """Divides runs into those that train together, at most some at a time."""
+    """Divides runs into those that train together, at most some at a time, and as many in each part."""
     found: dict[tuple[Any, ...], list[Run]] = {}
     for run in dict.fromkeys(runs):
         # A synchronous run has as many rows as the others, all alike.
         found.setdefault(key(run), []).append(run)
-    return [alike[begin : begin + most] for alike in found.values() for begin in range(0, len(alike), most)]
+    parts = [(alike, math.ceil(len(alike) / most)) for alike in found.values()]
+    return [
+        alike[len(alike) * part // number : len(alike) * (part + 1) // number]
+        for alike, number in parts
+        for part in range(number)
+    ]

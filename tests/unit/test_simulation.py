@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import together
 import torch
 from codings import CODINGS
 from route_losses import backward
-from rows import ADAM, MUON
+from rows import ADAM, MUON, SYNCHRONOUS
 from simulation import Inner, Outcome, Outer, Run, train
 from small_gpt import SEQUENCE, Parameters, Text, initial, losses
+from together import train_together
 from torch import Tensor
 
 from pier_megatron import PierConfig, reference
@@ -188,3 +190,26 @@ def test_micro_batches_take_the_layers_of_their_routes(text: Text) -> None:
     for found, gradient in zip(parameters.values(), torch.autograd.grad(expected, list(parameters.values())), strict=True):
         assert found.grad is not None
         torch.testing.assert_close(found.grad, gradient)
+
+
+@pytest.mark.parametrize("inner", [ADAM, MUON])
+def test_runs_that_train_together_are_those_that_train_alone(inner: str, text: Text) -> None:
+    base = dataclasses.replace(_RUN, groups=4, iterations=20, lazy_start=0.2, method=SYNCHRONOUS, inner=inner)
+    sites = {"method": "local-sgd", "sites": 2, "site_interval": 4, "site_method": "pier-rising"}
+    changes = ({}, {"method": "pier", "learning_rate": 4e-3}, {"method": "diloco", "overlap": 1, "muon_rate": 1e-2}, sites)
+    runs = [dataclasses.replace(base, **change) for change in changes]
+    for run, outcome in zip(runs, train_together(runs, text), strict=True):
+        assert outcome.final == pytest.approx(train(run, text).final, abs=2e-5)
+
+
+def test_interrupted_training_continues_to_the_same_end(text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, saves = [dataclasses.replace(_RUN, dtype="int2", sum_dtype="int2")], tmp_path / "saves"
+    whole = train_together(runs, text)
+    monkeypatch.setattr(together, "_SAVE_INTERVAL", 7)
+    with monkeypatch.context() as patch:
+        # Interrupted in the iteration after it was saved.
+        patch.setattr(Path, "unlink", lambda path, **_: None)
+        train_together(runs, text, saves)
+    assert torch.load(saves, weights_only=False).iteration == 7
+    assert train_together(runs, text, saves) == whole
+    assert not saves.exists()
