@@ -26,7 +26,7 @@ class Published:
     """A published run.
 
     Attributes:
-        source: Where it was published.
+        source: Paper that has it.
         method: Outer schedule.
         inner: Inner optimizer.
         parameters: Parameters of the model, in millions.
