@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import published
 import pytest
 from frontier import Points, bits
 from frontier_runs import coded, short, small
@@ -246,3 +247,13 @@ def test_readme_shows_the_recorded_demo() -> None:
     adam, muon, _ = re.findall(r"([\d.]+) x sooner", lines)
     assert f"the same loss {adam} x as fast with AdamW and {muon} x with Muon" in readme
     assert f"{curve['iterations'][-1]} iterations, H = 8, one seed, {record['date']})" in readme
+
+
+def test_published_runs_and_what_a_law_is_worth() -> None:
+    text = (_DOCS / "study.md").read_text()
+    assert f"\n\n{published.table()}\n\n" in text
+    factors = published.held_back()
+    assert statistics.median(factors) > published.WITHIN
+    assert f"factor of {statistics.median(factors):.2f} in the median ({min(factors):.2f} to {max(factors):.2f})" in page(
+        "study"
+    )
