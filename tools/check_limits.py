@@ -13,9 +13,9 @@ _FLOORS = {
     "bridge": 561,
     "commands": 4210,
     "cpu": 675,
-    "exchange": 2045,
-    "experiments": 4463,
-    "integration": 5669,
+    "exchange": 2050,
+    "experiments": 4465,
+    "integration": 5674,
     "megatron_api": 505,
     "outer": 3151,
 }

@@ -24,7 +24,7 @@ from typing import Any
 from pier_megatron.errors import PierConfigError
 
 # Largest description in bytes (an island's arguments take about 10 kB), shortest secret in bytes, threads, seconds.
-_MOST_BYTES, _LEAST_SECRET, _ASKED_AT_ONCE, _ANSWER_SECONDS = 1 << 20, 16, 32, 5.0
+_MOST_BYTES, LEAST_SECRET, _ASKED_AT_ONCE, _ANSWER_SECONDS = 1 << 20, 16, 32, 5.0
 
 Description = dict[str, Any]
 """Description of an island by itself: plain values."""
@@ -50,9 +50,9 @@ def read_secret(path: str | None) -> bytes:
         raise PierConfigError(f"{where}: {error.strerror}. Copy the file of the other islands here.") from error
     if mode & 0o077:
         raise PierConfigError(f"{where}: others can read it (mode {mode:o}). Run chmod 600 {path}.")
-    if len(secret) < _LEAST_SECRET:
+    if len(secret) < LEAST_SECRET:
         advice = "Make one with pier-megatron lighthouse --new-secret FILE."
-        raise PierConfigError(f"{where}: holds {len(secret)} bytes, must be at least {_LEAST_SECRET}. {advice}")
+        raise PierConfigError(f"{where}: holds {len(secret)} bytes, must be at least {LEAST_SECRET}. {advice}")
     return secret
 
 

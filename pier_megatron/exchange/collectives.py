@@ -198,11 +198,15 @@ class Computed:
 
 
 class Gathered:
-    """Short vectors of some groups, on their way."""
+    """Short vectors of some groups, on their way.
+
+    Attributes:
+        vectors: What will hold them; shape ``[groups, n]``.
+    """
 
     def __init__(self, vectors: Tensor, works: Sequence[dist.Work | Computed] = ()) -> None:
-        """Takes what will hold the vectors, shape ``[groups, n]``, once the ``works`` are done."""
-        self._vectors, self._works = vectors, works
+        """Takes what will hold the ``vectors`` once the ``works`` are done."""
+        self.vectors, self._works = vectors, works
 
     def is_complete(self) -> bool:
         """Whether :meth:`result` would not wait."""
@@ -212,11 +216,11 @@ class Gathered:
         """Waits for these groups; shape ``[groups, n]``, the same on every rank."""
         for work in self._works:
             work.wait()
-        return self._vectors
+        return self.vectors
 
     def on_host(self) -> Tensor:
         """Waits for these groups, and for nothing else that a device computes; :meth:`result` in host memory."""
-        device = self._vectors.device
+        device = self.vectors.device
         # PyTorch hands out 32 streams of each priority in turn: one of the default priority may be that of a communicator of
         # NCCL's, and the copy would wait for its collectives.
         apart = torch.cuda.stream(torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else contextlib.nullcontext()

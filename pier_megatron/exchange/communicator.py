@@ -104,7 +104,7 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [other for other in range(group.size()) if other != group.rank()]
 
 
-class _Wait:
+class Wait:
     """A collective under way that is waited for until its exchange is lost.
 
     gloo may forget a send whose connection closes meanwhile, which then ends by its time-out only (seen with PyTorch 2.13).
@@ -114,6 +114,7 @@ class _Wait:
         self._work, self._watched, self.is_completed = work, watched, work.is_completed
 
     def wait(self) -> bool:
+        """Waits for it; a RuntimeError if the exchange is lost before."""
         self._watched(self._wait_for)
         return self._work.wait()
 
@@ -135,8 +136,8 @@ class _Guarded(dist.ProcessGroup):
         return self.group._get_backend(device)
 
 
-def _guarded(name: str) -> Callable[..., _Wait]:
-    return lambda guarded, *args: _Wait(getattr(guarded.group, name)(*args), guarded.watched)
+def _guarded(name: str) -> Callable[..., Wait]:
+    return lambda guarded, *args: Wait(getattr(guarded.group, name)(*args), guarded.watched)
 
 
 # Those that GroupExchange calls, by their names until PyTorch 2.12 and since.

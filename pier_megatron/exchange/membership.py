@@ -27,7 +27,7 @@ from pier_megatron.exchange.topology import NAMED
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
 _HEARTBEAT = datetime.timedelta(milliseconds=200)
-_CONNECT = datetime.timedelta(seconds=10)
+CONNECT_TIMEOUT = datetime.timedelta(seconds=10)
 
 # How often torchft asks a lighthouse again that does not answer: so often that only the time of the question counts. It says
 # nothing when it gives up, and who has asked would wait all that time although the lighthouse is back.
@@ -233,10 +233,10 @@ class Membership:
             store_addr=f"{address}:{store.port}",
             world_size=1,
             heartbeat_interval=_HEARTBEAT,
-            connect_timeout=_CONNECT,
+            connect_timeout=CONNECT_TIMEOUT,
             quorum_retries=_RETRIES,
         )
-        return store, coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
+        return store, coordination.ManagerClient(self._server.address(), connect_timeout=CONNECT_TIMEOUT)
 
     def _quorum(self, within: datetime.timedelta) -> Description:
         """Forms a quorum. One rank asks and passes on the answer: torchft could give each rank a different quorum."""
@@ -255,7 +255,7 @@ class Membership:
             self._store.set(key, json.dumps(said))
             for past in ("meetings", "ends"):
                 self._store.delete_key(f"{past}/{self._meetings - 1}")
-        self._store.wait([key], within + _CONNECT + self._timeout)
+        self._store.wait([key], within + CONNECT_TIMEOUT + self._timeout)
         told: Description = json.loads(self._store.get(key))
         if "refusal" in told:
             raise PierConfigError(told["refusal"])
@@ -317,7 +317,7 @@ class Membership:
                 init_sync=False,
             )
             if not patience and quorum.quorum_id <= self._last_quorum:
-                patience = time.monotonic() + _CONNECT.total_seconds()
+                patience = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
             if self._known.issubset(quorum.replica_ids) or time.monotonic() > patience:
                 break
             # A new lighthouse, which takes the first islands that it hears of for all. The others are on their way to it.

@@ -36,7 +36,7 @@ class CopiesDifferError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parameter:
+class Parameter:
     """One of the model's parameters on this rank.
 
     Attributes:
@@ -60,10 +60,10 @@ class _Quantised(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Domain:
+class Domain:
     """Parameters that are copied over the same ranks: those of experts, or the others."""
 
-    parameters: Sequence[_Parameter]
+    parameters: Sequence[Parameter]
     data_parallel: dist.ProcessGroup
     tensor_parallel: dist.ProcessGroup
     tied: dist.ProcessGroup | None
@@ -125,7 +125,7 @@ class Copies:
             )
 
     @torch.no_grad()
-    def _compare(self, domain: _Domain) -> list[Tensor]:
+    def _compare(self, domain: Domain) -> list[Tensor]:
         """Which copies differ, in the order in which this says what it compares."""
         parameters = domain.parameters
         turns = max(1, min(_TURNS, len(parameters)))
@@ -136,11 +136,11 @@ class Copies:
         ]
         if not looked_at:
             return []
-        in_model = torch.stack([_bits(parameters[index].tensor) for index in looked_at])
+        in_model = torch.stack([bits_of(parameters[index].tensor) for index in looked_at])
         main = self._bits_of_mains([parameters[index] for index in looked_at], domain.data_parallel)
         sums = torch.stack([in_model, main])
 
-        def differing(group: dist.ProcessGroup, of: Callable[[_Parameter], bool], kind: str) -> list[Tensor]:
+        def differing(group: dist.ProcessGroup, of: Callable[[Parameter], bool], kind: str) -> list[Tensor]:
             chosen = [place for place, index in enumerate(looked_at) if of(parameters[index])]
             if group.size() == 1 or not chosen:
                 return []
@@ -154,7 +154,7 @@ class Copies:
             found += differing(domain.tied, lambda parameter: parameter.is_tied, "pipeline-parallel")
         return found
 
-    def _bits_of_mains(self, parameters: Sequence[_Parameter], group: dist.ProcessGroup) -> Tensor:
+    def _bits_of_mains(self, parameters: Sequence[Parameter], group: dist.ProcessGroup) -> Tensor:
         """Sums of the bits of whole main parameters, however the data-parallel ranks share them."""
         places = {id(parameter.tensor): place for place, parameter in enumerate(parameters)}
         shared, whole = (torch.zeros(len(parameters), dtype=torch.int64, device=self._device) for _ in range(2))
@@ -162,24 +162,24 @@ class Copies:
             sums = shared if member.copies == 1 else whole
             for tensor, main in member.parameters():
                 if id(tensor) in places:
-                    sums[places[id(tensor)]] = _bits(member.values_of(main))
+                    sums[places[id(tensor)]] = bits_of(member.values_of(main))
         if group.size() > 1:
             dist.all_reduce(shared, group=group)
         return shared + whole
 
 
-def _domains(model_chunks: "Sequence[DistributedDataParallel]") -> list[_Domain]:
+def _domains(model_chunks: "Sequence[DistributedDataParallel]") -> list[Domain]:
     parallel_state = versions.require("megatron.core", "parallel_state")
-    dense: list[_Parameter] = []
-    expert: list[_Parameter] = []
+    dense: list[Parameter] = []
+    expert: list[Parameter] = []
     for number, chunk in enumerate(model_chunks):
         for name, tensor in chunk.named_parameters():
             place = f"{re.sub(r'^(module[.])+', '', name)}{f' of virtual stage {number}' if len(model_chunks) > 1 else ''}"
             is_split, is_tied = (bool(getattr(tensor, kind, False)) for kind in ("tensor_model_parallel", "shared_embedding"))
-            (dense if getattr(tensor, "allreduce", True) else expert).append(_Parameter(place, tensor, is_split, is_tied))
+            (dense if getattr(tensor, "allreduce", True) else expert).append(Parameter(place, tensor, is_split, is_tied))
     tied = parallel_state.get_embedding_group(check_initialized=False)
     found = [
-        _Domain(
+        Domain(
             dense,
             own_data_parallel_ranks(),
             parallel_state.get_tensor_model_parallel_group(),
@@ -188,11 +188,11 @@ def _domains(model_chunks: "Sequence[DistributedDataParallel]") -> list[_Domain]
     ]
     if expert:
         tensor_parallel = parallel_state.get_expert_tensor_parallel_group()
-        found.append(_Domain(expert, own_data_parallel_ranks(of_experts=True), tensor_parallel, None))
+        found.append(Domain(expert, own_data_parallel_ranks(of_experts=True), tensor_parallel, None))
     return found
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
     """A sum over a tensor's bits; an int64 scalar. A quantised one's are those of its FP32 values: codes and scales make them.
 
     Its scales are not compared as they lie in memory: Transformer Engine pads them with whatever was there.

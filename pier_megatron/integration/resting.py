@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Decides when an elastic island rests."""
+    """Decides when an elastic island rests.
+
+    Attributes:
+        begun: Time, of the monotonic clock, at which the first iteration after the last outer step began.
+    """
 
     def __init__(self, loop: OuterLoop, seconds: float, world: dist.ProcessGroup) -> None:
         """Begins with an island that has not trained yet.
@@ -31,14 +35,14 @@ class Clock:
         """
         self._loop, self._seconds, self._world = loop, seconds, world
         self._last_step: int | None = None
-        self._begun = 0.0
+        self.begun = 0.0
         self._scheduler: OptimizerParamScheduler | None = None
         self._rests: set[int] = set()
 
     def begin_iteration(self) -> None:
         """Restarts with the first iteration after an outer step."""
         if self._last_step != self._loop.progress.last_common_step:
-            self._last_step, self._begun = self._loop.progress.last_common_step, time.monotonic()
+            self._last_step, self.begun = self._loop.progress.last_common_step, time.monotonic()
 
     def end_iteration(self, scheduler: "OptimizerParamScheduler") -> None:
         """Has Megatron pass the remainder of the interval if the time is up; called by all ranks of the island.
@@ -52,7 +56,7 @@ class Clock:
         if not left:
             return
         # By the ranks together: their clocks differ.
-        is_late = torch.tensor([time.monotonic() - self._begun >= self._seconds], dtype=torch.int32, device=self._loop.device)
+        is_late = torch.tensor([time.monotonic() - self.begun >= self._seconds], dtype=torch.int32, device=self._loop.device)
         dist.all_reduce(is_late, dist.ReduceOp.MAX, group=self._world)
         if not is_late.item():
             return

@@ -19,7 +19,7 @@ from pier_megatron.outer import Shards
 from pier_megatron.outer.rules import rule_class
 from pier_megatron.version import __version__
 
-_PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[1]
 
 # All other arguments are compared, including any that a later release or a script adds.
 MAY_DIFFER = (
@@ -95,7 +95,7 @@ def in_common(
         Plain values by what a user calls them.
     """
     settings = Description.of_run(config, 0, layout_of(args, world.size()), device.type).in_common
-    of_code = {"pier_megatron": f"{__version__}, sources {fingerprint(_PACKAGE)}"}
+    of_code = {"pier_megatron": f"{__version__}, sources {fingerprint(PACKAGE)}"}
     if config.outer_rule is not None:
         # Islands have files of their own, and the same name may be another formula.
         source = Path(inspect.getfile(rule_class(config))).read_bytes()

@@ -30,7 +30,7 @@ def check_groups_read_different_samples(data_iterator: DataIterator, exchange: G
     Raises:
         PierConfigError: With the groups.
     """
-    fingerprint = next((_fingerprint(_peek(iterator)) for iterator in _iterators(data_iterator)), None)
+    fingerprint = next((fingerprint_of(_peek(iterator)) for iterator in _iterators(data_iterator)), None)
     # A checksum of 48 bits is exact in float64. Ranks that read nothing have no opinion.
     own = torch.tensor([-1.0 if fingerprint is None else float(fingerprint)], dtype=torch.float64, device=device)
     everyone = exchange.gather(own).result().flatten().tolist()
@@ -105,7 +105,8 @@ def _peek(iterator: "RerunDataIterator") -> Any:
     return iterator.iterable.batch
 
 
-def _fingerprint(batch: object) -> int | None:
+def fingerprint_of(batch: object) -> int | None:
+    """A checksum of the tensors of a micro-batch, of 48 bits; None if there are none."""
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     # 32-bit checksums of thousands of groups would collide once in a few hundred starts.

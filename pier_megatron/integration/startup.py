@@ -196,7 +196,7 @@ def describe(who: Sequence[str], topology: Topology, loop: OuterLoop, warnings: 
     taken = Takes.of(config, loop.states, device_type).lines(config, device_type)
     said = [
         *lines(config, topology, who, taken, device_type),
-        *(f"WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *_queues(loop))),
+        *(f"WARNING: {warning}" for warning in (*config.warnings(), *topology.warnings(), *warnings, *of_queues(loop))),
     ]
     return "\n  ".join([f"Pier: {said[0]}", *said[1:]])
 
@@ -235,7 +235,7 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     ]
 
 
-def _queues(loop: OuterLoop) -> list[str]:
+def of_queues(loop: OuterLoop) -> list[str]:
     """Which work on a GPU waits for other work because both go through the same queue."""
     config, queues = loop.config, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if loop.device.type != "cuda" or queues != "1" or not (config.overlap or config.offload):

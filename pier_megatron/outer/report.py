@@ -159,14 +159,15 @@ class OuterStepReports:
         """
         while self._unreported and (waits or self._has_arrived(*self._unreported[0][:2])):
             round_, sums, restarted = self._unreported.pop(0)
-            self.write(self._report(round_, sums.on_host(), restarted))
+            self.write(self.report_of(round_, sums.on_host(), restarted))
 
     @staticmethod
     def _has_arrived(round_: OuterRound, sums: Gathered) -> bool:
         before = round_.restarted_before
         return sums.is_complete() and round_.stopwatch.is_over() and (before is None or before.is_complete())
 
-    def _report(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
+    def report_of(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
+        """Evaluates what the groups of a round have sent; see :meth:`add`."""
         verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.exchange.groups
         is_common = round_.rule.has_common_anchor and len(sums) == len(groups)
         if is_common:

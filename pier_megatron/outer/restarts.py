@@ -1,9 +1,8 @@
 """Which groups have to be restarted from their anchor because they were excluded from a round.
 
-A group is *healthy*, or it is *excluded*: its parameters are not finite, or its pseudo-gradient is too long to be trusted.
-It stays excluded until the round that saw this ends. It is then restarted as a whole (every fragment of its parameters becomes
-the anchor, and it copies the moments of a participant) and is healthy again. The groups of that round know all of this; others
-need not.
+A group is *healthy*, or it is *excluded*: its parameters are not finite. It stays excluded until the round that saw this ends.
+It is then restarted as a whole (every fragment of its parameters becomes the anchor, and it copies the moments of a
+participant) and is healthy again. The groups of that round know all of this; others need not.
 """
 
 from collections.abc import Sequence

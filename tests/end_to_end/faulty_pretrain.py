@@ -99,7 +99,7 @@ def _trained_for_an_hour(iteration: int) -> None:
         assert optimizer is not None
         assert optimizer.clock is not None
         optimizer.clock.begin_iteration()
-        optimizer.clock._begun -= 3600
+        optimizer.clock.begun -= 3600
 
     _before(iteration, backdate)
 

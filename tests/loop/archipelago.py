@@ -365,7 +365,7 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     world, model, config = dist.group.WORLD, Model(plan.index, part, plan.seed), plan.config()
     assert world is not None
     # Seconds for which a test would wait.
-    memberships._CONNECT = datetime.timedelta(seconds=PATIENCE)
+    memberships.CONNECT_TIMEOUT = datetime.timedelta(seconds=PATIENCE)
     timeout = datetime.timedelta(seconds=plan.timeout)
     run = {"--tensor-model-parallel-size": plan.layout}
     # Each node has a separate address; on this machine all loopback addresses exist.

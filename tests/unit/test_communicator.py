@@ -48,7 +48,7 @@ def test_nobody_waits_for_a_collective_of_a_lost_exchange() -> None:
     alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=300))
     own.begin("ends/1", lambda: next(silences), lambda: alone)  # type: ignore[arg-type, return-value]
     with pytest.raises(RuntimeError, match="the exchange is interrupted: island 7 does not answer"):
-        communicator._Wait(_Forgotten(), own.watched).wait()  # type: ignore[arg-type]
+        communicator.Wait(_Forgotten(), own.watched).wait()  # type: ignore[arg-type]
     store.set("ends/1", "")
     with pytest.raises(RuntimeError, match="interrupted: another rank of this island has ended it"):
         own.watched(lambda _: False)

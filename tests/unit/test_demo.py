@@ -129,12 +129,12 @@ def test_demo_deletes_only_what_it_has_written(tmp_path: Path) -> None:
     assert precious.exists()
     assert not (tmp_path / "corpus").exists()
     with pytest.raises(PierConfigError, match=rf"--output {tmp_path}: the demo would replace {tmp_path}/pier,"):
-        command._make_empty(tmp_path / "pier")
+        command.make_empty(tmp_path / "pier")
     for _ in range(2):
-        command._make_empty(tmp_path / "synchronous")
+        command.make_empty(tmp_path / "synchronous")
         (tmp_path / "synchronous" / "log0.txt").touch()
     (tmp_path / "pier-muon").mkdir()
-    command._make_empty(tmp_path / "pier-muon")
+    command.make_empty(tmp_path / "pier-muon")
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -292,7 +292,7 @@ def plan_with_scores(folder: Path, labels: np.ndarray, printed: float) -> tuple[
     plan.write()
     plan.checkpoints(law.name).mkdir(parents=True)
     (plan.checkpoints(law.name) / "latest_checkpointed_iteration.txt").write_text("8")
-    written = score._unchecked(score.scores_file(plan, law.name, "law"))
+    written = score.unchecked(score.scores_file(plan, law.name, "law"))
     written.parent.mkdir(parents=True)
     np.savez(written, losses=np.full(labels.shape, 2, dtype=np.float32), labels=labels)
     log = f" validation-0 loss at iteration 8 on validation set | lm loss value: {printed:E} | "
@@ -304,16 +304,16 @@ def test_scores_that_fail_their_check_do_not_count(tmp_path: Path) -> None:
     plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.01)
     with pytest.raises(PierConfigError, match=r"law: the losses of all tokens have a mean of 2\.000000, Megatron printed"):
         score.accept(plan, model)
-    assert not score._is_scored(plan, model)
+    assert not score.is_scored(plan, model)
     with pytest.raises(PierConfigError, match="no such file"):
         score.read_scores(plan, model.name, "law")
 
 
 def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:
     plan, model = plan_with_scores(tmp_path, np.arange(8).reshape(4, 2), 2.0)
-    assert not score._is_scored(plan, model)
+    assert not score.is_scored(plan, model)
     score.accept(plan, model)
-    assert score._is_scored(plan, model)
+    assert score.is_scored(plan, model)
     assert (score.read_scores(plan, model.name, "law")[0] == -2).all()
 
 
@@ -323,11 +323,11 @@ def test_prior_is_not_learned_from_what_is_evaluated(tmp_path: Path, capsys: pyt
     once[5] = once[0]
     plan, model = plan_with_scores(tmp_path, np.concatenate([once] * 4), 2.0)
     score.accept(plan, model)
-    scores, seen = mix._scores(plan, "law")
+    scores, seen = mix.distinct_scores(plan, "law")
     assert (len(scores[model.name]), seen) == (5, 2)
     assert "law: 19 of 24 sequences repeat another one" in capsys.readouterr().out
     with pytest.raises(PierConfigError, match="1 sequences would both teach the cached prior and be evaluated"):
-        mix._check_disjoint("law", once[:2], once[4:])
+        mix.check_disjoint("law", once[:2], once[4:])
 
 
 # The mixture.

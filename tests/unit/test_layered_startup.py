@@ -186,7 +186,7 @@ def test_no_fork_of_random_numbers_stays_open_while_others_pass() -> None:
     _events.clear()
     with mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=tracker):
         with segments.cut_before_layers(model) as cuts:
-            passing = [segments._MicroBatch(lambda: model(hidden_states=torch.ones(2, 4))) for _ in range(2)]
+            passing = [segments.MicroBatch(lambda: model(hidden_states=torch.ones(2, 4))) for _ in range(2)]
             for _ in range(cuts):
                 for micro_batch in passing:
                     micro_batch.switch()
@@ -202,6 +202,6 @@ def test_a_second_way_for_gradients_is_refused() -> None:
     layer = _Layer(4, 4)
     layer.register_forward_pre_hook(segments.pause, with_kwargs=True)
     bias = torch.ones(4, requires_grad=True)
-    passing = segments._MicroBatch(lambda: layer(hidden_states=torch.ones(2, 4, requires_grad=True), attention_bias=bias))
+    passing = segments.MicroBatch(lambda: layer(hidden_states=torch.ones(2, 4, requires_grad=True), attention_bias=bias))
     with pytest.raises(PierConfigError, match="layers also pass gradients through attention_bias"):
         passing.switch()

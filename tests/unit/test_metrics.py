@@ -159,7 +159,7 @@ def test_elastic_island_logs_the_spread_of_those_that_count() -> None:
         sums[0, :4] = torch.tensor([9.0, 4.5, 6.25, 4.0] if own == GOOD else [0.0, 0.0, 6.25, 4.0])
         sums[0, ELEMENTS] = 2
         config = PierConfig(20, groups=3, sync_interval=4, lazy_start_iters=0, preset="diloco")
-        return OuterStepReports(config, print, torch.device("cpu"))._report(round_, sums, []).spread
+        return OuterStepReports(config, print, torch.device("cpu")).report_of(round_, sums, []).spread
 
     # The spread of the two groups above; a third group that has just joined does not matter.
     assert spread_of(GOOD, GOOD) == spread_of(GOOD, GOOD, ABSENT) == pytest.approx(math.sqrt(6.25 / 2 * 2))

@@ -8,7 +8,7 @@ import torch
 from megatron.core import fp8_utils
 from quantised_parameters import RECIPES, QuantizedTensor
 
-from pier_megatron.integration.copies import _bits
+from pier_megatron.integration.copies import bits_of
 
 
 class Group(torch.Tensor):
@@ -43,6 +43,6 @@ def test_codes_and_scales_are_compared(recipe: str, is_grouped: bool) -> None:
         GroupedTensor=Group,
     ):
         kind = RECIPES[recipe]
-        sums = [int(_bits(made(place))) for place in (None, None, kind.DATA, kind.SCALES)]
+        sums = [int(bits_of(made(place))) for place in (None, None, kind.DATA, kind.SCALES)]
     assert sums[0] == sums[1]
     assert len({*sums}) == 3

@@ -48,7 +48,7 @@ def default(path: str, flag: str) -> int:
 _FIGURES: dict[str, Callable[[], int]] = {
     r"(\d+) (?:refused )?command lines": lambda: literal("tests/end_to_end/test_arguments.py", "_REFUSED"),
     r"FP32 scale for every (\d+) elements": lambda: codecs.BLOCK,
-    r"of at least (\d+) bytes": lambda: authentication._LEAST_SECRET,
+    r"of at least (\d+) bytes": lambda: authentication.LEAST_SECRET,
     r"(\d+) (?:refused )?checkpoints and set-ups": lambda: literal("tests/distributed/test_refusals.py", "_REFUSED"),
     r"`test_loop.py` has (\d+) more runs": lambda: literal("tests/loop/test_loop.py", "_CASES"),
     r"(\d+) (?:random )?faults from each of three": lambda: default("tests/loop/islands_torture.py", "--events"),

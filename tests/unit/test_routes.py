@@ -254,14 +254,14 @@ def test_no_search_finds_a_step_that_ends_in_too_little_memory() -> None:
 
 
 def test_micro_batches_find_their_own_data_in_any_order() -> None:
-    batches = executor._Batches(iter("abc"), Place(0, 1))
+    batches = executor.Batches(iter("abc"), Place(0, 1))
     read = {number: next(iter(batches.of(MicroBatch(1, number)) or ())) for number in (2, 0, 1)}
     assert read == {0: "a", 1: "b", 2: "c"}
-    assert executor._Batches(None, Place(0, 1)).of(MicroBatch(0, 0)) is None
+    assert executor.Batches(None, Place(0, 1)).of(MicroBatch(0, 0)) is None
 
 
 def test_data_of_another_replica_is_refused_when_it_is_read() -> None:
-    batches = executor._Batches(iter("abc"), Place(1, 1)).of(MicroBatch(0, 0))
+    batches = executor.Batches(iter("abc"), Place(1, 1)).of(MicroBatch(0, 0))
     with pytest.raises(
         PierConfigError, match=r"reads data in stage 1, between the ends .* of replica 1 for .* replica 0. Search .* --stay of"
     ):

@@ -101,7 +101,7 @@ def test_where_an_island_goes_on_is_not_compared() -> None:
 
 def test_other_code_of_the_same_version_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "pier_megatron"
-    shutil.copytree(run_identity._PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(run_identity.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
 
@@ -113,7 +113,7 @@ def test_other_code_of_the_same_version_is_another_run(tmp_path: Path, monkeypat
             return found
 
         here = code()
-        monkeypatch.setattr(run_identity, "_PACKAGE", copy)
+        monkeypatch.setattr(run_identity, "PACKAGE", copy)
         assert code() == here
         with (copy / "outer" / "rules.py").open("a") as rules:
             rules.write("# Other code.\n")

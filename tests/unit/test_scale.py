@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import Gathered, GroupExchange
 from pier_megatron.exchange.topology import NAMED, Rank, Topology
-from pier_megatron.integration import cautions, samples
+from pier_megatron.integration import cautions, copies, samples
 from pier_megatron.integration.census import Collective, table
 from pier_megatron.integration.checkpoint.description import Description
-from pier_megatron.integration.copies import Copies, CopiesDifferError, _Domain, _Parameter
+from pier_megatron.integration.copies import Copies, CopiesDifferError, Domain, Parameter
 from pier_megatron.outer import OuterLoop, Shards
 from pier_megatron.outer.elastic import refusals_of, those_present
 from pier_megatron.outer.report import AnchorsDifferError, OuterStepReport, check_anchors
@@ -125,7 +125,7 @@ def test_samples_of_groups_are_not_compared_pair_by_pair() -> None:
 def test_samples_with_one_checksum_of_32_bits_are_told_apart() -> None:
     # Two words that are known for it. Of 16,384 groups, two have that in common once in thirty starts.
     words = (torch.tensor([*word], dtype=torch.uint8) for word in (b"plumless", b"buckeroo"))
-    first, second = (samples._fingerprint({"text": word}) for word in words)
+    first, second = (samples.fingerprint_of({"text": word}) for word in words)
     assert first != second
 
 
@@ -174,10 +174,9 @@ def test_ranks_that_hold_copies_are_not_written_out_unless_they_differ(
     fake_world: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = dist.new_group(list(range(_GROUPS)))
-    parameters = [_Parameter(f"layer {number}", torch.ones(4), False, False) for number in range(100)]
-    copies = Copies.__new__(Copies)
-    copies._members, copies._device, copies._under_way = [], torch.device("cpu"), None
-    copies._domains = [_Domain(parameters, group, group, None)]
+    parameters = [Parameter(f"layer {number}", torch.ones(4), False, False) for number in range(100)]
+    monkeypatch.setattr(copies, "_domains", lambda chunks: [Domain(parameters, group, group, None)])
+    compared = Copies([], [], torch.device("cpu"))
     asked = Counted()
 
     ranks_of = dist.get_process_group_ranks
@@ -187,12 +186,13 @@ def test_ranks_that_hold_copies_are_not_written_out_unless_they_differ(
         return ranks_of(group)
 
     monkeypatch.setattr(dist, "get_process_group_ranks", counted)
-    copies.compare(4)
-    [equal] = copies._under_way.result()  # type: ignore[union-attr]
+    compared.compare(4)
+    compared.check(waits=True)
     assert asked.looks == 0
-    copies._under_way = Gathered(torch.ones_like(equal)[None])
+    monkeypatch.setattr(copies, "_differ", lambda sums, group: torch.ones(sums.shape[1], dtype=torch.bool))
+    compared.compare(4)
     with pytest.raises(CopiesDifferError, match=r"layer \d+ on data-parallel ranks \[0, 1, 2, .* and 197 more"):
-        copies.check(waits=True)
+        compared.check(waits=True)
     assert asked.looks == 3
 
 

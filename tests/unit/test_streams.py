@@ -168,7 +168,7 @@ _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
         {"overlap": 3, "fragments": 2, "chunk_numel": 10},
     ),
     "copies are not waited for": (rounds, "one_ahead", iter, {}),
-    "what groups tell each other is read before it is there": (Gathered, "result", lambda gathered: gathered._vectors, {}),
+    "what groups tell each other is read before it is there": (Gathered, "result", lambda gathered: gathered.vectors, {}),
     "host memory is read while it is written": (Staging, "synchronize", lambda staging: None, {"overlap": 3}),
 }
 

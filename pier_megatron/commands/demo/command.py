@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
             for name, optimizer in runs.items():
                 print(f"\n{name}: {' '.join(optimizer)}", flush=True)
                 folder = output / name
-                _make_empty(folder)
+                make_empty(folder)
                 given = options.arguments if name.startswith("pier") else _without_pier(options.arguments)
                 status = machine.train([*_arguments(options, data, folder), *optimizer, *given], folder)
                 if status:
@@ -109,7 +109,7 @@ def _check_own(folder: Path) -> None:
         )
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
     """Empties the demo's folder, or creates it, and marks it as its own."""
     _check_own(folder)
     shutil.rmtree(folder, ignore_errors=True)

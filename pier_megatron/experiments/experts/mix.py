@@ -41,7 +41,7 @@ def perplexities(plan: Plan) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, float]] = {model.name: {} for model in scored_models(plan)}
     for domain in plan.domains:
-        scores, seen = _scores(plan, domain)
+        scores, seen = distinct_scores(plan, domain)
         for name, of_model in scores.items():
             found[name][domain] = mixture.perplexity(of_model[seen:])
         for variant, members in plan.by_variant.items():
@@ -60,7 +60,7 @@ def perplexities(plan: Plan) -> dict[str, dict[str, float]]:
     return found
 
 
-def _scores(plan: Plan, domain: str) -> tuple[dict[str, NDArray[np.float64]], int]:
+def distinct_scores(plan: Plan, domain: str) -> tuple[dict[str, NDArray[np.float64]], int]:
     """Log-likelihoods of a domain's distinct sequences by model, and how many of them the cached prior is learned from."""
     scores: dict[str, NDArray[np.float64]] = {}
     first, labels = "", np.empty(0, dtype=np.int64)
@@ -81,7 +81,7 @@ def _scores(plan: Plan, domain: str) -> tuple[dict[str, NDArray[np.float64]], in
             f"{domain}: {len(kept)} distinct sequence of validation text; one for the prior and one to evaluate are the least."
         )
     seen = min(mixture.CACHED_SEQUENCES, len(kept) // 2)
-    _check_disjoint(domain, labels[kept[:seen]], labels[kept[seen:]])
+    check_disjoint(domain, labels[kept[:seen]], labels[kept[seen:]])
     return {name: of_model[kept] for name, of_model in scores.items()}, seen
 
 
@@ -91,7 +91,7 @@ def prior_of(plan: Plan, variant: str, domain: str) -> NDArray[np.float64]:
     Raises:
         PierConfigError: If scores are missing, or are not of the same text.
     """
-    scores, seen = _scores(plan, domain)
+    scores, seen = distinct_scores(plan, domain)
     return mixture.cached_prior(np.stack([scores[expert.name][:seen] for expert in plan.by_variant[variant]]))
 
 
@@ -100,7 +100,8 @@ def distinct(labels: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.sort(np.unique(labels, axis=0, return_index=True)[1])
 
 
-def _check_disjoint(domain: str, prior: NDArray[np.int64], evaluated: NDArray[np.int64]) -> None:
+def check_disjoint(domain: str, prior: NDArray[np.int64], evaluated: NDArray[np.int64]) -> None:
+    """Refuses sequences that would teach the cached prior of a domain and be evaluated."""
     shared = {sequence.tobytes() for sequence in prior} & {sequence.tobytes() for sequence in evaluated}
     if shared:
         raise PierConfigError(

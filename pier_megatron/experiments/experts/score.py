@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if missing_experts:
         raise PierConfigError(f"{missing_experts}: not trained to the end. Run: bash {plan.folder}/train.sh")
     models = scored_models(plan)
-    missing = [model for model in models if not _is_scored(plan, model)]
+    missing = [model for model in models if not is_scored(plan, model)]
     print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
     problems, free = Problems(), queue.SimpleQueue[Sequence[str]]()
     for devices in places(plan, missing):
@@ -80,7 +80,7 @@ def scores_file(plan: Plan, name: str, domain: str) -> Path:
     return plan.folder / name / "scores" / f"{domain}.npz"
 
 
-def _unchecked(file: Path) -> Path:
+def unchecked(file: Path) -> Path:
     """Where a job writes scores that become ``file`` once they are checked."""
     return file.parent / "unchecked" / file.name
 
@@ -104,7 +104,8 @@ def _read(path: Path) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         return -stored[LOSSES].astype(np.float64), stored[LABELS]
 
 
-def _is_scored(plan: Plan, model: Scored) -> bool:
+def is_scored(plan: Plan, model: Scored) -> bool:
+    """Whether there are scores of a model that are newer than its last checkpoint."""
     tracker = tracker_of(model.checkpoints)
     if not tracker.exists():
         raise PierConfigError(f"{model.name}: no checkpoint in {model.checkpoints} ({tracker.name} does not exist).")
@@ -140,11 +141,11 @@ def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", model: Scored) 
 
     size = plan.models[model.size]
     files = [scores_file(plan, model.name, domain) for domain in plan.domains]
-    for file in [*files, *map(_unchecked, files)]:
+    for file in [*files, *map(unchecked, files)]:
         file.unlink(missing_ok=True)
     devices = free.get()
     defaults = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    environment = defaults | os.environ | {VARIABLE: os.pathsep.join(str(_unchecked(file)) for file in files)}
+    environment = defaults | os.environ | {VARIABLE: os.pathsep.join(str(unchecked(file)) for file in files)}
     if plan.device == "cuda":
         environment[_GPUS] = ",".join(devices)
     processes = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size.ranks)]
@@ -171,7 +172,7 @@ def accept(plan: Plan, model: Scored) -> None:
             "script must hand --multiple-validation-sets and --full-validation on to its datasets."
         )
     for domain, loss in zip(plan.domains, printed, strict=True):
-        mean = -float(_read(_unchecked(scores_file(plan, model.name, domain)))[0].mean())
+        mean = -float(_read(unchecked(scores_file(plan, model.name, domain)))[0].mean())
         if not abs(mean - loss) <= _TOLERANCE * abs(loss):
             raise PierConfigError(
                 f"{model.name} on {domain}: the losses of all tokens have a mean of {mean:.6f}, Megatron printed {loss:.6f}. "
@@ -180,4 +181,4 @@ def accept(plan: Plan, model: Scored) -> None:
         print(f"{model.name} on {domain}: {loss:.4f} nats per token, as Megatron prints it", flush=True)
     for domain in plan.domains:
         file = scores_file(plan, model.name, domain)
-        _unchecked(file).rename(file)
+        unchecked(file).rename(file)

@@ -52,7 +52,7 @@ def accumulate[R](
             return schedule(model=model, num_microbatches=num_microbatches, **kwargs)
 
 
-class _MicroBatch(greenlet.greenlet):
+class MicroBatch(greenlet.greenlet):
     """A micro-batch's forward step, which pauses where a segment of the model begins.
 
     Attributes:
@@ -86,11 +86,11 @@ class _Steps:
         self._backward_step = versions.require(_SCHEDULES, "backward_step")
         self._config = versions.require("megatron.core.utils", "get_model_config")(model)
         self._left, self._at_a_time, self._cuts = count, at_a_time, cuts
-        self._waiting: list[_MicroBatch] = []
+        self._waiting: list[MicroBatch] = []
 
     def forward_step(self, *args: object, **kwargs: object) -> tuple[None, torch.Tensor | int]:
         """Takes what Megatron's takes; returns no loss, and the tokens of all micro-batches that have passed."""
-        self._waiting.append(_MicroBatch(functools.partial(self._forward_step, *args, **kwargs)))
+        self._waiting.append(MicroBatch(functools.partial(self._forward_step, *args, **kwargs)))
         self._left -= 1
         if self._left and len(self._waiting) < self._at_a_time:
             return None, 0
@@ -100,7 +100,7 @@ class _Steps:
     def backward_step(self, *args: object) -> None:
         """Does nothing."""
 
-    def _run(self, together: Sequence[_MicroBatch]) -> torch.Tensor | int:
+    def _run(self, together: Sequence[MicroBatch]) -> torch.Tensor | int:
         for _ in range(self._cuts):
             for micro_batch in together:
                 self._run_segment(micro_batch)
@@ -119,7 +119,7 @@ class _Steps:
                     torch.autograd.backward(output, leaf.grad)
         return tokens
 
-    def _run_segment(self, micro_batch: _MicroBatch) -> _Loss:
+    def _run_segment(self, micro_batch: MicroBatch) -> _Loss:
         """Runs a forward step up to where it pauses and returns nothing of use, or to its end and returns its result."""
         # A forward step that waits for its turn is not being timed.
         with self._timed("forward-compute"), versions.replaced(self._config, {"timers": None}):
@@ -186,7 +186,7 @@ def pause(
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, object]] | None:
     """Lets the micro-batch wait for its turn before it runs a layer; evaluations do not wait."""
     micro_batch = greenlet.getcurrent()
-    if not isinstance(micro_batch, _MicroBatch):
+    if not isinstance(micro_batch, MicroBatch):
         return None
     others = [
         name

@@ -99,7 +99,7 @@ class _Own:
     actions: list[Action] = dataclasses.field(default_factory=list)
 
 
-class _Batches:
+class Batches:
     """The batches of this rank's replica, which micro-batches may want in another order than the data has them in."""
 
     def __init__(self, data: Iterator[object] | None, own: Place) -> None:
@@ -149,12 +149,12 @@ class _Steps:
         if self._left:
             return None, 0
         given = versions.given(self._forward_step, args, kwargs)
-        return None, self._run(given, _Batches(given["data_iterator"], self._ranks.own))
+        return None, self._run(given, Batches(given["data_iterator"], self._ranks.own))
 
     def backward_step(self, *args: object) -> None:
         """Does nothing: the passes are over."""
 
-    def _run(self, given: dict[str, object], batches: _Batches) -> Tensor | int:
+    def _run(self, given: dict[str, object], batches: Batches) -> Tensor | int:
         if self._config.param_sync_func is not None:
             self._config.param_sync_func(self._model.parameters())
         no_sync = self._config.no_sync_func
@@ -167,7 +167,7 @@ class _Steps:
             message.wait()
         return tokens
 
-    def _take_passes(self, given: dict[str, object], batches: _Batches) -> Tensor | int:
+    def _take_passes(self, given: dict[str, object], batches: Batches) -> Tensor | int:
         tokens: Tensor | int = 0
         is_first = True
         for action in self._actions:
@@ -183,7 +183,7 @@ class _Steps:
                 is_first = False
         return tokens
 
-    def _forward(self, given: dict[str, object], batches: _Batches, visit: Visit, is_first: bool) -> Tensor | int:
+    def _forward(self, given: dict[str, object], batches: Batches, visit: Visit, is_first: bool) -> Tensor | int:
         leaf = None
         if visit.hop:
             leaf = self._arrived(Visit(False, visit.micro_batch, visit.hop - 1)).requires_grad_()
