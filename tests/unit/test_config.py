@@ -57,6 +57,8 @@ _SITES = {"groups": 4, "sites": 2, "site_interval": 5}
         ({"evaluate_mean": True}, ["--pier-evaluate-mean", "all groups of this one meet"]),
         ({"preset": "noloco", "subgroup_gamma": -1.0}, ["--pier-subgroup-gamma -1.0", "drives groups apart"]),
         ({"preset": "noloco", "save_inner_state": "first"}, ["--pier-save-inner-state first", "Save all"]),
+        ({"save_inner_state": "first", "overlap": 2}, ["--pier-save-inner-state first", "--pier-overlap 2", "Save all"]),
+        ({"save_inner_state": "first", "fragments": 2}, ["--pier-save-inner-state first", "--pier-fragments 2", "Save all"]),
         ({"island": 1}, ["--pier-island 1 without --pier-lighthouse", "one --save folder", "Add --pier-lighthouse URL"]),
         ({"island_address": "10.0.0.2"}, ["--pier-island-address 10.0.0.2 without --pier-lighthouse"]),
         ({"secret_file": "key"}, ["--pier-secret-file key without --pier-lighthouse"]),

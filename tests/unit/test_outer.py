@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pier_megatron import PierConfig, PierConfigError
 from pier_megatron.exchange.codecs import BLOCK, CODECS, Codec
-from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop, state
@@ -282,6 +282,45 @@ def test_group_of_a_site_sends_over_the_slow_link_what_its_part_takes(codec: Cod
     between = Wire(codec, 2).bytes_of_sum(1000 * BLOCK, exactly)
     assert wire.bytes_between_sites(4000 * BLOCK, exactly) == between
     assert wire.bytes_of_sum(4000 * BLOCK, exactly) == between + 3 * 4 * 1000 * BLOCK
+
+
+def test_model_learns_of_every_outer_step() -> None:
+    config, changed = PierConfig(6, groups=1, sync_interval=2, lazy_start_iters=0, preset="diloco"), list[int]()
+    running = loop.OuterLoop(
+        [[Shards([torch.ones(3)])]], config, GroupExchange(), on_change=lambda: changed.append(running.iteration)
+    )
+    for iteration in range(1, 7):
+        running.begin_iteration(iteration)
+        running.end_iteration()
+    assert changed == [2, 4, 6]
+
+
+def test_memory_of_a_sum_counts_what_a_site_puts_together() -> None:
+    alone, in_site = (Wire(CODECS["fp32"], 2, groups_in_site=groups) for groups in (1, 4))
+    assert (alone.payload_bytes(4000), alone.coding_bytes(4000)) == (0, 0)
+    assert (in_site.payload_bytes(4000), in_site.coding_bytes(4000)) == (4 * 1000, 4 * 4000)
+
+
+@pytest.mark.parametrize(("span", "ages"), [(1, (0, 1)), (2, (0, 1)), (3, (1, 2)), (10, (1, 5)), (11, (1, 6))])
+def test_sum_begins_behind_the_verdicts_and_is_sent_on_half_way(span: int, ages: tuple[int, int]) -> None:
+    parameters = [torch.ones(8)]
+    round_ = outer_round(OuterState([Shards(parameters)]))
+    under_way = Sum()
+    with (
+        mock.patch.object(GroupExchange, "sum", return_value=under_way) as begun,
+        mock.patch.object(Sum, "advance") as sent_on,
+    ):
+        round_.begin()
+        found = [next(age for age in range(span + 1) if _proceeds(round_, age, span, call)) for call in (begun, sent_on)]
+    assert tuple(found) == ages
+
+
+def _proceeds(round_: OuterRound, age: int, span: int, call: mock.Mock) -> bool:
+    if age < span:
+        round_.proceed(age, span)
+    else:
+        round_.arrive()
+    return bool(call.called)
 
 
 class _Unread(TorchFunctionMode):
