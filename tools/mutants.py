@@ -3,7 +3,8 @@
 ``python tools/mutants.py [--number 200] [--seed 1] [FOLDER ...]``: in a copy of the package, which it changes and throws away;
 folders and files below ``pier_megatron`` narrow the choice. A bug is one comparison, operator, number, truth value or ``not``
 that is another, or a statement that is missing, on a line that a quick unit test runs. Lines that only launched trainings run
-are counted, not tried. A surviving bug has no visible effect, or a test is missing: read each.
+are counted, not tried. What the quick tests of its line do not see is tried on all unit tests and on those of the outer loop,
+minutes each. A surviving bug has no visible effect, or a test is missing: read each.
 """
 
 import argparse
@@ -23,6 +24,9 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 _PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
 # Time for the tests of a bug, and how many of them run first.
 _SECONDS, _FIRST = 120.0, 40
+
+# What the bugs meet that those leave, and the time for it.
+_REST, _SECONDS_OF_REST = ("tests/loop/test_loop.py", "tests/loop/test_crossings.py", "tests/unit"), 1200.0
 
 _OTHERS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -58,12 +62,17 @@ def main() -> int:
         # Some tests ask as another user.
         Path(folder).chmod(0o755)
         shutil.copytree(_REPOSITORY, tree, ignore=shutil.ignore_patterns(".git", "runs", ".venv", "__pycache__", ".*_cache"))
+        if not _pass(tree, _REST, _SECONDS_OF_REST):
+            sys.exit(f"{' '.join(_REST)}: tests fail without any bug")
         reached = _tests_by_line(tree)
         bugs = list(_all_bugs(tree, options.places))
         tried = [(path, number) for path, number, line in bugs if (path, line) in reached]
         print(f"{len(bugs):,} bugs, {len(bugs) - len(tried):,} on lines that no quick unit test runs", flush=True)
         chosen = random.Random(options.seed).sample(tried, min(options.number, len(tried)))
-        lived = [told for bug in chosen if (told := _outcome(tree, bug, reached)) is not None]
+        lived = []
+        for number, bug in enumerate(chosen, start=1):
+            lived += _outcome(tree, bug, reached)
+            print(f"\r{number} of {len(chosen)} tried", end="", file=sys.stderr, flush=True)
     print(f"{len(lived)} of {len(chosen)} lived ({len(lived) / max(len(chosen), 1):.1%})")
     return int(bool(lived))
 
@@ -148,17 +157,17 @@ def _planted(path: Path, number: int) -> tuple[str, int, str]:
     return ast.unparse(ast.fix_missing_locations(module)), line, f"{lost.strip()} -> {new.strip()}"
 
 
-def _pass(tree: Path, tests: Sequence[str]) -> bool:
+def _pass(tree: Path, tests: Sequence[str], seconds: float = _SECONDS) -> bool:
     """Whether all tests pass, in time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         command, environment = [*_PYTEST, "-x", *tests], _environment(tree)
-        ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=_SECONDS, check=False)
+        ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=seconds, check=False)
         return ran.returncode == 0
     return False
 
 
-def _outcome(tree: Path, bug: tuple[Path, int], reached: Mapping[tuple[Path, int], Sequence[str]]) -> str | None:
-    """What lived, and says so; None if a test has failed."""
+def _outcome(tree: Path, bug: tuple[Path, int], reached: Mapping[tuple[Path, int], Sequence[str]]) -> list[str]:
+    """The bug, which it prints, if it has lived; nothing if a test has failed."""
     path, number = bug
     source, line, change = _planted(path, number)
     tests = reached[path, line]
@@ -169,13 +178,14 @@ def _outcome(tree: Path, bug: tuple[Path, int], reached: Mapping[tuple[Path, int
     path.write_text(source)
     try:
         has_lived = all(_pass(tree, some) for some in (tests[:_FIRST], tests[_FIRST:]) if some)
+        has_lived = has_lived and _pass(tree, _REST, _SECONDS_OF_REST)
     finally:
         path.write_text(whole)
     if not has_lived:
-        return None
+        return []
     told = f"{path.relative_to(tree)}:{line}: {change}"
     print(told, flush=True)
-    return told
+    return [told]
 
 
 if __name__ == "__main__":

@@ -221,6 +221,7 @@ def test_what_waits_for_the_device_is_said_where_an_exchange_overlaps(settings: 
 def test_chunks_follow_the_device_and_the_groups() -> None:
     config = PierConfig(train_iters=1000, groups=2)
     assert (config.chunk_mib_on("cpu"), config.chunk_mib_on("cuda")) == (16, 64)
+    assert config.chunk_numel_on("cpu") == 16 * 2**20 // 4
     assert PierConfig(train_iters=1000, groups=128).chunk_mib_on("cuda") == 128
     assert PierConfig(train_iters=1000, groups=128, chunk_mib=8).chunk_mib_on("cuda") == 8
 

@@ -34,6 +34,21 @@ def test_flag_without_its_value_is_left_to_megatron() -> None:
     assert look("--save").verdict == "OK"
 
 
+@pytest.mark.parametrize(
+    ("words", "prefixes"),
+    [
+        ("0.3 a 0.7 b", ["a", "b"]),
+        ("1 a 1 b 1 c", ["a", "b", "c"]),
+        ("a b", ["a", "b"]),
+        ("1 2 3", ["1", "2", "3"]),
+    ],
+)
+def test_weights_of_a_blend_are_no_datasets(words: str, prefixes: list[str]) -> None:
+    findings = Findings()
+    job_files.look(job_files.paths(["--data-path", *words.split()]), findings)
+    assert [error.split(":")[0] for error in findings.errors] == [f"--data-path {prefix}" for prefix in prefixes]
+
+
 def test_verdict() -> None:
     findings = Findings(notes=["one group"])
     assert (findings.verdict, findings.status) == ("OK", 0)

@@ -103,7 +103,8 @@ def test_path_with_an_equals_sign_is_one_word(device: str) -> None:
     [
         ("mpirun pretrain_gpt.py", "no torchrun"),
         ("srun python pretrain_gpt.py", "number of nodes or tasks cannot be seen"),
-        ("srun -N 4 bash -c 'python \"train.py'", "No closing quotation"),
+        ("srun --ntasks-per-node 8 python pretrain_gpt.py", "number of nodes or tasks cannot be seen"),
+        ("srun -N 4 bash -c 'python \"train.py'", '^bash -c python "train.py: No closing quotation'),
         ("python -c pass", "no training script"),
         ("", "no torchrun"),
         ("torchrun --nproc-per-node gpu pretrain_gpt.py", "number of GPUs per node"),

@@ -41,12 +41,12 @@ def _options(args: argparse.Namespace, name: str, backend: str = "nccl") -> Any:
 
 def test_what_the_file_says_reaches_nccl(tmp_path: Path) -> None:
     args = _args(
-        tmp_path, "pier: {max_ctas: 4, min_ctas: 1, net_name: IB, cta_policy: zero}\ntp: {max_ctas: 99}", ["pier", "tp"]
+        tmp_path, "pier: {max_ctas: 4, min_ctas: 4, net_name: IB, cta_policy: zero}\ntp: {max_ctas: 99}", ["pier", "tp"]
     )
     nccl_options.check(args, _config())
     found = _options(args, "pier")
     assert isinstance(found, dist.ProcessGroupNCCL.Options)
-    assert (found.config.max_ctas, found.config.min_ctas, found.config.net_name) == (4, 1, "IB")
+    assert (found.config.max_ctas, found.config.min_ctas, found.config.net_name) == (4, 4, "IB")
     assert found.config.cta_policy == dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
     assert found.is_high_priority_stream
     # PyTorch warns of another one than that of the communicator.

@@ -295,6 +295,21 @@ def test_model_learns_of_every_outer_step() -> None:
     assert changed == [2, 4, 6]
 
 
+def test_skipped_iterations_count_as_no_training() -> None:
+    config = PierConfig(9, groups=1, sync_interval=9, lazy_start_iters=0, preset="diloco")
+    running = loop.OuterLoop([[Shards([torch.ones(3)])]], config, GroupExchange())
+    running.begin_iteration(1)
+    running.end_iteration()
+    running.skip_iteration()
+    assert (running.iteration, running.progress.trained) == (2, 1)
+
+
+def test_stretches_of_the_flat_buffers_are_those_of_the_parameters() -> None:
+    parameters = [torch.arange(5.0), torch.arange(5.0, 12.0).view(7, 1)]
+    state = OuterState([Shards(parameters)])
+    assert all(torch.equal(state.anchor[at].view(given.shape), given) for given, at in state.slices())
+
+
 def test_memory_of_a_sum_counts_what_a_site_puts_together() -> None:
     alone, in_site = (Wire(CODECS["fp32"], 2, groups_in_site=groups) for groups in (1, 4))
     assert (alone.payload_bytes(4000), alone.coding_bytes(4000)) == (0, 0)

@@ -28,6 +28,12 @@ def test_product_and_gradients_are_those_of_fp32_rounded_once(dtype: torch.dtype
     torch.testing.assert_close(product, torch.matmul(left, right))
 
 
+def test_product_of_several_types_is_left_to_pytorch() -> None:
+    left, right = (matrix.detach() for matrix in matrices(torch.bfloat16))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        in_fp32(torch.matmul, _DTYPES)(left, right.half())
+
+
 def test_addend_and_scalars_pass_through() -> None:
     left, right = (matrix.detach()[None] for matrix in matrices(torch.bfloat16))
     addend = torch.full((1, 5, 7), float("nan"), dtype=torch.bfloat16)
