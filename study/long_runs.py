@@ -33,11 +33,11 @@ _MUON_CLAIM = _replace(_CLAIM, inner=MUON, learning_rate=1.6e-2)
 
 RATES = {
     ADAM: {
-        SYNCHRONOUS: (4e-3, 8e-3, 1.6e-2),
-        "pier": (1e-3, 2e-3, 4e-3),
+        SYNCHRONOUS: (2e-3, 4e-3, 8e-3, 1.6e-2),
+        "pier": (5e-4, 1e-3, 2e-3, 4e-3),
         "diloco": (2e-3, 4e-3, 8e-3),
-        "pier-annealed": (4e-3, 8e-3, 1.6e-2),
-        "pier-rising": (4e-3, 8e-3, 1.6e-2),
+        "pier-annealed": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+        "pier-rising": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
     },
     MUON: {
         SYNCHRONOUS: (1e-2, 2e-2, 4e-2),
@@ -47,7 +47,9 @@ RATES = {
         "pier-muon": (1e-2, 2e-2, 4e-2),
     },
 }
-"""Inner learning rates that each method chooses from."""
+"""Inner learning rates that each method chooses from: at least one above the best, and one below it."""
+
+_CLOSE = {SYNCHRONOUS: (2e-3, 4e-3), "pier": (5e-4, 1e-3), "diloco": (4e-3,), "pier-annealed": (1e-3, 2e-3)}
 
 
 def at_rate(run: Run, method: str, rate: float) -> Run:
@@ -77,6 +79,12 @@ _LONGER = {"interval": 48, "iterations": 53_280}
 
 PARTS: dict[str, tuple[Run, ...]] = {
     "AdamW, 8 sequences": _tuned(_CLAIM),
+    "AdamW, 8 sequences, other seeds": tuple(
+        at_rate(_replace(_CLAIM, seed=seed), method, rate)
+        for seed in (2, 3)
+        for method, rates in _CLOSE.items()
+        for rate in rates
+    ),
     "Muon, 8 sequences": _tuned(_MUON_CLAIM),
     "Few bits, Muon, H = 30": _few_bits(_MUON_BITS, "pier-muon-annealed", (1e-2, 2e-2)),
     "Few bits, AdamW, H = 30": _few_bits(_BITS, "pier-annealed", (4e-3, 8e-3)),
