@@ -11,11 +11,13 @@ import functools
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from frontier_runs import coded
+from law import markdown
 from records import Survey
 from rows import ADAM, MUON, SYNCHRONOUS
 from run import MALLOC, data_arguments
@@ -28,8 +30,8 @@ _replace = dataclasses.replace
 # Runs that train together: enough to fill a core, with few enough rows for its cache.
 _TOGETHER = 8
 
-_CLAIM = Run(SYNCHRONOUS, groups=8, interval=50, iterations=100_000, layers=1, width=16, batch=8)
-_MUON_CLAIM = _replace(_CLAIM, inner=MUON, learning_rate=1.6e-2)
+CLAIM = Run(SYNCHRONOUS, groups=8, interval=50, iterations=100_000, layers=1, width=16, batch=8)
+MUON_CLAIM = _replace(CLAIM, inner=MUON, learning_rate=1.6e-2)
 
 RATES = {
     ADAM: {
@@ -73,23 +75,23 @@ def _tuned(run: Run) -> tuple[Run, ...]:
     return tuple(at_rate(run, method, rate) for method, rates in RATES[run.inner].items() for rate in rates)
 
 
-_BITS = _replace(_CLAIM, interval=30, iterations=33_300, batch=32)
+def _of_seeds(run: Run, rates_of: Mapping[str, Sequence[float]]) -> tuple[Run, ...]:
+    seeds = (_replace(run, seed=seed) for seed in (2, 3))
+    return tuple(at_rate(each, method, rate) for each in seeds for method, rates in rates_of.items() for rate in rates)
+
+
+_BITS = _replace(CLAIM, interval=30, iterations=33_300, batch=32)
 _MUON_BITS = _replace(_BITS, inner=MUON, learning_rate=1.6e-2)
 _LONGER = {"interval": 48, "iterations": 53_280}
 
 PARTS: dict[str, tuple[Run, ...]] = {
-    "AdamW, 8 sequences": _tuned(_CLAIM),
-    "AdamW, 8 sequences, other seeds": tuple(
-        at_rate(_replace(_CLAIM, seed=seed), method, rate)
-        for seed in (2, 3)
-        for method, rates in _CLOSE.items()
-        for rate in rates
-    ),
-    "Muon, 8 sequences": _tuned(_MUON_CLAIM),
+    "AdamW, 8 sequences": _tuned(CLAIM),
+    "AdamW, 8 sequences, other seeds": _of_seeds(CLAIM, _CLOSE),
+    "Muon, 8 sequences": _tuned(MUON_CLAIM),
     "Few bits, Muon, H = 30": _few_bits(_MUON_BITS, "pier-muon-annealed", (1e-2, 2e-2)),
     "Few bits, AdamW, H = 30": _few_bits(_BITS, "pier-annealed", (4e-3, 8e-3)),
     "Few bits, Muon, H = 48": _few_bits(_replace(_MUON_BITS, **_LONGER), "pier-muon-annealed", (1e-2, 2e-2)),
-    "AdamW, 32 sequences": _tuned(_replace(_CLAIM, batch=32)),
+    "AdamW, 32 sequences": _tuned(_replace(CLAIM, batch=32)),
 }
 """What is trained, in this order."""
 
@@ -116,6 +118,67 @@ def _train(corpus: Path, saves: Path, runs: Sequence[Run]) -> list[Outcome]:
     return train_together(runs, Text(corpus), saves / f"{name}.pt")
 
 
+def rate_of(run: Run) -> float:
+    """Inner learning rate of a run."""
+    return run.learning_rate if run.inner == ADAM else run.muon_rate
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """A method at the best of its rates.
+
+    Attributes:
+        method: Its name.
+        rate: The rate.
+        losses: Final losses by seed, at this rate.
+        others: Final losses of the first seed by rate.
+    """
+
+    method: str
+    rate: float
+    losses: Mapping[int, float]
+    others: Mapping[float, float]
+
+
+def tuned(survey: Survey, run: Run) -> dict[str, Tuned]:
+    """All methods that were trained as a run is, except for the rates; by name, each at its best."""
+    found = {}
+    for method, rates in RATES[run.inner].items():
+        at_rates = {rate: at_rate(_replace(run, seed=1), method, rate) for rate in rates}
+        finals = {rate: survey[each].final for rate, each in at_rates.items() if each in survey}
+        if finals:
+            best = min(finals, key=lambda rate: finals[rate])
+            seeds = {seed: _replace(at_rates[best], seed=seed) for seed in (1, 2, 3)}
+            losses = {seed: survey[each].final for seed, each in seeds.items() if each in survey}
+            found[method] = Tuned(method, best, losses, finals)
+    return found
+
+
+def claim(survey: Survey, run: Run) -> str:
+    """The order of all methods, as pages show it; gaps are those of the same seeds."""
+    found = tuned(survey, run)
+    synchronous = found[SYNCHRONOUS]
+    rows = []
+    for method in found.values():
+        gaps = [loss - synchronous.losses[seed] for seed, loss in method.losses.items() if seed in synchronous.losses]
+        at_its_rate = method.others.get(synchronous.rate)
+        rows.append(
+            (
+                "synchronous" if method is synchronous else f"`{method.method}`",
+                f"{method.rate:g}",
+                _spread(list(method.losses.values())),
+                "" if method is synchronous else _spread(gaps, "+"),
+                "" if method is synchronous or at_its_rate is None else f"{at_its_rate - synchronous.losses[1]:+.3f}",
+            )
+        )
+    return markdown(("method", "best rate", "final loss", "gap", f"gap at a rate of {synchronous.rate:g}"), rows)
+
+
+def _spread(values: Sequence[float], sign: str = "") -> str:
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.3f}{deviation}"
+
+
 def main() -> None:
     """Trains what is missing, if asked to, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,12 +195,14 @@ def main() -> None:
         train(
             survey, (run for runs in parts.values() for run in runs), options.corpus.resolve(), options.saves, options.processes
         )
+    for run in (CLAIM, MUON_CLAIM):
+        if tuned(survey, run):
+            print(f"{claim(survey, run)}\n")
     for title, runs in parts.items():
         print(f"## {title}\n")
-        for run in runs:
-            if run in survey:
-                rate = run.learning_rate if run.inner == ADAM else run.muon_rate
-                print(f"{run.method} {rate:g} {run.dtype} H = {run.interval}, seed {run.seed}: {survey[run].final:.4f}")
+        for run in (run for run in runs if run in survey):
+            sent = f"{run.site_dtype} between {run.sites} sites" if run.sites > 1 else run.dtype
+            print(f"{run.method} {rate_of(run):g}, {sent}, H = {run.interval}, seed {run.seed}: {survey[run].final:.4f}")
 
 
 if __name__ == "__main__":
