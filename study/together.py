@@ -27,6 +27,9 @@ _SAVE_INTERVAL = 2000
 # Evaluations of each run on its way.
 _POINTS = 20
 
+# What only simulation.train does.
+_UNKNOWN = ("tail", "divides_noise", "slow_share", "own_share", "predicted_share")
+
 _ALIKE = ("seed", "iterations", "batch", "layers", "width", "inner", "groups")
 """What runs that train together have in common."""
 
@@ -124,6 +127,10 @@ def train_together(runs: Sequence[Run], text: Text, saves: Path | None = None) -
     Returns:
         Final losses, and those at some iterations on the way.
     """
+    for run in runs:
+        for name in _UNKNOWN:
+            if getattr(run, name) != getattr(Run, name):
+                raise ValueError(f"{name} {getattr(run, name)}: runs that have it train alone")
     state = _State(runs)
     if saves is not None and saves.exists():
         state = torch.load(saves, weights_only=False)

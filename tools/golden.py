@@ -66,7 +66,7 @@ def draw(seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Trains in both checkouts, compares, and returns the number of runs that differ, at most 1."""
+    """Trains in both checkouts, compares, and returns 1 if they are not alike."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="the other checkout, such as one of git worktree")
     parser.add_argument("--runs", type=int, default=200, help="number of runs (%(default)s)")
@@ -96,7 +96,7 @@ def main() -> int:
             kinds["different"].append(f"{seed} by {(one - other).abs().max().item():.1e}")
     for kind, which in kinds.items():
         print(f"{kind}: {len(which)}{'' if kind == 'same' else f', seeds {which}'}")
-    return int("different" in kinds)
+    return int("different" in kinds or "accepted by one" in kinds or "same" not in kinds)
 
 
 def _train(checkout: Path, seeds: range, file: Path) -> None:

@@ -16,7 +16,8 @@ cd "$clean"
 bin/python -c "
 import importlib.resources, pier_megatron, sys
 assert pier_megatron.__file__.startswith(sys.prefix), pier_megatron.__file__
-assert (importlib.resources.files(pier_megatron) / 'py.typed').is_file(), 'no type information'
+for name in ('py.typed', 'experiments/experts/train.sh'):
+    assert (importlib.resources.files(pier_megatron) / name).is_file(), name
 "
 touch pretrain_gpt.py
 bin/pier-megatron doctor torchrun --nproc-per-node 2 -m pier_megatron --device cpu pretrain_gpt.py \

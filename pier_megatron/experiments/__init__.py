@@ -12,7 +12,7 @@ EXPERIMENTS = {
     "layered": "",
     "skipping": "",
     "compression": "",
-    "experts": "plan, train, score and mix experts that train without communication",
+    "experts": "plan, score and mix experts that train without communication",
 }
 """Purposes of their commands, by folder; empty without one. In the order in which features check a run and speak of it."""
 

@@ -135,9 +135,10 @@ def test_seed_is_counted(ensemble: Ensemble) -> None:
 
 def test_failure_stops_nobody_and_training_goes_on(ensemble: Ensemble) -> None:
     path = ensemble.folder / "MHe-IHo" / "code" / "log.txt"
-    assert f"MHe-IHo/code: ended with status 1, log in {path}\n" in ensemble.failed
+    assert f"MHe-IHo/code: started at iteration 0, log in {path}\n" in ensemble.failed
+    assert "MHe-IHo/code: ended with status 1 at iteration 2 of" in ensemble.failed
     assert "MHe-IHo/licence: ended with status 0" in ensemble.failed
-    assert ensemble.resumed == f"MHe-IHo/code: ended with status 0, log in {path}\n"
+    assert ensemble.resumed.startswith("1 of 2 experts are trained\nMHe-IHo/code: started at iteration 2")
     log = path.read_text()
     assert "ValueError: a planted failure" in log
     assert len(re.findall(r" iteration +2/", log)) == 1

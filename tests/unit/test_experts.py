@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,13 @@ def test_description_is_read(read: Callable[[Any], Ensemble], content: dict[str,
 @pytest.mark.parametrize(
     ("keys", "value", "said"),
     [
-        (["script"], None, "script: None: Input is not a valid path"),
+        (["script"], None, "script: Field required"),
         (["script"], "nowhere.py", r"script: .*nowhere\.py: no such file"),
         (["device"], "tpu", "device: tpu: not one of cuda, cpu"),
         (["arguments"], ["--lr"], "arguments: .* expected flags as on a command line"),
         (["count-seeds"], 7, "count-seeds: 7: Input should be a valid boolean"),
+        (["domains", ".."], {}, r"domains\.\.\.: '\.\.': String should match pattern"),
+        (["iterations"], True, "iterations: True: Input should be a valid integer"),
         (["iterations"], 0, "iterations: 0: Input should be greater than 0"),
         (["iteration"], 4, "iteration: no such key. Did you mean iterations?"),
         (["homogeneous"], "huge", "homogeneous: huge: not one of small, medium, large"),
@@ -119,6 +122,14 @@ def test_bad_descriptions_are_refused(
     section[key] = value
     with pytest.raises(PierConfigError, match=said):
         read(content)
+
+
+def test_empty_keys_are_as_if_they_were_not_there(read: Callable[[Any], Ensemble], content: dict[str, Any]) -> None:
+    content |= {"held-out": None, "variants": None, "count-seeds": None}
+    content["machines"]["nodes"] = content["sizes"]["medium"]["arguments"] = None
+    ensemble = read(content)
+    assert (ensemble.held_out, ensemble.variants, ensemble.machines.nodes) == ({}, VARIANTS, 1)
+    assert ensemble.sizes["medium"].arguments == ()
 
 
 def test_what_is_no_yaml_is_refused(tmp_path: Path) -> None:
@@ -234,6 +245,10 @@ def test_a_trained_plan_takes_more_variants_and_no_other_change(tmp_path: Path) 
     check_nothing_is_lost(dataclasses.replace(plan, experts=(law, dense)))
     # What seeds have cost is known once they are trained.
     check_nothing_is_lost(dataclasses.replace(plan, seeds={"one": 1e9}))
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(PierConfigError, match=r"no plan that this release wrote .* Choose another folder"):
+        check_nothing_is_lost(plan)
+    plan.write()
     for change in ({"experts": (longer, dense)}, {"experts": (dense,)}, {"experts": (law, dense), "script": "other.py"}):
         with pytest.raises(PierConfigError, match="another plan has been trained there"):
             check_nothing_is_lost(dataclasses.replace(plan, **change))
@@ -307,6 +322,24 @@ def test_scores_that_fail_their_check_do_not_count(tmp_path: Path) -> None:
     assert not score.is_scored(plan, model)
     with pytest.raises(PierConfigError, match="no such file"):
         score.read_scores(plan, model.name, "law")
+
+
+def test_job_that_cannot_start_gives_its_devices_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"one": Model((), None, 1, 1)}
+    experts = tuple(Expert(f"MHo-IHo/{name}", (name,), "one", 8, 1e9, 1e9, None) for name in ("law", "history"))
+    plan = Plan(tmp_path, "pretrain.py", "cpu", 1, "one", {"law": "law"}, ("law",), models, experts)
+    plan.write()
+    for expert in experts:
+        plan.checkpoints(expert.name).mkdir(parents=True)
+        (plan.checkpoints(expert.name) / "latest_checkpointed_iteration.txt").write_text("8")
+    # No log can be written there.
+    (tmp_path / "MHo-IHo/law/scores/log.txt").mkdir(parents=True)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 5))
+    with pytest.raises(PierConfigError) as refused:
+        score.run(argparse.Namespace(folder=tmp_path))
+    directory, status = refused.value.args
+    assert directory.startswith("MHo-IHo/law: [Errno 21] Is a directory")
+    assert status == f"MHo-IHo/history: ended with status 5, log in {tmp_path}/MHo-IHo/history/scores/log.txt"
 
 
 def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The ``train.sh`` that ``pier-megatron experts plan`` writes, really run, on what stands in for Python and for Slurm."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -25,15 +26,16 @@ _PYTHON = f"""#!{sys.executable}
 import json, os, pathlib, sys, time
 words = sys.argv[1:]
 save = pathlib.Path(words[words.index("--save") + 1])
-started = {{"words": words, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "node": os.environ.get("SLURM_NODEID")}}
+gpus, node = (os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "SLURM_NODEID"))
+started = {{"words": words, "folder": os.getcwd(), "gpus": gpus, "node": node}}
 print(json.dumps(started), flush=True)
 if (save.parent / "waits").exists():
     (save.parent / "pid").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(float((save.parent / "waits").read_text()))
 if (save.parent / "fails").exists():
     sys.exit(3)
 save.mkdir(exist_ok=True)
-(save / "latest_checkpointed_iteration.txt").write_text("8")
+(save / "latest_checkpointed_iteration.txt").write_text("4" if (save.parent / "stops").exists() else "8")
 """
 
 
@@ -60,6 +62,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pl
             (found.folder / name / "arguments.txt").write_text("\n".join(arguments) + "\n")
         with monkeypatch.context() as patch:
             patch.setattr("sys.executable", str(commands / "python"))
+            found.write()
             write_script(found, Machines(**{"gpus-per-node": 4, "ranks-per-expert": 2, **machines}))
         return found
 
@@ -81,7 +84,9 @@ def test_all_are_trained_once_and_a_failure_stops_nobody(planned: Callable[..., 
     (plan.folder / _NAMES[0] / "fails").touch()
     first = run(plan)
     assert (first.returncode, first.stderr) == (1, "")
-    assert f"{_NAMES[0]}: ended with status 3, log in {plan.folder}/{_NAMES[0]}/log.txt" in first.stdout
+    assert first.stdout.startswith("0 of 3 experts are trained\n")
+    assert f"{_NAMES[0]}: started at iteration 0, log in {plan.folder}/{_NAMES[0]}/log.txt\n" in first.stdout
+    assert f"{_NAMES[0]}: ended with status 3 at iteration 0 of 8\n" in first.stdout
     assert [expert.name for expert in plan.untrained()] == [_NAMES[0]]
     # Two run at once; the third takes the devices of the first.
     assert [started(plan, name)[0]["gpus"] for name in _NAMES] == ["0,1", "2,3", "0,1"]
@@ -92,19 +97,52 @@ def test_all_are_trained_once_and_a_failure_stops_nobody(planned: Callable[..., 
         *("--tokenizer-model", "a tokenizer's"),
     ]
     (plan.folder / _NAMES[0] / "fails").unlink()
-    assert run(plan, "0", "1").returncode == 0
+    again = run(plan, "0", "1")
+    assert (again.returncode, again.stdout.splitlines()[0]) == (0, "1 of 2 experts are trained")
     assert not plan.untrained()
     assert [len(started(plan, name)) for name in _NAMES] == [2, 1, 1]
+    assert run(plan).stdout == "3 of 3 experts are trained\n"
+
+
+def test_one_that_ends_early_has_not_been_trained(planned: Callable[..., Plan]) -> None:
+    plan = planned()
+    for name in _NAMES:
+        (plan.folder / name / "stops").touch()
+    assert run(plan, "1").returncode == 1
+    assert run(plan).stdout.count("ended with status 0 at iteration 4 of 8") == 3
+    for number in ("3", "-1", "x", "--help"):
+        refused = run(plan, number)
+        assert (refused.returncode, refused.stderr) == (2, f"train.sh: {number}: no such expert. There are 0 to 2\n")
+
+
+def test_relative_paths_are_those_of_who_starts_it(planned: Callable[..., Plan], tmp_path: Path) -> None:
+    plan = planned("cpu")
+    assert subprocess.run([plan.folder / "train.sh", "0"], cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
+    assert started(plan, _NAMES[0])[0]["folder"] == str(tmp_path)
+    (plan.folder / "plan.json").unlink()
+    assert "there is no plan in" in run(plan).stderr
+
+
+def test_a_script_that_runs_is_read_on_though_another_is_written(planned: Callable[..., Plan]) -> None:
+    plan = planned("cpu")
+    (plan.folder / _NAMES[0] / "waits").write_text("1")
+    with subprocess.Popen([plan.folder / "train.sh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not (plan.folder / _NAMES[0] / "pid").exists():
+            time.sleep(0.05)
+        more = dataclasses.replace(plan, experts=plan.experts * 5)
+        write_script(more, Machines(**{"gpus-per-node": 4, "ranks-per-expert": 2}))
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 0
 
 
 def test_it_takes_the_gpus_that_its_caller_shows(planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6a,7")
-    assert run(plan).returncode == 0
-    assert {started(plan, name)[0]["gpus"] for name in _NAMES} == {"5,GPU-6a"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     refused = run(plan)
     assert (refused.returncode, refused.stderr) == (2, "train.sh: CUDA_VISIBLE_DEVICES shows 1 devices, an expert takes 2\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6a,7")
+    assert run(plan).returncode == 0
+    assert {started(plan, name)[0]["gpus"] for name in _NAMES} == {"5,GPU-6a"}
 
 
 def test_an_array_of_slurm_trains_each(planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +170,7 @@ def test_ctrl_c_ends_all_of_it(planned: Callable[..., Plan], monkeypatch: pytest
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     plan = planned("cpu")
     for name in _NAMES:
-        (plan.folder / name / "waits").touch()
+        (plan.folder / name / "waits").write_text("60")
     with subprocess.Popen([plan.folder / "train.sh"], start_new_session=True) as process:
         pids = [plan.folder / name / "pid" for name in _NAMES[:2]]
         deadline = time.monotonic() + 30
@@ -140,8 +178,7 @@ def test_ctrl_c_ends_all_of_it(planned: Callable[..., Plan], monkeypatch: pytest
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(30)
-    time.sleep(0.2)
+        assert process.wait(30) == 130
     assert not any(Path("/proc", path.read_text(), "exe").exists() for path in pids)
 
 

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from pier_megatron.commands.plan.cluster import CLUSTERS
 from pier_megatron.errors import PierConfigError, Problems, division, suggestion
@@ -66,11 +75,17 @@ Words = Annotated[tuple[str, ...], BeforeValidator(_split)]
 RelativePath = Annotated[Path, AfterValidator(_in_folder)]
 Dataset = Annotated[RelativePath, AfterValidator(_dataset)]
 # It becomes a folder, and a column of a table.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+Name = Annotated[str, Field(pattern=r"^[._-]*[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=lambda name: name.replace("_", "-"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_keys(cls, content: object) -> object:
+        # All entries of one may be comments.
+        return {key: value for key, value in content.items() if value is not None} if isinstance(content, dict) else content
 
 
 class Size(_Section):
@@ -111,9 +126,9 @@ class Machines(_Section):
         cluster: Cluster of the planner's that hours are predicted for; None to predict none.
     """
 
-    nodes: int = Field(1, gt=0)
-    gpus_per_node: int = Field(gt=0)
-    ranks_per_expert: int = Field(gt=0)
+    nodes: int = Field(1, gt=0, strict=True)
+    gpus_per_node: int = Field(gt=0, strict=True)
+    ranks_per_expert: int = Field(gt=0, strict=True)
     cluster: Annotated[str, _one_of(CLUSTERS)] | None = None
 
     @property
@@ -159,7 +174,7 @@ class Ensemble(_Section):
     domains: dict[Name, Domain] = Field(min_length=1)
     held_out: dict[Name, Dataset] = {}
     homogeneous: str
-    iterations: int = Field(gt=0)
+    iterations: int = Field(gt=0, strict=True)
     variants: Annotated[tuple[Annotated[str, _one_of(VARIANTS)], ...], AfterValidator(_different), Field(min_length=1)] = (
         VARIANTS
     )

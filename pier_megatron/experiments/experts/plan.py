@@ -22,76 +22,20 @@ from pier_megatron.experiments.experts.planned import PLAN, Expert, Model, Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 
 # One script for a node and for Slurm, so that what was tried on one is what runs on many.
-_TRAIN = r"""
-launch() {
-  if [ "$nodes" = 1 ]; then
-    "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$@"
-    return
-  fi
-  mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-  # When one node ends, well or not, the others have 2 minutes: a dead one does not hold the allocation.
-  srun --kill-on-bad-exit=0 --wait=120 bash -c 'exec "$0" -m torch.distributed.run --node-rank "$SLURM_NODEID" "$@"' \
-    "$python" --nnodes "$nodes" --nproc-per-node "$ranks" --master-addr "${hosts[0]}" \
-    --master-port $((20000 + SLURM_JOB_ID % 20000)) "$@"
-}
-
-train() {
-  local name=${names[$1]} arguments status
-  [ "$(cat "$name/checkpoints/latest_checkpointed_iteration.txt" 2> /dev/null)" != "${iterations[$1]}" ] || return 0
-  mapfile -t arguments < "$name/arguments.txt"
-  launch -m pier_megatron --device "$device" "$script" "${arguments[@]}" >> "$name/log.txt" 2>&1
-  status=$?
-  echo "$name: ended with status $status, log in $PWD/$name/log.txt"
-  return $status
-}
-
-if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
-  train "$SLURM_ARRAY_TASK_ID"
-  exit
-fi
-if [ "$nodes" != 1 ]; then
-  echo "train.sh: an expert takes $nodes nodes. Submit it: sbatch $0" >&2
-  exit 2
-fi
-[ $# -gt 0 ] || set -- "${!names[@]}"
-[ "$device" = cpu ] || devices=${CUDA_VISIBLE_DEVICES-$devices}
-IFS=, read -ra gpus <<< "$devices"
-slots=$((${#gpus[@]} / ranks))
-if [ $slots = 0 ]; then
-  echo "train.sh: CUDA_VISIBLE_DEVICES shows ${#gpus[@]} devices, an expert takes $ranks" >&2
-  exit 2
-fi
-# What a shell starts in its background ignores Ctrl-C.
-trap 'trap - INT TERM; kill 0' INT TERM
-for ((slot = 0; slot < slots; slot++)); do
-  (
-    if [ "$device" = cuda ]; then
-      CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${gpus[*]:slot * ranks:ranks}")
-      export CUDA_VISIBLE_DEVICES
-    fi
-    failed=0
-    for ((place = slot + 1; place <= $#; place += slots)); do
-      train "${!place}" || failed=1
-    done
-    exit $failed
-  ) &
-done
-status=0
-for job in $(jobs -p); do
-  wait "$job" || status=1
-done
-exit $status
-"""
+_TRAIN = Path(__file__).with_name("train.sh")
 
 # Saved so often, unless the description says how often, that a failure costs a tenth of a training.
 _SAVES = 10
+
+_ELSEWHERE = "Choose another folder, or remove this one"
 
 
 def run(options: argparse.Namespace) -> int:
     """Plans; returns the exit status."""
     plan = make(Ensemble.read(options.file), options.output.resolve())
     print("\n".join(table(plan)))
-    print(f"Written to {plan.folder}. Next: bash {options.output}/train.sh, or sbatch {options.output}/train.sh")
+    script = shlex.quote(str(plan.folder / "train.sh"))
+    print(f"Written to {plan.folder}. Next: bash {script}, or sbatch {script}")
     return 0
 
 
@@ -227,14 +171,19 @@ def check_nothing_is_lost(plan: Plan) -> None:
     """Refuses to put another plan over one that has been trained, unless all that is trained is as it was."""
     if not (plan.folder / PLAN).exists():
         return
-    before = Plan.read(plan.folder)
+    try:
+        before = Plan.read(plan.folder)
+    except PierConfigError as error:
+        if not any(plan.folder.glob("*/*/checkpoints")):
+            return
+        raise PierConfigError(f"--output {plan.folder}: {error.args[0].partition(' Write one')[0]}. {_ELSEWHERE}") from error
     trained = [expert for expert in before.experts if before.checkpoints(expert.name).exists()]
     others = dataclasses.replace(before, experts=plan.experts)
     if not trained or (others == plan and all(expert in plan.experts for expert in trained)):
         return
     raise PierConfigError(
-        f"--output {plan.folder}: another plan has been trained there. Choose another folder, remove this one, or only add "
-        "variants at the end of the list."
+        f"--output {plan.folder}: another plan has been trained there. {_ELSEWHERE}, or only add variants at the end of the "
+        "list."
     )
 
 
@@ -254,7 +203,7 @@ def write_script(plan: Plan, machines: Machines) -> None:
         *takes,
         f"#SBATCH --output {shlex.quote(str(plan.folder / 'train-%A_%a.log'))} --open-mode append",
         "set -uo pipefail",
-        f"cd {shlex.quote(str(plan.folder))} || exit",
+        f"folder={shlex.quote(str(plan.folder))}",
         f"names=({' '.join(expert.name for expert in plan.experts)})",
         f"iterations=({' '.join(str(expert.iterations) for expert in plan.experts)})",
         f"nodes={nodes} ranks={ranks} devices={','.join(map(str, range(machines.gpus_per_node)))} device={plan.device}",
@@ -262,8 +211,11 @@ def write_script(plan: Plan, machines: Machines) -> None:
         "export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
     ]
     file = plan.folder / "train.sh"
-    file.write_text("\n".join(head) + _TRAIN)
-    file.chmod(0o755)
+    new = file.with_suffix(".new")
+    new.write_text("\n".join((*head, _TRAIN.read_text())))
+    new.chmod(0o755)
+    # One that runs is read on from its file.
+    new.replace(file)
 
 
 def table(plan: Plan) -> list[str]:

@@ -2,9 +2,9 @@
 
 import argparse
 import dataclasses
-import functools
 import os
 import queue
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -46,18 +46,22 @@ def run(options: argparse.Namespace) -> int:
     plan = Plan.read(options.folder)
     missing_experts = ", ".join(expert.name for expert in plan.untrained())
     if missing_experts:
-        raise PierConfigError(f"{missing_experts}: not trained to the end. Run: bash {plan.folder}/train.sh")
+        raise PierConfigError(
+            f"{missing_experts}: not trained to the end. Run: bash {shlex.quote(str(plan.folder / 'train.sh'))}"
+        )
     models = scored_models(plan)
     missing = [model for model in models if not is_scored(plan, model)]
     print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
+    if not missing:
+        return 0
     problems, free = Problems(), queue.SimpleQueue[Sequence[str]]()
     for devices in places(plan, missing):
         free.put(devices)
-    with futures.ThreadPoolExecutor(free.qsize() or 1) as pool:
-        statuses = pool.map(functools.partial(_score, plan, free), missing)
-        for model, status in zip(missing, statuses, strict=True):
+    with futures.ThreadPoolExecutor(free.qsize()) as pool:
+        scored = [pool.submit(_score, plan, free, model) for model in missing]
+        for model, job in zip(missing, scored, strict=True):
             with problems.collecting():
-                if status:
+                if status := job.result():
                     raise PierConfigError(f"{model.name}: ended with status {status}, log in {_log(plan, model)}")
                 accept(plan, model)
     problems.report()
@@ -143,19 +147,22 @@ def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", model: Scored) 
     files = [scores_file(plan, model.name, domain) for domain in plan.domains]
     for file in [*files, *map(unchecked, files)]:
         file.unlink(missing_ok=True)
-    devices = free.get()
     defaults = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment = defaults | os.environ | {VARIABLE: os.pathsep.join(str(unchecked(file)) for file in files)}
-    if plan.device == "cuda":
-        environment[_GPUS] = ",".join(devices)
     processes = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size.ranks)]
     script = ["-m", f"{__package__}.scoring", "--device", plan.device, plan.script]
     arguments = scoring_arguments(size.arguments, size.micro_batch, str(model.checkpoints), list(plan.domains.values()))
     _log(plan, model).parent.mkdir(parents=True, exist_ok=True)
-    with _log(plan, model).open("w") as log:
-        status = subprocess.run([*processes, *script, *arguments], env=environment, stdout=log, stderr=log).returncode
-    free.put(devices)
-    return status
+    devices = free.get()
+    try:
+        if plan.device == "cuda":
+            environment[_GPUS] = ",".join(devices)
+        with _log(plan, model).open("w") as log:
+            return subprocess.run([*processes, *script, *arguments], env=environment, stdout=log, stderr=log).returncode
+    except OSError as error:
+        raise PierConfigError(f"{model.name}: {error}") from error
+    finally:
+        free.put(devices)
 
 
 def accept(plan: Plan, model: Scored) -> None:
