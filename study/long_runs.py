@@ -35,11 +35,11 @@ MUON_CLAIM = _replace(CLAIM, inner=MUON, learning_rate=1.6e-2)
 
 RATES = {
     ADAM: {
-        SYNCHRONOUS: (2e-3, 4e-3, 8e-3, 1.6e-2),
+        SYNCHRONOUS: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
         "pier": (5e-4, 1e-3, 2e-3, 4e-3),
         "diloco": (2e-3, 4e-3, 8e-3),
         "pier-annealed": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
-        "pier-rising": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+        "pier-rising": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
     },
     MUON: {
         SYNCHRONOUS: (1e-2, 2e-2, 4e-2),
@@ -51,7 +51,7 @@ RATES = {
 }
 """Inner learning rates that each method chooses from: at least one above the best, and one below it."""
 
-_CLOSE = {SYNCHRONOUS: (2e-3, 4e-3), "pier": (5e-4, 1e-3), "diloco": (4e-3,), "pier-annealed": (1e-3, 2e-3)}
+_CLOSE = {SYNCHRONOUS: (1e-3, 2e-3), "pier": (1e-3,), "diloco": (4e-3,), "pier-annealed": (4e-3,)}
 
 
 def at_rate(run: Run, method: str, rate: float) -> Run:
