@@ -165,14 +165,17 @@ _MUON = {"inner_optimizer": "muon"}
     ("settings", "preset"),
     [
         ({"train_iters": 1000}, "pier-rising"),
-        ({"train_iters": 100_000}, "pier-annealed"),
+        ({"train_iters": 80_000}, "pier-annealed"),
+        ({"train_iters": 100_000}, "pier"),
+        ({"train_iters": 100_000, "sync_interval": 49}, "pier-annealed"),
+        ({"train_iters": 100_000, **_MUON}, "pier-muon-annealed"),
         ({"train_iters": 1000, **_MUON}, "pier-muon-annealed"),
         ({"train_iters": 1000, "sync_interval": 2, "exchange_dtype": "int2", **_MUON}, "pier-frequent"),
         ({"train_iters": 1000, "sync_interval": 1}, "local-sgd"),
         ({"train_iters": 1000, "sync_interval": 1, "overlap": 1}, "pier-frequent"),
         ({"train_iters": 1000, "sync_interval": 2, "outer_momentum": 0.5}, "pier-annealed"),
         ({"train_iters": 1000, "subgroup_size": 2}, "noloco"),
-        ({"train_iters": 100_000, "preset": "pier"}, "pier"),
+        ({"train_iters": 100_000, "preset": "diloco"}, "diloco"),
     ],
 )
 def test_preset_suits_the_run(settings: dict[str, Any], preset: str) -> None:
