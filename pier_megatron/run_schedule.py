@@ -14,7 +14,7 @@ _SHORT_INTERVAL = 5
 # From here on the noise of the last outer steps is worth being kept out of the end.
 _MANY_OUTER_STEPS = 25
 
-# Of such a length the paper's schedule was made for, and there it ends below the others: docs/frontier.md.
+# The length for which the paper's schedule was made, and at which it ends below the others: docs/frontier.md.
 _OUTER_STEPS_OF_PAPER, _INTERVAL_OF_PAPER = 1500, 50
 
 # What a few kernels and a message take time for, against which their overhead is small.
