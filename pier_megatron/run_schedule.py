@@ -46,7 +46,8 @@ class RunSchedule(Settings):
             return "pier-muon-annealed", "Muon inside"
         if self.local_intervals < _MANY_OUTER_STEPS:
             return "pier-rising", f"fewer than {_MANY_OUTER_STEPS} outer steps with AdamW inside"
-        if self.local_intervals >= _OUTER_STEPS_OF_PAPER and self.sync_interval >= _INTERVAL_OF_PAPER:
+        is_long = self.local_intervals >= _OUTER_STEPS_OF_PAPER and self.sync_interval >= _INTERVAL_OF_PAPER
+        if is_long and self.outer_momentum is None:
             return "pier", f"{_OUTER_STEPS_OF_PAPER:,} outer steps or more, H = {_INTERVAL_OF_PAPER} or more, with AdamW inside"
         return "pier-annealed", f"{_MANY_OUTER_STEPS} outer steps or more with AdamW inside"
 

@@ -9,7 +9,7 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2151,
+    "": 2152,
     "bridge": 561,
     "commands": 4210,
     "cpu": 675,

@@ -169,6 +169,7 @@ _MUON = {"inner_optimizer": "muon"}
         ({"train_iters": 100_000}, "pier"),
         ({"train_iters": 100_000, "sync_interval": 49}, "pier-annealed"),
         ({"train_iters": 100_000, **_MUON}, "pier-muon-annealed"),
+        ({"train_iters": 100_000, "outer_momentum": 0.9}, "pier-annealed"),
         ({"train_iters": 1000, **_MUON}, "pier-muon-annealed"),
         ({"train_iters": 1000, "sync_interval": 2, "exchange_dtype": "int2", **_MUON}, "pier-frequent"),
         ({"train_iters": 1000, "sync_interval": 1}, "local-sgd"),
