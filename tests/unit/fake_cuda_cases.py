@@ -38,7 +38,7 @@ _MEANT = {
     "verdicts.py:own_verdict": "whether the parameters are finite decides what the host launches next",
     "verdicts.py:Verdicts.all": "the other groups' verdicts do so too; on a stream of its own",
     "report.py:OuterStepReports.write_arrived": "numbers of a line in the log, which have arrived; on a stream of its own",
-    "report.py:OuterStepReports._report": "and which groups were restarted inside sites",
+    "report.py:OuterStepReports.report_of": "and which groups were restarted inside sites",
     "rounds.py:Stopwatch.seconds": "the time of a blocking outer step, for its line in the same iteration",
     "state.py:Chunk.copy_parameters_to": "offloaded, the anchor is copied to the host once, as the lazy start begins and ends",
     "staging.py:Staging.synchronize": "before that, what is written there must have arrived",

@@ -279,7 +279,7 @@ def test_server_finds_the_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    experts = [Expert(f"MHo-IHo/{name}", (name,), "one", 8, 1e9, (0,), (0,), 1e9, None) for name in ("law", "code")]
+    experts = [Expert(f"MHo-IHo/{name}", (name,), "one", 8, 1e9, 1e9, None) for name in ("law", "code")]
     made = Plan(tmp_path, "x.py", "cpu", 1, "one", {"law": "law"}, ("law",), {"one": Model((), None, 1, 1)}, tuple(experts))
     made.write()
     return made
