@@ -21,9 +21,10 @@ pytestmark = pytest.mark.slow
 
 _NAMES = ["MHo-IHo/law", "MHo-IHo/history", "MHo-IHo/physics"]
 
-# Notes how it was started, and trains to the end unless a file says that it fails or waits.
+# Takes its time to end, notes how it was started, and trains to the end unless a file says that it fails or waits.
 _PYTHON = f"""#!{sys.executable}
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(1)))
 words = sys.argv[1:]
 save = pathlib.Path(words[words.index("--save") + 1])
 gpus, node = (os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "SLURM_NODEID"))

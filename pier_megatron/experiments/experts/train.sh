@@ -89,6 +89,8 @@ for number in "${left[@]}"; do
     slot=$((slot + 1))
   done
   (
+    # It ends after what it has started, and says so.
+    trap : INT TERM
     if [ "$device" = cuda ]; then
       CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${gpus[*]:slot * ranks:ranks}")
       export CUDA_VISIBLE_DEVICES
