@@ -7,7 +7,6 @@ The schedule of arXiv 2511.17849 on a model that two cores can train: 100,000 it
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import hashlib
 import multiprocessing
 import os
@@ -15,10 +14,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from frontier_runs import coded
 from law import markdown
-from records import Survey
+from records import Survey, be_worker
 from rows import ADAM, MUON, SYNCHRONOUS
 from run import MALLOC, data_arguments
 from simulation import Outcome, Run
@@ -49,8 +47,9 @@ RATES = {
         "pier-muon": (1e-2, 2e-2, 4e-2),
     },
 }
-"""Inner learning rates that each method chooses from: at least one above the best, and one below it."""
+"""Inner learning rates that each method chooses from."""
 
+# Those near the best, for other seeds.
 _CLOSE = {SYNCHRONOUS: (1e-3, 2e-3), "pier": (1e-3,), "diloco": (4e-3,), "pier-annealed": (4e-3,)}
 
 
@@ -62,12 +61,8 @@ def at_rate(run: Run, method: str, rate: float) -> Run:
 def _few_bits(run: Run, preset: str, rates: Sequence[float]) -> tuple[Run, ...]:
     """Synchronous runs, and exchanges in ever fewer bits: among all groups, and among two sites whose groups meet often."""
     groups = [coded(_replace(run, method=preset), dtype) for dtype in ("fp32", "int2", "int1")]
-    third = run.interval // 3
-    groups.append(
-        _replace(
-            run, method="local-sgd", interval=third, sites=2, site_interval=3 * third, site_method=preset, site_dtype="int2"
-        )
-    )
+    sites = {"sites": 2, "site_interval": run.interval, "site_method": preset, "site_dtype": "int2"}
+    groups.append(_replace(run, method="local-sgd", interval=run.interval // 3, **sites))
     return tuple(at_rate(each, each.method, rate) for each in (run, *groups) for rate in rates)
 
 
@@ -106,7 +101,7 @@ def train(survey: Survey, runs: Iterable[Run], corpus: Path, saves: Path, proces
     saves.mkdir(parents=True, exist_ok=True)
     os.environ.update(MALLOC, OMP_NUM_THREADS="1")
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, context, functools.partial(torch.set_num_threads, 1)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context, be_worker) as pool:
         under_way = {pool.submit(_train, corpus, saves, together): together for together in batches(missing, _TOGETHER)}
         for done in concurrent.futures.as_completed(under_way):
             for run, outcome in zip(under_way[done], done.result(), strict=True):
@@ -166,15 +161,16 @@ def claim(survey: Survey, run: Run) -> str:
             (
                 "synchronous" if method is synchronous else f"`{method.method}`",
                 f"{method.rate:g}",
-                _spread(list(method.losses.values())),
-                "" if method is synchronous else _spread(gaps, "+"),
+                spread(list(method.losses.values())),
+                "" if method is synchronous else spread(gaps, "+"),
                 "" if method is synchronous or at_its_rate is None else f"{at_its_rate - synchronous.losses[1]:+.3f}",
             )
         )
     return markdown(("method", "best rate", "final loss", "gap", f"gap at a rate of {synchronous.rate:g}"), rows)
 
 
-def _spread(values: Sequence[float], sign: str = "") -> str:
+def spread(values: Sequence[float], sign: str = "") -> str:
+    """Mean, and standard deviation of several."""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.3f}{deviation}"
 

@@ -15,6 +15,8 @@ from run import MALLOC, data_arguments
 from simulation import Outcome, Run, train
 from small_gpt import Text
 
+from pier_megatron.integration.checkpoint.helpers import end_with_parent
+
 
 class Survey:
     """The runs in a file."""
@@ -40,7 +42,7 @@ class Survey:
             data_arguments(self._corpus)
         os.environ.update(MALLOC, OMP_NUM_THREADS="1")
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(self._processes, context, _use_one_thread) as pool:
+        with concurrent.futures.ProcessPoolExecutor(self._processes, context, be_worker) as pool:
             train_one = functools.partial(_train, self._corpus, self._is_brief)
             for run, outcome in zip(missing, pool.map(train_one, missing), strict=True):
                 self.add(run, outcome)
@@ -78,7 +80,9 @@ def _parse(line: str) -> tuple[Run, Outcome]:
     return Run(**found["run"]), Outcome(**found["outcome"])
 
 
-def _use_one_thread() -> None:
+def be_worker() -> None:
+    """Makes a process of a pool: one thread, which ends with the program that it works for."""
+    end_with_parent()
     torch.set_num_threads(1)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from pier_megatron import PierConfig
 
 _WARMUP, _LOWEST_RATE = 0.1, 0.1
-_BETA1, _BETA2, _WEIGHT_DECAY, _CLIP = 0.9, 0.99, 0.1, 1.0
-_MUON_MOMENTUM, _MUON_STEPS = 0.95, 5
+BETA1, BETA2, WEIGHT_DECAY, CLIP = 0.9, 0.99, 0.1, 1.0
+MUON_MOMENTUM, MUON_STEPS = 0.95, 5
 
 _EVALUATION_INTERVAL = 20
 
@@ -160,11 +160,11 @@ class Inner:
         run = self._run
         self._steps += 1
         squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients.values()]).sum(0)
-        clip = (_CLIP / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        clip = (CLIP / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         for name, gradient in gradients.items():
             parameter = parameters[name]
             if not name.endswith(VECTORS):
-                parameter.mul_(1 - run.learning_rate * factor * _WEIGHT_DECAY)
+                parameter.mul_(1 - run.learning_rate * factor * WEIGHT_DECAY)
             gradient = gradient * clip.view(-1, *[1] * (gradient.dim() - 1))
             if run.inner == MUON and name.endswith(MATRIX):
                 self._muon(name, parameter, gradient, run.muon_rate * factor)
@@ -172,16 +172,16 @@ class Inner:
                 self._adam(name, parameter, gradient, run.learning_rate * factor)
 
     def _muon(self, name: str, parameter: Tensor, gradient: Tensor, rate: float) -> None:
-        momentum = self._first[name].lerp_(gradient, 1 - _MUON_MOMENTUM)
-        update = newton_schulz(gradient.lerp(momentum, _MUON_MOMENTUM).float(), _MUON_STEPS)
+        momentum = self._first[name].lerp_(gradient, 1 - MUON_MOMENTUM)
+        update = newton_schulz(gradient.lerp(momentum, MUON_MOMENTUM).float(), MUON_STEPS)
         rows, columns = parameter.shape[-2:]
         parameter.sub_(update, alpha=rate * max(1.0, rows / columns) ** 0.5)
 
     def _adam(self, name: str, parameter: Tensor, gradient: Tensor, rate: float) -> None:
         run = self._run
-        first = self._first[name].lerp_(gradient, 1 - _BETA1) / (1 - _BETA1**self._steps)
-        self._second[name].mul_(_BETA2).addcmul_(gradient, gradient, value=1 - _BETA2)
-        second = self._second[name] / (1 - _BETA2**self._steps)
+        first = self._first[name].lerp_(gradient, 1 - BETA1) / (1 - BETA1**self._steps)
+        self._second[name].mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
+        second = self._second[name] / (1 - BETA2**self._steps)
         if run.divides_noise and len(parameter) > 1:
             square = first.square()
             second = square + (second - square).clamp(min=0) / run.groups
@@ -224,7 +224,7 @@ class Outer:
 
     def __init__(self, run: Run, parameters: Parameters) -> None:
         self._run, self.config = run, config_of(run)
-        self._anchor = _flat(parameters).repeat(run.sites, 1)
+        self._anchor = flattened(parameters).repeat(run.sites, 1)
         self._momentum, self._delta, self._expected = (torch.zeros_like(self._anchor) for _ in range(3))
         self._dropped: dict[str, Tensor] = {}
         self._flight: _Flight | None = None
@@ -232,7 +232,7 @@ class Outer:
     def follow(self, iteration: int, parameters: Parameters) -> None:
         """The momentum warmup, where one is due, and the anchor of the lazy start."""
         if self.config.is_lazy(iteration) and iteration % self._run.interval == 0:
-            own = _flat(parameters).expand_as(self._anchor).clone()
+            own = flattened(parameters).expand_as(self._anchor).clone()
             if self.config.is_momentum_warmup(iteration):
                 self._momentum = self.config.momentum_at(iteration) * self._momentum + self._anchor - own
             self._anchor = own
@@ -255,7 +255,7 @@ class Outer:
         return is_over
 
     def _begin(self, iteration: int, parameters: Parameters, outcome: Outcome) -> None:
-        run, flat = self._run, _flat(parameters)
+        run, flat = self._run, flattened(parameters)
         anchor = self._of_groups(self._anchor)
         own = anchor - flat
         arrived = self._coded("own", own, run.dtype)
@@ -278,7 +278,7 @@ class Outer:
         mu, eta = self.config.momentum_at(begun), self.config.learning_rate_at(begun)
         self._momentum = mu * self._momentum + delta
         self._anchor = self._anchor - eta * (delta + mu * self._momentum)
-        parameters.update(_like(self._of_groups(self._anchor) + (_flat(parameters) - left), parameters))
+        parameters.update(_like(self._of_groups(self._anchor) + (flattened(parameters) - left), parameters))
         self._flight = None
 
     def _of_groups(self, of_sites: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ class _Sites(Outer):
         is_taken = super().step(iteration, parameters, Outcome())
         anchors = _like(self._anchor, parameters)
         if self._between.step(iteration, anchors, outcome):
-            self._anchor = _flat(anchors)
+            self._anchor = flattened(anchors)
             parameters.update(_like(self._of_groups(self._anchor), parameters))
         return is_taken
 
@@ -324,7 +324,7 @@ def new_outer(run: Run, parameters: Parameters) -> Outer:
     return (_Sites if run.sites > 1 else Outer)(run, parameters)
 
 
-def _flat(parameters: Parameters) -> Tensor:
+def flattened(parameters: Parameters) -> Tensor:
     """Shape ``[groups, elements]``."""
     return torch.cat([value.flatten(1) for value in parameters.values()], 1)
 

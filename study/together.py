@@ -14,14 +14,22 @@ import numpy as np
 import torch
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 from rows import MUON, SYNCHRONOUS
-from simulation import Outcome, Outer, Run, new_outer
+from simulation import (
+    BETA1,
+    BETA2,
+    CLIP,
+    MUON_MOMENTUM,
+    MUON_STEPS,
+    WEIGHT_DECAY,
+    Outcome,
+    Outer,
+    Run,
+    flattened,
+    new_outer,
+)
 from small_gpt import MATRIX, SEQUENCE, VECTORS, Parameters, Text, initial, losses
 from torch import Tensor
 
-from pier_megatron import PierConfig
-
-_BETA1, _BETA2, _WEIGHT_DECAY, _CLIP = 0.9, 0.99, 0.1, 1.0
-_MUON_MOMENTUM, _MUON_STEPS = 0.95, 5
 _SAVE_INTERVAL = 2000
 
 # Evaluations of each run on its way.
@@ -44,7 +52,7 @@ class _Rows:
 
     def __init__(self, start: Parameters, rows: int) -> None:
         self._shapes = {name: value.shape[1:] for name, value in start.items()}
-        self.flat = torch.cat([value.flatten(1) for value in start.values()], 1).repeat(rows, 1)
+        self.flat = flattened(start).repeat(rows, 1)
         decays = [torch.full((value[0].numel(),), float(not name.endswith(VECTORS))) for name, value in start.items()]
         self.decays = torch.cat(decays)
 
@@ -69,23 +77,23 @@ class _Inner:
         """Steps in place; ``gradient`` has the layout of the rows, and is overwritten."""
         self.steps += 1
         flat, rates = self._rows.flat, self._adam_rates * factor
-        gradient *= (_CLIP / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
-        flat.addcmul_(flat * self._rows.decays, rates, value=-_WEIGHT_DECAY)
+        gradient *= (CLIP / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
+        flat.addcmul_(flat * self._rows.decays, rates, value=-WEIGHT_DECAY)
         matrices = {}
         if self._is_muon:
             matrices = {name: view for name, view in self._rows.views(self.first).items() if name.endswith(MATRIX)}
             averages = self._averaged(matrices, gradient)
-        first = self.first.lerp_(gradient, 1 - _BETA1)
-        self.second.mul_(_BETA2).addcmul_(gradient, gradient, value=1 - _BETA2)
-        size = (self.second / (1 - _BETA2**self.steps)).sqrt_().add_(1e-8)
-        update = torch.div(first, size, out=size).mul_(rates / (1 - _BETA1**self.steps))
+        first = self.first.lerp_(gradient, 1 - BETA1)
+        self.second.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
+        size = (self.second / (1 - BETA2**self.steps)).sqrt_().add_(1e-8)
+        update = torch.div(first, size, out=size).mul_(rates / (1 - BETA1**self.steps))
         if matrices:
             self._orthogonalise(matrices, averages, gradient, update, factor)
         flat.sub_(update)
 
     def _averaged(self, matrices: Parameters, gradient: Tensor) -> Parameters:
         gradients = self._rows.views(gradient)
-        return {name: momentum.lerp(gradients[name], 1 - _MUON_MOMENTUM) for name, momentum in matrices.items()}
+        return {name: momentum.lerp(gradients[name], 1 - MUON_MOMENTUM) for name, momentum in matrices.items()}
 
     def _orthogonalise(
         self, matrices: Parameters, averages: Parameters, gradient: Tensor, update: Tensor, factor: float
@@ -96,8 +104,8 @@ class _Inner:
             momentum.copy_(averages[name])
             by_shape.setdefault(momentum.shape, []).append(name)
         for shape, names in by_shape.items():
-            directions = torch.cat([gradients[name].lerp(averages[name], _MUON_MOMENTUM) for name in names])
-            steps = newton_schulz(directions, _MUON_STEPS).view(len(names), *shape)
+            directions = torch.cat([gradients[name].lerp(averages[name], MUON_MOMENTUM) for name in names])
+            steps = newton_schulz(directions, MUON_STEPS).view(len(names), *shape)
             rates = (self._muon_rates * factor * max(1.0, shape[-2] / shape[-1]) ** 0.5).unsqueeze(2)
             for name, step in zip(names, steps, strict=True):
                 updates[name].copy_(step * rates)
@@ -162,21 +170,18 @@ def train_together(runs: Sequence[Run], text: Text, saves: Path | None = None) -
 def _gradient(rows: _Rows, batch: Tensor) -> Tensor:
     leaves = {name: value.detach().requires_grad_() for name, value in rows.views(rows.flat).items()}
     found = torch.autograd.grad(losses(leaves, batch).sum(), list(leaves.values()))
-    return torch.cat([value.flatten(1) for value in found], 1)
+    return flattened(dict(zip(leaves, found, strict=True)))
 
 
 def _follow(run: Run, outer: Outer, rows: _Rows, of_run: Tensor, iteration: int, outcome: Outcome) -> None:
     """What is due after an iteration of one run; ``of_run`` are the rows of its groups."""
-    config: PierConfig = outer.config
-    if config.is_lazy(iteration) and iteration % run.interval:
-        return
-    if not config.is_lazy(iteration) and iteration % run.interval and not run.overlap and iteration < run.iterations:
+    has_arrivals = run.overlap and not outer.config.is_lazy(iteration)
+    if iteration % run.interval and iteration < run.iterations and not has_arrivals:
         return
     outer.follow(iteration, rows.views(of_run[:1]))
     parameters = rows.views(of_run)
-    changed = dict(parameters)
-    if outer.step(iteration, changed, outcome):
-        of_run.copy_(torch.cat([value.flatten(1) for value in changed.values()], 1))
+    if outer.step(iteration, parameters, outcome):
+        of_run.copy_(flattened(parameters))
     outcome.norms.clear()
     outcome.correlations.clear()
 
@@ -184,10 +189,10 @@ def _follow(run: Run, outer: Outer, rows: _Rows, of_run: Tensor, iteration: int,
 def _evaluate(state: _State, runs: Sequence[Run], text: Text) -> None:
     groups = runs[0].groups
     for place, (outer, outcome) in enumerate(zip(state.outers, state.outcomes, strict=True)):
-        own = state.rows.views(state.rows.flat[place * groups :][:1])
-        # Between outer steps, what all groups agreed on last.
-        is_apart = outer is not None and not outer.config.is_lazy(state.iteration)
-        shown = outer.anchor(own) if outer is not None and is_apart else own
+        shown = state.rows.views(state.rows.flat[place * groups :][:1])
+        if outer is not None and not outer.config.is_lazy(state.iteration):
+            # Between outer steps, what all groups agreed on last.
+            shown = outer.anchor(shown)
         outcome.curve[state.iteration] = round(losses(shown, text.validation).item(), 5)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Not the package's own: both checkouts draw the same.
 _CODECS = ("fp32", "bf16", "int12", "int8", "int4", "int2", "int1")
 _LOSSLESS, _MOST_BITS_LOST = ("fp32",), ("int2", "int1")
 
@@ -102,6 +103,7 @@ def main() -> int:
 def _train(checkout: Path, seeds: range, file: Path) -> None:
     """Trains runs with the ranks of a checkout; writes how each ended, by seed: numbers, or why it was refused."""
     sys.path[:0] = [str(checkout / folder) for folder in ("tests/loop", "tools", "tests")]
+    import programs
     import ranks as processes
 
     from pier_megatron import PierConfig
@@ -114,18 +116,15 @@ def _train(checkout: Path, seeds: range, file: Path) -> None:
             try:
                 settings = processes.Settings(**run["settings"])
                 PierConfig(groups=settings.groups, **settings.config)
-                ends[seed] = _ended(ranks, settings, run["commands"])
+                ends[seed] = _end_of(programs.Program(settings, run["commands"]).run(ranks))
             except (ValueError, TypeError, processes.FailedError) as error:
                 ends[seed] = str(error)
     torch.save(ends, file)
 
 
-def _ended(ranks: Any, settings: Any, commands: list[tuple[str, dict[str, Any]]]) -> Tensor:
+def _end_of(results: list[dict[str, Any]]) -> Tensor:
     """Parameters, anchor and momentum of all ranks after the last iteration; float32, flat."""
-    ranks.start(settings)
-    for name, arguments in commands:
-        ranks.do(name, **arguments)
-    last = [result["history"][-1] for result in ranks.do("result")]
+    last = [result["history"][-1] for result in results]
     tensors = [tensor for of_rank in last for tensor in (*of_rank["parameters"], of_rank["anchor"], of_rank["momentum"])]
     return torch.cat([tensor.flatten() for tensor in tensors])
 

@@ -4,7 +4,6 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import published
 import pytest
 from frontier import Points, bits
 from frontier_runs import coded, short, small
+from long_runs import spread
 from records import Survey
 from router_balance import _RECORDS, _ROWS, Balance
 from rows import ADAM, ITERATIONS, MUON, SYNCHRONOUS, Row
@@ -42,11 +42,6 @@ def table(name: str, heading: str, place: int = 0) -> list[list[str]]:
     """Cells of a table of a page that begins so, without its heading."""
     found = re.findall(rf"^{re.escape(heading)}.*\n(?:\|.*\n)+", page(name), re.MULTILINE)[place]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in found.splitlines()[2:]]
-
-
-def spread(values: Sequence[float]) -> str:
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{deviation}"
 
 
 def rows(method: str, **changes: Any) -> list[Row]:

@@ -136,6 +136,11 @@ class Machines(_Section):
         """Number of nodes of one expert's job."""
         return max(self.ranks_per_expert // self.gpus_per_node, 1)
 
+    @property
+    def ranks_on_node(self) -> int:
+        """Processes of one expert's job on each of its nodes."""
+        return min(self.ranks_per_expert, self.gpus_per_node)
+
     def problems(self) -> Iterator[str]:
         """What does not fit together."""
         ranks, node = self.ranks_per_expert, self.gpus_per_node

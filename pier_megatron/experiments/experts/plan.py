@@ -87,10 +87,10 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         of_seeds,
     )
     check_nothing_is_lost(plan)
-    for name, arguments in arguments_of.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        size = next(expert.size for expert in plan.experts if expert.name == name)
-        (folder / name / "arguments.txt").write_text("\n".join((*models[size].arguments, *arguments)) + "\n")
+    for expert in plan.experts:
+        (folder / expert.name).mkdir(parents=True, exist_ok=True)
+        words = (*models[expert.size].arguments, *arguments_of[expert.name])
+        (folder / expert.name / "arguments.txt").write_text("\n".join(words) + "\n")
     write_script(plan, ensemble.machines)
     plan.write()
     return plan
@@ -99,9 +99,8 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
 def _validated(ensemble: Ensemble, size: str, more: Iterable[str]) -> argparse.Namespace:
     """Arguments of a job as Megatron understands them."""
     machines = ensemble.machines
-    on_node = min(machines.ranks_per_expert, machines.gpus_per_node)
     arguments = (*ensemble.arguments, *ensemble.sizes[size].arguments, *more)
-    return _understood(ensemble, f"experts of size {size}", machines.ranks_per_expert // on_node, on_node, arguments)
+    return _understood(ensemble, f"experts of size {size}", machines.nodes_per_expert, machines.ranks_on_node, arguments)
 
 
 def _operations_of_seeds(ensemble: Ensemble, validated: Mapping[str, argparse.Namespace]) -> dict[str, float]:
@@ -172,11 +171,11 @@ def check_nothing_is_lost(plan: Plan) -> None:
     if not (plan.folder / PLAN).exists():
         return
     try:
-        before = Plan.read(plan.folder)
-    except PierConfigError as error:
-        if not any(plan.folder.glob("*/*/checkpoints")):
-            return
-        raise PierConfigError(f"--output {plan.folder}: {error.args[0].partition(' Write one')[0]}. {_ELSEWHERE}") from error
+        before = Plan.read(plan.folder, f"{_ELSEWHERE}.")
+    except PierConfigError:
+        if any(plan.folder.glob("*/*/checkpoints")):
+            raise
+        return
     trained = [expert for expert in before.experts if before.checkpoints(expert.name).exists()]
     others = dataclasses.replace(before, experts=plan.experts)
     if not trained or (others == plan and all(expert in plan.experts for expert in trained)):
@@ -189,7 +188,7 @@ def check_nothing_is_lost(plan: Plan) -> None:
 
 def write_script(plan: Plan, machines: Machines) -> None:
     """Writes ``train.sh``, which trains the experts: on this node, or as an array of Slurm's."""
-    nodes, ranks = machines.nodes_per_expert, machines.ranks_per_expert // machines.nodes_per_expert
+    nodes, ranks = machines.nodes_per_expert, machines.ranks_on_node
     takes = [f"#SBATCH --gpus-per-node {ranks}"] if plan.device == "cuda" else []
     takes += ["#SBATCH --exclusive"] if ranks == machines.gpus_per_node else []
     head = [

@@ -89,14 +89,14 @@ class Plan:
     seeds: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
-    def read(cls, folder: Path) -> "Plan":
-        """Reads a plan.
+    def read(cls, folder: Path, remedy: str | None = None) -> "Plan":
+        """Reads a plan; ``remedy`` says what to do if that fails, by default to write one.
 
         Raises:
             PierConfigError: If there is none, or it is damaged.
         """
         file = folder / PLAN
-        remedy = f"Write one: pier-megatron experts plan FILE --output {folder}"
+        remedy = remedy or f"Write one: pier-megatron experts plan FILE --output {folder}"
         if not file.is_file():
             raise PierConfigError(f"{folder}: no {PLAN} in it. {remedy}")
         try:
