@@ -143,13 +143,19 @@ class PierConfig(RunSchedule):
                 "outer steps of all groups together."
             )
         if self.subgroup is None:
-            for name, default in (("subgroup_gamma", None), ("subgroup_seed", 0), ("evaluate_mean", False)):
-                if getattr(self, name) != default:
+            for name in ("subgroup_seed", "evaluate_mean"):
+                if getattr(self, name):
                     yield (
                         f"{flag_of(name)} is for runs in which groups never agree, but all groups of this one meet at every "
                         "outer step: drop it, or add --pier-preset noloco or --pier-subgroup-size."
                     )
             return
+        if not self.codec.lossless:
+            yield (
+                f"--pier-exchange-dtype {self.exchange_dtype} with outer steps of {self.subgroup} groups (--pier-preset "
+                f"{self.preset}, --pier-subgroup-size): they send their weights, of which a codec would drop more than a step "
+                "changes. Drop one of them."
+            )
         if self.save_inner_state == "first":
             yield (
                 "--pier-save-inner-state first cannot be used where groups never agree (--pier-preset noloco or "
@@ -305,16 +311,15 @@ class PierConfig(RunSchedule):
     def _warnings_of_subgroups(self) -> list[str]:
         """What arXiv 2506.10911 says of its constants: within them the spread of the groups stays bounded."""
         n = self.subgroup
-        if n is None or self.groups == 1 or (n == self.groups and self.subgroup_gamma == 0):
+        if n is None or self.groups == 1:
             return []
         for step in self.outer_steps():
-            alpha = self.momentum_at(step)
-            gamma = self.pull_at(step) * self.learning_rate_at(step)
+            alpha, gamma = self.momentum_at(step), self.learning_rate_at(step)
             low, high = (math.sqrt(n / (2 * (n - 1)) * of) for of in (alpha**2, 2 + alpha**2))
             if not low < gamma < high:
                 return [
                     f"at the outer step after iteration {step} gamma = {gamma:.3g} is not between {low:.3g} and {high:.3g} "
                     f"(outer momentum {alpha:.3g}, subgroups of {n}; arXiv 2506.10911): the groups may drift apart. Change "
-                    "--pier-subgroup-gamma, or take the momentum of --pier-preset noloco, 0.5."
+                    "--pier-outer-lr, which is gamma, or take the momentum of --pier-preset noloco, 0.5."
                 ]
         return []

@@ -20,6 +20,7 @@ REMOVED = {
     "--pier-islands": "every kind of inner optimizer, Muon too, trains in groups of one launch without it. Drop it.",
     "--pier-log-codec-errors": "compare the losses of short runs with each codec of --pier-compress. Drop it.",
     "--pier-outlier-zscore": "groups that are not finite are excluded without it. Drop it.",
+    "--pier-subgroup-gamma": "groups are pulled to their mean as strongly as they step, by --pier-outer-lr. Drop it.",
 }
 """Flags that are no more, with what to do instead."""
 

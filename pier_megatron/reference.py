@@ -177,14 +177,14 @@ def _mean_of_parameters(
 def _noloco(config: PierConfig, begun: int, states: Mapping[int, _State], own: Mapping[int, Tensor]) -> dict[int, _State]:
     """Heavy ball with a pull to the mean of the anchors that meet: arXiv 2506.10911, equation 2 with the sign of equation 32.
 
-    Its ``delta`` is ``-eta * momentum`` here. A group with numbers that are not finite counts as unmoved.
+    Its ``delta`` is ``-eta * momentum`` here, its gamma is its beta. A group with numbers that are not finite has not moved.
     """
     alpha, eta = config.momentum_at(begun), config.learning_rate_at(begun)
     delta = torch.stack([own.get(group, torch.zeros_like(anchor)) for group, (anchor, _) in states.items()]).mean(0)
     mean_anchor = torch.stack([anchor for anchor, _ in states.values()]).mean(0)
     stepped = {}
     for group, (anchor, momentum) in states.items():
-        new_momentum = alpha * momentum + delta + config.pull_at(begun) * (anchor - mean_anchor)
+        new_momentum = alpha * momentum + delta + (anchor - mean_anchor)
         stepped[group] = anchor - eta * new_momentum, new_momentum
     return stepped
 

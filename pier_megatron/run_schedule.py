@@ -92,27 +92,6 @@ class RunSchedule(Settings):
             return False
         return iteration % self.site_interval == 0 or self.is_outer_step(iteration)
 
-    @property
-    def sends_differences(self) -> bool:
-        """Whether participants send their pseudo-gradients, and separately their slow weights.
-
-        With gamma = eta the sum of parameters says all. But those cross the groups exactly or not at all.
-        """
-        return self.subgroup_gamma is not None or not self.codec.lossless
-
-    @property
-    def pulls(self) -> bool:
-        """Whether groups exchange slow weights as well as pseudo-gradients."""
-        return not self.has_common_anchor and self.sends_differences and self.subgroup_gamma != 0
-
-    def pull_at(self, iteration: int) -> float:
-        """``gamma / eta(t)``, the share of the distance of the anchor to the participants' mean that the momentum takes.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
-        return 1.0 if self.subgroup_gamma is None else self.subgroup_gamma / self.learning_rate_at(iteration)
-
     def chunk_mib_on(self, device_type: str) -> int:
         """Size in MiB of the pieces in which buffers on a ``cpu`` or a ``cuda`` device are exchanged.
 

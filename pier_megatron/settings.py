@@ -10,7 +10,6 @@ from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.schedules import AUTO, PRESETS
 from pier_megatron.values import (
     LONGEST,
-    Number,
     address,
     any_path,
     class_name,
@@ -181,13 +180,6 @@ class Settings:
         "(arXiv 2506.10911). Default: all groups, or 2 with --pier-preset noloco.",
         metavar="N",
         accepts=whole(2, why="or left out for outer steps of all groups together"),
-    )
-    subgroup_gamma: float | None = setting(
-        None,
-        "Strength with which the anchor of a group is pulled to the mean of the participants, NoLoCo's gamma. Default: the "
-        "outer learning rate, with which FP32 needs half as many bytes.",
-        metavar="GAMMA",
-        accepts=Number(float, 0.0, 100.0, why="because a negative pull drives groups apart; about 1 is customary"),
     )
     subgroup_seed: int = setting(0, "Seed of the random subgroups.", metavar="SEED", accepts=SEED)
     evaluate_mean: bool = setting(

@@ -18,7 +18,8 @@ from records import Survey
 from rows import ADAM, MUON, SYNCHRONOUS
 from simulation import Run, config_of
 
-_NAMES = {ADAM: "AdamW", MUON: "Muon"}
+NAMES = {ADAM: "AdamW", MUON: "Muon"}
+"""Inner optimizers, as pages call them."""
 # Where it was tried against delay, the gap is that to synchronous Muon at its best rate.
 _LOWER_MUON_RATE = 3e-2
 _RESULTS = ("bits", "loss", "gap", "seeds", "rho", "step")
@@ -183,7 +184,7 @@ def _cells(point: Point) -> dict[str, object]:
         "-" if value is None else f"{value:.2f}" for value in (point.correlation, point.amplification)
     )
     return {
-        "inner": _NAMES[run.inner],
+        "inner": NAMES[run.inner],
         "width": run.width,
         "iterations": run.iterations,
         "rates": f"{run.learning_rate:g}" if run.inner == ADAM else f"{run.learning_rate:g}, Muon {run.muon_rate:g}",
@@ -246,10 +247,10 @@ def _draw_panel(points: Points, axes: Any, inner: str) -> None:
             style |= {"ha": "right"} if point.bits > _TICKS[-2] else {}
             axes.annotate(f"H = {point.run.interval}", place, xytext=(6, 8), textcoords="offset points", **style)
     other = {ADAM: MUON, MUON: ADAM}[inner]
-    axes.axhline(0, color="black", linewidth=1.5, label=f"synchronous {_NAMES[inner]}")
-    axes.axhline(points.between(other, inner), color="black", linewidth=1, linestyle="--", label=f"synchronous {_NAMES[other]}")
+    axes.axhline(0, color="black", linewidth=1.5, label=f"synchronous {NAMES[inner]}")
+    axes.axhline(points.between(other, inner), color="black", linewidth=1, linestyle="--", label=f"synchronous {NAMES[other]}")
     axes.set(xscale="log", xlabel="bits sent per parameter and iteration")
-    axes.set_title(f"{_NAMES[inner]} inside", fontsize=10)
+    axes.set_title(f"{NAMES[inner]} inside", fontsize=10)
     axes.set_xticks(_TICKS, labels=[f"{tick:g}" for tick in _TICKS])
     axes.minorticks_off()
     axes.set_ylabel("nats per byte")

@@ -14,13 +14,16 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from frontier_runs import coded
+import torch
+from frontier import NAMES as INNER
+from frontier import bits
+from frontier_runs import ANNEALED, AVERAGING, coded
 from law import markdown
 from records import Survey, be_worker
 from rows import ADAM, MUON, SYNCHRONOUS
 from run import MALLOC, data_arguments
 from simulation import Outcome, Run
-from small_gpt import Text
+from small_gpt import Text, losses
 from together import batches, train_together
 
 _replace = dataclasses.replace
@@ -44,7 +47,6 @@ RATES = {
         "pier": (2.5e-3, 5e-3, 1e-2),
         "diloco": (5e-3, 1e-2, 2e-2),
         "pier-muon-annealed": (1e-2, 2e-2, 4e-2),
-        "pier-muon": (1e-2, 2e-2, 4e-2),
     },
 }
 """Inner learning rates that each method chooses from."""
@@ -58,12 +60,22 @@ def at_rate(run: Run, method: str, rate: float) -> Run:
     return _replace(run, method=method, **{"learning_rate" if run.inner == ADAM else "muon_rate": rate})
 
 
-def _few_bits(run: Run, preset: str, rates: Sequence[float]) -> tuple[Run, ...]:
-    """Synchronous runs, and exchanges in ever fewer bits: among all groups, and among two sites whose groups meet often."""
+def _exchanges(run: Run) -> list[Run]:
+    """Ever fewer bits: among all groups, and among two sites whose groups meet often."""
+    preset = ANNEALED[run.inner]
     groups = [coded(_replace(run, method=preset), dtype) for dtype in ("fp32", "int2", "int1")]
     sites = {"sites": 2, "site_interval": run.interval, "site_method": preset, "site_dtype": "int2"}
-    groups.append(_replace(run, method="local-sgd", interval=run.interval // 3, **sites))
-    return tuple(at_rate(each, each.method, rate) for each in (run, *groups) for rate in rates)
+    return [*groups, _replace(run, method=AVERAGING, interval=run.interval // 3, **sites)]
+
+
+def _few_bits(run: Run, seeds: Sequence[int] = (1,), rates: Sequence[float] = ()) -> tuple[Run, ...]:
+    """A synchronous run and all exchanges, at each rate."""
+    return tuple(
+        at_rate(_replace(each, seed=seed), each.method, rate)
+        for seed in seeds
+        for each in (run, *_exchanges(run))
+        for rate in rates or _RATES_OF_BITS[run.inner]
+    )
 
 
 def _tuned(run: Run) -> tuple[Run, ...]:
@@ -75,17 +87,18 @@ def _of_seeds(run: Run, rates_of: Mapping[str, Sequence[float]]) -> tuple[Run, .
     return tuple(at_rate(each, method, rate) for each in seeds for method, rates in rates_of.items() for rate in rates)
 
 
+_RATES_OF_BITS = {ADAM: (4e-3, 8e-3), MUON: (1e-2, 2e-2)}
 _BITS = _replace(CLAIM, interval=30, iterations=33_300, batch=32)
 _MUON_BITS = _replace(_BITS, inner=MUON, learning_rate=1.6e-2)
-_LONGER = {"interval": 48, "iterations": 53_280}
+_MUON_LONGER = _replace(_MUON_BITS, interval=48, iterations=53_280)
 
 PARTS: dict[str, tuple[Run, ...]] = {
     "AdamW, 8 sequences": _tuned(CLAIM),
     "AdamW, 8 sequences, other seeds": _of_seeds(CLAIM, _CLOSE),
+    "Few bits, Muon, H = 30": _few_bits(_MUON_BITS),
     "Muon, 8 sequences": _tuned(MUON_CLAIM),
-    "Few bits, Muon, H = 30": _few_bits(_MUON_BITS, "pier-muon-annealed", (1e-2, 2e-2)),
-    "Few bits, AdamW, H = 30": _few_bits(_BITS, "pier-annealed", (4e-3, 8e-3)),
-    "Few bits, Muon, H = 48": _few_bits(_replace(_MUON_BITS, **_LONGER), "pier-muon-annealed", (1e-2, 2e-2)),
+    "Few bits, AdamW, H = 30": _few_bits(_BITS),
+    "Few bits, Muon, H = 48": _few_bits(_MUON_LONGER),
     "AdamW, 32 sequences": _tuned(_replace(CLAIM, batch=32)),
 }
 """What is trained, in this order."""
@@ -110,7 +123,8 @@ def train(survey: Survey, runs: Iterable[Run], corpus: Path, saves: Path, proces
 
 def _train(corpus: Path, saves: Path, runs: Sequence[Run]) -> list[Outcome]:
     name = hashlib.sha256(repr(runs).encode()).hexdigest()[:16]
-    return train_together(runs, Text(corpus), saves / f"{name}.pt")
+    # Two thirds of the time.
+    return train_together(runs, Text(corpus), saves / f"{name}.pt", torch.compile(losses, dynamic=False))
 
 
 def rate_of(run: Run) -> float:
@@ -137,16 +151,19 @@ class Tuned:
 
 def tuned(survey: Survey, run: Run) -> dict[str, Tuned]:
     """All methods that were trained as a run is, except for the rates; by name, each at its best."""
-    found = {}
-    for method, rates in RATES[run.inner].items():
-        at_rates = {rate: at_rate(_replace(run, seed=1), method, rate) for rate in rates}
-        finals = {rate: survey[each].final for rate, each in at_rates.items() if each in survey}
-        if finals:
-            best = min(finals, key=lambda rate: finals[rate])
-            seeds = {seed: _replace(at_rates[best], seed=seed) for seed in (1, 2, 3)}
-            losses = {seed: survey[each].final for seed, each in seeds.items() if each in survey}
-            found[method] = Tuned(method, best, losses, finals)
-    return found
+    found = {method: _at_best(survey, _replace(run, method=method), rates) for method, rates in RATES[run.inner].items()}
+    return {method: best for method, best in found.items() if best is not None}
+
+
+def _at_best(survey: Survey, run: Run, rates: Sequence[float]) -> Tuned | None:
+    at_rates = {rate: at_rate(_replace(run, seed=1), run.method, rate) for rate in rates}
+    finals = {rate: survey[each].final for rate, each in at_rates.items() if each in survey}
+    if not finals:
+        return None
+    best = min(finals, key=lambda rate: finals[rate])
+    seeds = {seed: _replace(at_rates[best], seed=seed) for seed in (1, 2, 3)}
+    losses = {seed: survey[each].final for seed, each in seeds.items() if each in survey}
+    return Tuned(run.method, best, losses, finals)
 
 
 def claim(survey: Survey, run: Run) -> str:
@@ -169,9 +186,101 @@ def claim(survey: Survey, run: Run) -> str:
     return markdown(("method", "best rate", "final loss", "gap", f"gap at a rate of {synchronous.rate:g}"), rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class FewBits:
+    """An exchange at the better of its rates.
+
+    Attributes:
+        run: What is trained, at any rate.
+        found: What it ended at.
+        gaps: Losses above the synchronous run of the same seed, by seed.
+    """
+
+    run: Run
+    found: Tuned
+    gaps: Mapping[int, float]
+
+    @property
+    def bits(self) -> float:
+        """Sent per parameter and iteration; between sites where there are some."""
+        return bits(self.run.between_sites if self.run.sites > 1 else self.run)
+
+    @property
+    def exchange(self) -> str:
+        """What crosses."""
+        run = self.run
+        return f"{run.site_dtype} between 2 sites, averages every {run.interval} inside" if run.sites > 1 else run.dtype
+
+
+def few_bits(survey: Survey) -> list[FewBits]:
+    """All exchanges that have been trained."""
+    rows = []
+    for run in (_MUON_BITS, _MUON_LONGER, _BITS):
+        rates = _RATES_OF_BITS[run.inner]
+        synchronous = _at_best(survey, run, rates)
+        for exchange in _exchanges(run):
+            found = _at_best(survey, exchange, rates)
+            if synchronous is not None and found is not None:
+                gaps = {
+                    seed: loss - synchronous.losses[seed] for seed, loss in found.losses.items() if seed in synchronous.losses
+                }
+                rows.append(FewBits(exchange, found, gaps))
+    return rows
+
+
+def table_of_bits(survey: Survey) -> str:
+    """The same as pages show it."""
+    rows = [
+        (
+            INNER[row.run.inner],
+            max(row.run.interval, row.run.site_interval),
+            row.exchange,
+            f"{row.bits:.2g}",
+            f"{row.found.rate:g}",
+            spread(list(row.found.losses.values())),
+            spread(list(row.gaps.values()), "+"),
+        )
+        for row in few_bits(survey)
+    ]
+    return markdown(("inner", "H", "exchange", "bits", "rate", "final loss", "gap"), rows)
+
+
+def draw(survey: Survey, path: Path) -> None:
+    """Draws final losses over inner rates, and gaps over bits."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 7.4), layout="constrained")
+    of_rates, of_bits = figure.subplots(2, 1)
+    for method in tuned(survey, CLAIM).values():
+        rates = sorted(method.others)
+        losses = [method.others[rate] for rate in rates]
+        of_rates.plot(
+            rates, losses, marker=".", label=method.method, **({"color": "black"} if method.method == SYNCHRONOUS else {})
+        )
+    of_rates.set(xscale="log", xlabel="inner learning rate", ylabel="final loss, nats per byte")
+    of_rates.set_title("1,800 outer steps, H = 50, AdamW inside, seed 1", fontsize=10)
+    for place, inner in enumerate((MUON, ADAM)):
+        rows = [row for row in few_bits(survey) if row.run.inner == inner]
+        points = [(row.bits, statistics.mean(row.gaps.values()), _deviation(list(row.gaps.values()))) for row in rows]
+        if points:
+            places, gaps, deviations = zip(*points, strict=True)
+            of_bits.errorbar(places, gaps, deviations, fmt="o", capsize=3, color=f"C{place}", label=f"{INNER[inner]} inside")
+    of_bits.axhline(0, color="black", linewidth=1)
+    of_bits.set(xscale="log", xlabel="bits sent per parameter and iteration", ylabel="gap to synchronous training")
+    of_bits.set_title("999 outer steps", fontsize=10)
+    for axes in (of_rates, of_bits):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def spread(values: Sequence[float], sign: str = "") -> str:
     """Mean, and standard deviation of several."""
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    deviation = f" ± {_deviation(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.3f}{deviation}"
 
 
@@ -184,6 +293,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, help="processes at a time (as many as there are processors)")
     parser.add_argument("--corpus", type=Path, default=Path("runs/study/corpus"), help="folder of the text (%(default)s)")
     parser.add_argument("--saves", type=Path, default=Path("runs/study/long"), help="folder of what continues (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("docs"), help="folder of the picture (%(default)s)")
     options = parser.parse_args()
     survey = Survey(options.runs, options.corpus.resolve())
     parts = {title: runs for title, runs in PARTS.items() if options.only in (None, title)}
@@ -194,6 +304,8 @@ def main() -> None:
     for run in (CLAIM, MUON_CLAIM):
         if tuned(survey, run):
             print(f"{claim(survey, run)}\n")
+    print(f"{table_of_bits(survey)}\n")
+    draw(survey, options.output / "long.png")
     for title, runs in parts.items():
         print(f"## {title}\n")
         for run in (run for run in runs if run in survey):

@@ -6,7 +6,7 @@ and outer steps only, so their groups stand side by side in one tensor. It compu
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +124,16 @@ class _State:
         self.outcomes = [Outcome() for _ in runs]
 
 
-def train_together(runs: Sequence[Run], text: Text, saves: Path | None = None) -> list[Outcome]:
+def train_together(
+    runs: Sequence[Run], text: Text, saves: Path | None = None, losses_of: Callable[[Parameters, Tensor], Tensor] = losses
+) -> list[Outcome]:
     """Trains runs of one :func:`key`.
 
     Args:
         runs: What to train.
         text: What it is trained on.
         saves: File of what an interrupted training continues from.
+        losses_of: What the gradient is of: :func:`small_gpt.losses`, or a compiled one.
 
     Returns:
         Final losses, and those at some iterations on the way.
@@ -147,7 +150,7 @@ def train_together(runs: Sequence[Run], text: Text, saves: Path | None = None) -
     points = {round(first.iterations * point / _POINTS) for point in range(1, _POINTS + 1)}
     for iteration in range(state.iteration + 1, first.iterations + 1):
         batch = text.batch(state.generator, first.batch).view(groups, -1, SEQUENCE + 1).repeat(len(runs), 1, 1)
-        gradient = _gradient(state.rows, batch).view(len(runs), groups, -1)
+        gradient = _gradient(state.rows, batch, losses_of).view(len(runs), groups, -1)
         for of_run, config in zip(gradient, configs, strict=True):
             if config is None or config.is_lazy(iteration):
                 of_run.copy_(of_run.mean(0, keepdim=True).expand_as(of_run))
@@ -167,9 +170,9 @@ def train_together(runs: Sequence[Run], text: Text, saves: Path | None = None) -
     return [Outcome(outcome.curve[first.iterations], outcome.curve) for outcome in state.outcomes]
 
 
-def _gradient(rows: _Rows, batch: Tensor) -> Tensor:
+def _gradient(rows: _Rows, batch: Tensor, losses_of: Callable[[Parameters, Tensor], Tensor]) -> Tensor:
     leaves = {name: value.detach().requires_grad_() for name, value in rows.views(rows.flat).items()}
-    found = torch.autograd.grad(losses(leaves, batch).sum(), list(leaves.values()))
+    found = torch.autograd.grad(losses_of(leaves, batch).sum(), list(leaves.values()))
     return flattened(dict(zip(leaves, found, strict=True)))
 
 

@@ -47,7 +47,7 @@ def draw(seed: int) -> dict[str, Any]:
         config |= {"sites": 2, "site_interval": chance.choice(divisors)}
     elif groups > 1 and chance.random() < 0.25:
         config |= {"preset": "noloco", "subgroup_size": chance.randint(2, groups), "subgroup_seed": chance.randint(0, 3)}
-        config["subgroup_gamma"] = chance.choice([None, 0.0, 0.9])
+        config |= {"exchange_dtype": "fp32", "no_error_feedback": False}
     commands: list[tuple[str, dict[str, Any]]] = [("rehearse", {})] if chance.random() < 0.5 else []
     diverged = False
     for iteration in range(1, config["train_iters"] + 1):

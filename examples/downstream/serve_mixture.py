@@ -8,6 +8,7 @@ options of ``transformers serve`` can follow except ``--continuous-batching``: a
 """
 
 import sys
+from pathlib import Path
 
 import transformers
 from transformers.cli.transformers import main
@@ -23,4 +24,6 @@ def serve(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1 or not Path(sys.argv[1], "mixture_model.py").is_file():
+        sys.exit("Usage: serve_mixture.py FOLDER [OPTIONS of transformers serve]; export_mixture.py writes the folder.")
     serve(sys.argv[1])

@@ -57,7 +57,6 @@ class PierOptimizerConfig(OptimizerConfig):
     outer_momentum: float | None = Settings.outer_momentum
     outer_rule: str | None = Settings.outer_rule
     subgroup_size: int | None = Settings.subgroup_size
-    subgroup_gamma: float | None = Settings.subgroup_gamma
     subgroup_seed: int = Settings.subgroup_seed
     evaluate_mean: bool = Settings.evaluate_mean
     sites: int | None = Settings.sites

@@ -76,7 +76,8 @@ class LaunchCommand:
             raise PierConfigError(
                 f"{' '.join(words) or '(nothing)'}: no torchrun in this command, and no python. Give the launch command of "
                 "the job, such as torchrun --nnodes 4 --nproc-per-node 8 -m pier_megatron pretrain_gpt.py ... "
-                "--optimizer pier."
+                "--optimizer pier; in a batch script, write pier-megatron and its command in front of that line, and run the "
+                "script with bash."
             )
         return cls._by_python(flat[own:], surroundings(words, flat[: own - 1]))
 
@@ -175,7 +176,7 @@ def add_command_argument(parser: argparse.ArgumentParser) -> None:
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND",
-        help="the launch command of the job (torchrun ... SCRIPT ...), or its batch script",
+        help="the launch command of the job (torchrun ... SCRIPT ...)",
     )
 
 

@@ -16,9 +16,7 @@ from pier_megatron.errors import PierConfigError, division
 _SWITCHES = frozenset(
     "-E -H -I -K -O -Q -X -Z -k -l -s -u -v --contiguous --disable-status --exact --exclusive --help --hold --kill-on-bad-exit "
     "--label --multi-prog --no-allocate --no-kill --overcommit --overlap --oversubscribe --preserve-env --propagate --pty "
-    "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole "
-    # Flags of sbatch.
-    "--requeue --no-requeue --parsable".split()
+    "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole".split()
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SHELLS = ("bash", "sh", "zsh", "dash")
@@ -73,7 +71,8 @@ def expanded(words: Sequence[str]) -> list[str]:
     first = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
     text = string.Template(words[place]).safe_substitute(first | dict(os.environ))
     try:
-        return [*words[: place - 2], *shlex.split(text.replace(";", " ; "))]
+        # A shell takes a backslash and the end of its line for nothing.
+        return [*words[: place - 2], *shlex.split(text.replace("\\\n", "").replace(";", " ; "))]
     except ValueError as error:
         raise PierConfigError(f"{' '.join(words[place - 2 : place + 1])}: {error}.") from None
 
@@ -115,7 +114,7 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
 
 
 def options_of(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Options of srun or sbatch with their values, and the words of the command that it starts."""
+    """Options of srun with their values, and the words of the command that it starts."""
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):

@@ -4,7 +4,6 @@ Nothing here waits for a group that is not met. Reference: Kolehmainen et al., "
 Method for Large Models", arXiv 2506.10911.
 """
 
-import itertools
 import random
 from collections.abc import Sequence
 
@@ -12,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pier_megatron.exchange.codecs import padded
-from pier_megatron.exchange.coding import decode, encode
 from pier_megatron.exchange.collectives import Computed, Gathered, GroupExchange, Residual, Sum
 from pier_megatron.exchange.wire import Wire
 
@@ -42,10 +39,10 @@ class Subgroup(GroupExchange):
         self.wire = Wire(self.codec, self.size, is_direct=True)
 
     def sum(self, vectors: Sequence[Tensor], residuals: Sequence[Residual | None] = (), exactly: bool = False) -> Sum:
-        """Begins to sum vectors over these groups; see :meth:`GroupExchange.sum`."""
+        """Begins to sum vectors over these groups, in FP32; see :meth:`GroupExchange.sum`."""
         if self.size == 1:
             return Sum()
-        return _DirectSum(self, vectors, residuals, exactly or self.codec.lossless)
+        return _DirectSum(self, vectors)
 
     def gather(self, vector: Tensor) -> Gathered:
         """Begins to collect a short vector of each of these groups."""
@@ -88,33 +85,19 @@ class Subgroup(GroupExchange):
 class _DirectSum(Sum):
     """Sums in the order of the groups, so that each group gets the same bits."""
 
-    def __init__(
-        self, subgroup: Subgroup, vectors: Sequence[Tensor], residuals: Sequence[Residual | None], exactly: bool
-    ) -> None:
-        self._subgroup, self._vectors, self._exactly = subgroup, vectors, exactly
-        sent = [self._encoded(*of_vector) for of_vector in itertools.zip_longest(vectors, residuals)]
-        self._payloads = [(payload, [torch.empty_like(payload) for _ in subgroup.others]) for payload in sent]
-        self._works = subgroup.swap(self._payloads)
+    def __init__(self, subgroup: Subgroup, vectors: Sequence[Tensor]) -> None:
+        self._subgroup = subgroup
+        self._sent = [(vector, [torch.empty_like(vector) for _ in subgroup.others]) for vector in vectors]
+        self._works = subgroup.swap(self._sent)
 
     def finish(self) -> None:
         for work in self._works:
             work.wait()
-        for vector, (sent, received) in zip(self._vectors, self._payloads, strict=True):
-            in_order = [*received[: self._subgroup.rank], sent, *received[self._subgroup.rank :]]
-            # Memory holds the sum and one decoded vector at a time.
-            decoded = (self._decoded(payload, len(vector)) for payload in in_order)
-            total = next(decoded)
-            for other in decoded:
+        rank = self._subgroup.rank
+        for vector, received in self._sent:
+            in_order = [*received[:rank], vector, *received[rank:]]
+            total = in_order[0]
+            for other in in_order[1:]:
                 total += other
             if total is not vector:
                 vector.copy_(total)
-
-    def _encoded(self, vector: Tensor, residual: Residual | None) -> Tensor:
-        if self._exactly:
-            return vector
-        row = vector.new_zeros(1, padded(len(vector)))
-        row[0, : len(vector)].copy_(vector)
-        return encode(self._subgroup.codec, row, None if residual is None else residual.sent)
-
-    def _decoded(self, payload: Tensor, length: int) -> Tensor:
-        return payload if self._exactly else decode(self._subgroup.codec, payload)[0, :length]

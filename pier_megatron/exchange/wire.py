@@ -15,7 +15,7 @@ class Wire:
         codec: What sums look like on the wire.
         groups: Number of groups that sum, or of sites.
         groups_in_site: Number of groups of each site, which hold the same vectors and carry a part of the sum each.
-        is_direct: Whether every group sends all it has to each of the others, and sums for itself.
+        is_direct: Whether every group sends all it has to each of the others, in FP32, and sums for itself.
     """
 
     codec: Codec
@@ -44,7 +44,7 @@ class Wire:
         if not others:
             return 0
         if self.is_direct:
-            return others * (_FP32 * part if exactly or self.codec.lossless else self.codec.nbytes(padded(part)))
+            return others * _FP32 * part
         if self.codec.lossless and not exactly:
             return round(2 * others * part * _FP32 / self.groups)
         segment = self.segment_numel(numel)
@@ -61,9 +61,7 @@ class Wire:
         if self.groups == 1:
             return own
         if self.is_direct:
-            if self.codec.lossless:
-                return own + (self.groups - 1) * _FP32 * part
-            return own + self.groups * self.codec.nbytes(padded(part))
+            return own + (self.groups - 1) * _FP32 * part
         return own if self.codec.lossless else own + 2 * self.groups * self.codec.nbytes(self.segment_numel(numel))
 
     def coding_bytes(self, numel: int) -> int:
@@ -72,5 +70,4 @@ class Wire:
         gathered = self.groups_in_site * _FP32 * part if self.groups_in_site > 1 else 0
         if self.groups == 1 or self.codec.lossless:
             return gathered
-        coded = padded(part) if self.is_direct else self.groups * self.segment_numel(numel)
-        return max(gathered, 2 * _FP32 * coded)
+        return max(gathered, 2 * _FP32 * self.groups * self.segment_numel(numel))

@@ -215,7 +215,6 @@ def lines(config: PierConfig, topology: Topology, who: Sequence[str], taken: Seq
     options = [
         f"overlapped over {config.overlap} iterations" if config.overlap else "blocking",
         f"between {config.subgroup} groups, drawn at random for each outer step" if not config.has_common_anchor else "",
-        "slow weights in FP32" if config.pulls else "",
         f"in {config.fragments} fragments" if config.fragments > 1 else "",
         f"as {config.codec.name}" + (" without error feedback" if config.no_error_feedback else ""),
     ]

@@ -7,7 +7,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.rules import common_names
-from pier_megatron.outer.staging import SLOW, WORK
+from pier_megatron.outer.staging import WORK
 
 _FP32 = 4
 
@@ -33,13 +33,11 @@ def bytes_of_site_average(config: PierConfig, numel: int) -> int:
 def bytes_of_outer_step(config: PierConfig, numel: int, exactly: bool = False) -> int:
     """Bytes that each rank sends to other groups in a sync interval for ``numel`` elements, see :class:`Wire`.
 
-    Slow weights and the averages inside sites are included.
+    The averages inside sites are included.
     """
-    wire = wire_of(config)
-    ahead = wire.bytes_of_sum(numel, exactly=True) if config.pulls else 0
-    if config.site_interval is not None:
-        ahead = config.sync_interval // config.site_interval * bytes_of_site_average(config, numel)
-    return wire.bytes_of_sum(numel, exactly) + ahead
+    averages = config.sync_interval // config.site_interval if config.site_interval is not None else 0
+    inside = averages * bytes_of_site_average(config, numel) if averages else 0
+    return wire_of(config).bytes_of_sum(numel, exactly) + inside
 
 
 def bytes_per_parameter(config: PierConfig) -> int:
@@ -94,17 +92,10 @@ def work_bytes(config: PierConfig, longest: Sequence[int], in_fragments: Sequenc
     """
     wire, total = wire_of(config), 0
     for own, numel, (work, kept) in zip(in_fragments, longest, buffers_at_once(config, in_fragments), strict=True):
-        names = len(work_names(config))
-        of_work = _FP32 * names + (bytes_per_parameter(config) if config.offload else 0)
+        of_work = _FP32 * len(WORK) + (bytes_per_parameter(config) if config.offload else 0)
         encoded = max(min(sum(own), PIPELINE_DEPTH), sum(sorted(own, reverse=True)[: _rounds_kept(config)]))
-        received = wire.payload_bytes(numel) + (names - len(WORK)) * (wire.groups - 1) * _FP32 * numel
-        total += numel * (work * of_work + kept * _FP32 * (names - 1)) + encoded * received
+        total += numel * (work * of_work + kept * _FP32) + encoded * wire.payload_bytes(numel)
     return total
-
-
-def work_names(config: PierConfig) -> tuple[str, ...]:
-    """Names of the vectors in the work buffers of a run."""
-    return (*WORK, SLOW) if config.pulls else WORK
 
 
 def rounds_at_once(config: PierConfig) -> int:

@@ -12,7 +12,7 @@ from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.exchange.topology import NAMED, ranges_of
 from pier_megatron.outer.arithmetic import PRODUCTS
-from pier_megatron.outer.rounds import CHECKSUM, DISTANCE, ELEMENTS, OuterRound
+from pier_megatron.outer.rounds import CHECKSUM, ELEMENTS, OuterRound
 from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import NOT_FINITE
 
@@ -49,9 +49,8 @@ class OuterStepReport:
         seconds: Time that training stood still, the wait for the slowest group included; on a GPU the time of its stream.
         not_finite: Groups excluded because their parameters were not finite.
         spread: Standard deviation of a parameter over the participants, root mean square over the parameters. It is measured on
-            the weights before the outer step, or on slow weights if those are exchanged. None for one group, for
-            pseudo-gradients alone between groups with separate anchors, and for a group that measures alone and is excluded
-            or an island that has just joined.
+            the weights before the outer step. None for one group, and for a group that measures alone and is excluded or an
+            island that has just joined.
         restarted: Excluded groups that this step restarted from the anchor; the others had been restarted since it began.
     """
 
@@ -174,12 +173,8 @@ class OuterStepReports:
             check_anchors(round_.begun, dict(zip(groups, sums[:, CHECKSUM].tolist(), strict=True)))
         contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
         pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
-        # Slow weights are those of all that met; pseudo-gradients, of those that count.
-        of_slow_weights = round_.rule.sends_slow_weights
-        says_where = of_slow_weights or self._config.has_common_anchor or not self._config.sends_differences
-        is_known = is_common or of_slow_weights or counted[round_.exchange.rank]
-        met = len(groups) if of_slow_weights else sum(counted)
-        found = spread(sums[contributes], met, of_slow_weights) if is_known and says_where else None
+        is_known = is_common or counted[round_.exchange.rank]
+        found = spread(sums[contributes], sum(counted)) if is_known else None
         left_out = [index for index, counts in enumerate(counted) if not counts]
         before = round_.restarted_before.on_host().flatten().tolist() if round_.restarted_before is not None else ()
         in_sites = [group for group, was_restarted in enumerate(before) if was_restarted]
@@ -240,17 +235,16 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
     return mean[0].sqrt().item(), momentum[0].sqrt().item(), cosine.min().item(), cosine.mean().item()
 
 
-def spread(sums: Tensor, groups: int, of_slow_weights: bool = False) -> float | None:
+def spread(sums: Tensor, groups: int) -> float | None:
     """Standard deviation of a parameter over the groups, root mean square over the parameters, of sums as above.
 
     Args:
         sums: Sums of the groups; a single row stands for its meeting.
         groups: Number of groups to whose mean the distances are.
-        of_slow_weights: Whether it is the spread of the slow weights; otherwise, of the weights that groups met with.
     """
     if groups == 1 or not sums[:, ELEMENTS].any():
         return None
     own, product, mean, *_ = sums[:, :PRODUCTS].unbind(1)
     # All are measured from the anchor, which cancels in the difference.
-    distance = sums[:, DISTANCE] if of_slow_weights else (own - 2 * product + mean).clamp(min=0)
+    distance = (own - 2 * product + mean).clamp(min=0)
     return math.sqrt((distance / sums[:, ELEMENTS]).mean().item() * groups / (groups - 1))

@@ -15,13 +15,12 @@ from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.memory import PIPELINE_DEPTH
 from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
-from pier_megatron.outer.staging import OWN, SHARED, SLOW, Buffers, Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.staging import OWN, SHARED, WORK, Buffers, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, RESIDUAL, sum_of_bits
 from pier_megatron.outer.verdicts import Verdicts
 
-CHECKSUM, DISTANCE, ELEMENTS = range(PRODUCTS, PRODUCTS + 3)
-"""Behind the products: bits of a part of the new anchor; squares of the distance of the own weights to the mean of those that
-met, where their rule lets groups have weights of their own; numbers that were summed up."""
+CHECKSUM, ELEMENTS = range(PRODUCTS, PRODUCTS + 2)
+"""Behind the products: bits of a part of the new anchor; numbers that were summed up."""
 
 # Each round compares the groups' anchors in one of this many parts of what it has changed.
 _PARTS_TO_COMPARE = 16
@@ -153,11 +152,8 @@ class OuterRound:
         self.restarted_before: Gathered | None = None
         self.training = torch.zeros(4, dtype=torch.float64, device=device)
         self.sums = torch.zeros(ELEMENTS + 1, dtype=torch.float64, device=device)
-        self._on_the_wire = (SHARED, SLOW) if rule.sends_slow_weights else (SHARED,)
         self.bytes_sent = sum(
-            exchange.wire.bytes_of_sum(chunk.numel, name == SLOW or chunk.shards.travel_exactly(exchange.codec))
-            for _, chunk in self.chunks
-            for name in self._on_the_wire
+            exchange.wire.bytes_of_sum(chunk.numel, chunk.shards.travel_exactly(exchange.codec)) for _, chunk in self.chunks
         )
 
     def begin(self) -> None:
@@ -190,21 +186,20 @@ class OuterRound:
         for staging in {staging for staging, _ in self.chunks}:
             staging.synchronize()
         # On the device they would take eight more bytes a parameter, and a file is written from the host anyway.
-        names, sizes = (OWN, *self._on_the_wire), [chunk.numel for _, chunk in self.chunks]
-        copies = {name: torch.empty(sum(sizes), dtype=torch.float32, device="cpu") for name in names}
+        sizes = [chunk.numel for _, chunk in self.chunks]
+        copies = {name: torch.empty(sum(sizes), dtype=torch.float32, device="cpu") for name in WORK}
         for name, copy in copies.items():
             for part, of_chunk in zip(self._parts(), copy.split(sizes), strict=True):
                 of_chunk.copy_(part[name])
-        return RoundBuffers(self.begun, copies[OWN], copies[SHARED], slow=copies.get(SLOW))
+        return RoundBuffers(self.begun, copies[OWN], copies[SHARED])
 
     def resume(self, saved: RoundBuffers) -> None:
         """Continues where :meth:`settle` has left another round; replaces :meth:`begin`."""
         self.kept, self._under_way, self._is_sent_on = [staging.keep() for staging, _ in self.chunks], [], True
         sizes = [chunk.numel for _, chunk in self.chunks]
-        for name, whole in ((OWN, saved.own), (SHARED, saved.sum), (SLOW, saved.slow)):
-            if whole is not None:
-                for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):
-                    part[name].copy_(of_chunk)
+        for name, whole in ((OWN, saved.own), (SHARED, saved.sum)):
+            for part, of_chunk in zip(self._parts(), whole.split(sizes), strict=True):
+                part[name].copy_(of_chunk)
 
     def finish(self) -> None:
         """Applies the result and keeps what this group has learned since :meth:`begin`.
@@ -296,9 +291,6 @@ class OuterRound:
             if alike:
                 vectors, residuals = zip(*((staged.shared, staged.residual) for staged in alike), strict=True)
                 sums.append(self.exchange.sum(vectors, residuals, exactly))
-        slow = [staged.slow for staged in batch if self._rule_of(staged).sends_slow_weights]
-        if slow:
-            sums.append(self.exchange.sum(slow, exactly=True))
         return Sum(sums)
 
     def _rule_of(self, staged: Staged) -> OuterRule:
@@ -311,7 +303,5 @@ class OuterRound:
         if shards.is_counted:
             self.sums[:PRODUCTS] += products
             self.sums[ELEMENTS] += staged.chunk.numel
-            if self.rule.sends_slow_weights:
-                self.sums[DISTANCE] += torch.dot(staged.slow, staged.slow)
         if (shards.is_counted or shards.is_averaged) and staged.chunk in self._compared:
             self.sums[CHECKSUM] += sum_of_bits(staged.anchor) % _CHECKSUMS_BELOW

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.outer.staging import OWN, SLOW, WORK, Staged
+from pier_megatron.outer.staging import OWN, WORK, Staged
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL
 
-_TAKEN = (ANCHOR, MOMENTUM, RESIDUAL, *WORK, SLOW)
+_TAKEN = (ANCHOR, MOMENTUM, RESIDUAL, *WORK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,6 @@ class OuterRule:
             saved, restored, reset, offloaded and handed to an island that joins, as the anchor is.
         has_common_anchor: Whether all groups hold the same anchor afterwards.
         sent_of: Names of what :meth:`send` reads.
-        sends_slow_weights: Whether :meth:`send` also writes ``staged.slow``, whose exact sum :meth:`combine` finds there.
     """
 
     mu: float
@@ -42,10 +41,6 @@ class OuterRule:
     memory: ClassVar[tuple[str, ...]] = (MOMENTUM,)
     has_common_anchor: ClassVar[bool] = True
     sent_of: ClassVar[tuple[str, ...]] = (OWN,)
-
-    @property
-    def sends_slow_weights(self) -> bool:  # noqa: D102
-        return False
 
     def step(self, anchor: Tensor, delta: Tensor, *memory: Tensor) -> None:
         """Updates the anchor and the memory in place, element by element.
@@ -134,44 +129,6 @@ class NoLoCo(OuterRule):
         anchor.add_(momentum, alpha=-self.eta)
 
 
-@dataclasses.dataclass(frozen=True)
-class NoLoCoOfDifferences(NoLoCo):
-    """NoLoCo with any gamma or in few bits: groups exchange pseudo-gradients, and slow weights if ``pull`` is positive.
-
-    ``momentum = mu * momentum + pull * (anchor - mean(anchor)) + mean(anchor - parameters)``.
-
-    Attributes:
-        pull: Strength of the pull to the mean of the slow weights, gamma / eta; without one they do not cross.
-    """
-
-    pull: float
-
-    @property
-    def sends_slow_weights(self) -> bool:
-        """See :attr:`OuterRule.sends_slow_weights`."""
-        return self.pull > 0
-
-    def send(self, staged: Staged) -> None:
-        """Sends the pseudo-gradient, and separately the slow weights."""
-        staged.shared.copy_(staged.own)
-        if self.sends_slow_weights:
-            staged.slow.copy_(staged.anchor)
-
-    def combine(self, staged: Staged, size: int, counted: int) -> None:
-        """Takes the mean over the groups that met, and the distance to the mean of their slow weights."""
-        staged.shared.div_(size)
-        if self.sends_slow_weights:
-            torch.sub(staged.anchor, staged.slow, alpha=1 / size, out=staged.slow)
-
-    def update(self, staged: Staged, is_alone: bool) -> None:
-        """Takes the step."""
-        if not self.sends_slow_weights:
-            self.step(staged.anchor, staged.shared, staged.momentum)
-            return
-        staged.momentum.mul_(self.mu).add_(staged.slow, alpha=self.pull).add_(staged.shared)
-        staged.anchor.add_(staged.momentum, alpha=-self.eta)
-
-
 def rule_at(config: PierConfig, iteration: int) -> OuterRule:
     """Returns the rule of outer steps that begin after an iteration, or of a momentum warmup then.
 
@@ -181,8 +138,6 @@ def rule_at(config: PierConfig, iteration: int) -> OuterRule:
     mu, eta = config.momentum_at(iteration), config.learning_rate_at(iteration)
     if config.has_common_anchor or config.is_lazy(iteration):
         return rule_class(config)(mu, eta)
-    if config.sends_differences:
-        return NoLoCoOfDifferences(mu, eta, config.pull_at(iteration) if config.pulls else 0.0)
     return NoLoCo(mu, eta)
 
 
@@ -217,11 +172,6 @@ def _imported(name: str) -> type[OuterRule]:
         )
     if found.step is OuterRule.step and found.update is OuterRule.update:
         raise PierConfigError(f"--pier-outer-rule {name}: it has no method step(), which takes the outer step. Write one.")
-    if found.sends_slow_weights is not OuterRule.sends_slow_weights:
-        raise PierConfigError(
-            f"--pier-outer-rule {name}: it defines sends_slow_weights, but only NoLoCo's rule has buffers for slow weights. "
-            "Send all in staged.shared."
-        )
     if (
         found.memory[:1] != (MOMENTUM,)
         or len(found.memory) > 2

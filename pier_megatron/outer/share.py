@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.outer.memory import wire_of, work_names
+from pier_megatron.outer.memory import wire_of
 from pier_megatron.outer.rules import common_names
 from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import Chunk, OuterState, Shards
@@ -79,7 +79,7 @@ class Share:
             )
             for of_optimizer in shards
         ]
-        self.stagings = [Staging(state, work_names(config)) for state in self.states]
+        self.stagings = [Staging(state) for state in self.states]
         self._group = group
         parameters = [parameter for state in self.states for parameter, _ in state.slices()]
         self.moments = Moments(parameters, inner_state, store_inner_state)

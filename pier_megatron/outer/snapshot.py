@@ -53,14 +53,12 @@ class RoundBuffers:
         own: Pseudo-gradient of this group; float32, as long as the chunks of the round together.
         sum: Sum over its participants, likewise.
         verdicts: Verdict on the pseudo-gradient of every group, by group.
-        slow: Sum over its participants of their slow weights, likewise; None if the rule does not exchange them.
     """
 
     begun: int
     own: Tensor
     sum: Tensor
     verdicts: Sequence[int] = ()
-    slow: Tensor | None = None
 
 
 @dataclasses.dataclass

@@ -12,12 +12,9 @@ from torch import Tensor
 from pier_megatron.exchange.collectives import Residual
 from pier_megatron.outer.state import ANCHOR, MOMENTUM, RESIDUAL, Chunk, OuterState
 
-OWN, SHARED, SLOW = "own", "shared", "slow"
+OWN, SHARED = "own", "shared"
 WORK = (OWN, SHARED)
-"""Names of the vectors that a round works with: the own pseudo-gradient, and what is exchanged.
-
-A rule that also exchanges slow weights has them in :data:`SLOW`.
-"""
+"""Names of the vectors that a round works with: the own pseudo-gradient, and what is exchanged."""
 
 
 @dataclasses.dataclass
@@ -78,11 +75,6 @@ class Staged:
         return self.tensors[SHARED]
 
     @property
-    def slow(self) -> Tensor:
-        """The slow weights that the group sends, then their sum."""
-        return self.tensors[SLOW]
-
-    @property
     def anchor(self) -> Tensor:
         """The part of the anchor."""
         return self.tensors[ANCHOR]
@@ -128,14 +120,9 @@ class Staging:
         written: Event after which what a chunk has sent home is there, by the chunk's start.
     """
 
-    def __init__(self, state: OuterState, names: Sequence[str] = WORK) -> None:
-        """Starts without buffers.
-
-        Args:
-            state: Outer state.
-            names: Names of the vectors in its work buffers, see :func:`pier_megatron.outer.memory.work_names`.
-        """
-        self.state, self._names = state, names
+    def __init__(self, state: OuterState) -> None:
+        """Starts without buffers for a state."""
+        self.state = state
         self._longest = max((chunk.numel for chunk in state.chunks), default=0)
         self.work: collections.deque[Buffers] = collections.deque()
         # In place, a chunk is worked on where it is kept.
@@ -219,14 +206,11 @@ class Staging:
         return self.work.popleft() if self.work else self._new_work()
 
     def _new_kept(self) -> Buffers:
-        on_the_wire = [name for name in self._names if name != OWN]
-        return Buffers(
-            self.allocate((OWN,), **self.state.factory_kwargs) | self.allocate(on_the_wire, device=self.state.device)
-        )
+        return Buffers(self.allocate((OWN,), **self.state.factory_kwargs) | self.allocate((SHARED,), device=self.state.device))
 
     def _new_work(self) -> Buffers:
         offloaded = self.state.flats if self.state.offload else ()
-        buffers = Buffers(self.allocate((*self._names, *offloaded), device=self.state.device))
+        buffers = Buffers(self.allocate((*WORK, *offloaded), device=self.state.device))
         if self.state.copies_on_streams:
             # Kernels queued on the present stream may still use this memory under an earlier allocation.
             buffers.ready = torch.cuda.current_stream().record_event()

@@ -197,8 +197,7 @@ class OuterSteps:
         rounds_ = []
         for begun, verdicts in rounds.items():
             numel = sum(chunk.numel for _, chunk in self._share.chunks(self._config.fragments_due(begun)))
-            slow = torch.empty(numel) if self._config.pulls else None
-            rounds_.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts, slow))
+            rounds_.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts))
         return Snapshot(progress, self._share.kept(), rounds_)
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -26,7 +26,8 @@ _SHAPES: list[Shape] = [(kind, meeting, bits) for kind in _KINDS for meeting in 
 
 def _argv(shape: Shape, groups: int) -> str:
     kind, meeting, bits = shape
-    flags = _KINDS[kind] + _MEETING[meeting] + _BITS[bits]
+    # Pairs exchange FP32 alone.
+    flags = _KINDS[kind] + (_MEETING[meeting] or _BITS[bits])
     # A group has one rank, whatever their number.
     return f"{_COMMON}{flags}--pier-groups {groups} --global-batch-size {4 * groups} --micro-batch-size 2 "
 

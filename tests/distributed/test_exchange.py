@@ -232,22 +232,10 @@ def test_rounds_are_nesterov_on_the_mean_of_those_that_contribute(records: list[
     assert torch.equal(found["parameters"], found["anchor"])
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_groups_that_meet_sum_as_one_process_would(records: list[dict[str, dict]], codec: str) -> None:
-    found, coded = [record["met"][codec] for record in records], CODECS[codec]
-    residuals = {rank: torch.zeros(NUMEL) for rank in (0, 1, 3)}
+def test_groups_that_meet_sum_as_one_process_would(records: list[dict[str, dict]]) -> None:
+    found = [record["met"] for record in records]
     for step in range(3):
-        arrived = []
-        for rank, residual in residuals.items():
-            given = vector(rank, step).cpu()
-            if coded.lossless:
-                arrived.append(given)
-                continue
-            padded = torch.nn.functional.pad(given + residual, (0, -NUMEL % BLOCK))
-            decoded = decode(coded, encode(coded, padded[None]))[0]
-            residual.copy_((padded - decoded)[:NUMEL])
-            arrived.append(decoded[:NUMEL])
-        expected = arrived[0] + arrived[1] + arrived[2]
+        expected = vector(0, step).cpu() + vector(1, step).cpu() + vector(3, step).cpu()
         for rank in (0, 1, 3):
             assert torch.equal(found[rank]["sums"][step], expected)
         # One that sits out keeps what it has, whole.

@@ -24,7 +24,7 @@ _SITES = {"groups": 4, "preset": "pier", "sites": 2, "site_interval": 1}
 
 # By name: ranks, settings, layout. Odd numbers of groups, so that one sits out.
 _TRAININGS: dict[str, tuple[int, dict[str, Any], str]] = {
-    "3 groups, PP 2, pulled": (6, {"groups": 3, "subgroup_gamma": 0.9, "fragments": 2, "overlap": 1}, _PP2),
+    "3 groups, PP 2": (6, {"groups": 3, "fragments": 2, "overlap": 1}, _PP2),
     "6 groups in threes": (6, {"groups": 6, "subgroup_size": 3, "subgroup_seed": 1}, ""),
     "4 groups, TP 2, offloaded": (8, {"groups": 4, "offload": True, "overlap": 2}, _TP2),
     "4 groups in sites, PP 2": (8, _SITES | {"overlap": 2}, _PP2),
@@ -44,15 +44,13 @@ def _argv(settings: dict[str, Any], layout: str, world: int) -> str:
 
 
 _IN_PAIRS = _argv(_LAZY | {"groups": 6}, "", 6)
-_HIDDEN = "--bf16 --pier-overlap 2 --pier-fragments 2 --pier-exchange-dtype int8 --pier-offload "
+_HIDDEN = "--bf16 --pier-overlap 2 --pier-fragments 2 --pier-offload "
 _SAVED = "--load {directory}/pairs --ckpt-step 8 "
 _STARTS = "--exit-interval 9 "
 _CHANGED = "--pier-override-checkpoint "
 _PROBES = ["main", "outer"]
 _LONGER = "--train-iters 15 --override-opt_param-scheduler --exit-interval 9"
 _AT_START = ["start anchor", "start momentum"]
-_PULLED = "--pier-subgroup-gamma 0.9 "
-_FROM_PULLED = "--load {directory}/pulled --ckpt-step 8 "
 
 _PP3 = _argv(_LAZY | {"groups": 2}, "", 2) + "--pipeline-model-parallel-size 3 --num-layers 3 "
 
@@ -64,11 +62,9 @@ _IN_SIX = [
     Run("hidden", _IN_PAIRS + _HIDDEN + "--save {directory}/hidden --save-interval 12", _PROBES, saves=[7, 11]),
     *(Run(f"hidden from {at}", f"{_IN_PAIRS}{_HIDDEN}--load {{directory}}/hidden --ckpt-step {at}", _PROBES) for at in (7, 11)),
     Run("three of six", _argv(_LAZY | {"groups": 3}, "", 6) + _CHANGED + _SAVED + _STARTS, ["start anchor"]),
-    Run("all meet", _argv(_LAZY | {"groups": 6, "preset": "diloco"}, "", 6) + _CHANGED + _SAVED + _STARTS, ["start anchor"]),
-    Run("pulled", _IN_PAIRS + _PULLED + "--save {directory}/pulled --save-interval 12", _PROBES, saves=[8]),
-    Run("pulled, other chunks", _IN_PAIRS + _PULLED + _FROM_PULLED + "--pier-chunk-mib 9", _PROBES),
-    Run("pulled, longer", _IN_PAIRS + _PULLED + _FROM_PULLED + _CHANGED + _LONGER, _PROBES),
-    Run("pulled, all meet", _argv(_LAZY | {"groups": 6, "preset": "diloco"}, "", 6) + _CHANGED + _FROM_PULLED, _AT_START),
+    Run("all meet", _argv(_LAZY | {"groups": 6, "preset": "diloco"}, "", 6) + _CHANGED + _SAVED + _STARTS, _AT_START),
+    Run("other chunks", _IN_PAIRS + _SAVED + "--pier-chunk-mib 9", _PROBES),
+    Run("longer", _IN_PAIRS + _SAVED + _CHANGED + _LONGER, _PROBES),
     Run("stock goes on", "--train-iters 12 --use-distributed-optimizer --global-batch-size 12 " + _SAVED, ["weights"]),
     Run("means", _IN_PAIRS + "--pier-evaluate-mean --eval-interval 8", ["main"]),
     Run("each", _IN_PAIRS + "--eval-interval 8", ["main"]),
@@ -140,13 +136,13 @@ def test_other_numbers_of_groups_go_on_from_means(runs: dict[str, Recorded]) -> 
         torch.testing.assert_close(rank["start anchor"][0], torch.stack(saved).mean(0), rtol=1e-6, atol=1e-7)
 
 
-def test_momentum_of_pairs_that_send_slow_weights_is_saved_as_it_is(runs: dict[str, Recorded]) -> None:
-    goes_on_exactly(runs["pulled, other chunks"], runs["pulled"], 8)
-    for longer, rank in zip(runs["pulled, longer"].ranks, runs["pulled"].ranks, strict=True):
+def test_momentum_of_pairs_is_saved_as_it_is(runs: dict[str, Recorded]) -> None:
+    goes_on_exactly(runs["other chunks"], runs["pairs"], 8)
+    for longer, rank in zip(runs["longer"].ranks, runs["pairs"].ranks, strict=True):
         for name in ("momentum", "anchor"):
             assert torch.equal(longer[name][9][0], rank[name][9][0])
-    saved = torch.stack([rank["momentum"][8][0] for rank in runs["pulled"].ranks]).mean(0)
-    for rank in runs["pulled, all meet"].ranks:
+    saved = torch.stack([rank["momentum"][8][0] for rank in runs["pairs"].ranks]).mean(0)
+    for rank in runs["all meet"].ranks:
         torch.testing.assert_close(rank["start momentum"][0], saved, rtol=1e-5, atol=1e-7)
 
 

@@ -133,7 +133,6 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
     "the anchor stays where the run began": (Weights, "become_anchor", lambda weights: None),
-    "slow weights do not cross": (PierConfig, "pull_at", lambda config, iteration: 0.0),
     "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
     "what a rule remembers is not restored": (OuterState, "restore", _restore_without_memory),
     "sites do not average": (Participants, "average", lambda participants, iteration: None),

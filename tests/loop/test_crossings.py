@@ -42,7 +42,7 @@ def runs(draw: st.DrawFn) -> Settings:
         config["preset"] = draw(st.sampled_from(["pier-rising", "diloco"]))
     elif config["preset"] == "noloco" or draw(st.booleans()):
         config["subgroup_size"] = draw(st.integers(2, groups))
-        config["subgroup_gamma"] = draw(st.sampled_from([None, 0.0, 0.9]))
+        config |= {"exchange_dtype": "fp32", "no_error_feedback": False}
         config["subgroup_seed"] = draw(st.integers(0, 3))
     return Settings(groups, ranks_in_group, config, averages=draw(st.booleans()))
 

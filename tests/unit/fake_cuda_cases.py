@@ -159,11 +159,7 @@ _WAYS: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     ),
     "fragments": ({"overlap": 1, "fragments": 2}, [0, 1, 0, 1], [2, 0, 2, 0]),
     "pairs": ({"preset": "noloco", "groups": 4}, [0, 0, 0, 1], [0, 0, 0, 2]),
-    "pairs, slow weights, int8, offloaded": (
-        {"preset": "noloco", "groups": 4, "exchange_dtype": "int8", "offload": True},
-        [0, 0, 0, 1],
-        [0, 0, 0, 2],
-    ),
+    "pairs, offloaded": ({"preset": "noloco", "groups": 4, "offload": True}, [0, 0, 0, 1], [0, 0, 0, 2]),
     "pairs, overlapped": ({"preset": "noloco", "groups": 4, "overlap": 2}, [0, 0, 0, 1], [0, 2, 0, 0]),
     "sites": ({"groups": 4, "sites": 2, "site_interval": 2}, [0, 1, 0, 4], [0, 1, 0, 4]),
 }
@@ -278,7 +274,7 @@ _LARGE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "overlapped": (_7B, {"overlap": 2}),
     "offloaded": (_7B, {"offload": True}),
     "overlapped, offloaded, int1": (_GPT2_XL, {"overlap": 2, "offload": True, "exchange_dtype": "int1"}),
-    "pairs, int8": (_7B, {"preset": "noloco", "groups": 4, "exchange_dtype": "int8"}),
+    "pairs": (_7B, {"preset": "noloco", "groups": 4}),
 }
 
 

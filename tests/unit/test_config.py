@@ -51,11 +51,10 @@ _SITES = {"groups": 4, "sites": 2, "site_interval": 5}
         ({"preset": "nesterov"}, ["--pier-preset nesterov", "pier-cosine", "diloco"]),
         ({"subgroup_size": 1}, ["--pier-subgroup-size 1", "at least 2"]),
         ({"subgroup_size": 3}, ["--pier-subgroup-size 3", "from 2 to --pier-groups 2"]),
-        ({"subgroup_gamma": 0.7}, ["--pier-subgroup-gamma", "all groups of this one meet", "--pier-preset noloco"]),
-        ({"subgroup_gamma": 0.0}, ["--pier-subgroup-gamma", "all groups of this one meet"]),
+        ({"subgroup_seed": 7}, ["--pier-subgroup-seed", "all groups of this one meet", "--pier-preset noloco"]),
         ({"subgroup_seed": 3}, ["--pier-subgroup-seed", "all groups of this one meet"]),
         ({"evaluate_mean": True}, ["--pier-evaluate-mean", "all groups of this one meet"]),
-        ({"preset": "noloco", "subgroup_gamma": -1.0}, ["--pier-subgroup-gamma -1.0", "drives groups apart"]),
+        ({"preset": "noloco", "exchange_dtype": "int8"}, ["--pier-exchange-dtype int8", "they send their weights"]),
         ({"preset": "noloco", "save_inner_state": "first"}, ["--pier-save-inner-state first", "Save all"]),
         ({"save_inner_state": "first", "overlap": 2}, ["--pier-save-inner-state first", "--pier-overlap 2", "Save all"]),
         ({"save_inner_state": "first", "fragments": 2}, ["--pier-save-inner-state first", "--pier-fragments 2", "Save all"]),
@@ -234,13 +233,13 @@ def test_constants_under_which_groups_drift_apart_are_said() -> None:
     def said(**settings: Any) -> list[str]:
         return [text for text in PierConfig(10_000, groups=4, preset="noloco", **settings).warnings() if "gamma" in text]
 
-    assert said() == said(subgroup_gamma=1.2) == said(subgroup_size=4, subgroup_gamma=0.0) == []
-    [weak] = said(subgroup_gamma=0.4)
+    assert said() == said(outer_lr=1.2) == []
+    [weak] = said(outer_lr=0.4)
     assert "gamma = 0.4 is not between 0.5 and 1.5" in weak
-    [strong] = said(subgroup_gamma=1.6, subgroup_size=2)
+    [strong] = said(outer_lr=1.6, subgroup_size=2)
     assert "1.6 is not between" in strong
     # Subgroups of three: sqrt(3 / 4) * 0.5.
-    assert "between 0.433 and" in said(subgroup_gamma=0.4, subgroup_size=3)[0]
+    assert "between 0.433 and" in said(outer_lr=0.4, subgroup_size=3)[0]
 
 
 def test_groups_in_pairs_have_a_partner_each_and_the_last_sits_out() -> None:

@@ -3,7 +3,10 @@
 import argparse
 import dataclasses
 import math
+import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,12 +337,31 @@ def test_job_that_cannot_start_gives_its_devices_to_the_next(tmp_path: Path, mon
         (plan.checkpoints(expert.name) / "latest_checkpointed_iteration.txt").write_text("8")
     # No log can be written there.
     (tmp_path / "MHo-IHo/law/scores/log.txt").mkdir(parents=True)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 5))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(PierConfigError) as refused:
         score.run(argparse.Namespace(folder=tmp_path))
     directory, status = refused.value.args
     assert directory.startswith("MHo-IHo/law: [Errno 21] Is a directory")
-    assert status == f"MHo-IHo/history: ended with status 5, log in {tmp_path}/MHo-IHo/history/scores/log.txt"
+    assert status == f"MHo-IHo/history: ended with status 1, log in {tmp_path}/MHo-IHo/history/scores/log.txt"
+
+
+def test_a_signal_ends_what_scores(tmp_path: Path) -> None:
+    plan_with_scores(tmp_path, np.zeros((1, 2)), 2.0)
+    (tmp_path / "python").write_text(f"#!/bin/bash\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    code = (
+        f"import argparse, sys; sys.executable = '{tmp_path}/python'; from pier_megatron.experiments.experts import score; "
+        f"sys.exit(score.run(argparse.Namespace(folder=__import__('pathlib').Path('{tmp_path}'))))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        pid, deadline = tmp_path / "pid", time.monotonic() + 60
+        while not (pid.exists() and pid.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        assert "start the same command again" in process.communicate(timeout=30)[0]
+    assert process.returncode == 130
+    assert not Path("/proc", pid.read_text().strip(), "exe").exists()
 
 
 def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:

@@ -138,6 +138,18 @@ def test_a_script_that_runs_is_read_on_though_another_is_written(planned: Callab
     assert process.returncode == 0
 
 
+def test_an_expert_is_trained_once_at_a_time(planned: Callable[..., Plan]) -> None:
+    plan = planned("cpu")
+    (plan.folder / _NAMES[0] / "waits").write_text("5")
+    with subprocess.Popen([plan.folder / "train.sh", "0"], stdout=subprocess.PIPE, text=True) as process:
+        while not (plan.folder / _NAMES[0] / "pid").exists():
+            time.sleep(0.05)
+        second = run(plan, "0")
+        assert (second.returncode, f"{_NAMES[0]}: another train.sh trains it" in second.stderr) == (1, True)
+        assert process.wait(60) == 0
+    assert len(started(plan, _NAMES[0])) == 1
+
+
 def test_it_takes_the_gpus_that_its_caller_shows(planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")

@@ -1,7 +1,9 @@
 """Launch commands as people type them."""
 
 import os
+import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -130,3 +132,22 @@ def test_megatron_of_a_checkout_comes_first(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "megatron" / "core" / "package_info.py").touch()
     job.find_megatron()
     assert sys.path == [str(tmp_path), *before]
+
+
+def test_bash_hands_doctor_the_launch_lines_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    scripts = [text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
+    assert len(scripts) >= 2
+    for name, printed in {"scontrol": "echo node0", "printed": 'printf "%s\\0" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{printed}")
+        (tmp_path / name).chmod(0o755)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_NNODES", "8")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CHECK", "printed")
+    for text in scripts:
+        found = subprocess.run(["bash", "-c", text], capture_output=True, text=True)
+        job = LaunchCommand.parse(found.stdout.split("\0")[:-1])
+        assert (job.nodes, job.ranks_per_node, job.script) == (8, 4, "pretrain_gpt.py")
+        assert "SLURM_NODEID" in job.surroundings.wrapper

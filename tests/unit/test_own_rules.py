@@ -61,10 +61,6 @@ class Idle(OuterRule):
     """Without step()."""
 
 
-class Slow(Descent):
-    sends_slow_weights = True  # type: ignore[assignment]
-
-
 def nothing() -> None:
     """No rule."""
 
@@ -205,7 +201,6 @@ def test_snapshot_of_another_rule_is_refused_or_begins_without_memory() -> None:
         ("test_own_rules:nothing", r"not a subclass of pier_megatron.outer.OuterRule"),
         ("test_own_rules:Pairs", r"by which all groups agree"),
         ("test_own_rules:Idle", r"it has no method step\(\)"),
-        ("test_own_rules:Slow", r"only NoLoCo's rule has buffers"),
         ("test_own_rules:Three", r"its memory is \('momentum', 'second', 'third'\), must be"),
         ("test_own_rules:Taken", r"with a NAME of letters other than anchor, momentum, residual"),
     ],

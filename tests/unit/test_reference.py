@@ -95,9 +95,9 @@ def _trained(config: PierConfig) -> list[Tensor]:
 
 @pytest.mark.parametrize(("size", "gamma"), [(2, 0.7), (2, 1.2), (3, 0.9)])
 def test_noloco_is_equation_2_with_the_sign_of_equation_32(size: int, gamma: float) -> None:
-    alpha, beta, n = 0.5, 0.7, size
+    alpha, beta, n = 0.5, gamma, size
     common = {"train_iters": 12, "groups": 6, "sync_interval": 2, "lazy_start_iters": 0, "preset": "noloco"}
-    config = PierConfig(**common, subgroup_size=n, subgroup_gamma=gamma)
+    config = PierConfig(**common, subgroup_size=n, outer_lr=gamma)
     phi, delta, theta = (torch.zeros(6, dtype=torch.float64) for _ in range(3))
     for t in range(1, 13):
         theta = theta - 0.1 * (theta - (1.0 + torch.arange(6)))
@@ -111,17 +111,3 @@ def test_noloco_is_equation_2_with_the_sign_of_equation_32(size: int, gamma: flo
         if t < 12:
             torch.testing.assert_close(_trained(config)[t - 1], theta, rtol=0, atol=1e-12)
     torch.testing.assert_close(_trained(config)[-1], phi.mean().expand(6), rtol=0, atol=1e-12)
-
-
-def test_noloco_of_all_groups_without_gamma_is_diloco_with_heavy_ball_momentum() -> None:
-    config = PierConfig(12, groups=4, sync_interval=3, lazy_start_iters=0, preset="noloco", subgroup_size=4, subgroup_gamma=0.0)
-    outer = torch.zeros(1, dtype=torch.float64)
-    heavy_ball = torch.optim.SGD([outer], lr=0.7, momentum=0.5)
-    theta = torch.zeros(4, dtype=torch.float64)
-    for t, found in enumerate(_trained(config), start=1):
-        theta = theta - 0.1 * (theta - (1.0 + torch.arange(4)))
-        if t % 3 == 0:
-            outer.grad = (outer - theta).mean(0, keepdim=True)
-            heavy_ball.step()
-            theta = outer.expand(4).clone()
-        torch.testing.assert_close(found, theta, rtol=0, atol=1e-15)

@@ -115,7 +115,7 @@ _LONG_OVERLAPS = [
     {"train_iters": 27, "overlap": 7, "sync_interval": 9, "lazy_start_iters": 9},
     {"train_iters": 36, "overlap": 5, "sync_interval": 12, "lazy_start_iters": 12},
     {"train_iters": 36, "overlap": 8, "sync_interval": 12, "lazy_start_iters": 12, "fragments": 3, "exchange_dtype": "int8"},
-    {"train_iters": 36, "overlap": 5, "sync_interval": 12, "lazy_start_iters": 12, "preset": "noloco", "subgroup_gamma": 0.9},
+    {"train_iters": 36, "overlap": 5, "sync_interval": 12, "lazy_start_iters": 12, "preset": "noloco"},
 ]
 _SETTINGS = [
     {},
@@ -124,8 +124,7 @@ _SETTINGS = [
     {"overlap": 3, "exchange_dtype": "int8"},
     {"overlap": 2, "fragments": 3, "exchange_dtype": "int4"},
     {"preset": "noloco"},
-    {"preset": "noloco", "subgroup_gamma": 0.9, "fragments": 2},
-    {"preset": "noloco", "exchange_dtype": "int8", "overlap": 2, "fragments": 3},
+    {"preset": "noloco", "overlap": 2, "fragments": 3},
     *_LONG_OVERLAPS,
 ]
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 from collections.abc import Collection
 
-from pier_megatron.commands import batch_script
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
 from pier_megatron.commands.trust import TRUSTED_ONLY
@@ -46,16 +45,10 @@ def run(options: argparse.Namespace) -> int:
         raise PierConfigError("no launch command is given. Give it after doctor, such as torchrun ... SCRIPT ...")
     for flag, given in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
         if given is not None:
-            raise PierConfigError(
-                f"{flag} {given} is for --recipe. A launch command has --nnodes and --nproc-per-node; give the size of a batch "
-                "script as to sbatch: pier-megatron doctor sbatch --nodes 8 SCRIPT"
-            )
+            raise PierConfigError(f"{flag} {given} is for --recipe. A launch command has --nnodes and --nproc-per-node.")
     findings = examine(options.command, options.flags)
     print("\n".join(findings.lines()), flush=True)
     if options.start and not findings.errors:
-        with batch_script.opened(options.command, "doctor") as (_, notes):
-            if notes:
-                raise PierConfigError("--start starts a launch command, not a batch script. Give the torchrun line itself.")
         _start(options.command, findings)
     print(findings.verdict, flush=True)
     return findings.status
@@ -79,15 +72,14 @@ def examine(words: list[str], flags: Collection[str] = ()) -> Findings:
     """Looks at a job without starting it; needs no GPU.
 
     Args:
-        words: Launch command of the job, or a batch script with it.
+        words: Launch command of the job.
         flags: Doctor's own flags, which belong before the job.
     """
     findings = Findings()
     # Importing PyTorch and Megatron makes millions of objects and leaves no garbage; looking for it takes a fifth of the time.
     gc.disable()
-    with findings.collecting(), batch_script.opened(words, "doctor", flags) as (launch, notes):
-        findings.notes += notes
-        command = LaunchCommand.parse(launch)
+    with findings.collecting():
+        command = LaunchCommand.parse(words)
         from pier_megatron.commands.doctor import job
 
         job.examine(command, findings, flags)

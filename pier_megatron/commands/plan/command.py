@@ -4,7 +4,6 @@ import argparse
 import gc
 import json
 
-from pier_megatron.commands import batch_script
 from pier_megatron.commands.launch_command import add_command_argument
 from pier_megatron.commands.plan import cluster as clusters
 from pier_megatron.errors import PierConfigError
@@ -55,10 +54,8 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     from pier_megatron.commands.plan import picture, text
     from pier_megatron.commands.plan.planning import make_plan
 
-    # A batch script may run in another folder.
-    log = options.log and options.log.absolute()
-    with batch_script.opened(options.command, "plan", options.flags) as (launch, _):
-        plan = make_plan(LaunchCommand.parse(launch), cluster, options.tflops is not None, log, options.flags)
+    command = LaunchCommand.parse(options.command)
+    plan = make_plan(command, cluster, options.tflops is not None, options.log, options.flags)
     if options.plot and "groups" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
     if options.plot:

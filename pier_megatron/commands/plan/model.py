@@ -158,8 +158,7 @@ class Prediction:
         """Seconds of an outer step that iterations can hide, if it is overlapped, and those that a group waits for.
 
         Copies of offloaded state run in both directions at once, during the exchange and the passes over the parameters. Not
-        counted: the copy of the first chunk, which nothing hides; the residuals, which ``--pier-no-error-feedback`` saves;
-        the slow weights of pairs.
+        counted: the copy of the first chunk, which nothing hides; the residuals, which ``--pier-no-error-feedback`` saves.
         """
         wire, coding = self.pairs if way.in_pairs else self.exchange[way.dtype], self._coding(way.dtype)
         if not way.offload:

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from pier_megatron.errors import PierConfigError, Problems
 from pier_megatron.experiments.experts.planned import Plan
 from pier_megatron.experiments.experts.scoring_arguments import scoring_arguments
 from pier_megatron.megatron_api.tracker import tracker_of
+from pier_megatron.processes import INTERRUPTED
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -57,13 +59,23 @@ def run(options: argparse.Namespace) -> int:
     problems, free = Problems(), queue.SimpleQueue[Sequence[str]]()
     for devices in places(plan, missing):
         free.put(devices)
+    jobs: list[subprocess.Popen[bytes]] = []
+    # A scheduler's signal reaches this process alone.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with futures.ThreadPoolExecutor(free.qsize()) as pool:
-        scored = [pool.submit(_score, plan, free, model) for model in missing]
-        for model, job in zip(missing, scored, strict=True):
-            with problems.collecting():
-                if status := job.result():
-                    raise PierConfigError(f"{model.name}: ended with status {status}, log in {_log(plan, model)}")
-                accept(plan, model)
+        try:
+            scored = [pool.submit(_score, plan, free, jobs, model) for model in missing]
+            for model, job in zip(missing, scored, strict=True):
+                with problems.collecting():
+                    if status := job.result():
+                        raise PierConfigError(f"{model.name}: ended with status {status}, log in {_log(plan, model)}")
+                    accept(plan, model)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in jobs:
+                process.terminate()
+            print("Interrupted: start the same command again for the models that are not scored.")
+            return INTERRUPTED
     problems.report()
     return 0
 
@@ -139,8 +151,8 @@ def _log(plan: Plan, model: Scored) -> Path:
     return plan.folder / model.name / "scores" / "log.txt"
 
 
-def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", model: Scored) -> int:
-    """Scores a model on all domains, once devices are free; returns the exit status."""
+def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", jobs: "list[subprocess.Popen[bytes]]", model: Scored) -> int:
+    """Scores a model on all domains, once devices are free; adds to the ``jobs``, and returns the exit status."""
     from pier_megatron.experiments.experts.scoring import VARIABLE
 
     size = plan.models[model.size]
@@ -158,7 +170,9 @@ def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", model: Scored) 
         if plan.device == "cuda":
             environment[_GPUS] = ",".join(devices)
         with _log(plan, model).open("w") as log:
-            return subprocess.run([*processes, *script, *arguments], env=environment, stdout=log, stderr=log).returncode
+            process = subprocess.Popen([*processes, *script, *arguments], env=environment, stdout=log, stderr=log)
+            jobs.append(process)
+            return process.wait()
     except OSError as error:
         raise PierConfigError(f"{model.name}: {error}") from error
     finally:

@@ -18,7 +18,13 @@ launch() {
 }
 
 train() {
-  local name=${names[$1]} arguments status
+  local name=${names[$1]} arguments status lock
+  # Held by all that is started, until the last of it ends.
+  exec {lock}> "$folder/$name/lock"
+  if ! flock --nonblock "$lock"; then
+    echo "$name: another train.sh trains it" >&2
+    return 1
+  fi
   echo "$name: started at iteration $(iteration_of "$1"), log in $folder/$name/log.txt"
   mapfile -t arguments < "$folder/$name/arguments.txt"
   launch -m pier_megatron --device "$device" "$script" "${arguments[@]}" < /dev/null >> "$folder/$name/log.txt" 2>&1

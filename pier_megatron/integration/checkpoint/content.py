@@ -147,8 +147,7 @@ class RunPosition:
             if name not in common
         }
         for round_ in snapshot.rounds:
-            parts = {"own": round_.own, "sum": round_.sum, "slow": round_.slow}
-            tensors |= {f"round_{round_.begun}.{name}": part for name, part in parts.items() if part is not None}
+            tensors |= {f"round_{round_.begun}.own": round_.own, f"round_{round_.begun}.sum": round_.sum}
         return tensors
 
     def sharded_tensors(self, group: int, tensors: Mapping[str, Tensor]) -> "ShardedStateDict":

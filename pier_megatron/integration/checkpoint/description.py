@@ -16,7 +16,7 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import flag_of
 from pier_megatron.version import __version__
 
-FORMAT = 9
+FORMAT = 10
 """Raised when what is written changes: a plugin reads its own format alone."""
 
 ENTRY = "pier"
@@ -33,7 +33,6 @@ _SETTINGS = (
     "sync_interval",
     "preset",
     "subgroup_size",
-    "subgroup_gamma",
     "subgroup_seed",
     "lazy_start",
     "outer_lr",

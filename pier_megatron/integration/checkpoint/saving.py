@@ -115,8 +115,8 @@ class Saving:
             # Not if there are none: Megatron would store the empty dict, for one of the optimizers that it counts in a chain.
             entry["tensors"] = exact
         if versions.megatron_args().async_save:
-            parts = (part for round_ in snapshot.rounds for part in (round_.own, round_.sum, round_.slow))
-            _copy_host_memory(entry, {part.data_ptr() for part in parts if part is not None})
+            parts = (part for round_ in snapshot.rounds for part in (round_.own, round_.sum))
+            _copy_host_memory(entry, {part.data_ptr() for part in parts})
         if snapshot.progress.is_local and group > 0:
             # Megatron takes the groups for copies of each other and would store some of this from one, some from another.
             stock = without_sharded(stock)

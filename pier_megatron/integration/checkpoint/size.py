@@ -39,9 +39,7 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
     own = _groups_apart(args, config, groups)
     if own:
         sizes[f"{INNER_STATE} {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
-    under_way = (2 + config.pulls) * _FP32 * rounds_at_once(config) / config.fragments + (
-        _FP32 if config.has_error_feedback else 0
-    )
+    under_way = 2 * _FP32 * rounds_at_once(config) / config.fragments + (_FP32 if config.has_error_feedback else 0)
     if under_way:
         sizes["exchanges under way and what codecs dropped"] = under_way * groups
     return sizes
