@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2152,
-    "bridge": 561,
-    "commands": 4210,
+    "": 2129,
+    "bridge": 560,
+    "commands": 3980,
     "cpu": 675,
-    "exchange": 2050,
-    "experiments": 4443,
-    "integration": 5674,
+    "exchange": 2030,
+    "experiments": 4457,
+    "integration": 5669,
     "megatron_api": 505,
-    "outer": 3151,
+    "outer": 3057,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

@@ -11,7 +11,7 @@ import torch
 
 from pier_megatron import PierConfig
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports, norms_and_cosines, spread
-from pier_megatron.outer.rounds import DISTANCE, ELEMENTS
+from pier_megatron.outer.rounds import ELEMENTS
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import ABSENT, GOOD
@@ -143,8 +143,6 @@ def test_spread_is_the_deviation_of_weights() -> None:
         row[ELEMENTS] = 50
     expected = weights.var(0).mean().sqrt().item()
     assert spread(sums, 3) == pytest.approx(expected)
-    sums[:, DISTANCE] = 4 * (own - mean).square().sum(1)
-    assert spread(sums, 3, of_slow_weights=True) == pytest.approx(2 * expected)
     assert spread(sums[:1], 1) is None
 
 
