@@ -10,12 +10,12 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
     "": 2129,
-    "bridge": 560,
+    "bridge": 564,
     "commands": 3980,
     "cpu": 675,
     "exchange": 2030,
-    "experiments": 4457,
-    "integration": 5669,
+    "experiments": 4463,
+    "integration": 5660,
     "megatron_api": 505,
     "outer": 3057,
 }

@@ -24,7 +24,6 @@ from pier_megatron import cli, values  # noqa: E402
 from pier_megatron.experiments.compression.policy import DIMENSIONS, POLICIES, policy  # noqa: E402
 from pier_megatron.flags import WITH_ANY_OPTIMIZER  # noqa: E402
 from pier_megatron.integration import arguments, refusals  # noqa: E402
-from pier_megatron.integration.inner import requirements  # noqa: E402
 from pier_megatron.megatron_api import args as megatron_args  # noqa: E402
 from pier_megatron.schedules import PRESETS, Preset, Segment  # noqa: E402
 from pier_megatron.settings import Settings, flag_of  # noqa: E402
@@ -49,7 +48,7 @@ _TEXTS: dict[Callable[..., Any], str] = {
 }
 """Values that parsers of ``pier_megatron.values`` accept, where these do not say so themselves."""
 
-_START_UP = ("config.py", "integration/arguments.py", "integration/refusals.py", "integration/inner/requirements.py")
+_START_UP = ("config.py", "integration/arguments.py", "integration/refusals.py")
 """Modules whose refusals the start of every run with Pier checks; pages of features list those of features."""
 
 _WISHES = {
@@ -234,9 +233,13 @@ def _texts(node: ast.expr, known: dict[str, list[str]]) -> list[str]:
 
 def start_up_refusals() -> list[tuple[str, str]]:
     """What start-up refuses in a run with Pier, and its reason with the remedy; in the order of the code."""
-    modules = {"config.py": None, "integration/arguments.py": arguments, "integration/refusals.py": refusals}
+    modules: dict[str, ModuleType | None] = {
+        "config.py": None,
+        "integration/arguments.py": arguments,
+        "integration/refusals.py": refusals,
+    }
     package = REPOSITORY / "pier_megatron"
-    sources = [(package / name, modules.get(name, requirements)) for name in _START_UP]
+    sources = [(package / name, modules[name]) for name in _START_UP]
     found: dict[str, str] = {}
     for path, module in sources:
         for message in messages(path, module):

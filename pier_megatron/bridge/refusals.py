@@ -3,11 +3,11 @@
 What has a flag is refused as under flags, by :mod:`pier_megatron.integration.refusals`.
 """
 
-import operator
 from typing import Any
 
-from pier_megatron.errors import PierConfigError
 from pier_megatron.settings import INNER_OPTIMIZERS
+
+_PIER = "PierOptimizerConfig"
 
 # By path in the configuration. A setting is refused unless it is None, False or 0; a part of the configuration is, if its own
 # switch is on.
@@ -24,34 +24,36 @@ _REFUSED = {
 }
 
 
-def refuse_what_cannot_work(config: Any) -> None:
-    """Refuses settings of a ``ConfigContainer``.
-
-    Raises:
-        PierConfigError: With the setting and the reason.
-    """
-    for path, reason in _REFUSED.items():
-        value = config
-        for name in path.split("."):
-            value = getattr(value, name, None)
-        if value:
-            raise PierConfigError(f"config.{path} cannot be used with PierOptimizerConfig: {reason}.")
-    inner = config.optimizer.optimizer
-    if inner not in INNER_OPTIMIZERS:
-        raise PierConfigError(
-            f"config.optimizer.optimizer='{inner}' cannot be used with PierOptimizerConfig: not one of "
-            f"{', '.join(INNER_OPTIMIZERS)}."
-        )
-    if inner != "adam":
-        for path in ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer"):
-            if operator.attrgetter(path)(config):
-                raise PierConfigError(
-                    f"config.{path}=True cannot be used with config.optimizer.optimizer='{inner}': Megatron-Bridge lays no "
-                    "buckets out for Megatron's layer-wise optimizer, which shards the work. Set it to False, or use flags."
-                )
-    instances, groups = config.ddp.num_distributed_optimizer_instances, config.optimizer.groups
-    if instances not in (1, groups):
-        raise PierConfigError(
+def refused(config: Any) -> list[str]:
+    """Messages of settings of a ``ConfigContainer`` that cannot work, each with its reason."""
+    inner, groups = config.optimizer.optimizer, config.optimizer.groups
+    instances = config.ddp.num_distributed_optimizer_instances
+    shares = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
+    of_muon = f"config.optimizer.optimizer='{inner}'"
+    table = (
+        *((_value(config, path), f"config.{path} cannot be used with {_PIER}: {why}.") for path, why in _REFUSED.items()),
+        (
+            inner not in INNER_OPTIMIZERS,
+            f"{of_muon} cannot be used with {_PIER}: not one of {', '.join(INNER_OPTIMIZERS)}.",
+        ),
+        *(
+            (
+                inner == "muon" and _value(config, path),
+                f"config.{path}=True cannot be used with {of_muon}: Megatron-Bridge lays no buckets out for Megatron's "
+                "layer-wise optimizer, which shards the work. Set it to False, or use flags.",
+            )
+            for path in shares
+        ),
+        (
+            instances not in (1, groups),
             f"config.ddp.num_distributed_optimizer_instances={instances} contradicts config.optimizer.groups={groups}: a Pier "
-            "group is a distributed-optimizer instance, and PierOptimizerConfig sets their number. Drop the former."
-        )
+            "group is a distributed-optimizer instance, and PierOptimizerConfig sets their number. Drop the former.",
+        ),
+    )
+    return [message for holds, message in table if holds]
+
+
+def _value(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config

@@ -8,11 +8,11 @@ from typing import Any
 
 from pier_megatron.bridge import refusals
 from pier_megatron.bridge.arguments import BridgeArguments, BridgeLoop
+from pier_megatron.errors import Problems
 from pier_megatron.integration import cautions, current
 from pier_megatron.integration import refusals as of_flags
 from pier_megatron.integration.arguments import check_arguments, check_release, number_of_groups
 from pier_megatron.integration.checkpoint import hooks
-from pier_megatron.integration.inner import requirements
 from pier_megatron.integration.own_group import own_data_parallel_ranks
 from pier_megatron.integration.training import pass_over_iteration, take_step
 from pier_megatron.megatron_api import run, versions
@@ -40,10 +40,12 @@ def _prepare(config: Any, arguments: Any) -> None:
     check_release(arguments)
     pier = config.optimizer
     pier.groups = number_of_groups(pier.groups, pier.ranks_per_domain)
-    refusals.refuse_what_cannot_work(config)
-    of_flags.refuse_what_cannot_work(arguments)
+    problems = Problems(refusals.refused(config))
+    for refuse in (of_flags.refuse_what_cannot_work, of_flags.refuse_for_inner_optimizer):
+        with problems.collecting():
+            refuse(arguments)
+    problems.report()
     cautions.turn_off_what_has_no_use(arguments, BridgeArguments.assign)
-    requirements.check(arguments)
     # Megatron builds other optimizers in one instance only, see own_group.
     config.ddp.num_distributed_optimizer_instances = 1
     if pier.optimizer == "adam":

@@ -16,7 +16,6 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems, division
 from pier_megatron.flags import WITH_ANY_OPTIMIZER, add_pier_arguments
 from pier_megatron.integration import cautions, nccl_options, refusals
-from pier_megatron.integration.inner import requirements
 from pier_megatron.megatron_api import run, versions
 from pier_megatron.megatron_api.args import uses_pier
 from pier_megatron.outer.rules import rule_class
@@ -124,7 +123,7 @@ def translate(args: argparse.Namespace) -> None:
         with problems.collecting():
             _check_job(args)
     with problems.collecting():
-        requirements.check(args)
+        refusals.refuse_for_inner_optimizer(args)
     with problems.collecting():
         args.pier_groups = number_of_groups(args.pier_groups, args.pier_ranks_per_domain)
         _check_instances(args)

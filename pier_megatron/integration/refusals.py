@@ -1,6 +1,7 @@
 """Settings of Megatron with which Pier cannot work, or not as the user would expect: each with its reason and a remedy."""
 
 import argparse
+import importlib.util
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError, Problems
@@ -105,6 +106,55 @@ def refuse_what_cannot_work(args: argparse.Namespace) -> None:
     unfinished = "before 0.19, Megatron does not finish a gather that an outer step forces. Use megatron-core 0.19"
     found = _met("--optimizer pier", *table, *((is_old, f"{name}: {unfinished}") for name in quantised))
     Problems(found).report()
+
+
+def refuse_for_inner_optimizer(args: argparse.Namespace) -> None:
+    """Refuses what the chosen inner optimizer cannot do; of arguments that Megatron has not validated.
+
+    Raises:
+        PierConfigError: With a message for each problem.
+    """
+    inner = args.pier_inner_optimizer or "adam"
+    if inner == "adam":
+        return
+    problems, is_layer_wise = Problems(), args.use_distributed_optimizer
+    with problems.collecting():
+        if importlib.util.find_spec("emerging_optimizers") is None:
+            raise PierConfigError(
+                f"--pier-inner-optimizer {inner} needs the package emerging-optimizers, which is not installed: "
+                "pip install 'emerging-optimizers>=0.2', or this plugin with the extra [muon]."
+            )
+    quantised = [flag(name) for name in ("fp8_param_gather", "fp4_param_gather") if getattr(args, name, None)]
+    problems.found += _met(
+        f"--pier-inner-optimizer {inner}",
+        (args.fp16, f"--fp16: Megatron's {inner} has no loss scaling. Use --bf16"),
+        *(
+            (True, f"{name}: Megatron quantises only what its distributed optimizer over AdamW gathers. Drop it")
+            for name in quantised
+        ),
+        (
+            is_layer_wise and versions.is_between(None, "0.18"),
+            "--use-distributed-optimizer: before 0.18, the layer-wise optimizer that it stands for gathers parameters in "
+            "another way. Use Megatron 0.18 or newer, or drop it",
+        ),
+        (
+            is_layer_wise and not args.bf16,
+            "--use-distributed-optimizer in FP32: Megatron's layer-wise optimizer steps bf16 models only. Add --bf16, or drop "
+            "it",
+        ),
+        (
+            is_layer_wise and not getattr(args, "use_layer_wise_param_layout", True),
+            "--no-use-layer-wise-param-layout: parameters are gathered from parts of unequal length then, by a call of the "
+            "inner step that outer steps do not repeat. Drop it",
+        ),
+        (
+            is_layer_wise and args.expert_model_parallel_size > 1,
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} with --use-distributed-optimizer: Megatron's "
+            "layer-wise optimizer has no place for the biases of experts, and without them it has not been tried. Drop "
+            "--use-distributed-optimizer",
+        ),
+    )
+    problems.report()
 
 
 def refuse_division_by_none(args: argparse.Namespace) -> None:

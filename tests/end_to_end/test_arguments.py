@@ -267,9 +267,15 @@ _REFUSED = {
         "global_aux_loss cannot be used with --pier-skip-routes",
         "Use aux_loss or seq_aux_loss",
     ],
+    f"{_PIER} --pier-preset noloco --pier-compress outer=int8": [
+        "outer=int8 is not possible: groups in pairs send their weights"
+    ],
     f"{_PIER} --pier-inner-optimizer sgd": ["--pier-inner-optimizer", "sgd", "muon"],
     f"{_MUON} --fp16": ["--fp16 cannot be used with --pier-inner-optimizer muon", "Use --bf16"],
-    f"{_MUON} --use-distributed-optimizer": ["--pier-inner-optimizer muon in FP32", "Add --bf16"],
+    f"{_MUON} --use-distributed-optimizer": [
+        "--use-distributed-optimizer in FP32 cannot be used with --pier-inner-optimizer muon",
+        "Add --bf16",
+    ],
     f"{_MUON} --bf16 --use-distributed-optimizer --no-use-layer-wise-param-layout": [
         "--no-use-layer-wise-param-layout",
         "unequal length",

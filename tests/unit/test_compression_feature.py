@@ -19,6 +19,8 @@ def args(**changes: Any) -> argparse.Namespace:
     given = {
         "pier_compress": "naive",
         "pier_exchange_dtype": None,
+        "pier_preset": None,
+        "pier_subgroup_size": None,
         "pier": False,
         "pier_groups": None,
         "tensor_model_parallel_size": 2,
@@ -177,6 +179,14 @@ def test_the_outer_step_has_a_flag_of_its_own(policy: str, given: str | None, pi
     arguments = args(pier_compress=policy, pier_exchange_dtype=given, pier=pier)
     compression.prepare(arguments)
     assert arguments.pier_exchange_dtype == becomes
+
+
+def test_groups_in_pairs_send_weights() -> None:
+    for pairs in ({"pier_preset": "noloco"}, {"pier_subgroup_size": 2}):
+        arguments = args(pier_compress="hybrid", pier=True, **pairs)
+        feature.prepare(arguments)
+        assert arguments.pier_exchange_dtype is None
+        assert "outer" not in feature.compressed(arguments)
 
 
 def test_two_codecs_for_the_outer_step() -> None:

@@ -12,6 +12,7 @@ from pier_megatron.features import Cost
 from pier_megatron.integration.inner.requirements import keeps_halves
 from pier_megatron.megatron_api.args import captures_full_iterations, flag, uses_pier
 from pier_megatron.megatron_api.seam import Seam
+from pier_megatron.schedules import AUTO, PRESETS
 from pier_megatron.settings import setting
 
 REFUSED = {
@@ -50,7 +51,7 @@ def prepare(args: argparse.Namespace) -> None:
         PierConfigError: If the two contradict each other.
     """
     codecs, named = parse_policy(args.pier_compress)
-    if not uses_pier(args) or "outer" not in codecs:
+    if "outer" not in codecs or _outer(args, codecs["outer"]) is not None:
         return
     given, chosen = args.pier_exchange_dtype, codecs["outer"].name
     if given is not None and "outer" in named and given != chosen:
@@ -165,7 +166,12 @@ def _tp(args: argparse.Namespace, codec: Codec) -> str | None:
 
 
 def _outer(args: argparse.Namespace, codec: Codec) -> str | None:
-    return None if uses_pier(args) else "there are no outer steps without --optimizer pier"
+    if not uses_pier(args):
+        return "there are no outer steps without --optimizer pier"
+    preset = PRESETS.get(args.pier_preset or AUTO)
+    if args.pier_subgroup_size is not None or (preset is not None and preset.subgroup_size is not None):
+        return "groups in pairs send their weights, in FP32"
+    return None
 
 
 def check_other_flags(args: argparse.Namespace, codecs: dict[str, Codec]) -> None:
