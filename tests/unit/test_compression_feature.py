@@ -184,9 +184,9 @@ def test_the_outer_step_has_a_flag_of_its_own(policy: str, given: str | None, pi
 def test_groups_in_pairs_send_weights() -> None:
     for pairs in ({"pier_preset": "noloco"}, {"pier_subgroup_size": 2}):
         arguments = args(pier_compress="hybrid", pier=True, **pairs)
-        feature.prepare(arguments)
+        compression.prepare(arguments)
         assert arguments.pier_exchange_dtype is None
-        assert "outer" not in feature.compressed(arguments)
+        assert "outer" not in compression.compressed(arguments)
 
 
 def test_two_codecs_for_the_outer_step() -> None:
