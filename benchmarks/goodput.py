@@ -226,11 +226,12 @@ def _start(emulated: EmulatedNodes, folder: Path, stack: contextlib.ExitStack) -
 def _cause_faults(nodes: Sequence[Node], end: float, options: argparse.Namespace) -> collections.Counter[str]:
     """Causes faults until ``end``, each on an island that has joined the others; returns the number of each kind."""
     chance, happened = random.Random(options.seed), collections.Counter[str]()
-    # Independent faults: one may begin before another is over.
-    at = time.monotonic()
+    # Independent of each other: one may begin before another is over.
+    begun = time.monotonic()
+    times = sorted(chance.uniform(begun, end) for _ in range(round((end - begun) / options.every)))
     with futures.ThreadPoolExecutor() as pool:
         under_way: dict[futures.Future[None], Node] = {}
-        while (at := at + chance.expovariate(1 / options.every)) < end:
+        for at in times:
             time.sleep(max(at - time.monotonic(), 0))
             name, seconds = chance.choice([*FAULTS]), chance.uniform(*_AWAY_SECONDS)
             busy = [node for fault, node in under_way.items() if not fault.done()]
