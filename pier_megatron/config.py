@@ -150,11 +150,11 @@ class PierConfig(RunSchedule):
                         "outer step: drop it, or add --pier-preset noloco or --pier-subgroup-size."
                     )
             return
-        if not self.codec.lossless:
+        if self.groups > 1 and not self.codec.lossless:
             yield (
                 f"--pier-exchange-dtype {self.exchange_dtype} with outer steps of {self.subgroup} groups (--pier-preset "
-                f"{self.preset}, --pier-subgroup-size): they send their weights, of which a codec would drop more than a step "
-                "changes. Drop one of them."
+                f"{self.preset}, --pier-subgroup-size): they send their weights, and a codec would drop more of them than a "
+                "step changes. Drop one of them."
             )
         if self.save_inner_state == "first":
             yield (

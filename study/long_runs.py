@@ -68,14 +68,9 @@ def _exchanges(run: Run) -> list[Run]:
     return [*groups, _replace(run, method=AVERAGING, interval=run.interval // 3, **sites)]
 
 
-def _few_bits(run: Run, seeds: Sequence[int] = (1,), rates: Sequence[float] = ()) -> tuple[Run, ...]:
+def _few_bits(run: Run, rates: Sequence[float]) -> tuple[Run, ...]:
     """A synchronous run and all exchanges, at each rate."""
-    return tuple(
-        at_rate(_replace(each, seed=seed), each.method, rate)
-        for seed in seeds
-        for each in (run, *_exchanges(run))
-        for rate in rates or _RATES_OF_BITS[run.inner]
-    )
+    return tuple(at_rate(each, each.method, rate) for each in (run, *_exchanges(run)) for rate in rates)
 
 
 def _tuned(run: Run) -> tuple[Run, ...]:
@@ -87,18 +82,25 @@ def _of_seeds(run: Run, rates_of: Mapping[str, Sequence[float]]) -> tuple[Run, .
     return tuple(at_rate(each, method, rate) for each in seeds for method, rates in rates_of.items() for rate in rates)
 
 
-_RATES_OF_BITS = {ADAM: (4e-3, 8e-3), MUON: (1e-2, 2e-2)}
+_RATES_OF_BITS = {ADAM: (4e-3, 8e-3), MUON: (5e-3, 1e-2, 2e-2, 4e-2)}
 _BITS = _replace(CLAIM, interval=30, iterations=33_300, batch=32)
 _MUON_BITS = _replace(_BITS, inner=MUON, learning_rate=1.6e-2)
 _MUON_LONGER = _replace(_MUON_BITS, interval=48, iterations=53_280)
+_FP32, _INT2, _, _SITES = _exchanges(_MUON_BITS)
+
+# Next to the rates that were best.
+_MORE_RATES = (*(at_rate(run, run.method, 4e-2) for run in (_MUON_BITS, _FP32, _INT2)), at_rate(_SITES, AVERAGING, 5e-3))
+_AT_BEST = (*(at_rate(run, run.method, 2e-2) for run in (_MUON_BITS, _FP32, _INT2)), at_rate(_SITES, AVERAGING, 1e-2))
+_RARELY = tuple(at_rate(run, run.method, 2e-2) for run in (_MUON_LONGER, *_exchanges(_MUON_LONGER)[:2]))
 
 PARTS: dict[str, tuple[Run, ...]] = {
     "AdamW, 8 sequences": _tuned(CLAIM),
     "AdamW, 8 sequences, other seeds": _of_seeds(CLAIM, _CLOSE),
-    "Few bits, Muon, H = 30": _few_bits(_MUON_BITS),
     "Muon, 8 sequences": _tuned(MUON_CLAIM),
-    "Few bits, AdamW, H = 30": _few_bits(_BITS),
-    "Few bits, Muon, H = 48": _few_bits(_MUON_LONGER),
+    "Few bits, Muon, H = 30": (*_few_bits(_MUON_BITS, (1e-2, 2e-2)), *_MORE_RATES),
+    "Few bits, Muon, H = 30, other seeds": tuple(_replace(run, seed=seed) for seed in (2, 3) for run in _AT_BEST),
+    "Few bits, Muon, H = 48": _RARELY,
+    "Few bits, AdamW, H = 30": _few_bits(_BITS, _RATES_OF_BITS[ADAM]),
     "AdamW, 32 sequences": _tuned(_replace(CLAIM, batch=32)),
 }
 """What is trained, in this order."""
@@ -293,7 +295,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, help="processes at a time (as many as there are processors)")
     parser.add_argument("--corpus", type=Path, default=Path("runs/study/corpus"), help="folder of the text (%(default)s)")
     parser.add_argument("--saves", type=Path, default=Path("runs/study/long"), help="folder of what continues (%(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="folder of the picture (%(default)s)")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw it")
     options = parser.parse_args()
     survey = Survey(options.runs, options.corpus.resolve())
     parts = {title: runs for title, runs in PARTS.items() if options.only in (None, title)}
@@ -305,7 +307,8 @@ def main() -> None:
         if tuned(survey, run):
             print(f"{claim(survey, run)}\n")
     print(f"{table_of_bits(survey)}\n")
-    draw(survey, options.output / "long.png")
+    if options.picture is not None:
+        draw(survey, options.picture)
     for title, runs in parts.items():
         print(f"## {title}\n")
         for run in (run for run in runs if run in survey):

@@ -10,12 +10,12 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
     "": 2129,
-    "bridge": 564,
+    "bridge": 565,
     "commands": 3980,
     "cpu": 675,
     "exchange": 2030,
-    "experiments": 4463,
-    "integration": 5660,
+    "experiments": 4485,
+    "integration": 5662,
     "megatron_api": 505,
     "outer": 3057,
 }

@@ -41,10 +41,11 @@ def _prepare(config: Any, arguments: Any) -> None:
     pier = config.optimizer
     pier.groups = number_of_groups(pier.groups, pier.ranks_per_domain)
     problems = Problems(refusals.refused(config))
-    for refuse in (of_flags.refuse_what_cannot_work, of_flags.refuse_for_inner_optimizer):
-        with problems.collecting():
-            refuse(arguments)
+    with problems.collecting():
+        of_flags.refuse_what_cannot_work(arguments)
     problems.report()
+    # Last: an inner optimizer that is none here, or layer-wise, is refused in the table's words.
+    of_flags.refuse_for_inner_optimizer(arguments)
     cautions.turn_off_what_has_no_use(arguments, BridgeArguments.assign)
     # Megatron builds other optimizers in one instance only, see own_group.
     config.ddp.num_distributed_optimizer_instances = 1

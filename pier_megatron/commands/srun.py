@@ -95,7 +95,7 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
     """
     start = next((place + 1 for place, word in enumerate(before) if Path(word).name == "srun"), None)
     options, rest = ({}, list(before)) if start is None else options_of(before[start:])
-    # sbatch and srun pass all variables on, unless --export names some.
+    # srun passes all variables on, unless --export names some.
     exported = options.get("--export", "ALL").split(",")
     variables = {name.partition("=")[0] for name in exported} | (set(os.environ) if "ALL" in exported else set())
     variables |= {word.partition("=")[0] for word in before if _ASSIGNMENT.match(word)}

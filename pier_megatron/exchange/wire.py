@@ -29,7 +29,7 @@ class Wire:
 
     def segment_numel(self, numel: int) -> int:
         """Number of elements, out of ``numel``, that each rank sums for others: whole blocks."""
-        return 0 if self.is_direct else padded(-(-self.part_numel(numel) // self.groups))
+        return padded(-(-self.part_numel(numel) // self.groups))
 
     def bytes_between_sites(self, numel: int, exactly: bool = False) -> int:
         """Bytes that each rank sends to other sites; without sites, to other groups.

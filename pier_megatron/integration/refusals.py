@@ -114,8 +114,8 @@ def refuse_for_inner_optimizer(args: argparse.Namespace) -> None:
     Raises:
         PierConfigError: With a message for each problem.
     """
-    inner = args.pier_inner_optimizer or "adam"
-    if inner == "adam":
+    inner = args.pier_inner_optimizer
+    if inner != "muon":
         return
     problems, is_layer_wise = Problems(), args.use_distributed_optimizer
     with problems.collecting():
@@ -133,7 +133,7 @@ def refuse_for_inner_optimizer(args: argparse.Namespace) -> None:
             for name in quantised
         ),
         (
-            is_layer_wise and versions.is_between(None, "0.18"),
+            is_layer_wise and versions.is_between(None, "0.17"),
             "--use-distributed-optimizer: before 0.18, the layer-wise optimizer that it stands for gathers parameters in "
             "another way. Use Megatron 0.18 or newer, or drop it",
         ),

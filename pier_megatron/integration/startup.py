@@ -176,7 +176,9 @@ class Takes:
         """Lines of start-up, doctor and plan."""
         synchronous = round(8 * self.parameters * (config.groups - 1) / config.groups)
         sites = "" if self.between_sites is None else f", {self.between_sites / 1e6:,.2f} MB of them to other sites"
-        fewer = "; --pier-exchange-dtype sends fewer" if config.exchange_dtype == "fp32" and self.sent else ""
+        fewer = (
+            "; --pier-exchange-dtype sends fewer" if config.codec.lossless and config.has_common_anchor and self.sent else ""
+        )
         is_gpu = device_type == "cuda"
         memory, communicator = ("device memory", ", and one more NCCL communicator") if is_gpu else ("memory", "")
         elsewhere = "; --pier-offload moves the state to the host" if is_gpu and not config.offload else ""

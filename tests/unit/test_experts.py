@@ -345,7 +345,8 @@ def test_job_that_cannot_start_gives_its_devices_to_the_next(tmp_path: Path, mon
     assert status == f"MHo-IHo/history: ended with status 1, log in {tmp_path}/MHo-IHo/history/scores/log.txt"
 
 
-def test_a_signal_ends_what_scores(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_signal_ends_what_scores(tmp_path: Path, is_early: bool) -> None:
     plan_with_scores(tmp_path, np.zeros((1, 2)), 2.0)
     (tmp_path / "python").write_text(f"#!/bin/bash\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
     (tmp_path / "python").chmod(0o755)
@@ -353,15 +354,17 @@ def test_a_signal_ends_what_scores(tmp_path: Path) -> None:
         f"import argparse, sys; sys.executable = '{tmp_path}/python'; from pier_megatron.experiments.experts import score; "
         f"sys.exit(score.run(argparse.Namespace(folder=__import__('pathlib').Path('{tmp_path}'))))"
     )
+    pid, deadline = tmp_path / "pid", time.monotonic() + 60
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        pid, deadline = tmp_path / "pid", time.monotonic() + 60
-        while not (pid.exists() and pid.read_text()):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0 of 1 models are scored on law\n"
+        while not is_early and not (pid.exists() and pid.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.terminate()
         assert "start the same command again" in process.communicate(timeout=30)[0]
     assert process.returncode == 130
-    assert not Path("/proc", pid.read_text().strip(), "exe").exists()
+    assert not pid.exists() or not Path("/proc", pid.read_text().strip(), "exe").exists()
 
 
 def test_scores_that_pass_their_check_count(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def test_release_without_a_layout_is_named() -> None:
         pytest.raises(PierConfigError, match=r"before 0\.18.* Use Megatron 0\.18 or newer"),
     ):
         refusals.refuse_for_inner_optimizer(given(use_distributed_optimizer=True))
+    with mock.patch.object(versions, "megatron_version", return_value="0.18.2"):
+        refusals.refuse_for_inner_optimizer(given(use_distributed_optimizer=True))
 
 
 def test_other_learning_rates_are_refused_wherever_the_save_fell() -> None:

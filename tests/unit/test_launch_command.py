@@ -138,7 +138,8 @@ def test_bash_hands_doctor_the_launch_lines_of_the_page(tmp_path: Path, monkeypa
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     scripts = [text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
     assert len(scripts) >= 2
-    for name, printed in {"scontrol": "echo node0", "printed": 'printf "%s\\0" "$@"'}.items():
+    said = {"scontrol": 'echo node0; [ "$1" = show ] || touch "$0.called"', "printed": 'printf "%s\\0" "$@"; exit 1'}
+    for name, printed in said.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{printed}")
         (tmp_path / name).chmod(0o755)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
@@ -151,3 +152,5 @@ def test_bash_hands_doctor_the_launch_lines_of_the_page(tmp_path: Path, monkeypa
         job = LaunchCommand.parse(found.stdout.split("\0")[:-1])
         assert (job.nodes, job.ranks_per_node, job.script) == (8, 4, "pretrain_gpt.py")
         assert "SLURM_NODEID" in job.surroundings.wrapper
+        # Whatever doctor says, the job that it was asked in stays as it is.
+        assert not (tmp_path / "scontrol.called").exists()

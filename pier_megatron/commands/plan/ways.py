@@ -42,8 +42,7 @@ class Row:
 def of_job(config: PierConfig) -> Way:
     """The job's own outer steps."""
     in_pairs = config.subgroup == 2
-    dtype = "fp32" if in_pairs else config.exchange_dtype
-    return Way(config.sync_interval, config.overlap, config.fragments, dtype, in_pairs, config.offload)
+    return Way(config.sync_interval, config.overlap, config.fragments, config.exchange_dtype, in_pairs, config.offload)
 
 
 def lazy_share(config: PierConfig) -> float:

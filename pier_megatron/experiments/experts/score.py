@@ -8,9 +8,11 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     problems, free = Problems(), queue.SimpleQueue[Sequence[str]]()
     for devices in places(plan, missing):
         free.put(devices)
-    jobs: list[subprocess.Popen[bytes]] = []
+    jobs = _Jobs()
     # A scheduler's signal reaches this process alone.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with futures.ThreadPoolExecutor(free.qsize()) as pool:
@@ -71,9 +73,10 @@ def run(options: argparse.Namespace) -> int:
                         raise PierConfigError(f"{model.name}: ended with status {status}, log in {_log(plan, model)}")
                     accept(plan, model)
         except KeyboardInterrupt:
+            for again in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(again, signal.SIG_IGN)
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in jobs:
-                process.terminate()
+            jobs.end()
             print("Interrupted: start the same command again for the models that are not scored.")
             return INTERRUPTED
     problems.report()
@@ -151,8 +154,28 @@ def _log(plan: Plan, model: Scored) -> Path:
     return plan.folder / model.name / "scores" / "log.txt"
 
 
-def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", jobs: "list[subprocess.Popen[bytes]]", model: Scored) -> int:
-    """Scores a model on all domains, once devices are free; adds to the ``jobs``, and returns the exit status."""
+class _Jobs:
+    """Processes that several threads start, until they are ended: none starts afterwards."""
+
+    def __init__(self) -> None:
+        self._lock, self._started, self._is_over = threading.Lock(), list[subprocess.Popen[bytes]](), False
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> "subprocess.Popen[bytes] | None":
+        with self._lock:
+            if self._is_over:
+                return None
+            self._started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            return self._started[-1]
+
+    def end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            for process in self._started:
+                process.terminate()
+
+
+def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", jobs: _Jobs, model: Scored) -> int:
+    """Scores a model on all domains, once devices are free; returns the exit status."""
     from pier_megatron.experiments.experts.scoring import VARIABLE
 
     size = plan.models[model.size]
@@ -170,9 +193,8 @@ def _score(plan: Plan, free: "queue.SimpleQueue[Sequence[str]]", jobs: "list[sub
         if plan.device == "cuda":
             environment[_GPUS] = ",".join(devices)
         with _log(plan, model).open("w") as log:
-            process = subprocess.Popen([*processes, *script, *arguments], env=environment, stdout=log, stderr=log)
-            jobs.append(process)
-            return process.wait()
+            process = jobs.start([*processes, *script, *arguments], environment, log)
+            return INTERRUPTED if process is None else process.wait()
     except OSError as error:
         raise PierConfigError(f"{model.name}: {error}") from error
     finally:

@@ -19,12 +19,16 @@ launch() {
 
 train() {
   local name=${names[$1]} arguments status lock
-  # Held by all that is started, until the last of it ends.
-  exec {lock}> "$folder/$name/lock"
-  if ! flock --nonblock "$lock"; then
-    echo "$name: another train.sh trains it" >&2
-    return 1
-  fi
+  # Held by this shell and the launcher.
+  exec {lock}> "$folder/$name/lock" || return 1
+  flock --nonblock --conflict-exit-code 75 "$lock"
+  case $? in
+    0) ;;
+    75) echo "$name: another train.sh trains it" >&2; return 1 ;;
+    *) echo "$name: not locked, flock does not work here: start no second train.sh" >&2 ;;
+  esac
+  # Another one may have trained it meanwhile.
+  [ "$(iteration_of "$1")" != "${iterations[$1]}" ] || return 0
   echo "$name: started at iteration $(iteration_of "$1"), log in $folder/$name/log.txt"
   mapfile -t arguments < "$folder/$name/arguments.txt"
   launch -m pier_megatron --device "$device" "$script" "${arguments[@]}" < /dev/null >> "$folder/$name/log.txt" 2>&1
