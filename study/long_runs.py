@@ -68,9 +68,8 @@ def _exchanges(run: Run) -> list[Run]:
     return [*groups, _replace(run, method=AVERAGING, interval=run.interval // 3, **sites)]
 
 
-def _few_bits(run: Run, rates: Sequence[float]) -> tuple[Run, ...]:
-    """A synchronous run and all exchanges, at each rate."""
-    return tuple(at_rate(each, each.method, rate) for each in (run, *_exchanges(run)) for rate in rates)
+def _at_rates(runs: Iterable[Run], rates: Sequence[float]) -> tuple[Run, ...]:
+    return tuple(at_rate(run, run.method, rate) for run in runs for rate in rates)
 
 
 def _tuned(run: Run) -> tuple[Run, ...]:
@@ -86,21 +85,21 @@ _RATES_OF_BITS = {ADAM: (4e-3, 8e-3), MUON: (5e-3, 1e-2, 2e-2, 4e-2)}
 _BITS = _replace(CLAIM, interval=30, iterations=33_300, batch=32)
 _MUON_BITS = _replace(_BITS, inner=MUON, learning_rate=1.6e-2)
 _MUON_LONGER = _replace(_MUON_BITS, interval=48, iterations=53_280)
-_FP32, _INT2, _, _SITES = _exchanges(_MUON_BITS)
+_, _INT2, _, _SITES = _exchanges(_MUON_BITS)
 
 # Next to the rates that were best.
-_MORE_RATES = (*(at_rate(run, run.method, 4e-2) for run in (_MUON_BITS, _FP32, _INT2)), at_rate(_SITES, AVERAGING, 5e-3))
-_AT_BEST = (*(at_rate(run, run.method, 2e-2) for run in (_MUON_BITS, _FP32, _INT2)), at_rate(_SITES, AVERAGING, 1e-2))
-_RARELY = tuple(at_rate(run, run.method, 2e-2) for run in (_MUON_LONGER, *_exchanges(_MUON_LONGER)[:2]))
+_MORE_RATES = (*(at_rate(run, run.method, 4e-2) for run in (_MUON_BITS, _INT2)), at_rate(_SITES, AVERAGING, 5e-3))
+_AT_BEST = (*(at_rate(run, run.method, 2e-2) for run in (_MUON_BITS, _INT2)), at_rate(_SITES, AVERAGING, 1e-2))
+_RARELY = tuple(at_rate(run, run.method, 2e-2) for run in (_MUON_LONGER, _exchanges(_MUON_LONGER)[1]))
 
 PARTS: dict[str, tuple[Run, ...]] = {
     "AdamW, 8 sequences": _tuned(CLAIM),
     "AdamW, 8 sequences, other seeds": _of_seeds(CLAIM, _CLOSE),
     "Muon, 8 sequences": _tuned(MUON_CLAIM),
-    "Few bits, Muon, H = 30": (*_few_bits(_MUON_BITS, (1e-2, 2e-2)), *_MORE_RATES),
+    "Few bits, AdamW, H = 30": _at_rates((_BITS, *_exchanges(_BITS)[:2]), _RATES_OF_BITS[ADAM]),
+    "Few bits, Muon, H = 30": (*_at_rates((_MUON_BITS, *_exchanges(_MUON_BITS)), (1e-2, 2e-2)), *_MORE_RATES),
     "Few bits, Muon, H = 30, other seeds": tuple(_replace(run, seed=seed) for seed in (2, 3) for run in _AT_BEST),
     "Few bits, Muon, H = 48": _RARELY,
-    "Few bits, AdamW, H = 30": _few_bits(_BITS, _RATES_OF_BITS[ADAM]),
     "AdamW, 32 sequences": _tuned(_replace(CLAIM, batch=32)),
 }
 """What is trained, in this order."""
@@ -248,29 +247,30 @@ def table_of_bits(survey: Survey) -> str:
 
 
 def draw(survey: Survey, path: Path) -> None:
-    """Draws final losses over inner rates, and gaps over bits."""
+    """Draws final losses over inner rates, with AdamW and with Muon inside, and gaps over bits."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6, 7.4), layout="constrained")
-    of_rates, of_bits = figure.subplots(2, 1)
-    for method in tuned(survey, CLAIM).values():
-        rates = sorted(method.others)
-        losses = [method.others[rate] for rate in rates]
-        of_rates.plot(
-            rates, losses, marker=".", label=method.method, **({"color": "black"} if method.method == SYNCHRONOUS else {})
-        )
-    of_rates.set(xscale="log", xlabel="inner learning rate", ylabel="final loss, nats per byte")
-    of_rates.set_title("1,800 outer steps, H = 50, AdamW inside, seed 1", fontsize=10)
+    figure = Figure(figsize=(4.6, 9.6), layout="constrained")
+    *of_rates, of_bits = figure.subplots(3, 1)
+    for axes, run in zip(of_rates, (CLAIM, MUON_CLAIM), strict=True):
+        for method in tuned(survey, run).values():
+            rates = sorted(method.others)
+            is_baseline = method.method == SYNCHRONOUS
+            label, color = ("synchronous", "black") if is_baseline else (method.method, None)
+            axes.plot(rates, [method.others[rate] for rate in rates], marker=".", label=label, color=color)
+        axes.set(xscale="log", xlabel="inner learning rate", ylabel="final loss, nats per byte")
+        axes.set_title(f"1,800 outer steps, H = 50, {INNER[run.inner]} inside, seed 1", fontsize=10)
     for place, inner in enumerate((MUON, ADAM)):
-        rows = [row for row in few_bits(survey) if row.run.inner == inner]
-        points = [(row.bits, statistics.mean(row.gaps.values()), _deviation(list(row.gaps.values()))) for row in rows]
-        if points:
-            places, gaps, deviations = zip(*points, strict=True)
-            of_bits.errorbar(places, gaps, deviations, fmt="o", capsize=3, color=f"C{place}", label=f"{INNER[inner]} inside")
+        for shape, in_sites in (("o", False), ("s", True)):
+            rows = [row for row in few_bits(survey) if row.run.inner == inner and (row.run.sites > 1) == in_sites]
+            points = [(row.bits, statistics.mean(row.gaps.values()), _deviation(list(row.gaps.values()))) for row in rows]
+            label = f"{INNER[inner]} inside{', between 2 sites' if in_sites else ''}"
+            if points:
+                of_bits.errorbar(*zip(*points, strict=True), fmt=shape, capsize=3, color=f"C{place}", label=label)
     of_bits.axhline(0, color="black", linewidth=1)
     of_bits.set(xscale="log", xlabel="bits sent per parameter and iteration", ylabel="gap to synchronous training")
-    of_bits.set_title("999 outer steps", fontsize=10)
-    for axes in (of_rates, of_bits):
+    of_bits.set_title("About 1,000 outer steps in few bits", fontsize=10)
+    for axes in (*of_rates, of_bits):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9)
     figure.savefig(path, dpi=150)
