@@ -41,11 +41,11 @@ $(VENV)/bridge: $(VENV)/.ready tests/bridge-requirements.txt
 		--target $@ --requirement tests/bridge-requirements.txt || { rm -rf $@; exit 1; }
 	@touch $@
 
-# One file waits for its processes while another one uses the cores. What a file's tests share stays in one process. In the
+# For two cores: one file waits for its processes while others use the cores. What a file's tests share stays in one process. In the
 # order of testpaths, the short tests come last and fill what is left of both processes.
 test: setup $(RELEASES)
 	@$(MAKE) --no-print-directory $(VENV)/bridge || echo "Megatron-Bridge cannot be installed here: its tests are skipped."
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # What most mistakes break, in a minute: the sources, the unit tests that are quick, one job of the pages from a cold start.
 quick: setup
@@ -60,7 +60,7 @@ quick-training: setup
 # On the newest PyTorch of the registry instead of the pinned one; by hand, since it is a download of gigabytes.
 test-newest-torch: setup
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest-torch torch
-	PYTHONPATH=$(CURDIR)/$(VENV)/newest-torch $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	PYTHONPATH=$(CURDIR)/$(VENV)/newest-torch $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # On the newest megatron-core of the registry, candidates of releases too: which seams the next release breaks. By hand.
 test-newest-megatron: setup
