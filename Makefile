@@ -52,10 +52,10 @@ quick: setup
 	@$(MAKE) --no-print-directory --jobs 2 quick-training quick-unit typecheck lint
 
 quick-unit: setup
-	$(BIN)/python -m pytest -q -m "not slow" tests/unit
+	$(BIN)/python -m pytest -q -m "not slow and not processes" tests/unit tests/pages
 
 quick-training: setup
-	$(BIN)/python -m pytest -q "tests/end_to_end/test_shown_jobs.py::test_jobs_shown_whole[0]"
+	$(BIN)/python -m pytest -q "tests/pages/test_shown_jobs.py::test_jobs_shown_whole[0]"
 
 # On the newest PyTorch of the registry instead of the pinned one; by hand, since it is a download of gigabytes.
 test-newest-torch: setup
@@ -99,10 +99,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site goes to runs/docs. A link that leads nowhere in this repository is an error, and so is a page without a place that conf.py does not name.
+# The site goes to runs/docs; tests/pages hold the pages to the code and to their records, and train the jobs that they show. A link that leads nowhere in this repository is an error, and so is a page without a place that conf.py does not name.
 SPHINX = $(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going --conf-dir docs
 docs: setup
 	$(SPHINX) --builder dirhtml . runs/docs
+	$(BIN)/python -m pytest -q --numprocesses 2 tests/pages
 
 # Also those into the Internet; by hand.
 links: setup

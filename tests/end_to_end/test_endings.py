@@ -1,4 +1,4 @@
-"""How a job ends that is interrupted or refused: what it prints and what it has saved. Cold processes, as users start them."""
+"""How a job ends that is interrupted or refused: what it prints and what it has saved."""
 
 import re
 import signal
@@ -28,7 +28,7 @@ def interrupted(job: Job, flags: str = "") -> str:
     return attempt.log
 
 
-def test_interrupted_refused_and_interrupted_again(job: Job) -> None:
+def test_interrupted_refused_and_interrupted_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = interrupted(job, "--exit-signal-handler --exit-signal SIGINT")
     assert "--exit-signal-handler: at SIGINT the job saves and ends with the next outer step" in saves
     saved = job.last_saved()
@@ -41,6 +41,8 @@ def test_interrupted_refused_and_interrupted_again(job: Job) -> None:
     assert refused.count("Traceback") == _OF_TORCHRUN
     assert "exitcode  : 2 " in refused
 
+    # Cold, as users start it.
+    monkeypatch.setenv("PIER_TEST_WARM", "")
     loses = interrupted(job)
     assert "With --exit-signal-handler the job saves" in loses
     assert loses.count("Pier: interrupted; what was not saved is lost. Start the same command again") == 1

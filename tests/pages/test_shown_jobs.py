@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 from launch import REPOSITORY, execute, torchrun
+from test_shown_commands import _COMMANDS
 
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.cpu.preparations import missing_cpu_flags
-
-sys.path.insert(0, str(REPOSITORY / "tests" / "unit"))
-from test_shown_commands import _COMMANDS
 
 pytestmark = pytest.mark.processes
 
