@@ -43,10 +43,10 @@ RATES = {
         "pier-rising": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
     },
     MUON: {
-        SYNCHRONOUS: (1e-2, 2e-2, 4e-2),
-        "pier": (2.5e-3, 5e-3, 1e-2),
-        "diloco": (5e-3, 1e-2, 2e-2),
-        "pier-muon-annealed": (1e-2, 2e-2, 4e-2),
+        SYNCHRONOUS: (5e-3, 1e-2, 2e-2, 4e-2),
+        "pier": (6e-4, 1.25e-3, 2.5e-3, 5e-3, 1e-2),
+        "diloco": (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2),
+        "pier-muon-annealed": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
     },
 }
 """Inner learning rates that each method chooses from."""
