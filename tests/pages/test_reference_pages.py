@@ -17,6 +17,7 @@ import write_reference
 import pier_megatron
 from pier_megatron import outer, reference, schedules
 from pier_megatron.exchange import authentication, codecs
+from pier_megatron.integration.checkpoint.description import FORMAT
 
 _REPOSITORY = Path(__file__).parents[2]
 _DOCS = _REPOSITORY / "docs"
@@ -48,6 +49,7 @@ def default(path: str, flag: str) -> int:
 _FIGURES: dict[str, Callable[[], int]] = {
     r"(\d+) (?:refused )?command lines": lambda: literal("tests/end_to_end/test_arguments.py", "_REFUSED"),
     r"FP32 scale for every (\d+) elements": lambda: codecs.BLOCK,
+    r"format \((\d+); no other is read\)": lambda: FORMAT,
     r"of at least (\d+) bytes": lambda: authentication.LEAST_SECRET,
     r"(\d+) (?:refused )?checkpoints and set-ups": lambda: literal("tests/distributed/test_refusals.py", "_REFUSED"),
     r"`test_loop.py` has (\d+) more runs": lambda: literal("tests/loop/test_loop.py", "_CASES"),
