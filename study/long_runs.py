@@ -81,7 +81,7 @@ def _of_seeds(run: Run, rates_of: Mapping[str, Sequence[float]]) -> tuple[Run, .
     return tuple(at_rate(each, method, rate) for each in seeds for method, rates in rates_of.items() for rate in rates)
 
 
-_RATES_OF_BITS = {ADAM: (4e-3, 8e-3), MUON: (5e-3, 1e-2, 2e-2, 4e-2)}
+_RATES_OF_BITS = {ADAM: (2e-3, 4e-3, 8e-3), MUON: (5e-3, 1e-2, 2e-2, 4e-2)}
 _BITS = _replace(CLAIM, interval=30, iterations=33_300, batch=32)
 _MUON_BITS = _replace(_BITS, inner=MUON, learning_rate=1.6e-2)
 _MUON_LONGER = _replace(_MUON_BITS, interval=48, iterations=53_280)
@@ -96,11 +96,10 @@ PARTS: dict[str, tuple[Run, ...]] = {
     "AdamW, 8 sequences": _tuned(CLAIM),
     "AdamW, 8 sequences, other seeds": _of_seeds(CLAIM, _CLOSE),
     "Muon, 8 sequences": _tuned(MUON_CLAIM),
-    "Few bits, AdamW, H = 30": _at_rates((_BITS, *_exchanges(_BITS)[:2]), _RATES_OF_BITS[ADAM]),
     "Few bits, Muon, H = 30": (*_at_rates((_MUON_BITS, *_exchanges(_MUON_BITS)), (1e-2, 2e-2)), *_MORE_RATES),
     "Few bits, Muon, H = 30, other seeds": tuple(_replace(run, seed=seed) for seed in (2, 3) for run in _AT_BEST),
     "Few bits, Muon, H = 48": _RARELY,
-    "AdamW, 32 sequences": _tuned(_replace(CLAIM, batch=32)),
+    "Few bits, AdamW, H = 30": _at_rates((_BITS, *_exchanges(_BITS)[:2]), _RATES_OF_BITS[ADAM]),
 }
 """What is trained, in this order."""
 
