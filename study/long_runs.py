@@ -86,11 +86,12 @@ _RATES_OF_BITS = {ADAM: (2e-3, 4e-3, 8e-3), MUON: (5e-3, 1e-2, 2e-2, 4e-2)}
 _BITS = _replace(CLAIM, interval=30, iterations=33_300, batch=32)
 _MUON_BITS = _replace(_BITS, inner=MUON, learning_rate=1.6e-2)
 _MUON_LONGER = _replace(_MUON_BITS, interval=48, iterations=53_280)
-_, _INT2, _, _SITES = _exchanges(_MUON_BITS)
+_FP32, _INT2, _, _SITES = _exchanges(_MUON_BITS)
 
 # Next to the rates that were best.
 _MORE_RATES = (*(at_rate(run, run.method, 4e-2) for run in (_MUON_BITS, _INT2)), at_rate(_SITES, AVERAGING, 5e-3))
 _AT_BEST = (*(at_rate(run, run.method, 2e-2) for run in (_MUON_BITS, _INT2)), at_rate(_SITES, AVERAGING, 1e-2))
+_OTHERS_AT_BEST = (at_rate(_FP32, _FP32.method, 2e-2), *_at_rates((_BITS, *_exchanges(_BITS)[:2]), (2e-3,)))
 _RARELY = tuple(at_rate(run, run.method, 2e-2) for run in (_MUON_LONGER, _exchanges(_MUON_LONGER)[1]))
 
 PARTS: dict[str, tuple[Run, ...]] = {
@@ -100,6 +101,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
     "Muon, 8 sequences, other seeds": _of_seeds(MUON_CLAIM, _MUON_CLOSE),
     "Few bits, Muon, H = 30": (*_at_rates((_MUON_BITS, *_exchanges(_MUON_BITS)), (1e-2, 2e-2)), *_MORE_RATES),
     "Few bits, Muon, H = 30, other seeds": tuple(_replace(run, seed=seed) for seed in (2, 3) for run in _AT_BEST),
+    "Few bits, other seeds": tuple(_replace(run, seed=seed) for seed in (2, 3) for run in _OTHERS_AT_BEST),
     "Few bits, Muon, H = 48": _RARELY,
     "Few bits, AdamW, H = 30": _at_rates((_BITS, *_exchanges(_BITS)[:2]), _RATES_OF_BITS[ADAM]),
 }
