@@ -53,7 +53,6 @@ RATES = {
 
 # Those near the best, for other seeds.
 _CLOSE = {SYNCHRONOUS: (1e-3, 2e-3), "pier": (1e-3,), "diloco": (4e-3,), "pier-annealed": (4e-3,)}
-_MUON_CLOSE = {SYNCHRONOUS: (2e-2,), "diloco": (2.5e-3,), "pier-muon-annealed": (1e-2,)}
 
 
 def at_rate(run: Run, method: str, rate: float) -> Run:
@@ -98,7 +97,6 @@ PARTS: dict[str, tuple[Run, ...]] = {
     "AdamW, 8 sequences": _tuned(CLAIM),
     "AdamW, 8 sequences, other seeds": _of_seeds(CLAIM, _CLOSE),
     "Muon, 8 sequences": _tuned(MUON_CLAIM),
-    "Muon, 8 sequences, other seeds": _of_seeds(MUON_CLAIM, _MUON_CLOSE),
     "Few bits, Muon, H = 30": (*_at_rates((_MUON_BITS, *_exchanges(_MUON_BITS)), (1e-2, 2e-2)), *_MORE_RATES),
     "Few bits, Muon, H = 30, other seeds": tuple(_replace(run, seed=seed) for seed in (2, 3) for run in _AT_BEST),
     "Few bits, other seeds": tuple(_replace(run, seed=seed) for seed in (2, 3) for run in _OTHERS_AT_BEST),
