@@ -88,10 +88,10 @@ _MUON_LONGER = _replace(_MUON_BITS, interval=48, iterations=53_280)
 _FP32, _INT2, _, _SITES = _exchanges(_MUON_BITS)
 
 # Next to the rates that were best.
-_MORE_RATES = (*(at_rate(run, run.method, 4e-2) for run in (_MUON_BITS, _INT2)), at_rate(_SITES, AVERAGING, 5e-3))
-_AT_BEST = (*(at_rate(run, run.method, 2e-2) for run in (_MUON_BITS, _INT2)), at_rate(_SITES, AVERAGING, 1e-2))
-_OTHERS_AT_BEST = (at_rate(_FP32, _FP32.method, 2e-2), *_at_rates((_BITS, *_exchanges(_BITS)[:2]), (2e-3,)))
-_RARELY = tuple(at_rate(run, run.method, 2e-2) for run in (_MUON_LONGER, _exchanges(_MUON_LONGER)[1]))
+_MORE_RATES = (*_at_rates((_MUON_BITS, _INT2), (4e-2,)), *_at_rates((_SITES,), (5e-3,)))
+_AT_BEST = (*_at_rates((_MUON_BITS, _INT2), (2e-2,)), *_at_rates((_SITES,), (1e-2,)))
+_OTHERS_AT_BEST = (*_at_rates((_FP32,), (2e-2,)), *_at_rates((_BITS, *_exchanges(_BITS)[:2]), (2e-3,)))
+_RARELY = _at_rates((_MUON_LONGER, _exchanges(_MUON_LONGER)[1]), (2e-2,))
 
 PARTS: dict[str, tuple[Run, ...]] = {
     "AdamW, 8 sequences": _tuned(CLAIM),

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from frontier import Point, Points, bits
+from frontier import NAMES, Point, Points, bits
 from frontier_runs import ANNEALED, AVERAGING, annealed
 from law import markdown
 from records import Survey
@@ -18,7 +18,6 @@ from simulation import Run
 from surveyed import of_all_seeds
 
 _FREQUENT = "pier-frequent"
-_NAMES = {ADAM: "AdamW", MUON: "Muon"}
 
 _replace = dataclasses.replace
 
@@ -105,7 +104,7 @@ def _cells(point: Point) -> tuple[object, ...]:
         levels, between = f"{run.sites} x {run.groups // run.sites}", run.between_sites
         inside = f"{run.method}, H = {run.interval}, {run.dtype}"
     what = f"{between.method}, H = {between.interval}, {between.dtype}"
-    return _NAMES[run.inner], levels, what, inside, f"{bits(between):.3g}", f"{point.gap:+.3f}{spread}", len(point.gaps)
+    return NAMES[run.inner], levels, what, inside, f"{bits(between):.3g}", f"{point.gap:+.3f}{spread}", len(point.gaps)
 
 
 if __name__ == "__main__":

@@ -29,17 +29,17 @@ def refused(config: Any) -> list[str]:
     inner, groups = config.optimizer.optimizer, config.optimizer.groups
     instances = config.ddp.num_distributed_optimizer_instances
     shares = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
-    of_muon = f"config.optimizer.optimizer='{inner}'"
+    given = f"config.optimizer.optimizer='{inner}'"
     table = (
         *((_value(config, path), f"config.{path} cannot be used with {_PIER}: {why}.") for path, why in _REFUSED.items()),
         (
             inner not in INNER_OPTIMIZERS,
-            f"{of_muon} cannot be used with {_PIER}: not one of {', '.join(INNER_OPTIMIZERS)}.",
+            f"{given} cannot be used with {_PIER}: not one of {', '.join(INNER_OPTIMIZERS)}.",
         ),
         *(
             (
                 inner == "muon" and _value(config, path),
-                f"config.{path}=True cannot be used with {of_muon}: Megatron-Bridge lays no buckets out for Megatron's "
+                f"config.{path}=True cannot be used with {given}: Megatron-Bridge lays no buckets out for Megatron's "
                 "layer-wise optimizer, which shards the work. Set it to False, or use flags.",
             )
             for path in shares

@@ -35,8 +35,8 @@ def bytes_of_outer_step(config: PierConfig, numel: int, exactly: bool = False) -
 
     The averages inside sites are included.
     """
-    averages = config.sync_interval // config.site_interval if config.site_interval is not None else 0
-    inside = averages * bytes_of_site_average(config, numel) if averages else 0
+    interval = config.site_interval
+    inside = 0 if interval is None else config.sync_interval // interval * bytes_of_site_average(config, numel)
     return wire_of(config).bytes_of_sum(numel, exactly) + inside
 
 
