@@ -55,8 +55,9 @@ def run(options: argparse.Namespace) -> int:
         )
     models = scored_models(plan)
     missing = [model for model in models if not is_scored(plan, model)]
-    print(f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}", flush=True)
+    progress = f"{len(models) - len(missing)} of {len(models)} models are scored on {', '.join(plan.domains)}"
     if not missing:
+        print(progress)
         return 0
     problems, free = Problems(), queue.SimpleQueue[Sequence[str]]()
     for devices in places(plan, missing):
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with futures.ThreadPoolExecutor(free.qsize()) as pool:
         try:
+            print(progress, flush=True)
             scored = [pool.submit(_score, plan, free, jobs, model) for model in missing]
             for model, job in zip(missing, scored, strict=True):
                 with problems.collecting():
