@@ -63,6 +63,13 @@ def group_prefix(group: int) -> str:
     return f"pier.group_{group}"
 
 
+def groups_apart(config: PierConfig, is_local: bool, is_synchronised: bool) -> range:
+    """Groups of a launch whose inner states are stored apart: Megatron's own keys hold that of the first, if it agrees."""
+    if not is_local or config.save_inner_state == "first":
+        return range(0)
+    return range(1 if is_synchronised else 0, config.groups // config.launches)
+
+
 def checksum_name(name: str, group: int | None) -> str:
     """What the checksum of a flat buffer is called: that of all groups, or of one."""
     return name if group is None else f"{name} of group {group}"

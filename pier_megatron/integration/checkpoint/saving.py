@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pier_megatron.integration.checkpoint.content import RunPosition, sharded_object, without_sharded
-from pier_megatron.integration.checkpoint.description import ENTRY, Metadata, checksum_name, group_prefix
+from pier_megatron.integration.checkpoint.description import ENTRY, Metadata, checksum_name, group_prefix, groups_apart
 from pier_megatron.integration.checkpoint.parameter_state import ParameterState
 from pier_megatron.integration.checkpoint.random_states import random_states
 from pier_megatron.megatron_api import versions
@@ -49,7 +49,7 @@ class Saving:
         progress = snapshot.progress
         self.description = place.describe(
             progress.iteration,
-            own_inner_state=self._groups_with_own_inner_state(),
+            own_inner_state=tuple(groups_apart(place.config, progress.is_local, progress.is_synchronised)),
             rounds={round_.begun: tuple(round_.verdicts) for round_ in snapshot.rounds},
             restarted=snapshot.restarted,
             is_local=progress.is_local,
@@ -61,11 +61,6 @@ class Saving:
                 for name in sums
             },
         )
-
-    def _groups_with_own_inner_state(self) -> tuple[int, ...]:
-        if not self._snapshot.progress.is_local or self._place.config.save_inner_state == "first":
-            return ()
-        return tuple(range(1 if self._snapshot.progress.is_synchronised else 0, len(self._place.in_launch)))
 
     @functools.cached_property
     def _inner_states(self) -> list[ParameterState]:

@@ -3,6 +3,7 @@
 import argparse
 
 from pier_megatron.config import PierConfig
+from pier_megatron.integration.checkpoint.description import groups_apart
 from pier_megatron.integration.inner.requirements import keeps_halves
 from pier_megatron.outer.memory import rounds_at_once
 from pier_megatron.outer.rules import common_names
@@ -36,22 +37,12 @@ def bytes_per_parameter(args: argparse.Namespace, config: PierConfig | None) -> 
         return sizes
     groups = config.groups // config.launches
     sizes["outer state"] = _FP32 * len(common_names(config)) * (1 if config.has_common_anchor else config.groups)
-    own = _groups_apart(args, config, groups)
+    interval = args.save_interval or config.sync_interval
+    after_outer_steps = interval % config.sync_interval == 0 and not config.overlap and config.fragments == 1
+    own = len(groups_apart(config, is_local=True, is_synchronised=after_outer_steps and config.has_common_anchor))
     if own:
         sizes[f"{INNER_STATE} {own} {'group' if own == 1 else 'groups'} apart"] = _INNER * own
     under_way = 2 * _FP32 * rounds_at_once(config) / config.fragments + (_FP32 if config.has_error_feedback else 0)
     if under_way:
         sizes["exchanges under way and what codecs dropped"] = under_way * groups
     return sizes
-
-
-def _groups_apart(args: argparse.Namespace, config: PierConfig, groups: int) -> int:
-    """Number of groups whose main parameters and moments are stored apart from Megatron's keys."""
-    if config.save_inner_state == "first":
-        return 0
-    interval = args.save_interval or config.sync_interval
-    after_outer_steps = interval % config.sync_interval == 0 and not config.overlap and config.fragments == 1
-    if not after_outer_steps or not config.has_common_anchor:
-        return groups
-    # Megatron's own keys hold one group.
-    return groups - 1
