@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from pier_megatron.exchange.authentication import Description, answer_peers, ask
 from pier_megatron.exchange.codecs import Codec
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.communicator import Communicator, completes, connect, store_at
-from pier_megatron.exchange.silence import REMEMBERED, SECONDS, lost_peer, neighbours
+from pier_megatron.exchange.silence import REMEMBERED, SECONDS, Meeting, lost_peer, neighbours
 from pier_megatron.exchange.topology import NAMED
 
 # How often an island says that it is alive. The lighthouse gives it up after several of these.
@@ -108,6 +109,7 @@ class Membership:
         self._is_new = True
         self._last_quorum = self._meetings = self._failures = self._step = 0
         self._left: collections.deque[int] = collections.deque(maxlen=REMEMBERED)
+        self._meeting: Meeting = [0, 0]
         self._store: Any = None
         host: list[Any] = ["", 0]
         if world.rank() == 0:
@@ -154,10 +156,10 @@ class Membership:
         place, size = self._admitted.index(quorum["own"]), len(self._admitted)
         group = None
         if size > 1:
-            prefix = f"pier/{quorum['step']}/{self._world.rank()}"
+            prefix = f"pier/{quorum['meeting']}/{self._world.rank()}"
             group = self._communicator.begin(
                 self._key,
-                functools.partial(self._silence, neighbours(self._admitted, place), quorum["step"]),
+                functools.partial(self._silence, neighbours(self._admitted, place), quorum["meeting"]),
                 functools.partial(connect, quorum["store"], prefix, (place, size), self._address, self._timeout),
             )
         self._members = members
@@ -209,14 +211,14 @@ class Membership:
         """Key of this meeting in the island's store: a rank that sets it ends the exchange of the others."""
         return f"ends/{self._meetings}"
 
-    def _silence(self, islands: Sequence[str], step: int) -> str | None:
-        """What is wrong with other islands in the meeting of a step; the first rank asks.
+    def _silence(self, islands: Sequence[str], meeting: Meeting) -> str | None:
+        """What is wrong with other islands in a meeting; the first rank asks.
 
         Once connected it asks the next island alone: whoever leaves then closes all its connections.
         """
         if self._world.rank() > 0:
             return None
-        return lost_peer(islands[:1] if self._communicator.is_connected else islands, step, self._secret)
+        return lost_peer(islands[:1] if self._communicator.is_connected else islands, meeting, self._secret)
 
     def _announce(self, index: int, lighthouse: str, address: str) -> tuple[Any, Any]:
         """Registers the island, on its first rank. Returns its store and its client of the lighthouse."""
@@ -248,6 +250,9 @@ class Membership:
                 self._step = said["step"]
                 if _members(said) != self._members:
                     said |= self._admit(said)
+                # Two islands may have heard from different ones, and would wait for each other.
+                admitted = " ".join(said.get("admitted", self._admitted))
+                said["meeting"] = self._meeting = [self._step, zlib.crc32(admitted.encode())]
             except PierConfigError as error:
                 said = {"refusal": str(error)}
             except (RuntimeError, OSError) as error:
@@ -264,7 +269,7 @@ class Membership:
         return told
 
     def _description(self) -> Description:
-        return {"is_new": self._is_new, "run": self._run, "store": self._at, "left": list(self._left)}
+        return {"is_new": self._is_new, "run": self._run, "store": self._at, "left": list(self._left), "meeting": self._meeting}
 
     def _admit(self, quorum: Description) -> Description:
         """Asks the islands of a quorum who they are, and excludes those without proof that they belong to the run.

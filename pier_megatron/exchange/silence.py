@@ -12,6 +12,10 @@ SECONDS = 5.0
 """Silence after which an island counts as dead in a meeting, as it does at the lighthouse by default."""
 
 
+Meeting = list[int]
+"""Step of a meeting, and a checksum of the islands that one of them has admitted to it."""
+
+
 def neighbours(islands: Sequence[str], place: int) -> list[str]:
     """The islands that the one at a place asks, the next one first: those at distances 1, 2, 4 and so on behind it.
 
@@ -20,12 +24,12 @@ def neighbours(islands: Sequence[str], place: int) -> list[str]:
     return [islands[(place + 2**power) % len(islands)] for power in range((len(islands) - 1).bit_length())]
 
 
-def lost_peer(islands: Sequence[str], step: int, secret: bytes) -> str | None:
+def lost_peer(islands: Sequence[str], meeting: Meeting, secret: bytes) -> str | None:
     """Finds an island that does not answer or prove the secret, or has left a meeting; returns what is wrong with it, or None.
 
     Args:
         islands: Names of those to ask.
-        step: Step of the meeting.
+        meeting: The meeting.
         secret: Key of all islands of the run.
     """
     begun = time.monotonic()
@@ -37,6 +41,8 @@ def lost_peer(islands: Sequence[str], step: int, secret: bytes) -> str | None:
         answer = answers.get(island)
         if answer is None:
             return f"island {island_of(island)} does not answer"
-        if step in answer.get("left", ()):
+        if meeting[0] in answer["left"]:
             return f"island {island_of(island)} has ended it"
+        if answer["meeting"][0] >= meeting[0] and answer["meeting"] != meeting:
+            return f"island {island_of(island)} meets other islands"
     return None

@@ -34,7 +34,7 @@ from torch import Tensor
 import pier_megatron.exchange.membership as memberships
 from pier_megatron import PierConfig
 from pier_megatron.commands import lighthouse
-from pier_megatron.exchange.authentication import new_secret
+from pier_megatron.exchange.authentication import island_of, new_secret
 from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.membership import Outcome
 from pier_megatron.outer import OuterLoop, Shards
@@ -86,6 +86,7 @@ class Plan:
         dies_after: Outer steps after which it kills itself in the middle of the next one.
         halts_after: Numbers of outer steps after which it stops in the middle of the next one, until it is woken.
         halts_connecting: Whether it stops when it connects with the others for the first time, until it is woken.
+        misses_answer_of: Island whose answer it misses when it asks all for the first time.
         bad_at: Iteration in which its first rank's parameters become nan.
         rests_after: Iterations of an interval after which it rests.
         seed: Seed of its parameters.
@@ -106,6 +107,7 @@ class Plan:
     dies_after: int | None = None
     halts_after: tuple[int, ...] = ()
     halts_connecting: bool = False
+    misses_answer_of: int | None = None
     bad_at: int | None = None
     rests_after: int = INTERVAL
     seed: int = 0
@@ -279,6 +281,18 @@ def _halted(connect: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.Pro
     return halt_and_connect
 
 
+def _without_first_answer_of(index: int, ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces a question: of the first one the island does not get the answer of another."""
+    asked: list[Any] = []
+
+    def ask_others(*args: Any) -> Any:
+        answers = ask(*args)
+        asked.append(answers)
+        return answers if len(asked) > 1 else {name: said for name, said in answers.items() if island_of(name) != index}
+
+    return ask_others
+
+
 def _fail_in(number: int, meet: Callable[..., GroupExchange]) -> Callable[..., GroupExchange]:
     """Replaces a meeting: one of them happens, and this rank stops there."""
     meetings: list[GroupExchange] = []
@@ -374,6 +388,8 @@ def _be_rank(plan: Plan, part: int, url: str, store: str, diary: _Diary) -> None
     _break_on_demand()
     if plan.halts_connecting:
         memberships.connect = _halted(memberships.connect)
+    if plan.misses_answer_of is not None:
+        memberships.ask = _without_first_answer_of(plan.misses_answer_of, memberships.ask)
     # Only now: a signal that nothing hears ends a process.
     diary.write(pid=os.getpid())
     if plan.fails_alone_in is not None and part == 0:

@@ -132,6 +132,16 @@ def test_an_island_that_is_silent_while_others_connect_with_it_is_given_up_too(s
     assert {2 in step["islands"] for step in sea.check().values()} == {False}
 
 
+def test_islands_that_hear_from_different_others_do_not_wait_for_each_other(sea: Archipelago) -> None:
+    islands = [sea.start(Plan(index, timeout=300)) for index in range(2)]
+    sea.go_on(islands, seconds=60)
+    # As an island may whose question is under way when a fault begins or ends.
+    islands.append(sea.start(Plan(2, timeout=300, misses_answer_of=0)))
+    sea.go_on(islands, seconds=60)
+    assert any("island 2 meets other islands" in island.log() for island in islands)
+    sea.check()
+
+
 def test_islands_go_on_when_the_lighthouse_is_back(sea: Archipelago) -> None:
     islands = [sea.start(Plan(index)) for index in range(3)]
     sea.go_on(islands, seconds=60)

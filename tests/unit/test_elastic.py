@@ -157,23 +157,27 @@ def test_loop_without_islands_has_nobody_to_join() -> None:
 
 def test_an_island_hears_of_silent_ones_and_of_those_that_have_left() -> None:
     secret = b"s" * 32
-    said: list[dict[str, list[int]]] = [{"left": []} for _ in range(3)]
+    said: list[dict[str, list[int]]] = [{"left": [], "meeting": [7, 1]} for _ in range(3)]
     names = [answer_peers(index, "127.0.0.1", secret, functools.partial(said.__getitem__, index)) for index in range(3)]
-    stranger = answer_peers(3, "127.0.0.1", b"t" * 32, lambda: {"left": []})
+    stranger = answer_peers(3, "127.0.0.1", b"t" * 32, dict)
     nobody = f"0004/{'0' * 16}/127.0.0.1/{free_port()}"
-    assert lost_peer(names, 7, secret) is None
+    assert lost_peer(names, [7, 1], secret) is None
     said[2]["left"] = [6, 8]
-    assert lost_peer(names, 7, secret) is None
+    assert lost_peer(names, [7, 1], secret) is None
     said[2]["left"] = [6, 7, 8]
-    assert lost_peer(names, 7, secret) == "island 2 has ended it"
-    assert lost_peer([*names[:2], nobody], 7, secret) == "island 4 does not answer"
-    assert lost_peer([stranger], 7, secret) == "island 3 does not answer"
+    assert lost_peer(names, [7, 1], secret) == "island 2 has ended it"
+    assert lost_peer([*names[:2], nobody], [7, 1], secret) == "island 4 does not answer"
+    assert lost_peer([stranger], [7, 1], secret) == "island 3 does not answer"
+    # Not those that are on their way to this one.
+    for meeting, is_lost in (([6, 2], False), ([7, 2], True), ([8, 1], True)):
+        said[1]["meeting"] = meeting
+        assert lost_peer(names[:2], [7, 1], secret) == ("island 1 meets other islands" if is_lost else None)
 
 
 def test_who_stood_still_itself_believes_in_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pier_megatron.exchange.silence.ask", lambda *_: time.sleep(0.1) or {})
     monkeypatch.setattr("pier_megatron.exchange.silence.SECONDS", 0.01)
-    assert lost_peer(["0001/x/127.0.0.1/1"], 7, b"") is None
+    assert lost_peer(["0001/x/127.0.0.1/1"], [7, 1], b"") is None
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 1000])
