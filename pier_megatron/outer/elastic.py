@@ -25,7 +25,6 @@ from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress
 from pier_megatron.outer.state import ANCHOR
 from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts, own_verdict
-from pier_megatron.outer.weights import Weights
 
 
 class LeftBehindError(RuntimeError):
@@ -94,19 +93,15 @@ _TO_REJOIN = "What it learned since is lost; start it again, for example by torc
 class ElasticParticipants(Participants):
     """The running islands take part, and agree after the outer step."""
 
-    def __init__(
-        self, config: PierConfig, share: Share, alone: GroupExchange, islands: ElasticMembership, weights: Weights
-    ) -> None:
+    def __init__(self, config: PierConfig, share: Share, islands: ElasticMembership) -> None:
         """Begins with an island that has not met the others.
 
         Args:
             config: Settings of the run.
-            share: What this rank owns.
-            alone: Collectives of this island alone.
+            share: What this rank owns; its collectives are those of this island alone.
             islands: Islands among which it is.
-            weights: Parameters of this rank.
         """
-        super().__init__(config, share, alone, weights)
+        super().__init__(config, share)
         self._quorums, self._island, self.wait_seconds = islands.quorums, islands.own, islands.wait_seconds
         self._has_own_anchor, self._is_new = True, True
         self._restarted: Sequence[int] = ()
@@ -137,8 +132,8 @@ class ElasticParticipants(Participants):
         if formed.has_joined:
             progress.is_local, progress.trained = True, 0
         if formed.has_joined and formed.round is None:
-            self._weights.return_to_anchor()
-            self._weights.commit()
+            self._share.return_to_anchor()
+            self._share.commit()
             progress.is_synchronised = False
         self._restarted = formed.restarted
         return formed.round
@@ -147,7 +142,7 @@ class ElasticParticipants(Participants):
         """Applies what has arrived: nothing can fail any more."""
         round_.finish()
         # An island that has joined had parameters of its own.
-        self._weights.return_to_anchor()
+        self._share.return_to_anchor()
 
     def restart(self, round_: OuterRound, iteration: int) -> Sequence[int]:
         """Returns the islands that were restarted before the outer step was applied."""

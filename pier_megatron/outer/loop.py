@@ -21,7 +21,6 @@ from pier_megatron.outer.share import Share, moments_of, whole_parameters
 from pier_megatron.outer.snapshot import Progress, Snapshot
 from pier_megatron.outer.state import Shards
 from pier_megatron.outer.steps import OuterSteps
-from pier_megatron.outer.weights import Weights
 
 
 class OuterLoop:
@@ -75,13 +74,12 @@ class OuterLoop:
             PierConfigError: If elastic islands cannot have a setting, see :meth:`PierConfig.check_elastic`.
         """
         self.config, self.exchange, self.progress = config, exchange, Progress()
-        self.share = Share(shards, config, group, device, inner_state, store_inner_state)
+        self.share = Share(shards, config, exchange, group, device, inner_state, store_inner_state, on_change)
         self.device, self.states = self.share.device, self.share.states
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
-        self._weights = Weights(self.share, exchange, on_change)
         self.reports = OuterStepReports(config, report, self.device)
-        self.steps = OuterSteps(config, self.share, exchange, self._weights, self.reports, islands, sites)
+        self.steps = OuterSteps(config, self.share, self.reports, islands, sites)
 
     @classmethod
     def for_optimizer(
@@ -158,10 +156,10 @@ class OuterLoop:
         if self.iteration == 0:
             # Weights that came from elsewhere came after this was built.
             self.reset()
-        self._weights.commit_pending()
+        self.share.commit_pending()
         if not self.is_local and not self.config.is_lazy(iteration):
             # Wherever the lazy start ends, and whether or not its last iteration was skipped.
-            self._weights.become_anchor()
+            self.share.become_anchor()
             self.progress.is_local, self.progress.trained = True, 0
         self.progress.iteration = iteration
         self.progress.is_synchronised = not self.is_local
@@ -217,7 +215,7 @@ class OuterLoop:
         Args:
             iteration: Iteration to set the clock to; None leaves it.
         """
-        self._weights.become_anchor()
+        self.share.become_anchor()
         self.steps.reset()
         self.progress.restart(self.iteration if iteration is None else iteration)
 
@@ -251,7 +249,7 @@ class OuterLoop:
         self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
         self.progress = dataclasses.replace(snapshot.progress)
         self.steps.restore(snapshot)
-        self._weights.commit()
+        self.share.commit()
 
     def checksums(self) -> list[dict[str, int]]:
         """Sums of the bits of what all groups agree on, for each group over its ranks; see :meth:`OuterState.checksum`."""
@@ -271,4 +269,4 @@ class OuterLoop:
         Returns:
             A context that yields the parameters as they are trained, laid out as the flat buffers of each state.
         """
-        return self._weights.showing_anchor(as_mean)
+        return self.share.showing_anchor(as_mean)

@@ -20,7 +20,6 @@ from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.verdicts import DivergedError, KnownVerdicts, Verdicts, own_verdict
-from pier_megatron.outer.weights import Weights
 
 
 class Participants:
@@ -36,22 +35,18 @@ class Participants:
         is_deserted: Whether too few groups have come for longer than this one waits.
     """
 
-    def __init__(
-        self, config: PierConfig, share: Share, everyone: GroupExchange, weights: Weights, sites: SiteExchange | None = None
-    ) -> None:
+    def __init__(self, config: PierConfig, share: Share, sites: SiteExchange | None = None) -> None:
         """Begins with healthy groups.
 
         Args:
             config: Settings of the run.
             share: What this rank owns.
-            everyone: Collectives between all groups that are known beforehand.
-            weights: Parameters of this rank.
             sites: Collectives between sites, if groups are in some.
         """
-        self._config, self._share, self.everyone, self._weights, self._sites = config, share, everyone, weights, sites
+        self._config, self._share, self.everyone, self._sites = config, share, share.exchange, sites
         # Drawn groups wait for nobody else, not even for a line in the log.
-        self.audience = sites or (everyone if config.has_common_anchor else GroupExchange(groups=(everyone.rank,)))
-        self.restarts = Restarts(config, everyone.size if sites is None else sites.size, share)
+        self.audience = sites or (self.everyone if config.has_common_anchor else GroupExchange(groups=(self.everyone.rank,)))
+        self.restarts = Restarts(config, (sites or self.everyone).size, share)
         self.is_deserted = self._was_restarted = False
 
     def at(self, iteration: int) -> GroupExchange:
@@ -107,7 +102,7 @@ class Participants:
             counted = self.verdicts(inside).counted()
             if not any(counted):
                 return
-            self._weights.average(inside, counted)
+            self._share.average(inside, counted)
             excluded = [group for group, counts in enumerate(counted) if not counts]
             if excluded:
                 hand_over(self._share.moments, inside, excluded, counted.index(True), self._share.device)

@@ -7,7 +7,6 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
-from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.elastic import ElasticMembership, ElasticParticipants
 from pier_megatron.outer.participants import Participants
@@ -18,7 +17,6 @@ from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot
 from pier_megatron.outer.state import ANCHOR
-from pier_megatron.outer.weights import Weights
 
 
 class OuterSteps:
@@ -33,8 +31,6 @@ class OuterSteps:
         self,
         config: PierConfig,
         share: Share,
-        exchange: GroupExchange,
-        weights: Weights,
         reports: OuterStepReports,
         islands: ElasticMembership | None,
         sites: SiteExchange | None,
@@ -44,22 +40,20 @@ class OuterSteps:
         Args:
             config: Settings of the run.
             share: What this rank owns.
-            exchange: Collectives between all groups that are known beforehand.
-            weights: Parameters of this rank.
             reports: Takes note of outer steps.
             islands: Elastic islands that include this one; None for groups of one launch.
             sites: Collectives between sites, if groups are in some.
         """
-        self._config, self._share, self._exchange, self._weights, self._reports = config, share, exchange, weights, reports
+        self._config, self._share, self._reports = config, share, reports
         if (config.sites is not None) != (sites is not None):
             raise PierConfigError(
                 f"--pier-sites {config.sites}, but the loop was built {'without' if sites is None else 'with'} a SiteExchange "
                 "(OuterLoop(..., sites=)). A run has both or neither."
             )
-        self.participants = Participants(config, share, exchange, weights, sites)
+        self.participants = Participants(config, share, sites)
         if islands is not None:
             config.check_elastic()
-            self.participants = ElasticParticipants(config, share, exchange, islands, weights)
+            self.participants = ElasticParticipants(config, share, islands)
         self.rounds: list[OuterRound] = []
 
     def proceed(self, progress: Progress) -> None:
@@ -77,12 +71,12 @@ class OuterSteps:
             self.participants.average(iteration)
             # An outer step that is waited for lets the model know itself.
             if not fragments or (config.overlap and iteration < config.train_iters):
-                self._weights.commit()
+                self._share.commit()
         if fragments:
             self.take(progress, fragments)
         if not config.has_common_anchor and iteration == config.train_iters:
             with self.participants.phase("agree", iteration):
-                self._weights.agree_on_mean()
+                self._share.agree_on_mean()
             progress.is_synchronised = True
 
     def join(self, progress: Progress) -> None:
@@ -140,8 +134,8 @@ class OuterSteps:
         with self.participants.phase("commit", iteration):
             restarted = self.participants.restart(round_, iteration)
             if round_.exchange.rank in restarted:
-                self._weights.return_to_anchor()
-            self._weights.commit()
+                self._share.return_to_anchor()
+            self._share.commit()
         progress.last_common_step, progress.trained = round_.begun, iteration - round_.begun
         own = self._share.over_group(torch.cat([round_.sums, round_.training]))
         sums = self.participants.audience.gather(own)
@@ -165,7 +159,7 @@ class OuterSteps:
         """See :meth:`pier_megatron.outer.loop.OuterLoop.snapshot`."""
         rounds = [round_.settle() for round_ in self.rounds]
         own = [self.participants.restarts.last, *(round_.verdicts.own for round_ in self.rounds)]
-        last, *verdicts = self._exchange.gather(torch.tensor(own, device=self._share.device)).result().T.tolist()
+        last, *verdicts = self._share.exchange.gather(torch.tensor(own, device=self._share.device)).result().T.tolist()
         self._reports.write_arrived(waits=True)
         return Snapshot(
             dataclasses.replace(progress),
@@ -208,4 +202,4 @@ class OuterSteps:
         for state, saved in zip(self._share.states, snapshot.states, strict=True):
             state.restore(saved)
         self.rounds = [self.participants.resume(round_) for round_ in snapshot.rounds]
-        self.participants.restarts.last = snapshot.restarted.get(self._exchange.rank, NEVER)
+        self.participants.restarts.last = snapshot.restarted.get(self._share.exchange.rank, NEVER)

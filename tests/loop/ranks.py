@@ -29,10 +29,10 @@ from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.restarts import Restarts
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
-from pier_megatron.outer.weights import Weights
 
 WORLD = 4
 
@@ -68,9 +68,9 @@ class Settings:
         return PierConfig(groups=self.groups, **self.config)
 
 
-def _only_the_first_fragment(weights: Weights) -> None:
+def _only_the_first_fragment(share: Share) -> None:
     """What is not in the first fragment stays as it is."""
-    [staging] = weights.share.stagings
+    [staging] = share.stagings
     for chunk in (chunk for chunk in staging.state.chunks if chunk.fragment == 0):
         chunk.set_parameters(chunk.of(staging.state.anchor))
 
@@ -129,10 +129,10 @@ def _sum_of_the_first_parts(
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
     "a bit of an anchor flips": (Nesterov, "update", _update_with_a_flipped_bit),
-    "one fragment is restarted": (Weights, "return_to_anchor", _only_the_first_fragment),
+    "one fragment is restarted": (Share, "return_to_anchor", _only_the_first_fragment),
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
-    "the anchor stays where the run began": (Weights, "become_anchor", lambda weights: None),
+    "the anchor stays where the run began": (Share, "become_anchor", lambda share: None),
     "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
     "what a rule remembers is not restored": (OuterState, "restore", _restore_without_memory),
     "sites do not average": (Participants, "average", lambda participants, iteration: None),

@@ -42,7 +42,7 @@ _MEANT = {
     "rounds.py:Stopwatch.seconds": "the time of a blocking outer step, for its line in the same iteration",
     "state.py:Chunk.copy_parameters_to": "offloaded, the anchor is copied to the host once, as the lazy start begins and ends",
     "staging.py:Staging.synchronize": "before that, what is written there must have arrived",
-    "weights.py:Weights.agree_on_mean": "once, after the last iteration of groups with anchors of their own",
+    "share.py:Share.agree_on_mean": "once, after the last iteration of groups with anchors of their own",
     "elastic.py:ElasticParticipants._standing": "islands compare numbers on the host before they meet",
     "elastic.py:ElasticParticipants._attempt": "and those of the others",
     "state.py:Chunk.set_parameters": "and return to it, bit for bit, also from the host",

@@ -30,7 +30,6 @@ from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
-from pier_megatron.outer.weights import Weights
 
 EXCHANGE = GroupExchange()
 DEVICE = one_gpu.device()
@@ -486,8 +485,9 @@ class _OnlyExactly(GroupExchange):
 
 def test_mean_of_anchors_crosses_exactly_whatever_the_codec() -> None:
     parameter = torch.randn(300)
-    share = Share([[Shards([parameter])]], PierConfig(train_iters=100, groups=2, exchange_dtype="int4"))
+    config = PierConfig(train_iters=100, groups=2, exchange_dtype="int4")
+    share = Share([[Shards([parameter])]], config, _OnlyExactly(codec=CODECS["int4"]))
     expected = share.states[0].anchor.clone()
     parameter.add_(1)
-    Weights(share, _OnlyExactly(codec=CODECS["int4"]), lambda: None).agree_on_mean()
+    share.agree_on_mean()
     assert torch.equal(parameter, expected)
