@@ -19,11 +19,13 @@ from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.membership import Outcome
-from pier_megatron.outer.participants import Participants
+from pier_megatron.exchange.sites import SiteExchange
+from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress
 from pier_megatron.outer.state import ANCHOR
+from pier_megatron.outer.steps import OuterSteps
 from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts, own_verdict
 
 
@@ -90,22 +92,35 @@ _LEAST_SECONDS = 1.0
 _TO_REJOIN = "What it learned since is lost; start it again, for example by torchrun --max-restarts, and it joins the others."
 
 
-class ElasticParticipants(Participants):
-    """The running islands take part, and agree after the outer step."""
+class ElasticSteps(OuterSteps):
+    """Outer steps in which the running islands take part, and agree after each."""
 
-    def __init__(self, config: PierConfig, share: Share, islands: ElasticMembership) -> None:
+    def __init__(
+        self,
+        config: PierConfig,
+        share: Share,
+        reports: OuterStepReports,
+        sites: SiteExchange | None,
+        islands: ElasticMembership,
+    ) -> None:
         """Begins with an island that has not met the others.
 
-        Args:
-            config: Settings of the run.
-            share: What this rank owns; its collectives are those of this island alone.
-            islands: Islands among which it is.
+        Raises:
+            PierConfigError: If islands cannot have a setting.
         """
-        super().__init__(config, share)
+        super().__init__(config, share, reports, sites)
+        config.check_elastic()
         self._quorums, self._island, self.wait_seconds = islands.quorums, islands.own, islands.wait_seconds
         self._has_own_anchor, self._is_new = True, True
         self._restarted: Sequence[int] = ()
         self._attempted: OuterRound | None = None
+
+    def join(self, progress: Progress) -> None:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
+        is_left = progress.last_common_step < progress.iteration
+        self.take(progress, self._config.fragments_due(progress.iteration) if is_left else ())
+        if self.is_deserted:
+            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self._config.island_wait} minutes.")
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
         """Meets the running islands, and receives from them what this one does not have.
@@ -217,7 +232,7 @@ class ElasticParticipants(Participants):
             round_.weight = _weight(standings, verdicts.counted(), exchange.rank)
             round_.begin()
             round_.arrive()
-            restarted = self.restarts.restart_excluded(round_, source[_ITERATION])
+            restarted = super().restart(round_, source[_ITERATION])
         refusal = behind.get(exchange.rank)
         return _Formed(source[_ITERATION], not here, source[_ITERATION], round_, restarted, refusal)
 

@@ -11,16 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.sites import SiteExchange
-from pier_megatron.outer.elastic import ElasticMembership
+from pier_megatron.outer.elastic import ElasticMembership, ElasticSteps
 from pier_megatron.outer.rehearsal import rehearse
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.share import Share, moments_of, whole_parameters
-from pier_megatron.outer.snapshot import Progress, Snapshot
-from pier_megatron.outer.state import Shards
-from pier_megatron.outer.steps import OuterSteps
+from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot
+from pier_megatron.outer.state import ANCHOR, Shards
+from pier_megatron.outer.steps import NEVER, OuterSteps
 
 
 class OuterLoop:
@@ -79,7 +80,9 @@ class OuterLoop:
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
         self.reports = OuterStepReports(config, report, self.device)
-        self.steps = OuterSteps(config, self.share, self.reports, islands, sites)
+        self.steps = OuterSteps(config, self.share, self.reports, sites)
+        if islands is not None:
+            self.steps = ElasticSteps(config, self.share, self.reports, sites, islands)
 
     @classmethod
     def for_optimizer(
@@ -114,7 +117,7 @@ class OuterLoop:
 
         What does not fit or does not connect fails here, before the first iteration. Nothing of the run changes.
         """
-        rehearse(self.config, self.share, self.steps.participants)
+        rehearse(self.config, self.share, self.steps)
 
     @property
     def iteration(self) -> int:
@@ -134,7 +137,7 @@ class OuterLoop:
     @property
     def is_deserted(self) -> bool:
         """Whether too few islands have come for longer than this one waits."""
-        return self.steps.participants.is_deserted
+        return self.steps.is_deserted
 
     @property
     def groups_meet(self) -> bool:
@@ -216,7 +219,11 @@ class OuterLoop:
             iteration: Iteration to set the clock to; None leaves it.
         """
         self.share.become_anchor()
-        self.steps.reset()
+        self.steps.drop_rounds()
+        self.share.synchronize()
+        for state in self.states:
+            state.forget(state.kept.keys() - {ANCHOR})
+        self.steps.last_restart = NEVER
         self.progress.restart(self.iteration if iteration is None else iteration)
 
     def snapshot(self) -> Snapshot:
@@ -224,7 +231,17 @@ class OuterLoop:
 
         Waits for what is on its way between the groups, and applies nothing before its time. Its tensors are the loop's own.
         """
-        return self.steps.snapshot(self.progress)
+        rounds = [round_.settle() for round_ in self.steps.rounds]
+        own = [self.steps.last_restart, *(round_.verdicts.own for round_ in self.steps.rounds)]
+        last, *verdicts = self.exchange.gather(torch.tensor(own, device=self.device)).result().T.tolist()
+        self.reports.write_arrived(waits=True)
+        return Snapshot(
+            dataclasses.replace(self.progress),
+            self.share.kept(),
+            [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
+            {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
+            self.config.rule_name,
+        )
 
     def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
         """Returns a snapshot to read saved tensors into, without talking to other groups; its flat buffers are the loop's own.
@@ -233,7 +250,11 @@ class OuterLoop:
             progress: Progress of the saved run.
             rounds: Verdicts on all groups in the outer steps that were under way, by the iteration after which each began.
         """
-        return self.steps.empty_snapshot(progress, rounds)
+        buffers = []
+        for begun, verdicts in rounds.items():
+            numel = sum(chunk.numel for _, chunk in self.share.chunks(self.config.fragments_due(begun)))
+            buffers.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts))
+        return Snapshot(progress, self.share.kept(), buffers)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Continues from a snapshot of an equally configured run over the same shards; rounds and residuals may be missing.
@@ -248,8 +269,31 @@ class OuterLoop:
         """
         self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
         self.progress = dataclasses.replace(snapshot.progress)
-        self.steps.restore(snapshot)
+        self.steps.drop_rounds()
+        self.share.synchronize()
+        snapshot = self._of_this_rule(snapshot)
+        for state, saved in zip(self.states, snapshot.states, strict=True):
+            state.restore(saved)
+        self.steps.rounds = [self.steps.resume(round_) for round_ in snapshot.rounds]
+        self.steps.last_restart = snapshot.restarted.get(self.exchange.rank, NEVER)
         self.share.commit()
+
+    def _of_this_rule(self, snapshot: Snapshot) -> Snapshot:
+        """What this loop's rule can continue from."""
+        rule = self.config.rule_name
+        if snapshot.rule in (None, rule):
+            return snapshot
+        if not self.config.override_checkpoint:
+            raise PierConfigError(
+                f"outer_rule: the snapshot is of a run whose outer steps are {snapshot.rule}'s, and this loop's are {rule}'s. "
+                f"Continue with {snapshot.rule}, or begin without outer momentum: override_checkpoint=True "
+                "(--pier-override-checkpoint)."
+            )
+        _, *memory = self.share.common
+        for state in self.states:
+            state.forget(memory)
+        states = [{name: saved[name] for name in saved if name not in memory} for saved in snapshot.states]
+        return dataclasses.replace(snapshot, states=states, rounds=())
 
     def checksums(self) -> list[dict[str, int]]:
         """Sums of the bits of what all groups agree on, for each group over its ranks; see :meth:`OuterState.checksum`."""

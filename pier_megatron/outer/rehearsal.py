@@ -7,13 +7,13 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.outer.memory import buffers_at_once
-from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.staging import SHARED, Staging
 from pier_megatron.outer.state import Chunk
+from pier_megatron.outer.steps import OuterSteps
 
 
-def rehearse(config: PierConfig, share: Share, participants: Participants) -> None:
+def rehearse(config: PierConfig, share: Share, steps: OuterSteps) -> None:
     """Takes the work buffers, then sums and gathers zeros with all participants; called by all ranks of all groups.
 
     Each sum is as long as the longest chunk of its kind. Elastic islands rehearse alone: they know no others yet.
@@ -21,7 +21,7 @@ def rehearse(config: PierConfig, share: Share, participants: Participants) -> No
     Args:
         config: Settings of the run.
         share: What this rank owns; its stagings keep the buffers.
-        participants: Groups that this one meets.
+        steps: Outer steps of the rank.
     """
     first = next(config.outer_steps(), None)
     if first is None:
@@ -34,7 +34,7 @@ def rehearse(config: PierConfig, share: Share, participants: Participants) -> No
         for found in share.chunks(range(config.fragments)):
             exactly = found[1].shards.travel_exactly(config.codec)
             longest[exactly] = max(longest.get(exactly, found), found, key=lambda each: each[1].numel)
-        for exchange in participants.exchanges(first):
+        for exchange in steps.exchanges(first):
             for exactly, (staging, chunk) in sorted(longest.items()):
                 under_way = exchange.sum([staging.work[0].of(chunk)[SHARED].zero_()], exactly=exactly)
                 under_way.advance()

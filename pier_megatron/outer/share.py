@@ -43,6 +43,24 @@ class Moments:
             if changes and found:
                 self._write(parameter, found)
 
+    def hand_over(self, exchange: GroupExchange, groups: Sequence[int], source: int | None, device: torch.device) -> None:
+        """Gives ``groups`` the moments of the ``source``; called by all groups of the exchange.
+
+        Args:
+            exchange: Collectives between the groups.
+            groups: Groups that take over moments, by their index in the exchange.
+            source: Group whose moments are copied, or None to restart them at zero.
+            device: Device of the collective.
+        """
+        numbers, is_changed = exchange.gather(torch.tensor([len(self)], device=device)).result(), exchange.rank in groups
+        # A group that has skipped all its steps so far has no moments to give or to take.
+        source = source if len(numbers.unique()) == 1 else None
+        for moment in self.each(is_changed) if is_changed or source is not None else ():
+            if source is None:
+                moment.zero_()
+            else:
+                exchange.broadcast(moment, source, groups)
+
 
 class Share:
     """The parameters of one rank, which the inner optimizer trains and outer steps reset, with the outer state over them.

@@ -24,15 +24,14 @@ from torch import Tensor
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
 from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
-from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants, rounds
-from pier_megatron.outer.participants import Participants
-from pier_megatron.outer.restarts import Restarts
+from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, rounds, steps
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.share import Share
+from pier_megatron.outer.share import Moments, Share
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
+from pier_megatron.outer.steps import OuterSteps
 
 WORLD = 4
 
@@ -133,14 +132,14 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
     "the anchor stays where the run began": (Share, "become_anchor", lambda share: None),
-    "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
+    "everybody meets the same partner": (steps, "draw_subgroups", _the_same_partners),
     "what a rule remembers is not restored": (OuterState, "restore", _restore_without_memory),
-    "sites do not average": (Participants, "average", lambda participants, iteration: None),
+    "sites do not average": (OuterSteps, "average", lambda steps, iteration: None),
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
-    "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
+    "moments stay where they are": (Moments, "hand_over", lambda moments, exchange, groups, source, device: None),
     "the rehearsal takes no buffers": (Staging, "reserve", lambda staging, work, kept: None),
     "nothing is averaged": (rounds, "averaging", lambda rule: rule),
-    "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
+    "nobody is restarted": (OuterSteps, "restart", lambda steps, round_, iteration: []),
 }
 
 

@@ -43,8 +43,8 @@ _MEANT = {
     "state.py:Chunk.copy_parameters_to": "offloaded, the anchor is copied to the host once, as the lazy start begins and ends",
     "staging.py:Staging.synchronize": "before that, what is written there must have arrived",
     "share.py:Share.agree_on_mean": "once, after the last iteration of groups with anchors of their own",
-    "elastic.py:ElasticParticipants._standing": "islands compare numbers on the host before they meet",
-    "elastic.py:ElasticParticipants._attempt": "and those of the others",
+    "elastic.py:ElasticSteps._standing": "islands compare numbers on the host before they meet",
+    "elastic.py:ElasticSteps._attempt": "and those of the others",
     "state.py:Chunk.set_parameters": "and return to it, bit for bit, also from the host",
     "state.py:OuterState.checksum": "of an offloaded anchor they sum the bits on the host",
 }
@@ -184,7 +184,7 @@ def test_main_parameters_in_halves_stay_on_the_device() -> None:
 @pytest.mark.parametrize("settings", [{}, {"overlap": 3, "offload": True, "fragments": 2, "exchange_dtype": "int1"}])
 def test_excluded_groups_and_snapshots_mix_no_devices(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verdicts, "all", lambda verdicts: (NOT_FINITE, GOOD))
-    rare = ("restarts.py:Restarts.restart_excluded", "restarts.py:hand_over")
+    rare = ("steps.py:OuterSteps.restart", "share.py:Moments.hand_over")
     monkeypatch.setattr(f"{__name__}._MEANT", _MEANT | dict.fromkeys(rare, "a group is excluded"))
     train(config_of(**{"train_iters": 9} | settings), looks_back=True)
 
