@@ -140,7 +140,7 @@ def test_offloaded_and_overlapped_numbers_are_those_on_the_device(settings: dict
     assert all(map(torch.equal, offloaded, on_device))
 
 
-_take_work, _lend, _read = Staging.take_work, Staging.lend, Staging.read
+_take_work, _lend = Staging.take_work, Staging.lend
 
 
 def _take_unfinished_work(staging: Staging) -> Buffers:
