@@ -11,8 +11,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.exchange.topology import NAMED, ranges_of
-from pier_megatron.outer.arithmetic import PRODUCTS
-from pier_megatron.outer.rounds import CHECKSUM, ELEMENTS, OuterRound
+from pier_megatron.outer.rounds import CHECKSUM, ELEMENTS, PRODUCTS, OuterRound
 from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import NOT_FINITE
 

@@ -20,9 +20,8 @@ from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop, state
-from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.memory import rounds_at_once
-from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
+from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import RoundBuffers
