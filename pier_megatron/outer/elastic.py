@@ -229,7 +229,7 @@ class ElasticSteps(OuterSteps):
             verdicts = Verdicts(exchange, verdict if here else ABSENT, self._share.device)
             verdicts.check(source[_ITERATION])
             self._attempted = round_ = self.round(source[_ITERATION], exchange, verdicts, stopwatch)
-            round_.weight = _weight(standings, verdicts.counted(), exchange.rank)
+            round_.weight = _weight(standings, verdicts.counted, exchange.rank)
             round_.begin()
             round_.arrive()
             restarted = super().restart(round_, source[_ITERATION])

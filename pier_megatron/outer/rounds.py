@@ -115,7 +115,7 @@ class OuterRound:
         bytes_sent: Bytes sent by this rank to other groups.
         stopwatch: Time spent on it so far.
         training: Training losses and gradient norms of this rank since the outer step before began, see
-            :meth:`pier_megatron.outer.training_sums.TrainingSums.take`.
+            :meth:`pier_megatron.outer.report.TrainingSums.take`.
         restarted_before: Whether each group of the run was restarted since the outer step before, where groups meet in between.
     """
 
@@ -295,7 +295,7 @@ class OuterRound:
     def _subtract(self, staged: Staged) -> None:
         """Takes the pseudo-gradient, ``own = anchor - parameters``; zero if this group does not count."""
         staged.subtract_parameters(staged.own)
-        if not self.verdicts.own_counts():
+        if not self.verdicts.own_counts:
             staged.own.zero_()  # Not a product with zero, which would keep every nan.
 
     def _write_sent(self, staged: Staged) -> None:
@@ -313,13 +313,13 @@ class OuterRound:
         """
         own, shared, anchor, momentum = staged.own, staged.shared, staged.anchor, staged.momentum
         rule, size, shards = self._rule_of(staged), self.exchange.size, staged.chunk.shards
-        rule.combine(staged, size, sum(self.verdicts.counted()))
+        rule.combine(staged, size, sum(self.verdicts.counted))
         # Before the update, which may overwrite what it was computed from.
         products = [torch.dot(*pair) for pair in ((own, own), (own, shared), (shared, shared))]
         if keep_progress:
             # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
             own.sub_(anchor)
-        rule.update(staged, is_alone=size == 1 and self.verdicts.own_counts() and not keep_progress)
+        rule.update(staged, is_alone=size == 1 and self.verdicts.own_counts and not keep_progress)
         if keep_progress:
             staged.chunk.move_parameters(own.add_(anchor))
         else:

@@ -195,7 +195,7 @@ class OuterSteps:
         assert self._sites is not None
         inside = self._sites.inside
         with self.phase("site_average", iteration):
-            counted = self._verdicts(inside).counted()
+            counted = self._verdicts(inside).counted
             if not any(counted):
                 return
             self._share.average(inside, counted)
@@ -230,7 +230,7 @@ class OuterSteps:
         Returns:
             Groups that have to return to their anchor now, by their index among the participants; none in nearly all rounds.
         """
-        exchange, counted = round_.exchange, round_.verdicts.counted()
+        exchange, counted = round_.exchange, round_.verdicts.counted
         if all(counted):
             return []
         # Absent groups keep their own moments, and already took the anchor when they joined.

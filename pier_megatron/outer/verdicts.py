@@ -37,15 +37,12 @@ class Verdicts:
             self._known = tuple(self._under_way.on_host().flatten().tolist())
         return self._known
 
+    @functools.cached_property
     def counted(self) -> list[bool]:
         """Which groups count in the mean. Waits for all participants."""
-        return self._counted
-
-    @functools.cached_property
-    def _counted(self) -> list[bool]:
-        # Asked for with every chunk.
         return [verdict == GOOD for verdict in self.all()]
 
+    @property
     def own_counts(self) -> bool:
         """Whether this group counts. Waits for nobody."""
         return self.own == GOOD
@@ -56,7 +53,7 @@ class Verdicts:
         Raises:
             DivergedError: If no group counts.
         """
-        if any(self.counted()):
+        if any(self.counted):
             return
         groups = self._exchange.groups
         said = (

@@ -28,9 +28,9 @@ from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.startup import Takes
 from pier_megatron.outer import OuterLoop, Shards, elastic
 from pier_megatron.outer.elastic import ElasticMembership
+from pier_megatron.outer.report import TrainingSums
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staged, Staging
-from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 # Where the host may wait for the device inside an iteration, and why.

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from pier_megatron import PierConfig
-from pier_megatron.outer.report import OuterStepReport, OuterStepReports, norms_and_cosines, spread
+from pier_megatron.outer.report import OuterStepReport, OuterStepReports, TrainingSums, norms_and_cosines, spread
 from pier_megatron.outer.rounds import ELEMENTS
 from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import ABSENT, GOOD
 
 
@@ -151,7 +150,7 @@ def test_elastic_island_logs_the_spread_of_those_that_count() -> None:
         """Its pseudo-gradient is (3, 0), and the mean (1.5, 2); nothing if it has just joined."""
         verdicts = (own, *others)
         round_ = mock.Mock(rule=Nesterov(0.9, 0.7), begun=4, bytes_sent=0, restarted_before=None)
-        round_.verdicts.all.return_value, round_.verdicts.counted.return_value = verdicts, [said == GOOD for said in verdicts]
+        round_.verdicts.all.return_value, round_.verdicts.counted = verdicts, [said == GOOD for said in verdicts]
         round_.exchange.groups, round_.exchange.rank, round_.stopwatch.seconds.return_value = range(len(verdicts)), 0, 0.0
         sums = torch.zeros(1, ELEMENTS + 5)
         sums[0, :4] = torch.tensor([9.0, 4.5, 6.25, 4.0] if own == GOOD else [0.0, 0.0, 6.25, 4.0])
