@@ -112,11 +112,6 @@ class Choice:
         return f"not one of {', '.join(self.names)}{suggestion(str(value), self.names)}"
 
 
-def one_of(names: Collection[str]) -> Choice:
-    """One of several names."""
-    return Choice(names)
-
-
 def whole(low: int = 1, high: float = LARGEST, why: str = "") -> Number:
     """Whole numbers from ``low`` to ``high``, both included."""
     return Number(int, low, high, why=why)
