@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.exchange.membership import Outcome
+from pier_megatron.exchange.membership import Membership, Outcome
 from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
@@ -33,16 +32,6 @@ class LeftBehindError(RuntimeError):
     """The other islands continued without this one."""
 
 
-class Quorums(Protocol):
-    """Quorums of islands; see :class:`pier_megatron.exchange.membership.Membership`."""
-
-    def meet(self, within: datetime.timedelta) -> GroupExchange:
-        """Waits until the running islands have formed a quorum."""
-
-    def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
-        """Returns what has come of a quorum on all ranks."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ElasticMembership:
     """The islands that a group is one of.
@@ -53,7 +42,7 @@ class ElasticMembership:
         wait_seconds: Seconds that it tries to form a quorum.
     """
 
-    quorums: Quorums
+    quorums: Membership
     own: int
     wait_seconds: float
 
@@ -103,11 +92,7 @@ class ElasticSteps(OuterSteps):
         sites: SiteExchange | None,
         islands: ElasticMembership,
     ) -> None:
-        """Begins with an island that has not met the others.
-
-        Raises:
-            PierConfigError: If islands cannot have a setting.
-        """
+        """Begins with an island that has not met the others."""
         super().__init__(config, share, reports, sites)
         config.check_elastic()
         self._quorums, self._island, self.wait_seconds = islands.quorums, islands.own, islands.wait_seconds

@@ -16,7 +16,6 @@ from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.sites import SiteExchange
 from pier_megatron.outer.elastic import ElasticMembership, ElasticSteps
-from pier_megatron.outer.rehearsal import rehearse
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.share import Share, moments_of, whole_parameters
 from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot
@@ -117,7 +116,7 @@ class OuterLoop:
 
         What does not fit or does not connect fails here, before the first iteration. Nothing of the run changes.
         """
-        rehearse(self.config, self.share, self.steps)
+        self.steps.rehearse()
 
     @property
     def iteration(self) -> int:
@@ -155,7 +154,12 @@ class OuterLoop:
         Raises:
             RuntimeError: If it is not the one after the last.
         """
-        self.progress.check_next(iteration)
+        if iteration != self.iteration + 1:
+            raise RuntimeError(
+                f"Iteration {iteration} begins, but the last one that Pier knows of is {self.iteration}: what is due in "
+                "between would be lost. Every iteration has to pass through begin_iteration() and end_iteration(), skipped "
+                "ones too."
+            )
         if self.iteration == 0:
             # Weights that came from elsewhere came after this was built.
             self.reset()
@@ -224,7 +228,10 @@ class OuterLoop:
         for state in self.states:
             state.forget(state.kept.keys() - {ANCHOR})
         self.steps.last_restart = NEVER
-        self.progress.restart(self.iteration if iteration is None else iteration)
+        if iteration is not None:
+            self.progress.iteration = iteration
+        # All groups hold the same parameters, as after an outer step.
+        self.progress.last_common_step, self.progress.trained = self.iteration, 0
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.

@@ -18,12 +18,14 @@ from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.pairs import Subgroup, draw_subgroups
 from pier_megatron.exchange.sites import SiteExchange
-from pier_megatron.outer.memory import bytes_of_site_average
+from pier_megatron.outer.memory import buffers_at_once, bytes_of_site_average
 from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import rule_at
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
+from pier_megatron.outer.staging import SHARED, Staging
+from pier_megatron.outer.state import Chunk
 from pier_megatron.outer.verdicts import ABSENT, DivergedError, KnownVerdicts, Verdicts, own_verdict
 
 NEVER = -1
@@ -153,12 +155,37 @@ class OuterSteps:
         drawn = draw_subgroups(config.groups, config.subgroup, config.subgroup_seed, iteration)
         return Subgroup(everyone, next(groups for groups in drawn if everyone.rank in groups))
 
-    def exchanges(self, iteration: int) -> Sequence[GroupExchange]:
-        """Returns every exchange that outer steps after ``iteration``, and the averages before them, use."""
-        if self._sites is not None:
-            return self._sites.inside, self._sites
-        # In the end all groups agree.
-        return (self._everyone,) if self._config.has_common_anchor else (self._everyone, self.at(iteration))
+    def rehearse(self) -> None:
+        """Takes the work buffers, then sums and gathers zeros with all participants; called by all ranks of all groups.
+
+        Each sum is as long as the longest chunk of its kind. Elastic islands rehearse alone: they know no others yet.
+        """
+        config, share, first = self._config, self._share, next(self._config.outer_steps(), None)
+        if first is None:
+            return
+        try:
+            in_fragments = [staging.state.in_fragments for staging in share.stagings]
+            for staging, buffers in zip(share.stagings, buffers_at_once(config, in_fragments), strict=True):
+                staging.reserve(*buffers)
+            longest: dict[bool, tuple[Staging, Chunk]] = {}
+            for found in share.chunks(range(config.fragments)):
+                exactly = found[1].shards.travel_exactly(config.codec)
+                longest[exactly] = max(longest.get(exactly, found), found, key=lambda each: each[1].numel)
+            # In the end all groups agree.
+            met = [self._sites.inside, self._sites] if self._sites else [self._everyone, self.at(first)]
+            for exchange in dict.fromkeys(met):
+                for exactly, (staging, chunk) in sorted(longest.items()):
+                    under_way = exchange.sum([staging.work[0].of(chunk)[SHARED].zero_()], exactly=exactly)
+                    under_way.advance()
+                    under_way.finish()
+                exchange.gather(torch.zeros(1, device=share.device)).result().tolist()
+        except RuntimeError as error:
+            error.add_note(
+                f"Pier: this was a rehearsal, at start, of the outer step after iteration {first}. If memory is short, use a "
+                "smaller --pier-chunk-mib, --pier-offload or, with an overlap, more --pier-fragments. If the error speaks of a "
+                "connection or a timeout, a rank of another group cannot be reached, or its own log says why it failed."
+            )
+            raise
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
         """Brings the participants of an outer step together.
