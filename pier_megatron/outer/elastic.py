@@ -108,12 +108,9 @@ class ElasticSteps(OuterSteps):
             raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self._config.island_wait} minutes.")
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
-        """Meets the running islands, and receives from them what this one does not have.
+        """Meets the running islands, and receives from them what this one does not have; ``progress`` becomes theirs.
 
-        Args:
-            progress: Progress of this island; that of the others, if it joins them.
-            fragments: Fragments whose outer step is due. When an island starts: those of a step that its last process could
-                not take.
+        When an island starts, the fragments are those of a step that its last process could not take.
 
         Returns:
             Round whose exchange has arrived; None if no step is due, or nobody came for longer than this island waits.

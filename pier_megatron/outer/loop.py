@@ -94,15 +94,9 @@ class OuterLoop:
         report: Callable[[OuterStepReport], None] = lambda report: None,
         sites: SiteExchange | None = None,
     ) -> Self:
-        """Builds the loop over the parameters of an inner optimizer; every rank of a group must hold all of them.
+        """Builds the loop over the FP32 parameters of an inner optimizer; every rank of a group must hold all of them.
 
-        Args:
-            optimizer: Inner optimizer over FP32 parameters, which are the same in all groups.
-            config: Schedules and sizes.
-            exchange: Collectives between the ranks that have the same place in their groups, one rank of each group.
-            group: Ranks of this group, which train copies of the same parameters; None if it is this rank alone.
-            report: Called for each outer step once its numbers are there, on every rank.
-            sites: Collectives between sites, with ``config.sites``.
+        The other arguments are those of the class, see :meth:`__init__`; the ranks of ``group`` train copies of the parameters.
 
         Raises:
             TypeError: If a parameter is not float32, or is sharded over ranks.

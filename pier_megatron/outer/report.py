@@ -146,14 +146,11 @@ class TrainingSums:
 
     @staticmethod
     def means(sums: Tensor) -> dict[str, float]:
-        """Evaluates what groups have sent.
+        """Attributes of :class:`OuterStepReport`, without what no group has noted.
 
         Args:
             sums: Sums of the contributing groups, whose last four columns are those of :meth:`take` over all ranks of a group;
                 float64, shape ``[groups, columns]``.
-
-        Returns:
-            Attributes of :class:`OuterStepReport`; none of what no group has noted.
         """
         found = {}
         loss, losses, norm, norms = sums[:, -4:].unbind(1)
@@ -180,12 +177,9 @@ class OuterStepReports:
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
-        """Takes note of an outer step.
+        """Takes note of a round that has finished, with the groups ``restarted`` at its end, by index among its participants.
 
-        Args:
-            round_: Round that has finished.
-            sums: Sums under way, see :func:`norms_and_cosines`: of all participants, or of the own group.
-            restarted: Groups that were restarted at its end, by their index among those that met.
+        The sums under way, see :func:`norms_and_cosines`, are those of all participants, or of the own group.
         """
         self._unreported.append((round_, sums, restarted))
 
@@ -258,15 +252,11 @@ def check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:
 
 
 def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, float, float]:
-    """Evaluates the sums of all groups.
+    """Norm of the mean pseudo-gradient, norm of the momentum, smallest and mean cosine of the groups that contribute.
 
     Args:
         sums: Sums, see :class:`pier_megatron.outer.rounds.OuterRound`, over each group's whole model.
-        contributes: Mask of the groups that count; boolean, shape ``[groups]``.
-
-    Returns:
-        Norm of the mean pseudo-gradient, norm of the momentum, smallest and mean cosine of the contributing groups. A
-        cosine with a zero vector is 0.
+        contributes: Mask of the groups that count; boolean, shape ``[groups]``. A cosine with a zero vector is 0.
     """
     own, product, mean, momentum = sums[contributes, :PRODUCTS].unbind(1)
     denominator = (own * mean).sqrt()
@@ -275,11 +265,9 @@ def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, 
 
 
 def spread(sums: Tensor, groups: int) -> float | None:
-    """Standard deviation of a parameter over the groups, root mean square over the parameters, of sums as above.
+    """Standard deviation of a parameter over the ``groups`` that met, root mean square over the parameters.
 
-    Args:
-        sums: Sums of the groups; a single row stands for its meeting.
-        groups: Number of groups to whose mean the distances are.
+    Its sums are those of :func:`norms_and_cosines`; a single row stands for its meeting.
     """
     if groups == 1 or not sums[:, ELEMENTS].any():
         return None

@@ -48,10 +48,6 @@ def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
 
     Takes an outer step, then ``anchor = parameters``. With :class:`pier_megatron.outer.rules.Nesterov` that is
     ``momentum = mu * momentum + (anchor - parameters)``; arXiv 2511.17849, algorithm 1.
-
-    Args:
-        stagings: Stagings of the outer states, which are changed in place.
-        rule: Rule that descends along pseudo-gradients.
     """
     written = (ANCHOR, *rule.memory)
     for staged in one_ahead(staging.lend(chunk, written) for staging in stagings for chunk in staging.state.chunks):
@@ -213,9 +209,8 @@ class OuterRound:
     def drop(self, is_lost: bool = False) -> None:
         """Gives all buffers back, and forgets what they hold; called on every rank alike.
 
-        Args:
-            is_lost: Whether the communicator is lost. Buffers on the wire are not used again then: nobody can wait for their
-                sums, which may still write to them.
+        Buffers on the wire of a communicator that is lost are not used again: nobody can wait for their sums, which may still
+        write to them.
         """
         if self._under_way and not is_lost:
             self.arrive()
@@ -304,12 +299,9 @@ class OuterRound:
             staged.shared.mul_(self.weight)
 
     def _apply(self, staged: Staged, keep_progress: bool) -> None:
-        """Takes the step for a sum that has arrived, and writes the parameters.
+        """Takes the step for a sum that has arrived in ``staged.shared``, and writes the parameters.
 
-        Args:
-            staged: Buffers of a chunk, with the sum in ``staged.shared``.
-            keep_progress: Whether the parameters keep what they have moved by since the pseudo-gradient was taken. If not,
-                they have not moved, and become the anchor.
+        They keep what they have moved by since the pseudo-gradient was taken, or have not moved, and become the anchor.
         """
         own, shared, anchor, momentum = staged.own, staged.shared, staged.anchor, staged.momentum
         rule, size, shards = self._rule_of(staged), self.exchange.size, staged.chunk.shards

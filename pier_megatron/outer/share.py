@@ -32,11 +32,7 @@ class Moments:
         return sum(len(self._read(parameter)) for parameter in self._parameters)
 
     def each(self, changes: bool = False) -> Iterator[Tensor]:
-        """Yields one after the other, as copies of one parameter's may take as much memory as it.
-
-        Args:
-            changes: Whether the caller changes them in place.
-        """
+        """Yields one after the other, since copies take as much memory as a parameter, and stores ``changes`` in place."""
         for parameter in self._parameters:
             found = self._read(parameter)
             yield from (moment for _, moment in sorted(found.items()))
@@ -44,13 +40,9 @@ class Moments:
                 self._write(parameter, found)
 
     def hand_over(self, exchange: GroupExchange, groups: Sequence[int], source: int | None, device: torch.device) -> None:
-        """Gives ``groups`` the moments of the ``source``; called by all groups of the exchange.
+        """Gives ``groups`` the moments of the ``source``, or zeros if it is None; called by all groups of the exchange.
 
-        Args:
-            exchange: Collectives between the groups.
-            groups: Groups that take over moments, by their index in the exchange.
-            source: Group whose moments are copied, or None to restart them at zero.
-            device: Device of the collective.
+        Groups are named by their index in the exchange, whose tensors are on the ``device``.
         """
         numbers, is_changed = exchange.gather(torch.tensor([len(self)], device=device)).result(), exchange.rank in groups
         # A group that has skipped all its steps so far has no moments to give or to take.
@@ -114,11 +106,6 @@ class Share:
         """Copies what all groups agree on from one group to others, in place; called by all groups of the exchange.
 
         By way of the device, chunk by chunk: NCCL takes no tensors in host memory, where offloaded state is.
-
-        Args:
-            exchange: Collectives between the groups.
-            source: Index of the group that has them.
-            targets: Indices of the groups that receive them.
         """
         for staged in self._lent(*self.common):
             for name in self.common:
@@ -175,12 +162,7 @@ class Share:
         self.commit()
 
     def average(self, exchange: GroupExchange, counted: Sequence[bool]) -> None:
-        """Takes the mean of the parameters of the groups that count: the same bits in all, copies included.
-
-        Args:
-            exchange: Collectives between the groups.
-            counted: Whether each of them counts; at least one does.
-        """
+        """Takes the mean of the parameters of the groups that count, at least one: the same bits in all, copies included."""
         for staged in self._lent():
             staged.chunk.copy_parameters_to(staged.shared)
             if not counted[exchange.rank]:

@@ -101,12 +101,9 @@ class Staging:
         self._inward, self._outward = (torch.cuda.Stream(state.device) if state.copies_on_streams else None for _ in range(2))
 
     def lend(self, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
-        """Lends buffers to a chunk, and begins to copy what is named into them: wait with :func:`one_ahead`.
+        """Lends buffers to a chunk, and begins to copy what it ``reads`` into them: wait with :func:`one_ahead`.
 
-        Args:
-            chunk: Chunk of the state.
-            reads: Names of what will be read.
-            kept: What :meth:`keep` has set aside for it, if it does more than pass by.
+        A chunk that does more than pass by brings what :meth:`keep` has set aside for it.
         """
         staged, inward = Staged(self, chunk, kept), self._inward
         if inward is not None:
@@ -146,12 +143,7 @@ class Staging:
         self.kept.append(kept)
 
     def reserve(self, work: int, kept: int) -> None:
-        """Makes buffers that are not there yet, while none is lent, so that none has to be made later.
-
-        Args:
-            work: Number of work buffers on the device.
-            kept: Number of buffers in host memory between iterations if the state is offloaded.
-        """
+        """Makes the buffers that :func:`pier_megatron.outer.memory.buffers_at_once` counts, so that none is made later."""
         self.work.extend(self._new_work() for _ in range(work - len(self.work)))
         self.kept.extend(self._new_kept() for _ in range(kept - len(self.kept)))
 

@@ -178,8 +178,8 @@ class OuterState:
         """Starts with the anchor at the present parameters, and all else zero.
 
         Args:
-            shards: This rank's main parameters, those of the last fragment last. The cuts hang on their sizes only: ranks that
-                hold copies of some cut them alike if what comes before them has the same size.
+            shards: This rank's main parameters, those of the last fragment last. The cuts depend on their sizes only: ranks
+                that hold copies of some cut them alike if what comes before them has the same size.
             chunk_numel: Largest number of elements in a chunk.
             fragments: Number of fragments, of about equal size, that are exchanged at different times.
             offload: Keep the flat buffers in host memory, pinned where there is a device to copy to.

@@ -93,11 +93,9 @@ class OuterSteps:
         )
 
     def take(self, progress: Progress, fragments: Sequence[int]) -> None:
-        """Takes an outer step, or begins it if it is to be hidden behind training.
+        """Takes the outer step of some fragments, or begins it if it is to be hidden behind training.
 
-        Args:
-            progress: Progress of this group.
-            fragments: Fragments whose outer step is due; none for an island that only joins the others.
+        An island that only joins the others has none.
         """
         round_ = self.form(progress, fragments)
         if round_ is None:
@@ -188,15 +186,7 @@ class OuterSteps:
             raise
 
     def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
-        """Brings the participants of an outer step together.
-
-        Args:
-            progress: Progress of this group; changed if it takes over from others.
-            fragments: Fragments whose outer step is due.
-
-        Returns:
-            Round to carry out; None if there is none.
-        """
+        """Brings the participants of an outer step of some fragments together; returns its round, or None if there is none."""
         iteration, stopwatch = progress.iteration, Stopwatch(self._share.device)
         exchange = self.at(iteration)
         with stopwatch.running():
