@@ -172,7 +172,7 @@ class OuterLoop:
             loss: Training loss over the samples of this group; None if this rank has none.
             grad_norm: Gradient norm over the parameters of this group; None if it is not known.
         """
-        self.reports.training.add(loss, grad_norm)
+        self.reports.note_training(loss, grad_norm)
 
     @torch.no_grad()
     def end_iteration(self, has_trained: bool = True) -> None:

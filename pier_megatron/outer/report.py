@@ -124,57 +124,31 @@ def _left_out(why: str, groups: Sequence[int], restarted: Sequence[int]) -> str:
     return f" {why}, LEFT OUT: {len(groups):,} groups ({ranges_of(groups)}){how} |"
 
 
-class TrainingSums:
-    """Training losses and gradient norms of one rank since its last outer step; summed on the device, so that nothing waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Begins with none."""
-        # The loss, how often there was one, the norm, how often there was one.
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-
-    def add(self, loss: Tensor | float | None, grad_norm: Tensor | float | None) -> None:
-        """Adds those of an iteration; None for what it does not have."""
-        for place, value in ((0, loss), (2, grad_norm)):
-            if value is not None:
-                self._sums[place] += value.detach().flatten()[0] if isinstance(value, Tensor) else value
-                self._sums[place + 1] += 1
-
-    def take(self) -> Tensor:
-        """Returns the sums, to be sent behind those of a round, and begins again."""
-        sums, self._sums = self._sums, torch.zeros_like(self._sums)
-        return sums
-
-    @staticmethod
-    def means(sums: Tensor) -> dict[str, float]:
-        """Attributes of :class:`OuterStepReport`, without what no group has noted.
-
-        Args:
-            sums: Sums of the contributing groups, whose last four columns are those of :meth:`take` over all ranks of a group;
-                float64, shape ``[groups, columns]``.
-        """
-        found = {}
-        loss, losses, norm, norms = sums[:, -4:].unbind(1)
-        if losses.any():
-            of_groups = loss[losses > 0] / losses[losses > 0]
-            found = {"loss": of_groups.mean().item(), "loss_min": of_groups.min().item(), "loss_max": of_groups.max().item()}
-        if norms.any():
-            found["grad_norm"] = (norm[norms > 0] / norms[norms > 0]).mean().item()
-        return found
-
-
 class OuterStepReports:
     """Reports outer steps once their numbers have arrived, so that no group waits for another for the sake of a log line.
 
     Attributes:
         write: Called for each outer step, in their order, on every rank.
-        training: What this rank has noted of its training since its last outer step.
     """
 
     def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None], device: torch.device) -> None:
         """Begins with none under way; training is noted on the ``device``."""
         self._config, self.write = config, write
-        self.training = TrainingSums(device)
+        # The loss, how often there was one, the norm, how often there was one: summed on the device, so that nothing waits.
+        self._training = torch.zeros(4, dtype=torch.float64, device=device)
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
+
+    def note_training(self, loss: Tensor | float | None, grad_norm: Tensor | float | None) -> None:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.note_training`."""
+        for place, value in ((0, loss), (2, grad_norm)):
+            if value is not None:
+                self._training[place] += value.detach().flatten()[0] if isinstance(value, Tensor) else value
+                self._training[place + 1] += 1
+
+    def take_training(self) -> Tensor:
+        """Returns the sums of what was noted since the last time, which follow those of a round; float64, shape ``[4]``."""
+        sums, self._training = self._training, torch.zeros_like(self._training)
+        return sums
 
     def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
         """Takes note of a round that has finished, with the groups ``restarted`` at its end, by index among its participants.
@@ -217,7 +191,7 @@ class OuterStepReports:
             momentum_norm=momentum,
             cosine_min=cosine_min,
             cosine_mean=cosine_mean,
-            **TrainingSums.means(sums[contributes]),
+            **training_means(sums[contributes]),
             mu=round_.rule.mu,
             eta=round_.rule.eta,
             bytes_sent=round_.bytes_sent,
@@ -232,6 +206,23 @@ class OuterStepReports:
         size = 1 if self._config.sites is None else self._config.groups_in_site
         of_sites = (member for group in groups for member in range(group - group % size, group - group % size + size))
         return tuple(sorted({*of_sites, *in_sites}))
+
+
+def training_means(sums: Tensor) -> dict[str, float]:
+    """Attributes of :class:`OuterStepReport`, without what no group has noted.
+
+    Args:
+        sums: Sums of the contributing groups, whose last four columns are those of :meth:`OuterStepReports.take_training` over
+            all ranks of a group; float64, shape ``[groups, columns]``.
+    """
+    found = {}
+    loss, losses, norm, norms = sums[:, -4:].unbind(1)
+    if losses.any():
+        of_groups = loss[losses > 0] / losses[losses > 0]
+        found = {"loss": of_groups.mean().item(), "loss_min": of_groups.min().item(), "loss_max": of_groups.max().item()}
+    if norms.any():
+        found["grad_norm"] = (norm[norms > 0] / norms[norms > 0]).mean().item()
+    return found
 
 
 def check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:

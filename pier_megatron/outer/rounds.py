@@ -111,7 +111,7 @@ class OuterRound:
         bytes_sent: Bytes sent by this rank to other groups.
         stopwatch: Time spent on it so far.
         training: Training losses and gradient norms of this rank since the outer step before began, see
-            :meth:`pier_megatron.outer.report.TrainingSums.take`.
+            :meth:`pier_megatron.outer.report.OuterStepReports.take_training`.
         restarted_before: Whether each group of the run was restarted since the outer step before, where groups meet in between.
     """
 

@@ -100,7 +100,7 @@ class OuterSteps:
         round_ = self.form(progress, fragments)
         if round_ is None:
             return
-        round_.training, iteration = self._reports.training.take(), progress.iteration
+        round_.training, iteration = self._reports.take_training(), progress.iteration
         with round_.stopwatch.running():
             if self._config.overlap and iteration < self._config.train_iters:
                 with self.phase("begin", iteration):
@@ -140,7 +140,7 @@ class OuterSteps:
 
     def drop_rounds(self) -> None:
         """Forgets what is under way, and what was noted of the training since the last outer step."""
-        self._reports.training.take()
+        self._reports.take_training()
         for round_ in self.rounds:
             round_.drop()
         self.rounds = []

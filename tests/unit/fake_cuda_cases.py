@@ -28,7 +28,7 @@ from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.startup import Takes
 from pier_megatron.outer import OuterLoop, Shards, elastic
 from pier_megatron.outer.elastic import ElasticMembership
-from pier_megatron.outer.report import TrainingSums
+from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
@@ -217,7 +217,7 @@ def test_elastic_islands(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert (gpu.waits.total(), gpu.waits_apart.total()) == ((7 + 8 + 1, 4) if offload else (7, 2))
 
 
-def _read_the_loss(sums: TrainingSums, loss: Tensor, grad_norm: float) -> None:
+def _read_the_loss(reports: OuterStepReports, loss: Tensor, grad_norm: float) -> None:
     assert loss.item()
 
 
@@ -241,7 +241,13 @@ def _allocate_pageable(staging: Staging, names: Sequence[str], **place: Any) -> 
 
 # What is planted: owner, name, the bug, settings under which it runs, and what the error says.
 _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any], str]] = {
-    "host read": (TrainingSums, "add", _read_the_loss, {}, r"aten\._local_scalar_dense\.default waits for the device"),
+    "host read": (
+        OuterStepReports,
+        "note_training",
+        _read_the_loss,
+        {},
+        r"aten\._local_scalar_dense\.default waits for the device",
+    ),
     "devices mixed": (Nesterov, "combine", _divide_by_a_tensor_on_the_host, {}, "tensors in host memory and on the device"),
     "gaps at a kernel": (encoded, "encode", _encode_with_gaps, {"exchange_dtype": "int1"}, "_encode: dropped is .*False"),
     "not pinned": (Staging, "allocate", _allocate_pageable, {"overlap": 2, "offload": True}, "memory that is not pinned"),

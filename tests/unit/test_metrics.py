@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pier_megatron import PierConfig
-from pier_megatron.outer.report import OuterStepReport, OuterStepReports, TrainingSums, norms_and_cosines, spread
+from pier_megatron.outer.report import OuterStepReport, OuterStepReports, norms_and_cosines, spread, training_means
 from pier_megatron.outer.rounds import ELEMENTS
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.verdicts import ABSENT, GOOD
@@ -115,15 +115,15 @@ def test_report_of_a_hidden_exchange_arrives(now: int) -> None:
 def test_training_is_the_mean_over_ranks_iterations_and_groups() -> None:
     rows = []
     for losses, norms in (([2.0, torch.tensor([4.0])], [1.0, None]), ([None, 6.0], [None, None])):
-        training = TrainingSums(torch.device("cpu"))
+        reports = OuterStepReports(PierConfig(20, groups=2), print, torch.device("cpu"))
         for loss, norm in zip(losses, norms, strict=True):
-            training.add(loss, norm)
-        rows.append(training.take())
-        assert not training.take().any()
+            reports.note_training(loss, norm)
+        rows.append(reports.take_training())
+        assert not reports.take_training().any()
     # Each group has two ranks, one without losses: a stage that is not the last.
-    found = TrainingSums.means(torch.stack(rows))
+    found = training_means(torch.stack(rows))
     assert found == {"loss": 4.5, "loss_min": 3.0, "loss_max": 6.0, "grad_norm": 1.0}
-    assert TrainingSums.means(torch.zeros(2, 9)) == {}
+    assert training_means(torch.zeros(2, 9)) == {}
 
 
 def test_ranks_without_writers_print_only() -> None:
