@@ -178,25 +178,20 @@ class OuterStepReports:
         is_common = round_.rule.has_common_anchor and len(sums) == len(groups)
         if is_common:
             check_anchors(round_.begun, dict(zip(groups, sums[:, CHECKSUM].tolist(), strict=True)))
-        contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
-        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
+            sums = sums[torch.tensor(counted)]
         is_known = is_common or counted[round_.exchange.rank]
-        found = spread(sums[contributes], sum(counted)) if is_known else None
         left_out = [index for index, counts in enumerate(counted) if not counts]
         before = round_.restarted_before.on_host().flatten().tolist() if round_.restarted_before is not None else ()
         in_sites = [group for group, was_restarted in enumerate(before) if was_restarted]
         return OuterStepReport(
             iteration=round_.begun,
-            pseudo_gradient_norm=pseudo_gradient,
-            momentum_norm=momentum,
-            cosine_min=cosine_min,
-            cosine_mean=cosine_mean,
-            **training_means(sums[contributes]),
+            **norms_and_cosines(sums),
+            **training_means(sums),
             mu=round_.rule.mu,
             eta=round_.rule.eta,
             bytes_sent=round_.bytes_sent,
             seconds=round_.stopwatch.seconds(),
-            spread=found,
+            spread=spread(sums, sum(counted)) if is_known else None,
             not_finite=self._named((groups[index] for index in left_out if verdicts[index] == NOT_FINITE), in_sites),
             restarted=self._named((groups[index] for index in restarted), in_sites),
         )
@@ -206,23 +201,6 @@ class OuterStepReports:
         size = 1 if self._config.sites is None else self._config.groups_in_site
         of_sites = (member for group in groups for member in range(group - group % size, group - group % size + size))
         return tuple(sorted({*of_sites, *in_sites}))
-
-
-def training_means(sums: Tensor) -> dict[str, float]:
-    """Attributes of :class:`OuterStepReport`, without what no group has noted.
-
-    Args:
-        sums: Sums of the contributing groups, whose last four columns are those of :meth:`OuterStepReports.take_training` over
-            all ranks of a group; float64, shape ``[groups, columns]``.
-    """
-    found = {}
-    loss, losses, norm, norms = sums[:, -4:].unbind(1)
-    if losses.any():
-        of_groups = loss[losses > 0] / losses[losses > 0]
-        found = {"loss": of_groups.mean().item(), "loss_min": of_groups.min().item(), "loss_max": of_groups.max().item()}
-    if norms.any():
-        found["grad_norm"] = (norm[norms > 0] / norms[norms > 0]).mean().item()
-    return found
 
 
 def check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:
@@ -242,17 +220,38 @@ def check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:
         )
 
 
-def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, float, float]:
-    """Norm of the mean pseudo-gradient, norm of the momentum, smallest and mean cosine of the groups that contribute.
+def norms_and_cosines(sums: Tensor) -> dict[str, float]:
+    """Attributes of :class:`OuterStepReport`: norms over the whole model, and cosines, of a zero vector 0.
 
     Args:
-        sums: Sums, see :class:`pier_megatron.outer.rounds.OuterRound`, over each group's whole model.
-        contributes: Mask of the groups that count; boolean, shape ``[groups]``. A cosine with a zero vector is 0.
+        sums: Sums of the contributing groups, see :class:`pier_megatron.outer.rounds.OuterRound`, over each one's whole model;
+            float64, shape ``[groups, columns]``.
     """
-    own, product, mean, momentum = sums[contributes, :PRODUCTS].unbind(1)
+    own, product, mean, momentum = sums[:, :PRODUCTS].unbind(1)
     denominator = (own * mean).sqrt()
     cosine = torch.where(denominator > 0, product / denominator, torch.zeros_like(product))
-    return mean[0].sqrt().item(), momentum[0].sqrt().item(), cosine.min().item(), cosine.mean().item()
+    return {
+        "pseudo_gradient_norm": mean[0].sqrt().item(),
+        "momentum_norm": momentum[0].sqrt().item(),
+        "cosine_min": cosine.min().item(),
+        "cosine_mean": cosine.mean().item(),
+    }
+
+
+def training_means(sums: Tensor) -> dict[str, float]:
+    """Attributes of :class:`OuterStepReport`, without what no group has noted.
+
+    Args:
+        sums: Sums as above, whose last four columns are those of :meth:`OuterStepReports.take_training` over a group's ranks.
+    """
+    found = {}
+    loss, losses, norm, norms = sums[:, -4:].unbind(1)
+    if losses.any():
+        of_groups = loss[losses > 0] / losses[losses > 0]
+        found = {"loss": of_groups.mean().item(), "loss_min": of_groups.min().item(), "loss_max": of_groups.max().item()}
+    if norms.any():
+        found["grad_norm"] = (norm[norms > 0] / norms[norms > 0]).mean().item()
+    return found
 
 
 def spread(sums: Tensor, groups: int) -> float | None:

@@ -46,10 +46,7 @@ class Stored(Protocol):
     def write(self, parameter: Tensor, at: slice, values: Tensor) -> None:
         """Writes a stretch of a flattened main parameter, so that :meth:`read` returns the same bits, unless rounded.
 
-        Args:
-            parameter: Tensor of :attr:`Shards.tensors`.
-            at: Stretch of it.
-            values: New values, float32, on any device.
+        The values are float32, on any device.
         """
 
 

@@ -26,7 +26,7 @@ from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress, RoundBuffers
 from pier_megatron.outer.staging import SHARED, Staging
 from pier_megatron.outer.state import Chunk
-from pier_megatron.outer.verdicts import ABSENT, DivergedError, KnownVerdicts, Verdicts, own_verdict
+from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts, own_verdict
 
 NEVER = -1
 """Iteration of the last restart of a group that has had none."""
@@ -272,7 +272,8 @@ class OuterSteps:
     def resume(self, saved: RoundBuffers) -> OuterRound:
         """Prepares a round that was under way when it was saved."""
         exchange = self.at(saved.begun)
-        verdicts = KnownVerdicts(exchange, saved.verdicts)
+        known = tuple(saved.verdicts[group] for group in exchange.groups)
+        verdicts = Verdicts(exchange, known[exchange.rank], self._share.device, known)
         round_ = self.round(saved.begun, exchange, verdicts, Stopwatch(self._share.device))
         round_.resume(saved)
         return round_
