@@ -67,14 +67,20 @@ class Staged:
         reduced = state.reduced_residuals.get(chunk.start)
         self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
-    def subtract_parameters(self, into: Tensor) -> None:
-        """Computes ``anchor - parameters`` into one of the work buffers."""
-        self.chunk.copy_parameters_to(into)
-        torch.sub(self.anchor, into, out=into)
-
     def give_back(self, writes: Collection[str] = ()) -> None:
         """Gives the work buffers back, and begins to copy what is named to where it lives."""
-        self._staging.take_back(self, writes)
+        if self.lent is None:
+            return
+        staging, outward = self._staging, self._staging.outward
+        if outward is not None:
+            outward.wait_stream(torch.cuda.current_stream())
+        with _on(outward):
+            for name, home in self.homes.items():
+                if name in writes:
+                    home.copy_(self.tensors[name], non_blocking=True)
+        if outward is not None:
+            self.lent.ready = staging.written[self.chunk.start] = outward.record_event()
+        staging.work.append(self.lent)
 
 
 class Staging:
@@ -88,6 +94,8 @@ class Staging:
         work: Work buffers that nobody has.
         kept: Buffers of :meth:`keep` that nobody has.
         written: Event after which what a chunk has sent home is there, by the chunk's start.
+        inward: Stream of copies to the device, if there is one.
+        outward: Stream of copies back, likewise.
     """
 
     def __init__(self, state: OuterState) -> None:
@@ -98,14 +106,14 @@ class Staging:
         # In place, a chunk is worked on where it is kept.
         self.kept: collections.deque[Buffers] = collections.deque() if state.offload else self.work
         self.written: dict[int, torch.cuda.Event] = {}
-        self._inward, self._outward = (torch.cuda.Stream(state.device) if state.copies_on_streams else None for _ in range(2))
+        self.inward, self.outward = (torch.cuda.Stream(state.device) if state.copies_on_streams else None for _ in range(2))
 
     def lend(self, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
         """Lends buffers to a chunk, and begins to copy what it ``reads`` into them: wait with :func:`one_ahead`.
 
         A chunk that does more than pass by brings what :meth:`keep` has set aside for it.
         """
-        staged, inward = Staged(self, chunk, kept), self._inward
+        staged, inward = Staged(self, chunk, kept), self.inward
         if inward is not None:
             # Nobody else may use the buffers any more, and what the chunk has sent home must have arrived.
             for event in (staged.lent.ready if staged.lent else None, self.written.get(chunk.start)):
@@ -118,21 +126,6 @@ class Staging:
         if inward is not None:
             staged.copied_in = inward.record_event()
         return staged
-
-    def take_back(self, staged: Staged, writes: Collection[str]) -> None:
-        """See :meth:`Staged.give_back`."""
-        if staged.lent is None:
-            return
-        outward = self._outward
-        if outward is not None:
-            outward.wait_stream(torch.cuda.current_stream())
-        with _on(outward):
-            for name, home in staged.homes.items():
-                if name in writes:
-                    home.copy_(staged.tensors[name], non_blocking=True)
-        if outward is not None:
-            staged.lent.ready = self.written[staged.chunk.start] = outward.record_event()
-        self.work.append(staged.lent)
 
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
@@ -165,8 +158,8 @@ class Staging:
 
     def synchronize(self) -> None:
         """Waits until all copies back into the state have arrived."""
-        if self._outward is not None:
-            self._outward.synchronize()
+        if self.outward is not None:
+            self.outward.synchronize()
 
     def allocate(self, names: Iterable[str], **place: object) -> dict[str, Tensor]:
         """Makes vectors by name, each as long as the longest chunk."""

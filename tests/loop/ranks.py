@@ -80,16 +80,16 @@ def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
         chunk.set_parameters(chunk.of(flat))
 
 
-_take_back, _settle = Staging.take_back, OuterRound.settle
+_give_back, _settle = Staged.give_back, OuterRound.settle
 
 
 def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
     """What is sent for the sake of a snapshot leaves the residuals as they were."""
 
-    def take_back(staging: Staging, staged: Staged, writes: Collection[str]) -> None:
-        _take_back(staging, staged, [name for name in writes if name != RESIDUAL])
+    def give_back(staged: Staged, writes: Collection[str] = ()) -> None:
+        _give_back(staged, [name for name in writes if name != RESIDUAL])
 
-    with mock.patch.object(Staging, "take_back", take_back):
+    with mock.patch.object(Staged, "give_back", give_back):
         return _settle(round_)
 
 
