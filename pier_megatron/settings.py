@@ -27,12 +27,7 @@ def flag_of(setting: str) -> str:
 
 
 def given(kind: "type[DataclassInstance]", args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of a class that the command line sets, by name.
-
-    Args:
-        kind: Dataclass of settings.
-        args: Megatron's arguments.
-    """
+    """Settings of a dataclass that the command line sets, by name, among Megatron's arguments."""
     values = {field.name: getattr(args, f"pier_{field.name}", None) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
