@@ -25,7 +25,8 @@ _CHUNK_MIB = {"cpu": 16, "cuda": 64}
 class RunSchedule(Settings):
     """The settings of a run with everything that is derived from them; the symbols are those of arXiv 2511.17849.
 
-    ``T`` is ``train_iters``, ``G`` groups, ``H`` the sync interval, ``W`` the lazy start in iterations, ``P`` fragments.
+    Iterations are counted from 1. ``T`` is ``train_iters``, ``G`` groups, ``H`` the sync interval, ``W`` the lazy start in
+    iterations, ``P`` fragments.
     """
 
     @property
@@ -83,11 +84,7 @@ class RunSchedule(Settings):
         return self.groups // (self.sites or 1)
 
     def is_site_average(self, iteration: int) -> bool:
-        """Whether the groups of each site average their parameters after an iteration, before the outer step.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
+        """Whether the groups of each site average their parameters after an iteration, before the outer step."""
         if self.site_interval is None or self.is_lazy(iteration):
             return False
         return iteration % self.site_interval == 0 or self.is_outer_step(iteration)
@@ -96,18 +93,11 @@ class RunSchedule(Settings):
         """Size in MiB of the pieces in which buffers on a ``cpu`` or a ``cuda`` device are exchanged.
 
         A piece is cut into one segment for each group, and segments far below a MiB are bound by latency.
-
-        Args:
-            device_type: Type of the device, ``cpu`` or ``cuda``.
         """
         return self.chunk_mib or max(_CHUNK_MIB[device_type], self.groups)
 
     def chunk_numel_on(self, device_type: str) -> int:
-        """Largest number of elements of such a piece.
-
-        Args:
-            device_type: Type of the device, ``cpu`` or ``cuda``.
-        """
+        """Largest number of elements of such a piece."""
         return self.chunk_mib_on(device_type) * 2**20 // 4
 
     @cached_property
@@ -130,36 +120,21 @@ class RunSchedule(Settings):
         return self._preset.warmup_momentum is not None
 
     def is_lazy(self, iteration: int) -> bool:
-        """Whether gradients are averaged over all groups.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
+        """Whether gradients are averaged over all groups."""
         return iteration <= self.lazy_start
 
     def is_momentum_warmup(self, iteration: int) -> bool:
-        """Whether the momentum warmup runs after an iteration.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
+        """Whether the momentum warmup runs after an iteration."""
         return self.warms_momentum and self.is_lazy(iteration) and iteration % self.sync_interval == 0
 
     def is_outer_step(self, iteration: int) -> bool:
-        """Whether any fragment's outer step begins after an iteration.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
+        """Whether any fragment's outer step begins after an iteration."""
         return bool(self.fragments_due(iteration))
 
     def fragments_due(self, iteration: int) -> range:
         """Fragments whose outer step begins after an iteration.
 
         Each has one every H iterations, evenly spread, the last fragment at multiples of H; after the last iteration all do.
-
-        Args:
-            iteration: Iteration, counted from 1.
         """
         if self.is_lazy(iteration):
             return range(0)
@@ -171,11 +146,7 @@ class RunSchedule(Settings):
         return range(begin, end)
 
     def is_synchronised(self, iteration: int) -> bool:
-        """Whether all groups hold the same parameters at the end of an iteration.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
+        """Whether all groups hold the same parameters at the end of an iteration."""
         if self.is_lazy(iteration) or iteration == self.train_iters:
             return True
         return self.has_common_anchor and self.overlap == 0 and self.fragments == 1 and self.is_outer_step(iteration)
@@ -185,11 +156,7 @@ class RunSchedule(Settings):
         return (iteration for iteration in range(self.lazy_start + 1, self.train_iters + 1) if self.is_outer_step(iteration))
 
     def momentum_at(self, iteration: int) -> float:
-        """``mu(t)``, the outer momentum coefficient.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
+        """``mu(t)``, the outer momentum coefficient."""
         if self.outer_momentum is not None:
             return self.outer_momentum
         if self.is_lazy(iteration):
@@ -201,11 +168,7 @@ class RunSchedule(Settings):
         return min(mu, max(limit, self._preset.warmup_momentum or 0.0))
 
     def learning_rate_at(self, iteration: int) -> float:
-        """``eta(t)``, the outer learning rate; 0 in the lazy start, in which no outer step changes the parameters.
-
-        Args:
-            iteration: Iteration, counted from 1.
-        """
+        """``eta(t)``, the outer learning rate; 0 in the lazy start, in which no outer step changes the parameters."""
         if self.is_lazy(iteration):
             return 0.0
         if self.outer_lr is not None:

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.schedules import AUTO, PRESETS
-from pier_megatron.values import (
-    LONGEST,
-    address,
-    any_path,
-    class_name,
-    one_of,
-    positive,
-    share,
-    url,
-    whole,
-)
+from pier_megatron.values import LONGEST, Choice, address, any_path, class_name, positive, share, url, whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -37,12 +27,7 @@ def flag_of(setting: str) -> str:
 
 
 def given(kind: "type[DataclassInstance]", args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of a class that the command line sets, by name.
-
-    Args:
-        kind: Dataclass of settings.
-        args: Megatron's arguments.
-    """
+    """Settings of a dataclass that the command line sets, by name, among Megatron's arguments."""
     values = {field.name: getattr(args, f"pier_{field.name}", None) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -89,7 +74,7 @@ class Settings:
         "Optimizer inside a group: AdamW, or Megatron's Muon with its own flags (--muon-momentum and others). Muon needs "
         "the package emerging-optimizers; --use-distributed-optimizer selects its layer-wise form, which shards the work over "
         "data-parallel ranks.",
-        accepts=one_of(INNER_OPTIMIZERS),
+        accepts=Choice(INNER_OPTIMIZERS),
     )
     lighthouse: str | None = setting(
         None,
@@ -144,7 +129,7 @@ class Settings:
         "Schedule of the outer momentum and the outer learning rate; auto takes the one that suits the number of outer steps, "
         "the inner optimizer and the interval, and logs it with its reason.",
         # Presets that are added later are accepted too; what auto has here does not matter.
-        accepts=one_of(collections.ChainMap(PRESETS, {AUTO: PRESETS["pier"]})),
+        accepts=Choice(collections.ChainMap(PRESETS, {AUTO: PRESETS["pier"]})),
     )
     lazy_start_fraction: float = setting(
         0.1,
@@ -218,7 +203,7 @@ class Settings:
     exchange_dtype: str = setting(
         "fp32",
         "Codec of pseudo-gradients on the wire; integers have a scale per block.",
-        accepts=one_of(CODECS),
+        accepts=Choice(CODECS),
     )
     no_error_feedback: bool = setting(
         False,
@@ -237,13 +222,13 @@ class Settings:
         "all",
         "Groups whose inner optimizer state a checkpoint holds: all, which resumes exactly, or only the first. Then all groups "
         "continue from its state.",
-        accepts=one_of(("all", "first")),
+        accepts=Choice(("all", "first")),
     )
     load_inner_state: str = setting(
         "mean",
         "Inner state of a group after the number of groups has changed: the mean over the saved groups that it replaces, or "
         "the state of the first saved group.",
-        accepts=one_of(("mean", "first")),
+        accepts=Choice(("mean", "first")),
     )
     override_checkpoint: bool = setting(
         False, "Resume from a checkpoint of a run with other settings or another group layout. Default: refuse."

@@ -52,11 +52,7 @@ class Number:
     why: str = ""
 
     def __call__(self, text: str) -> int | float:
-        """Parses ``text``.
-
-        Raises:
-            argparse.ArgumentTypeError: If it is no such number; argparse adds the flag.
-        """
+        """Parses ``text``, or raises an :class:`argparse.ArgumentTypeError`; argparse adds the flag."""
         try:
             value = self.kind(text)
         except ValueError:
@@ -96,11 +92,7 @@ class Choice:
     names: Collection[str]
 
     def __call__(self, text: str) -> str:
-        """Parses ``text``.
-
-        Raises:
-            argparse.ArgumentTypeError: If it is none of the names; argparse adds the flag.
-        """
+        """Parses ``text``, or raises an :class:`argparse.ArgumentTypeError`; argparse adds the flag."""
         if problem := self.problem(text):
             raise _refusal(text, problem)
         return text
@@ -110,11 +102,6 @@ class Choice:
         if value in self.names:
             return None
         return f"not one of {', '.join(self.names)}{suggestion(str(value), self.names)}"
-
-
-def one_of(names: Collection[str]) -> Choice:
-    """One of several names."""
-    return Choice(names)
 
 
 def whole(low: int = 1, high: float = LARGEST, why: str = "") -> Number:
@@ -133,11 +120,7 @@ def share(why: str = "") -> Number:
 
 
 def existing_file(text: str) -> Path:
-    """Path of a file that can be read, as the ``type`` of an argparse argument.
-
-    Raises:
-        argparse.ArgumentTypeError: If there is none, it is no file, or it cannot be read.
-    """
+    """Path of a file that can be read, or an :class:`argparse.ArgumentTypeError`, as from all functions that follow."""
     if not os.path.isfile(text):
         raise _refusal(text, "a folder, not a file" if os.path.isdir(text) else "no such file")
     if not os.access(text, os.R_OK, effective_ids=True):
@@ -146,7 +129,7 @@ def existing_file(text: str) -> Path:
 
 
 def any_path(text: str) -> str:
-    """Path that need not exist where it is parsed, as :func:`existing_file`."""
+    """Path that need not exist where it is parsed."""
     if not text:
         raise _refusal(text, "no path")
     return text
@@ -169,7 +152,7 @@ def _in_module(text: str, what: str) -> str:
 
 
 def existing_folder(text: str) -> Path:
-    """Path of a folder that can be read, as :func:`existing_file`."""
+    """Path of a folder that can be read."""
     if not os.path.isdir(text):
         raise _refusal(text, "a file, not a folder" if os.path.isfile(text) else "no such folder")
     if not os.access(text, os.R_OK | os.X_OK, effective_ids=True):
@@ -178,7 +161,7 @@ def existing_folder(text: str) -> Path:
 
 
 def folder_to_write(text: str) -> Path:
-    """Path of a folder that exists or can be made, as :func:`existing_file`."""
+    """Path of a folder that exists or can be made."""
     if not text:
         raise _refusal(text, "name a folder")
     _check_can_be_made(text, Path(text))
@@ -186,7 +169,7 @@ def folder_to_write(text: str) -> Path:
 
 
 def file_to_write(text: str) -> Path:
-    """Path of a file that exists or can be made, as :func:`existing_file`."""
+    """Path of a file that exists or can be made."""
     if not text or os.path.isdir(text):
         raise _refusal(text, "a folder, not a file" if text else "name a file")
     _check_can_be_made(text, Path(text).parent)
@@ -196,7 +179,7 @@ def file_to_write(text: str) -> Path:
 
 
 def png_to_write(text: str) -> Path:
-    """Path of a picture that exists or can be made, as :func:`existing_file`."""
+    """Path of a picture that exists or can be made."""
     if text and not text.endswith(".png"):
         raise _refusal(text, "must end in .png")
     return file_to_write(text)
@@ -211,11 +194,7 @@ def _check_can_be_made(text: str, folder: Path) -> None:
 
 
 def address(text: str) -> str:
-    """IP address or name of a node, as the ``type`` of an argparse argument.
-
-    Raises:
-        argparse.ArgumentTypeError: If it can be neither.
-    """
+    """IP address or name of a node."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -227,7 +206,7 @@ def address(text: str) -> str:
 
 
 def url(text: str) -> str:
-    """Address and port as ``http://HOST:PORT``, as :func:`address`."""
+    """Address and port as ``http://HOST:PORT``."""
     found = re.fullmatch(r"https?://(?:\[(.+)\]|([^:/\[\]]+)):(\d{1,5})/?", text)
     if found is None or int(found[3]) > LAST_PORT:
         raise _refusal(text, "must be http://ADDRESS:PORT, such as http://10.0.0.1:29510")
@@ -236,7 +215,7 @@ def url(text: str) -> str:
 
 
 def numbers(text: str) -> str:
-    """Whole numbers with commas between them, as :func:`address`."""
+    """Whole numbers with commas between them."""
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
         raise _refusal(text, "must be numbers with commas between them, as in 1,2,5")
     return text

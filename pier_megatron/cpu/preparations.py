@@ -4,9 +4,9 @@ import logging
 import warnings
 from collections.abc import Sequence
 
-from pier_megatron.values import one_of
+from pier_megatron.values import Choice
 
-DEVICES = one_of(("cuda", "cpu"))
+DEVICES = Choice(("cuda", "cpu"))
 """Where the launcher runs a script."""
 
 # What the local (non-Transformer-Engine) path on gloo needs, each with the values it takes. A flag that the command line

@@ -5,10 +5,8 @@ to the largest integer, so one outlier costs precision in its own block only. Wi
 cannot be spared: the levels are the middles between integers, the outer ones half a step below the largest magnitude.
 """
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -65,16 +63,9 @@ def compile_for(codec: Codec, device: torch.device) -> None:
     if codec.name not in _WITH_KERNELS or not runs_kernels(device):
         return
     rows = torch.zeros(1, BLOCK, device=device)
-    with needing_a_compiler():
+    try:
         for dropped in (None, torch.zeros(BLOCK, device=device)):
             decode(codec, encode(codec, rows, dropped))
-
-
-@contextlib.contextmanager
-def needing_a_compiler() -> Iterator[None]:
-    """Adds a note to an error inside: Triton needs a C compiler to build the code that launches its kernels."""
-    try:
-        yield
     except Exception as error:
         error.add_note(
             "Pier: this was Triton, which compiled Pier's kernels. It needs a C compiler (gcc or clang on the PATH, or in CC) "

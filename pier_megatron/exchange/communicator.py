@@ -27,18 +27,14 @@ def connect(
 ) -> dist.ProcessGroup:
     """Connects this rank with the same rank of other islands.
 
-    Args:
-        store: Address and port of the store at which they find each other.
-        prefix: Beginning of their keys in it.
-        place: Index of this island among them, and their number.
-        address: Address to listen at, if it is this node's.
-        timeout: Time to find each other, and for every collective.
+    They find each other under a ``prefix`` in the store at an address and a port; the ``place`` is the index of this island
+    among them, and their number. It listens at the ``address``, if that is this node's.
 
     Returns:
         Process group that PyTorch does not know by name, for CPU and CUDA tensors.
 
     Raises:
-        RuntimeError: If they do not find each other in time.
+        RuntimeError: If they do not find each other within the ``timeout``, which then is that of every collective.
     """
     found = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     keys = dist.PrefixStore(prefix, found)  # type: ignore[attr-defined]
@@ -54,11 +50,7 @@ def connect(
 
 
 def store_at(address: str) -> Any:
-    """A store that listens at one address only.
-
-    Raises:
-        OSError: If the address is none of this node.
-    """
+    """A store that listens at one address only; an OSError if it is none of this node."""
     listener = listen_at(address)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -160,12 +152,7 @@ class Communicator:
     """
 
     def __init__(self, store: Any, timeout: datetime.timedelta) -> None:
-        """Begins without a connection.
-
-        Args:
-            store: Store of this island, by which its ranks tell each other that an exchange is lost.
-            timeout: Time of every collective.
-        """
+        """Begins without a connection; by the ``store`` ranks of this island tell each other that an exchange is lost."""
         self._store, self._timeout = store, timeout
         self._group: dist.ProcessGroup | None = None
 
@@ -179,13 +166,8 @@ class Communicator:
     ) -> dist.ProcessGroup:
         """Begins an exchange, over the connection of the one before unless that was closed.
 
-        Args:
-            key: Key of this exchange in the store, the same on all ranks of the island.
-            silence: Reason why this rank thinks an island gone, or None; called about twice a second while it waits.
-            connects: What makes a new connection.
-
-        Returns:
-            Process group of the islands.
+        Its ``key`` in the store is the same on all ranks of the island. While this rank waits it asks about twice a second
+        for the ``silence``: the reason why it thinks an island gone, or None.
 
         Raises:
             RuntimeError: If there is no connection, or the exchange is lost before it begins.
@@ -207,10 +189,7 @@ class Communicator:
         return _Guarded(self._group, self.watched)
 
     def watched(self, waits: Callable[[float], bool]) -> None:
-        """Waits for something in an exchange.
-
-        Args:
-            waits: Waits for it for some seconds at most; returns whether it is there.
+        """Waits for something in an exchange: ``waits`` for some seconds at most, and returns whether it is there.
 
         Raises:
             RuntimeError: If the exchange is lost before.
@@ -225,11 +204,7 @@ class Communicator:
         self._group = None
 
     def leave(self, key: str) -> None:
-        """Ends the connection, and the exchange of all ranks of the island.
-
-        Args:
-            key: Key of the exchange.
-        """
+        """Ends the connection, and the exchange with a ``key`` of all ranks of the island."""
         self._store.set(key, "")
         if self._group is not None:
             interrupt(self._group)

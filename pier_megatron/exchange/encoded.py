@@ -56,12 +56,9 @@ class Payloads:
     """
 
     def __init__(self, tensors: Iterable[Tensor], codec: Codec, dropped: Sequence[Tensor | None] = ()) -> None:
-        """Encodes tensors one after the other.
+        """Encodes tensors that are not needed any more, float32 of shape ``[m, n]``, each n a multiple of :data:`BLOCK`.
 
-        Args:
-            tensors: What is not needed any more; float32 of shape ``[m, n]``, each n a multiple of :data:`BLOCK`.
-            codec: Codec of the payloads.
-            dropped: Residuals of each, see :func:`pier_megatron.exchange.coding.encode`; by default, none.
+        Each may have a residual that is ``dropped``, see :func:`pier_megatron.exchange.coding.encode`.
         """
         self._codec = codec
         encoded = [encode(codec, *of_tensor) for of_tensor in itertools.zip_longest(tensors, dropped)]
@@ -78,12 +75,7 @@ class ReduceScatter:
     """Sums the parts of all ranks, each rank its own: all-to-all of encoded parts, added up in FP32."""
 
     def __init__(self, parts: Payloads, group: dist.ProcessGroup | None) -> None:
-        """Begins.
-
-        Args:
-            parts: Encoded vectors, a row for each rank that sums a part.
-            group: The ranks.
-        """
+        """Begins to send encoded ``parts``, a row for each rank that sums one."""
         self._parts, self._received = parts, torch.empty_like(parts.sent)
         self._work = dist.all_to_all_single(self._received, parts.sent, group=group, async_op=True)
 
@@ -102,12 +94,7 @@ class AllGather:
     """Collects parts of each rank, encoded: the same bits on every rank, its own part included."""
 
     def __init__(self, parts: Payloads, group: dist.ProcessGroup | None) -> None:
-        """Begins.
-
-        Args:
-            parts: This rank's part of each vector, one row.
-            group: The ranks.
-        """
+        """Begins to send this rank's part of each vector, one row."""
         self._parts = parts
         self._received = parts.sent.new_empty(dist.get_world_size(group), parts.sent.shape[1])
         self._work = gather_into(self._received, parts.sent, group)

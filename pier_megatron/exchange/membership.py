@@ -88,7 +88,7 @@ class Membership:
         """Makes the island known; called by all of its ranks.
 
         Args:
-            index: Number of the island among all that may be there.
+            index: Number of the island among the ``most`` that may be there.
             lighthouse: Address of torchft's lighthouse, such as ``http://host:29510``.
             address: Address of this node, at which other islands reach it; that of the first rank counts.
             world: The ranks of the island.
@@ -102,7 +102,9 @@ class Membership:
             PierConfigError: If torchft is missing, the secret cannot be used, or the lighthouse does not answer.
         """
         self._codec, self._timeout, self._world, self._run = codec, timeout, world, run
-        self._device, self._most = _device_of(world), most
+        on_device = dist.get_backend(world) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+        self._most = most
         self._members: tuple[int, tuple[str, ...]] | None = None
         self._admitted: list[str] = []
         self._known: frozenset[str] = frozenset()
@@ -137,9 +139,6 @@ class Membership:
     def meet(self, within: datetime.timedelta) -> GroupExchange:
         """Waits until the islands have formed a quorum; called by all ranks of each, and then :meth:`agree`.
 
-        Args:
-            within: How long to wait for them.
-
         Returns:
             Collectives with the same rank of all of them, groups numbered by island.
 
@@ -168,11 +167,7 @@ class Membership:
     def agree(self, meeting: GroupExchange | None, outcome: Outcome) -> Outcome:
         """Outcome of a meeting on all ranks of the island, if it has succeeded on the ranks of all islands.
 
-        Called by all ranks of the island. Without success the remaining islands hold another meeting.
-
-        Args:
-            meeting: None if there was none.
-            outcome: Outcome on this rank.
+        Called by all ranks of the island with their own outcome. Without success the remaining islands hold another meeting.
         """
         if meeting is not None and outcome == Outcome.SUCCEEDED:
             try:
@@ -348,7 +343,3 @@ def _common_run(said: Sequence[Description]) -> tuple[Description, list[int]]:
     [(text, _)] = collections.Counter(json.dumps(each["run"], sort_keys=True) for each in met_before).most_common(1)
     common: Description = json.loads(text)
     return common, [place for place, each in enumerate(said) if each["run"] != common]
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")

@@ -63,11 +63,7 @@ class Subgroup(GroupExchange):
         return [index for index in range(self.size) if index != self.rank]
 
     def swap(self, tensors: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> list[dist.Work]:
-        """Begins to send tensors to each of the others, and to receive one like each of all of them.
-
-        Args:
-            tensors: Tensors that are sent, each with where those of the others arrive.
-        """
+        """Begins to send tensors to each of the others; each comes with where those of the others arrive."""
         operations = []
         for sent, received in tensors:
             operations += [self._operation(dist.isend, sent, other) for other in self.others]

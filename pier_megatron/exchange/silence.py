@@ -25,13 +25,7 @@ def neighbours(islands: Sequence[str], place: int) -> list[str]:
 
 
 def lost_peer(islands: Sequence[str], meeting: Meeting, secret: bytes) -> str | None:
-    """Finds an island that does not answer or prove the secret, or has left a meeting; returns what is wrong with it, or None.
-
-    Args:
-        islands: Names of those to ask.
-        meeting: The meeting.
-        secret: Key of all islands of the run.
-    """
+    """What is wrong with an island that does not answer or prove the secret, or is not in a meeting any more, or None."""
     begun = time.monotonic()
     answers = ask(islands, secret, SECONDS)
     if time.monotonic() - begun > 1.2 * SECONDS:

@@ -23,13 +23,7 @@ class SiteExchange(GroupExchange):
     """
 
     def __init__(self, everyone: GroupExchange, inside: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
-        """Takes communicators, see :func:`new_site_communicators`.
-
-        Args:
-            everyone: Collectives between all groups, with the codec of sums over sites.
-            inside: Communicator of the groups of this site.
-            across: Communicator of one group of each site.
-        """
+        """Takes communicators, see :func:`new_site_communicators`; ``everyone`` has the codec of sums over sites."""
         super().__init__(across, everyone.codec, range(inside.rank(), everyone.size, inside.size()))
         first = everyone.rank - inside.rank()
         self.inside = GroupExchange(inside, groups=range(first, first + inside.size()))
@@ -73,12 +67,8 @@ def new_site_communicators(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Makes communicators inside and across sites, which are consecutive groups; called by all ranks.
 
-    Args:
-        enumeration: Ranks that own the same parameters, one of each group in group order, for all parameters.
-        sites: Number of sites.
-        timeout: Timeout of their collectives.
-        description: What they are called, for messages.
-        options: Options of their backends.
+    The enumeration has the ranks that own the same parameters, one of each group in group order, for all parameters. Messages
+    call the communicators by their description.
     """
     size = len(enumeration[0]) // sites
     inside = [list(peers[begin : begin + size]) for peers in enumeration for begin in range(0, len(peers), size)]

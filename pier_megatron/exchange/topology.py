@@ -108,7 +108,7 @@ class Topology:
 
     def warnings(self) -> list[str]:
         """What works but wastes the network, one sentence each."""
-        scattered = [group for group in self.groups() if not self._is_contiguous(group)]
+        scattered = [group for group, ranks in self._members.items() if ranks[-1] - ranks[0] + 1 != len(ranks)]
         if len({rank.domain for rank in self.ranks}) == 1 or not scattered:
             return []
         first, kind = scattered[0], self._kind_of_domain
@@ -125,10 +125,6 @@ class Topology:
     def members(self, group: int) -> list[int]:
         """Global ranks of a group, in order."""
         return self._members[group]
-
-    def _is_contiguous(self, group: int) -> bool:
-        members = self.members(group)
-        return members[-1] - members[0] + 1 == len(members)
 
     def describe(self) -> list[str]:
         """Draws the groups, their nodes and the fast networks that are not nodes, one line per group; few of many groups."""
@@ -150,16 +146,9 @@ class Topology:
         return f"group {group}: {'ranks' if len(members) > 1 else 'rank'} {ranges_of(members)} on {where}"
 
     def new_communicator(self, timeout: datetime.timedelta | None, options: object = None) -> dist.ProcessGroup | None:
-        """Makes a communicator between the ranks that own the same parameters; called by all ranks.
+        """Makes a communicator between the ranks that own the same parameters; called by all ranks. None for one group.
 
         It is apart from Megatron's so that what crosses the groups never queues behind what stays inside one.
-
-        Args:
-            timeout: Timeout of its collectives.
-            options: Options of its backend; None for the backend's own.
-
-        Returns:
-            The communicator of this rank's peers, or None if there is one group.
         """
         if len(self.groups()) == 1:
             return None

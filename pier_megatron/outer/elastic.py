@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,28 +17,19 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.collectives import GroupExchange
-from pier_megatron.exchange.membership import Outcome
-from pier_megatron.outer.participants import Participants
+from pier_megatron.exchange.membership import Membership, Outcome
+from pier_megatron.exchange.sites import SiteExchange
+from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import Progress
 from pier_megatron.outer.state import ANCHOR
+from pier_megatron.outer.steps import OuterSteps
 from pier_megatron.outer.verdicts import ABSENT, DivergedError, Verdicts, own_verdict
-from pier_megatron.outer.weights import Weights
 
 
 class LeftBehindError(RuntimeError):
     """The other islands continued without this one."""
-
-
-class Quorums(Protocol):
-    """Quorums of islands; see :class:`pier_megatron.exchange.membership.Membership`."""
-
-    def meet(self, within: datetime.timedelta) -> GroupExchange:
-        """Waits until the running islands have formed a quorum."""
-
-    def agree(self, exchange: GroupExchange | None, outcome: Outcome) -> Outcome:
-        """Returns what has come of a quorum on all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +42,7 @@ class ElasticMembership:
         wait_seconds: Seconds that it tries to form a quorum.
     """
 
-    quorums: Quorums
+    quorums: Membership
     own: int
     wait_seconds: float
 
@@ -91,34 +81,36 @@ _LEAST_SECONDS = 1.0
 _TO_REJOIN = "What it learned since is lost; start it again, for example by torchrun --max-restarts, and it joins the others."
 
 
-class ElasticParticipants(Participants):
-    """The running islands take part, and agree after the outer step."""
+class ElasticSteps(OuterSteps):
+    """Outer steps in which the running islands take part, and agree after each."""
 
     def __init__(
-        self, config: PierConfig, share: Share, alone: GroupExchange, islands: ElasticMembership, weights: Weights
+        self,
+        config: PierConfig,
+        share: Share,
+        reports: OuterStepReports,
+        sites: SiteExchange | None,
+        islands: ElasticMembership,
     ) -> None:
-        """Begins with an island that has not met the others.
-
-        Args:
-            config: Settings of the run.
-            share: What this rank owns.
-            alone: Collectives of this island alone.
-            islands: Islands among which it is.
-            weights: Parameters of this rank.
-        """
-        super().__init__(config, share, alone, weights)
+        """Begins with an island that has not met the others."""
+        super().__init__(config, share, reports, sites)
+        config.check_elastic()
         self._quorums, self._island, self.wait_seconds = islands.quorums, islands.own, islands.wait_seconds
         self._has_own_anchor, self._is_new = True, True
         self._restarted: Sequence[int] = ()
         self._attempted: OuterRound | None = None
 
-    def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
-        """Meets the running islands, and receives from them what this one does not have.
+    def join(self, progress: Progress) -> None:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.join`."""
+        is_left = progress.last_common_step < progress.iteration
+        self.take(progress, self._config.fragments_due(progress.iteration) if is_left else ())
+        if self.is_deserted:
+            raise RuntimeError(f"--pier-island-wait: too few islands for longer than {self._config.island_wait} minutes.")
 
-        Args:
-            progress: Progress of this island; that of the others, if it joins them.
-            fragments: Fragments whose outer step is due. When an island starts: those of a step that its last process could
-                not take.
+    def form(self, progress: Progress, fragments: Sequence[int]) -> OuterRound | None:
+        """Meets the running islands, and receives from them what this one does not have; ``progress`` becomes theirs.
+
+        When an island starts, the fragments are those of a step that its last process could not take.
 
         Returns:
             Round whose exchange has arrived; None if no step is due, or nobody came for longer than this island waits.
@@ -137,8 +129,8 @@ class ElasticParticipants(Participants):
         if formed.has_joined:
             progress.is_local, progress.trained = True, 0
         if formed.has_joined and formed.round is None:
-            self._weights.return_to_anchor()
-            self._weights.commit()
+            self._share.return_to_anchor()
+            self._share.commit()
             progress.is_synchronised = False
         self._restarted = formed.restarted
         return formed.round
@@ -147,7 +139,7 @@ class ElasticParticipants(Participants):
         """Applies what has arrived: nothing can fail any more."""
         round_.finish()
         # An island that has joined had parameters of its own.
-        self._weights.return_to_anchor()
+        self._share.return_to_anchor()
 
     def restart(self, round_: OuterRound, iteration: int) -> Sequence[int]:
         """Returns the islands that were restarted before the outer step was applied."""
@@ -219,10 +211,10 @@ class ElasticParticipants(Participants):
             verdicts = Verdicts(exchange, verdict if here else ABSENT, self._share.device)
             verdicts.check(source[_ITERATION])
             self._attempted = round_ = self.round(source[_ITERATION], exchange, verdicts, stopwatch)
-            round_.weight = _weight(standings, verdicts.counted(), exchange.rank)
+            round_.weight = _weight(standings, verdicts.counted, exchange.rank)
             round_.begin()
             round_.arrive()
-            restarted = self.restarts.restart_excluded(round_, source[_ITERATION])
+            restarted = super().restart(round_, source[_ITERATION])
         refusal = behind.get(exchange.rank)
         return _Formed(source[_ITERATION], not here, source[_ITERATION], round_, restarted, refusal)
 

@@ -11,17 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
+from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange import coding
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.sites import SiteExchange
-from pier_megatron.outer.elastic import ElasticMembership
-from pier_megatron.outer.rehearsal import rehearse
+from pier_megatron.outer.elastic import ElasticMembership, ElasticSteps
 from pier_megatron.outer.report import OuterStepReport, OuterStepReports
 from pier_megatron.outer.share import Share, moments_of, whole_parameters
-from pier_megatron.outer.snapshot import Progress, Snapshot
-from pier_megatron.outer.state import Shards
-from pier_megatron.outer.steps import OuterSteps
-from pier_megatron.outer.weights import Weights
+from pier_megatron.outer.snapshot import Progress, RoundBuffers, Snapshot
+from pier_megatron.outer.state import ANCHOR, Shards
+from pier_megatron.outer.steps import NEVER, OuterSteps
 
 
 class OuterLoop:
@@ -75,13 +74,14 @@ class OuterLoop:
             PierConfigError: If elastic islands cannot have a setting, see :meth:`PierConfig.check_elastic`.
         """
         self.config, self.exchange, self.progress = config, exchange, Progress()
-        self.share = Share(shards, config, group, device, inner_state, store_inner_state)
+        self.share = Share(shards, config, exchange, group, device, inner_state, store_inner_state, on_change)
         self.device, self.states = self.share.device, self.share.states
         # Before training, so that it does not end where that fails.
         coding.compile_for(config.codec, self.device)
-        self._weights = Weights(self.share, exchange, on_change)
         self.reports = OuterStepReports(config, report, self.device)
-        self.steps = OuterSteps(config, self.share, exchange, self._weights, self.reports, islands, sites)
+        self.steps = OuterSteps(config, self.share, self.reports, sites)
+        if islands is not None:
+            self.steps = ElasticSteps(config, self.share, self.reports, sites, islands)
 
     @classmethod
     def for_optimizer(
@@ -94,15 +94,9 @@ class OuterLoop:
         report: Callable[[OuterStepReport], None] = lambda report: None,
         sites: SiteExchange | None = None,
     ) -> Self:
-        """Builds the loop over the parameters of an inner optimizer; every rank of a group must hold all of them.
+        """Builds the loop over the FP32 parameters of an inner optimizer; every rank of a group must hold all of them.
 
-        Args:
-            optimizer: Inner optimizer over FP32 parameters, which are the same in all groups.
-            config: Schedules and sizes.
-            exchange: Collectives between the ranks that have the same place in their groups, one rank of each group.
-            group: Ranks of this group, which train copies of the same parameters; None if it is this rank alone.
-            report: Called for each outer step once its numbers are there, on every rank.
-            sites: Collectives between sites, with ``config.sites``.
+        The other arguments are those of the class, see :meth:`__init__`; the ranks of ``group`` train copies of the parameters.
 
         Raises:
             TypeError: If a parameter is not float32, or is sharded over ranks.
@@ -116,7 +110,7 @@ class OuterLoop:
 
         What does not fit or does not connect fails here, before the first iteration. Nothing of the run changes.
         """
-        rehearse(self.config, self.share, self.steps.participants)
+        self.steps.rehearse()
 
     @property
     def iteration(self) -> int:
@@ -136,7 +130,7 @@ class OuterLoop:
     @property
     def is_deserted(self) -> bool:
         """Whether too few islands have come for longer than this one waits."""
-        return self.steps.participants.is_deserted
+        return self.steps.is_deserted
 
     @property
     def groups_meet(self) -> bool:
@@ -154,14 +148,19 @@ class OuterLoop:
         Raises:
             RuntimeError: If it is not the one after the last.
         """
-        self.progress.check_next(iteration)
+        if iteration != self.iteration + 1:
+            raise RuntimeError(
+                f"Iteration {iteration} begins, but the last one that Pier knows of is {self.iteration}: what is due in "
+                "between would be lost. Every iteration has to pass through begin_iteration() and end_iteration(), skipped "
+                "ones too."
+            )
         if self.iteration == 0:
             # Weights that came from elsewhere came after this was built.
             self.reset()
-        self._weights.commit_pending()
+        self.share.commit_pending()
         if not self.is_local and not self.config.is_lazy(iteration):
             # Wherever the lazy start ends, and whether or not its last iteration was skipped.
-            self._weights.become_anchor()
+            self.share.become_anchor()
             self.progress.is_local, self.progress.trained = True, 0
         self.progress.iteration = iteration
         self.progress.is_synchronised = not self.is_local
@@ -173,7 +172,7 @@ class OuterLoop:
             loss: Training loss over the samples of this group; None if this rank has none.
             grad_norm: Gradient norm over the parameters of this group; None if it is not known.
         """
-        self.reports.training.add(loss, grad_norm)
+        self.reports.note_training(loss, grad_norm)
 
     @torch.no_grad()
     def end_iteration(self, has_trained: bool = True) -> None:
@@ -217,16 +216,33 @@ class OuterLoop:
         Args:
             iteration: Iteration to set the clock to; None leaves it.
         """
-        self._weights.become_anchor()
-        self.steps.reset()
-        self.progress.restart(self.iteration if iteration is None else iteration)
+        self.share.become_anchor()
+        self.steps.drop_rounds()
+        self.share.synchronize()
+        for state in self.states:
+            state.forget(state.kept.keys() - {ANCHOR})
+        self.steps.last_restart = NEVER
+        if iteration is not None:
+            self.progress.iteration = iteration
+        # All groups hold the same parameters, as after an outer step.
+        self.progress.last_common_step, self.progress.trained = self.iteration, 0
 
     def snapshot(self) -> Snapshot:
         """The loop as plain data; :meth:`restore` continues from it exactly, given the same parameters and inner state.
 
         Waits for what is on its way between the groups, and applies nothing before its time. Its tensors are the loop's own.
         """
-        return self.steps.snapshot(self.progress)
+        rounds = [round_.settle() for round_ in self.steps.rounds]
+        own = [self.steps.last_restart, *(round_.verdicts.own for round_ in self.steps.rounds)]
+        last, *verdicts = self.exchange.gather(torch.tensor(own, device=self.device)).result().T.tolist()
+        self.reports.write_arrived(waits=True)
+        return Snapshot(
+            dataclasses.replace(self.progress),
+            self.share.kept(),
+            [dataclasses.replace(round_, verdicts=found) for round_, found in zip(rounds, verdicts, strict=True)],
+            {group: iteration for group, iteration in enumerate(last) if iteration != NEVER},
+            self.config.rule_name,
+        )
 
     def empty_snapshot(self, progress: Progress, rounds: Mapping[int, Sequence[int]]) -> Snapshot:
         """Returns a snapshot to read saved tensors into, without talking to other groups; its flat buffers are the loop's own.
@@ -235,7 +251,11 @@ class OuterLoop:
             progress: Progress of the saved run.
             rounds: Verdicts on all groups in the outer steps that were under way, by the iteration after which each began.
         """
-        return self.steps.empty_snapshot(progress, rounds)
+        buffers = []
+        for begun, verdicts in rounds.items():
+            numel = sum(chunk.numel for _, chunk in self.share.chunks(self.config.fragments_due(begun)))
+            buffers.append(RoundBuffers(begun, torch.empty(numel), torch.empty(numel), verdicts))
+        return Snapshot(progress, self.share.kept(), buffers)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Continues from a snapshot of an equally configured run over the same shards; rounds and residuals may be missing.
@@ -250,8 +270,31 @@ class OuterLoop:
         """
         self.config.check_resumable(snapshot.progress.iteration, snapshot.progress.is_local)
         self.progress = dataclasses.replace(snapshot.progress)
-        self.steps.restore(snapshot)
-        self._weights.commit()
+        self.steps.drop_rounds()
+        self.share.synchronize()
+        snapshot = self._of_this_rule(snapshot)
+        for state, saved in zip(self.states, snapshot.states, strict=True):
+            state.restore(saved)
+        self.steps.rounds = [self.steps.resume(round_) for round_ in snapshot.rounds]
+        self.steps.last_restart = snapshot.restarted.get(self.exchange.rank, NEVER)
+        self.share.commit()
+
+    def _of_this_rule(self, snapshot: Snapshot) -> Snapshot:
+        """What this loop's rule can continue from."""
+        rule = self.config.rule_name
+        if snapshot.rule in (None, rule):
+            return snapshot
+        if not self.config.override_checkpoint:
+            raise PierConfigError(
+                f"outer_rule: the snapshot is of a run whose outer steps are {snapshot.rule}'s, and this loop's are {rule}'s. "
+                f"Continue with {snapshot.rule}, or begin without outer momentum: override_checkpoint=True "
+                "(--pier-override-checkpoint)."
+            )
+        _, *memory = self.share.common
+        for state in self.states:
+            state.forget(memory)
+        states = [{name: saved[name] for name in saved if name not in memory} for saved in snapshot.states]
+        return dataclasses.replace(snapshot, states=states, rounds=())
 
     def checksums(self) -> list[dict[str, int]]:
         """Sums of the bits of what all groups agree on, for each group over its ranks; see :meth:`OuterState.checksum`."""
@@ -271,4 +314,4 @@ class OuterLoop:
         Returns:
             A context that yields the parameters as they are trained, laid out as the flat buffers of each state.
         """
-        return self._weights.showing_anchor(as_mean)
+        return self.share.showing_anchor(as_mean)

@@ -65,11 +65,7 @@ def host_bytes(config: PierConfig, numel: int, is_pinned: bool) -> int:
 
 
 def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Most buffers, each for a chunk, that a rank has lent at a time.
-
-    Args:
-        config: Settings of the run.
-        in_fragments: Number of chunks in each fragment of each state.
+    """Most buffers, each for a chunk, that a rank has lent at a time, given the chunks in each fragment of each state.
 
     Returns:
         Numbers of buffers for each state: on the device, and in host memory between iterations if the state is offloaded.
@@ -83,12 +79,9 @@ def buffers_at_once(config: PierConfig, in_fragments: Sequence[Sequence[int]]) -
 
 
 def work_bytes(config: PierConfig, longest: Sequence[int], in_fragments: Sequence[Sequence[int]]) -> int:
-    """Device memory for the chunks that a rank works on at a time. It is made before training, and then kept.
+    """Device memory for the chunks that a rank works on at a time, made before training and then kept.
 
-    Args:
-        config: Settings of the run.
-        longest: Number of elements of the longest chunk of each state.
-        in_fragments: Number of chunks in each fragment of each state.
+    Its arguments are the number of elements of the longest chunk of each state, and the chunks in each of its fragments.
     """
     wire, total = wire_of(config), 0
     for own, numel, (work, kept) in zip(in_fragments, longest, buffers_at_once(config, in_fragments), strict=True):

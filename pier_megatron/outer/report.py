@@ -11,9 +11,7 @@ from torch import Tensor
 from pier_megatron.config import PierConfig
 from pier_megatron.exchange.collectives import Gathered
 from pier_megatron.exchange.topology import NAMED, ranges_of
-from pier_megatron.outer.arithmetic import PRODUCTS
-from pier_megatron.outer.rounds import CHECKSUM, ELEMENTS, OuterRound
-from pier_megatron.outer.training_sums import TrainingSums
+from pier_megatron.outer.rounds import CHECKSUM, ELEMENTS, PRODUCTS, OuterRound
 from pier_megatron.outer.verdicts import NOT_FINITE
 
 if TYPE_CHECKING:
@@ -131,22 +129,31 @@ class OuterStepReports:
 
     Attributes:
         write: Called for each outer step, in their order, on every rank.
-        training: What this rank has noted of its training since its last outer step.
     """
 
     def __init__(self, config: PierConfig, write: Callable[[OuterStepReport], None], device: torch.device) -> None:
         """Begins with none under way; training is noted on the ``device``."""
         self._config, self.write = config, write
-        self.training = TrainingSums(device)
+        # The loss, how often there was one, the norm, how often there was one: summed on the device, so that nothing waits.
+        self._training = torch.zeros(4, dtype=torch.float64, device=device)
         self._unreported: list[tuple[OuterRound, Gathered, Sequence[int]]] = []
 
-    def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
-        """Takes note of an outer step.
+    def note_training(self, loss: Tensor | float | None, grad_norm: Tensor | float | None) -> None:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.note_training`."""
+        for place, value in ((0, loss), (2, grad_norm)):
+            if value is not None:
+                self._training[place] += value.detach().flatten()[0] if isinstance(value, Tensor) else value
+                self._training[place + 1] += 1
 
-        Args:
-            round_: Round that has finished.
-            sums: Sums under way, see :func:`norms_and_cosines`: of all participants, or of the own group.
-            restarted: Groups that were restarted at its end, by their index among those that met.
+    def take_training(self) -> Tensor:
+        """Returns the sums of what was noted since the last time, which follow those of a round; float64, shape ``[4]``."""
+        sums, self._training = self._training, torch.zeros_like(self._training)
+        return sums
+
+    def add(self, round_: OuterRound, sums: Gathered, restarted: Sequence[int]) -> None:
+        """Takes note of a round that has finished, with the groups ``restarted`` at its end, by index among its participants.
+
+        The sums under way, see :func:`norms_and_cosines`, are those of all participants, or of the own group.
         """
         self._unreported.append((round_, sums, restarted))
 
@@ -167,29 +174,24 @@ class OuterStepReports:
 
     def report_of(self, round_: OuterRound, sums: Tensor, restarted: Sequence[int]) -> OuterStepReport:
         """Evaluates what the groups of a round have sent; see :meth:`add`."""
-        verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted(), round_.exchange.groups
+        verdicts, counted, groups = round_.verdicts.all(), round_.verdicts.counted, round_.exchange.groups
         is_common = round_.rule.has_common_anchor and len(sums) == len(groups)
         if is_common:
             check_anchors(round_.begun, dict(zip(groups, sums[:, CHECKSUM].tolist(), strict=True)))
-        contributes = torch.tensor(counted) if is_common else torch.ones(1, dtype=torch.bool)
-        pseudo_gradient, momentum, cosine_min, cosine_mean = norms_and_cosines(sums, contributes)
+            sums = sums[torch.tensor(counted)]
         is_known = is_common or counted[round_.exchange.rank]
-        found = spread(sums[contributes], sum(counted)) if is_known else None
         left_out = [index for index, counts in enumerate(counted) if not counts]
         before = round_.restarted_before.on_host().flatten().tolist() if round_.restarted_before is not None else ()
         in_sites = [group for group, was_restarted in enumerate(before) if was_restarted]
         return OuterStepReport(
             iteration=round_.begun,
-            pseudo_gradient_norm=pseudo_gradient,
-            momentum_norm=momentum,
-            cosine_min=cosine_min,
-            cosine_mean=cosine_mean,
-            **TrainingSums.means(sums[contributes]),
+            **norms_and_cosines(sums),
+            **training_means(sums),
             mu=round_.rule.mu,
             eta=round_.rule.eta,
             bytes_sent=round_.bytes_sent,
             seconds=round_.stopwatch.seconds(),
-            spread=found,
+            spread=spread(sums, sum(counted)) if is_known else None,
             not_finite=self._named((groups[index] for index in left_out if verdicts[index] == NOT_FINITE), in_sites),
             restarted=self._named((groups[index] for index in restarted), in_sites),
         )
@@ -218,29 +220,44 @@ def check_anchors(iteration: int, checksums: Mapping[int, float]) -> None:
         )
 
 
-def norms_and_cosines(sums: Tensor, contributes: Tensor) -> tuple[float, float, float, float]:
-    """Evaluates the sums of all groups.
+def norms_and_cosines(sums: Tensor) -> dict[str, float]:
+    """Attributes of :class:`OuterStepReport`: norms over the whole model, and cosines, of a zero vector 0.
 
     Args:
-        sums: Sums, see :class:`pier_megatron.outer.rounds.OuterRound`, over each group's whole model.
-        contributes: Mask of the groups that count; boolean, shape ``[groups]``.
-
-    Returns:
-        Norm of the mean pseudo-gradient, norm of the momentum, smallest and mean cosine of the contributing groups. A
-        cosine with a zero vector is 0.
+        sums: Sums of the contributing groups, see :class:`pier_megatron.outer.rounds.OuterRound`, over each one's whole model;
+            float64, shape ``[groups, columns]``.
     """
-    own, product, mean, momentum = sums[contributes, :PRODUCTS].unbind(1)
+    own, product, mean, momentum = sums[:, :PRODUCTS].unbind(1)
     denominator = (own * mean).sqrt()
     cosine = torch.where(denominator > 0, product / denominator, torch.zeros_like(product))
-    return mean[0].sqrt().item(), momentum[0].sqrt().item(), cosine.min().item(), cosine.mean().item()
+    return {
+        "pseudo_gradient_norm": mean[0].sqrt().item(),
+        "momentum_norm": momentum[0].sqrt().item(),
+        "cosine_min": cosine.min().item(),
+        "cosine_mean": cosine.mean().item(),
+    }
+
+
+def training_means(sums: Tensor) -> dict[str, float]:
+    """Attributes of :class:`OuterStepReport`, without what no group has noted.
+
+    Args:
+        sums: Sums as above, whose last four columns are those of :meth:`OuterStepReports.take_training` over a group's ranks.
+    """
+    found = {}
+    loss, losses, norm, norms = sums[:, -4:].unbind(1)
+    if losses.any():
+        of_groups = loss[losses > 0] / losses[losses > 0]
+        found = {"loss": of_groups.mean().item(), "loss_min": of_groups.min().item(), "loss_max": of_groups.max().item()}
+    if norms.any():
+        found["grad_norm"] = (norm[norms > 0] / norms[norms > 0]).mean().item()
+    return found
 
 
 def spread(sums: Tensor, groups: int) -> float | None:
-    """Standard deviation of a parameter over the groups, root mean square over the parameters, of sums as above.
+    """Standard deviation of a parameter over the ``groups`` that met, root mean square over the parameters.
 
-    Args:
-        sums: Sums of the groups; a single row stands for its meeting.
-        groups: Number of groups to whose mean the distances are.
+    Its sums are those of :func:`norms_and_cosines`; a single row stands for its meeting.
     """
     if groups == 1 or not sums[:, ELEMENTS].any():
         return None

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from pier_megatron.exchange.collectives import Gathered, GroupExchange, Sum
-from pier_megatron.outer import arithmetic
-from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.memory import PIPELINE_DEPTH
 from pier_megatron.outer.rules import OuterRule, averaging
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import OWN, SHARED, WORK, Buffers, Staged, Staging, chunks_of, one_ahead
 from pier_megatron.outer.state import ANCHOR, RESIDUAL, sum_of_bits
 from pier_megatron.outer.verdicts import Verdicts
+
+PRODUCTS = 4
+"""Sums over the elements of each chunk: own * own, own * mean, mean * mean, momentum * momentum."""
 
 CHECKSUM, ELEMENTS = range(PRODUCTS, PRODUCTS + 2)
 """Behind the products: bits of a part of the new anchor; numbers that were summed up."""
@@ -47,14 +48,14 @@ def momentum_warmup(stagings: Sequence[Staging], rule: OuterRule) -> None:
 
     Takes an outer step, then ``anchor = parameters``. With :class:`pier_megatron.outer.rules.Nesterov` that is
     ``momentum = mu * momentum + (anchor - parameters)``; arXiv 2511.17849, algorithm 1.
-
-    Args:
-        stagings: Stagings of the outer states, which are changed in place.
-        rule: Rule that descends along pseudo-gradients.
     """
     written = (ANCHOR, *rule.memory)
     for staged in one_ahead(staging.lend(chunk, written) for staging in stagings for chunk in staging.state.chunks):
-        arithmetic.warm_up(staged, rule)
+        # The own pseudo-gradient is the mean.
+        staged.chunk.copy_parameters_to(staged.shared)
+        torch.sub(staged.anchor, staged.shared, out=staged.shared)
+        rule.update(staged, is_alone=False)
+        staged.chunk.copy_parameters_to(staged.anchor)
         staged.give_back(written)
 
 
@@ -111,7 +112,7 @@ class OuterRound:
         bytes_sent: Bytes sent by this rank to other groups.
         stopwatch: Time spent on it so far.
         training: Training losses and gradient norms of this rank since the outer step before began, see
-            :meth:`pier_megatron.outer.training_sums.TrainingSums.take`.
+            :meth:`pier_megatron.outer.report.OuterStepReports.take_training`.
         restarted_before: Whether each group of the run was restarted since the outer step before, where groups meet in between.
     """
 
@@ -128,15 +129,9 @@ class OuterRound:
     ) -> None:
         """Prepares a round: :meth:`run` it, or :meth:`begin` it and let it :meth:`proceed` until it can :meth:`finish`.
 
-        Args:
-            stagings: Stagings of the outer states, which are changed in place.
-            exchange: Collectives between the participants.
-            fragments: Fragments that it exchanges.
-            rule: What is sent, and what is made of what arrives.
-            verdicts: A pseudo-gradient that does not count is not sent; its group is moved to the common point all the same.
-            begun: Iterations completed.
-            stopwatch: Stopwatch that the caller runs while it works on the round.
-            device: Device of the sums.
+        The ``stagings`` of the outer states are changed in place, the caller runs the ``stopwatch`` while it works on the
+        round, and the ``device`` is that of the sums. A pseudo-gradient that does not count is not sent; its group is moved to
+        the common point all the same.
         """
         self.exchange, self.rule, self.fragments = exchange, rule, fragments
         self.chunks = list(chunks_of(stagings, fragments))
@@ -158,10 +153,9 @@ class OuterRound:
 
     def begin(self) -> None:
         """Takes the pseudo-gradients."""
-        counts = self.verdicts.own_counts()
         self.kept = [staging.keep() for staging, _ in self.chunks]
         for staged in self._lent(ANCHOR):
-            arithmetic.subtract(staged, counts)
+            self._subtract(staged)
             staged.give_back((OWN,))
 
     def proceed(self, age: int, span: int) -> None:
@@ -216,9 +210,8 @@ class OuterRound:
     def drop(self, is_lost: bool = False) -> None:
         """Gives all buffers back, and forgets what they hold; called on every rank alike.
 
-        Args:
-            is_lost: Whether the communicator is lost. Buffers on the wire are not used again then: nobody can wait for their
-                sums, which may still write to them.
+        Buffers on the wire of a communicator that is lost are not used again: nobody can wait for their sums, which may still
+        write to them.
         """
         if self._under_way and not is_lost:
             self.arrive()
@@ -244,7 +237,7 @@ class OuterRound:
             return
         self._under_way, left = [], []
         for staged in self._lent(RESIDUAL, *{*self.rule.sent_of, *averaging(self.rule).sent_of}):
-            arithmetic.send(staged, self._rule_of(staged), self.weight)
+            self._write_sent(staged)
             if staged.lent is None:
                 left.append(staged)
             else:  # Offloaded, a residual is on the device only now.
@@ -261,7 +254,6 @@ class OuterRound:
 
     def run(self) -> None:
         """Does it all at once, pipelined over the chunks; all groups hold the same parameters afterwards."""
-        counts = self.verdicts.own_counts()
         in_flight: collections.deque[tuple[Staged, Sum]] = collections.deque()
 
         def land() -> None:
@@ -273,8 +265,8 @@ class OuterRound:
         for staged in one_ahead(staging.lend(chunk, staging.state.flats) for staging, chunk in self.chunks):
             if len(in_flight) == PIPELINE_DEPTH:
                 land()
-            arithmetic.subtract(staged, counts)
-            arithmetic.send(staged, self._rule_of(staged), self.weight)
+            self._subtract(staged)
+            self._write_sent(staged)
             # Before the codecs work on the chunk before it, so that the wire does not wait for them.
             in_flight.append((staged, self._sum([staged])))
             if len(in_flight) > 1:
@@ -296,12 +288,39 @@ class OuterRound:
     def _rule_of(self, staged: Staged) -> OuterRule:
         return averaging(self.rule) if staged.chunk.shards.is_averaged else self.rule
 
+    def _subtract(self, staged: Staged) -> None:
+        """Takes the pseudo-gradient, ``own = anchor - parameters``; zero if this group does not count."""
+        staged.chunk.copy_parameters_to(staged.own)
+        torch.sub(staged.anchor, staged.own, out=staged.own)
+        if not self.verdicts.own_counts:
+            staged.own.zero_()  # Not a product with zero, which would keep every nan.
+
+    def _write_sent(self, staged: Staged) -> None:
+        self._rule_of(staged).send(staged)
+        if self.weight != 1:
+            staged.shared.mul_(self.weight)
+
     def _apply(self, staged: Staged, keep_progress: bool) -> None:
-        counts, counted = self.verdicts.own_counts(), sum(self.verdicts.counted())
-        products = arithmetic.descend(staged, self._rule_of(staged), self.exchange.size, counts, counted, keep_progress)
-        shards = staged.chunk.shards
+        """Takes the step for a sum that has arrived in ``staged.shared``, and writes the parameters.
+
+        They keep what they have moved by since the pseudo-gradient was taken, or have not moved, and become the anchor.
+        """
+        own, shared, anchor, momentum = staged.own, staged.shared, staged.anchor, staged.momentum
+        rule, size, shards = self._rule_of(staged), self.exchange.size, staged.chunk.shards
+        rule.combine(staged, size, sum(self.verdicts.counted))
+        # Before the update, which may overwrite what it was computed from.
+        products = [torch.dot(*pair) for pair in ((own, own), (own, shared), (shared, shared))]
+        if keep_progress:
+            # The old anchor less the pseudo-gradient is where the parameters were: own becomes what they must move by.
+            own.sub_(anchor)
+        rule.update(staged, is_alone=size == 1 and self.verdicts.own_counts and not keep_progress)
+        if keep_progress:
+            staged.chunk.move_parameters(own.add_(anchor))
+        else:
+            staged.chunk.set_parameters(anchor)
+        products.append(torch.dot(momentum, momentum))
         if shards.is_counted:
-            self.sums[:PRODUCTS] += products
+            self.sums[:PRODUCTS] += torch.stack(products).double()
             self.sums[ELEMENTS] += staged.chunk.numel
         if (shards.is_counted or shards.is_averaged) and staged.chunk in self._compared:
-            self.sums[CHECKSUM] += sum_of_bits(staged.anchor) % _CHECKSUMS_BELOW
+            self.sums[CHECKSUM] += sum_of_bits(anchor) % _CHECKSUMS_BELOW

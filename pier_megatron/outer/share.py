@@ -1,5 +1,6 @@
 """What a rank owns of its group's model, with the outer state over it."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -7,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pier_megatron.config import PierConfig
-from pier_megatron.exchange.collectives import GroupExchange
+from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.outer.memory import wire_of
 from pier_megatron.outer.rules import common_names
-from pier_megatron.outer.staging import Staging, chunks_of, one_ahead
-from pier_megatron.outer.state import Chunk, OuterState, Shards
+from pier_megatron.outer.staging import Staged, Staging, chunks_of, one_ahead
+from pier_megatron.outer.state import ANCHOR, Chunk, OuterState, Shards
 
 
 class Moments:
@@ -31,22 +32,33 @@ class Moments:
         return sum(len(self._read(parameter)) for parameter in self._parameters)
 
     def each(self, changes: bool = False) -> Iterator[Tensor]:
-        """Yields one after the other, as copies of one parameter's may take as much memory as it.
-
-        Args:
-            changes: Whether the caller changes them in place.
-        """
+        """Yields one after the other, since copies take as much memory as a parameter, and stores ``changes`` in place."""
         for parameter in self._parameters:
             found = self._read(parameter)
             yield from (moment for _, moment in sorted(found.items()))
             if changes and found:
                 self._write(parameter, found)
 
+    def hand_over(self, exchange: GroupExchange, groups: Sequence[int], source: int | None, device: torch.device) -> None:
+        """Gives ``groups`` the moments of the ``source``, or zeros if it is None; called by all groups of the exchange.
+
+        Groups are named by their index in the exchange, whose tensors are on the ``device``.
+        """
+        numbers, is_changed = exchange.gather(torch.tensor([len(self)], device=device)).result(), exchange.rank in groups
+        # A group that has skipped all its steps so far has no moments to give or to take.
+        source = source if len(numbers.unique()) == 1 else None
+        for moment in self.each(is_changed) if is_changed or source is not None else ():
+            if source is None:
+                moment.zero_()
+            else:
+                exchange.broadcast(moment, source, groups)
+
 
 class Share:
-    """The parameters of one rank, and the ranks of its group that own the rest.
+    """The parameters of one rank, which the inner optimizer trains and outer steps reset, with the outer state over them.
 
     Attributes:
+        exchange: Collectives between all groups that are known beforehand.
         device: Device of the parameters, and of tensors in collectives.
         states: Outer states, one for each optimizer that owns some of the parameters.
         stagings: Lender of work buffers for each of them.
@@ -58,12 +70,14 @@ class Share:
         self,
         shards: Sequence[Sequence[Shards]],
         config: PierConfig,
+        exchange: GroupExchange,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         inner_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda parameter: {},
         store_inner_state: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda parameter, tensors: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes over parameters; the arguments are those of :class:`pier_megatron.outer.loop.OuterLoop`."""
+        """Takes over parameters that the model knows; for the arguments see :class:`pier_megatron.outer.loop.OuterLoop`."""
         devices = (tensor.device for of_optimizer in shards for alike in of_optimizer for tensor in alike.tensors)
         self.device = device or next(devices, torch.device("cpu"))
         self.common = common_names(config)
@@ -80,7 +94,7 @@ class Share:
             for of_optimizer in shards
         ]
         self.stagings = [Staging(state) for state in self.states]
-        self._group = group
+        self.exchange, self._group, self._on_change, self._is_committed = exchange, group, on_change, True
         parameters = [parameter for state in self.states for parameter, _ in state.slices()]
         self.moments = Moments(parameters, inner_state, store_inner_state)
 
@@ -92,17 +106,78 @@ class Share:
         """Copies what all groups agree on from one group to others, in place; called by all groups of the exchange.
 
         By way of the device, chunk by chunk: NCCL takes no tensors in host memory, where offloaded state is.
-
-        Args:
-            exchange: Collectives between the groups.
-            source: Index of the group that has them.
-            targets: Indices of the groups that receive them.
         """
-        lent = (staging.lend(chunk, self.common) for staging in self.stagings for chunk in staging.state.chunks)
-        for staged in one_ahead(lent):
+        for staged in self._lent(*self.common):
             for name in self.common:
                 exchange.broadcast(staged.tensors[name], source, targets)
             staged.give_back(self.common)
+
+    def commit(self) -> None:
+        """Lets the model know the parameters."""
+        self._on_change()
+        self._is_committed = True
+
+    def commit_pending(self) -> None:
+        """Commits if an error has prevented :meth:`commit`."""
+        if not self._is_committed:
+            self.commit()
+
+    def become_anchor(self) -> None:
+        """Copies the present parameters into the anchor."""
+        self.synchronize()
+        for state in self.states:
+            state.copy_parameters_to(state.anchor)
+
+    def return_to_anchor(self) -> None:
+        """Takes the anchor for the parameters."""
+        self.synchronize()
+        for state in self.states:
+            state.set_parameters(state.anchor)
+
+    def agree_on_mean(self) -> None:
+        """Takes the mean of all groups' anchors for the parameters and for the anchor."""
+        self._write_mean_of_anchors()
+        self.become_anchor()
+        self.commit()
+
+    @contextlib.contextmanager
+    def showing_anchor(self, as_mean: bool) -> Iterator[list[Tensor]]:
+        """See :meth:`pier_megatron.outer.loop.OuterLoop.anchor_in_model`."""
+        with torch.no_grad():
+            trained = [state.parameters_on_host() for state in self.states]
+        try:
+            with torch.no_grad():
+                if as_mean:
+                    self._write_mean_of_anchors()
+                else:
+                    self.return_to_anchor()
+            self.commit()
+            yield trained
+        finally:
+            with torch.no_grad():
+                for state, parameters in zip(self.states, trained, strict=True):
+                    state.set_parameters(parameters)
+            # Not here: after an error on one rank the others would not take part.
+            self._is_committed = False
+        self.commit()
+
+    def average(self, exchange: GroupExchange, counted: Sequence[bool]) -> None:
+        """Takes the mean of the parameters of the groups that count, at least one: the same bits in all, copies included."""
+        for staged in self._lent():
+            staged.chunk.copy_parameters_to(staged.shared)
+            if not counted[exchange.rank]:
+                staged.shared.zero_()
+            total = exchange.sum([staged.shared], exactly=staged.chunk.shards.travel_exactly(exchange.codec))
+            _write_mean(staged, total, sum(counted))
+
+    def _write_mean_of_anchors(self) -> None:
+        """Writes the mean of all groups' anchors to the parameters: the same bits in all of them, whatever their anchors."""
+        for staged in self._lent(ANCHOR):
+            staged.shared.copy_(staged.anchor)
+            _write_mean(staged, self.exchange.sum([staged.shared], exactly=True), self.exchange.size)
+
+    def _lent(self, *reads: str) -> Iterator[Staged]:
+        return one_ahead(staging.lend(chunk, reads) for staging in self.stagings for chunk in staging.state.chunks)
 
     def over_group(self, tensor: Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM) -> Tensor:
         """Reduces a tensor in place over the ranks of this group; returns it."""
@@ -127,6 +202,14 @@ class Share:
         """Waits until the outer state is whole where it lives."""
         for staging in self.stagings:
             staging.synchronize()
+
+
+def _write_mean(staged: Staged, total: Sum, number: int) -> None:
+    """Waits for the sum of ``number`` groups in ``staged.shared``, and takes the mean for the parameters."""
+    total.advance()
+    total.finish()
+    staged.chunk.set_parameters(staged.shared.div_(number))
+    staged.give_back()
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> Shards:

@@ -25,24 +25,6 @@ class Progress:
     last_common_step: int = 0
     trained: int = 0
 
-    def check_next(self, iteration: int) -> None:
-        """Refuses an iteration that is not the one after the last.
-
-        Raises:
-            RuntimeError: With both iterations.
-        """
-        if iteration != self.iteration + 1:
-            raise RuntimeError(
-                f"Iteration {iteration} begins, but the last one that Pier knows of is {self.iteration}: what is due in "
-                "between would be lost. Every iteration has to pass through begin_iteration() and end_iteration(), skipped "
-                "ones too."
-            )
-
-    def restart(self, iteration: int) -> None:
-        """Sets the clock to an iteration after which all groups hold the same parameters, as after an outer step."""
-        self.iteration = self.last_common_step = iteration
-        self.trained = 0
-
 
 @dataclasses.dataclass(frozen=True)
 class RoundBuffers:

@@ -41,9 +41,12 @@ class Staged:
         chunk: The stretch that it is.
         tensors: Its part of the state, of :data:`OWN` and of :data:`SHARED` by name, each float32 of shape ``[numel]``: in
             place, or copies of what is offloaded.
+        own: This group's pseudo-gradient, one of the tensors.
+        shared: What the group sends, then what arrives, likewise.
+        anchor: The part of the anchor, likewise.
+        momentum: The part of the momentum, likewise.
         residual: What the codec has dropped here, if it drops anything.
         homes: Places where what is offloaded lives, by name.
-        present: Names of what has come from there, or went there.
         copied_in: Event after which everything that has been read is there.
     """
 
@@ -58,53 +61,26 @@ class Staged:
         # Offloaded, a sum stays on the device while it is on the wire, and the pseudo-gradient waits on the host.
         on_the_wire = {name: tensor for name, tensor in own.items() if name != OWN}
         self.chunk, self.tensors = chunk, in_state | own | lent | on_the_wire
+        self.own, self.shared, self.anchor, self.momentum = (self.tensors[name] for name in (*WORK, ANCHOR, MOMENTUM))
         self.homes = in_state | ({OWN: own[OWN]} if own else {}) if state.offload else {}
-        self.present: set[str] = set()
         self.copied_in: torch.cuda.Event | None = None
         reduced = state.reduced_residuals.get(chunk.start)
         self.residual = None if reduced is None else Residual(self.tensors[RESIDUAL], reduced)
 
-    @property
-    def own(self) -> Tensor:
-        """This group's pseudo-gradient."""
-        return self.tensors[OWN]
-
-    @property
-    def shared(self) -> Tensor:
-        """What the group sends, then what arrives."""
-        return self.tensors[SHARED]
-
-    @property
-    def anchor(self) -> Tensor:
-        """The part of the anchor."""
-        return self.tensors[ANCHOR]
-
-    @property
-    def momentum(self) -> Tensor:
-        """The part of the momentum."""
-        return self.tensors[MOMENTUM]
-
-    def subtract_parameters(self, into: Tensor) -> None:
-        """Computes ``anchor - parameters`` into one of the work buffers."""
-        self.chunk.copy_parameters_to(into)
-        torch.sub(self.anchor, into, out=into)
-
-    def read(self, names: Collection[str]) -> None:
-        """Begins to copy more of what is offloaded into the work buffers, unless it is there: :meth:`wait` for it."""
-        self._staging.read(self, names)
-
-    def write(self, names: Collection[str]) -> None:
-        """Begins to copy what has been written to where it lives; before it is changed again, :meth:`read` and :meth:`wait`."""
-        self._staging.write(self, names)
-
-    def wait(self) -> None:
-        """Waits, on the present stream, for what is copied in."""
-        if self.copied_in is not None:
-            torch.cuda.current_stream().wait_event(self.copied_in)
-
     def give_back(self, writes: Collection[str] = ()) -> None:
         """Gives the work buffers back, and begins to copy what is named to where it lives."""
-        self._staging.take_back(self, writes)
+        if self.lent is None:
+            return
+        staging, outward = self._staging, self._staging.outward
+        if outward is not None:
+            outward.wait_stream(torch.cuda.current_stream())
+        with _on(outward):
+            for name, home in self.homes.items():
+                if name in writes:
+                    home.copy_(self.tensors[name], non_blocking=True)
+        if outward is not None:
+            self.lent.ready = staging.written[self.chunk.start] = outward.record_event()
+        staging.work.append(self.lent)
 
 
 class Staging:
@@ -118,6 +94,8 @@ class Staging:
         work: Work buffers that nobody has.
         kept: Buffers of :meth:`keep` that nobody has.
         written: Event after which what a chunk has sent home is there, by the chunk's start.
+        inward: Stream of copies to the device, if there is one.
+        outward: Stream of copies back, likewise.
     """
 
     def __init__(self, state: OuterState) -> None:
@@ -128,59 +106,26 @@ class Staging:
         # In place, a chunk is worked on where it is kept.
         self.kept: collections.deque[Buffers] = collections.deque() if state.offload else self.work
         self.written: dict[int, torch.cuda.Event] = {}
-        if state.copies_on_streams:
-            self._inward, self._outward = (torch.cuda.Stream(state.device) for _ in range(2))
+        self.inward, self.outward = (torch.cuda.Stream(state.device) if state.copies_on_streams else None for _ in range(2))
 
     def lend(self, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
-        """Lends buffers to a chunk, and begins to copy what is named into them: wait with :func:`one_ahead`.
+        """Lends buffers to a chunk, and begins to copy what it ``reads`` into them: wait with :func:`one_ahead`.
 
-        Args:
-            chunk: Chunk of the state.
-            reads: Names of what will be read.
-            kept: What :meth:`keep` has set aside for it, if it does more than pass by.
+        A chunk that does more than pass by brings what :meth:`keep` has set aside for it.
         """
-        staged = Staged(self, chunk, kept)
-        if staged.lent is not None and staged.lent.ready is not None:
-            # Nobody else may use the buffers any more.
-            self._inward.wait_event(staged.lent.ready)
-        self.read(staged, reads)
-        return staged
-
-    def read(self, staged: Staged, names: Collection[str]) -> None:
-        """See :meth:`Staged.read`."""
-        with contextlib.ExitStack() as stack:
-            if self.state.copies_on_streams:
-                # What the chunk has sent home must have arrived.
-                if staged.chunk.start in self.written:
-                    self._inward.wait_event(self.written[staged.chunk.start])
-                stack.enter_context(torch.cuda.stream(self._inward))
+        staged, inward = Staged(self, chunk, kept), self.inward
+        if inward is not None:
+            # Nobody else may use the buffers any more, and what the chunk has sent home must have arrived.
+            for event in (staged.lent.ready if staged.lent else None, self.written.get(chunk.start)):
+                if event is not None:
+                    inward.wait_event(event)
+        with _on(inward):
             for name, home in staged.homes.items():
-                if name in names and name not in staged.present:
+                if name in reads:
                     staged.tensors[name].copy_(home, non_blocking=True)
-                    staged.present.add(name)
-            if self.state.copies_on_streams:
-                staged.copied_in = self._inward.record_event()
-
-    def write(self, staged: Staged, names: Collection[str]) -> None:
-        """See :meth:`Staged.write`."""
-        with contextlib.ExitStack() as stack:
-            if self.state.copies_on_streams:
-                self._outward.wait_stream(torch.cuda.current_stream())
-                stack.enter_context(torch.cuda.stream(self._outward))
-            for name, home in staged.homes.items():
-                if name in names:
-                    home.copy_(staged.tensors[name], non_blocking=True)
-                    staged.present.add(name)
-            if self.state.copies_on_streams:
-                self.written[staged.chunk.start] = self._outward.record_event()
-
-    def take_back(self, staged: Staged, writes: Collection[str]) -> None:
-        """See :meth:`Staged.give_back`."""
-        if staged.lent is None:
-            return
-        self.write(staged, writes)
-        staged.lent.ready = self.written.get(staged.chunk.start)
-        self.work.append(staged.lent)
+        if inward is not None:
+            staged.copied_in = inward.record_event()
+        return staged
 
     def keep(self) -> Buffers:
         """Sets aside where a chunk's pseudo-gradient and sum wait between iterations: where the state lives."""
@@ -191,12 +136,7 @@ class Staging:
         self.kept.append(kept)
 
     def reserve(self, work: int, kept: int) -> None:
-        """Makes buffers that are not there yet, while none is lent, so that none has to be made later.
-
-        Args:
-            work: Number of work buffers on the device.
-            kept: Number of buffers in host memory between iterations if the state is offloaded.
-        """
+        """Makes the buffers that :func:`pier_megatron.outer.memory.buffers_at_once` counts, so that none is made later."""
         self.work.extend(self._new_work() for _ in range(work - len(self.work)))
         self.kept.extend(self._new_kept() for _ in range(kept - len(self.kept)))
 
@@ -218,12 +158,16 @@ class Staging:
 
     def synchronize(self) -> None:
         """Waits until all copies back into the state have arrived."""
-        if self.state.copies_on_streams:
-            self._outward.synchronize()
+        if self.outward is not None:
+            self.outward.synchronize()
 
     def allocate(self, names: Iterable[str], **place: object) -> dict[str, Tensor]:
         """Makes vectors by name, each as long as the longest chunk."""
         return {name: torch.empty(self._longest, dtype=torch.float32, **place) for name in names}  # type: ignore[call-overload]
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def chunks_of(stagings: Sequence[Staging], fragments: Sequence[int]) -> Iterator[tuple[Staging, Chunk]]:
@@ -239,6 +183,7 @@ def one_ahead(chunks: Iterable[Staged]) -> Iterator[Staged]:
     before: Staged | None = None
     for staged in itertools.chain(chunks, (None,)):
         if before is not None:
-            before.wait()
+            if before.copied_in is not None:
+                torch.cuda.current_stream().wait_event(before.copied_in)
             yield before
         before = staged

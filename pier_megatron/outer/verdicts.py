@@ -1,7 +1,6 @@
 """Which pseudo-gradients can be used: each group judges its own, and all groups learn all verdicts."""
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,11 @@ class Verdicts:
         own: Verdict on this group, the same on all its ranks.
     """
 
-    def __init__(self, exchange: GroupExchange, own: int, device: torch.device) -> None:
-        """Sends this rank's ``own`` verdict and begins to collect those of the others; waits for none."""
-        self._exchange, self.own = exchange, own
-        self._under_way = exchange.gather(torch.full((1,), own, device=device))
-        self._known: tuple[int, ...] | None = None
+    def __init__(self, exchange: GroupExchange, own: int, device: torch.device, known: tuple[int, ...] | None = None) -> None:
+        """Sends this rank's ``own`` verdict and begins to collect the others, unless they are known; waits for none."""
+        self._exchange, self.own, self._known = exchange, own, known
+        if known is None:
+            self._under_way = exchange.gather(torch.full((1,), own, device=device))
 
     def all(self) -> tuple[int, ...]:
         """The verdicts in group order. Waits for all participants."""
@@ -37,15 +36,12 @@ class Verdicts:
             self._known = tuple(self._under_way.on_host().flatten().tolist())
         return self._known
 
+    @functools.cached_property
     def counted(self) -> list[bool]:
         """Which groups count in the mean. Waits for all participants."""
-        return self._counted
-
-    @functools.cached_property
-    def _counted(self) -> list[bool]:
-        # Asked for with every chunk.
         return [verdict == GOOD for verdict in self.all()]
 
+    @property
     def own_counts(self) -> bool:
         """Whether this group counts. Waits for nobody."""
         return self.own == GOOD
@@ -56,7 +52,7 @@ class Verdicts:
         Raises:
             DivergedError: If no group counts.
         """
-        if any(self.counted()):
+        if any(self.counted):
             return
         groups = self._exchange.groups
         said = (
@@ -69,15 +65,6 @@ class Verdicts:
             "nothing was synchronised. The last checkpoint is untouched: restart from it, with a lower learning rate or other "
             "data."
         )
-
-
-class KnownVerdicts(Verdicts):
-    """Verdicts that were exchanged before the run was stopped."""
-
-    def __init__(self, exchange: GroupExchange, of_groups: Sequence[int]) -> None:
-        """Takes the verdicts of all groups, in group order, also of those that do not meet."""
-        self._exchange, self.own = exchange, of_groups[exchange.groups[exchange.rank]]
-        self._known = tuple(of_groups[group] for group in exchange.groups)
 
 
 def own_verdict(share: Share) -> int:

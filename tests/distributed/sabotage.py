@@ -43,7 +43,7 @@ from pier_megatron.integration.inner.choice import commit_main_parameters, owner
 from pier_megatron.integration.inner.whole import WholeOptimizer
 from pier_megatron.outer import OuterLoop, rounds
 from pier_megatron.outer import state as outer_state
-from pier_megatron.outer.restarts import Restarts
+from pier_megatron.outer.steps import OuterSteps
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -467,7 +467,7 @@ def _moments_stay_behind(directory: Path) -> Patch:
 
 def _nobody_is_restarted(directory: Path) -> Patch:
     """An excluded group keeps its weights."""
-    return mock.patch.object(Restarts, "restart_excluded", return_value=[])
+    return mock.patch.object(OuterSteps, "restart", return_value=[])
 
 
 def _other_weights(directory: Path) -> Patch:

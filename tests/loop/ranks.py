@@ -24,15 +24,14 @@ from torch import Tensor
 from pier_megatron import PierConfig
 from pier_megatron.exchange.collectives import GroupExchange, Residual, Sum
 from pier_megatron.exchange.sites import SiteExchange, new_site_communicators
-from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, participants, rounds
-from pier_megatron.outer.participants import Participants
-from pier_megatron.outer.restarts import Restarts
+from pier_megatron.outer import OuterLoop, OuterStepReport, Shards, rounds, steps
 from pier_megatron.outer.rounds import OuterRound
 from pier_megatron.outer.rules import Nesterov
+from pier_megatron.outer.share import Moments, Share
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staged, Staging
 from pier_megatron.outer.state import RESIDUAL, OuterState
-from pier_megatron.outer.weights import Weights
+from pier_megatron.outer.steps import OuterSteps
 
 WORLD = 4
 
@@ -68,9 +67,9 @@ class Settings:
         return PierConfig(groups=self.groups, **self.config)
 
 
-def _only_the_first_fragment(weights: Weights) -> None:
+def _only_the_first_fragment(share: Share) -> None:
     """What is not in the first fragment stays as it is."""
-    [staging] = weights.share.stagings
+    [staging] = share.stagings
     for chunk in (chunk for chunk in staging.state.chunks if chunk.fragment == 0):
         chunk.set_parameters(chunk.of(staging.state.anchor))
 
@@ -81,16 +80,16 @@ def _only_the_anchor(state: OuterState, flat: Tensor) -> None:
         chunk.set_parameters(chunk.of(flat))
 
 
-_take_back, _settle = Staging.take_back, OuterRound.settle
+_give_back, _settle = Staged.give_back, OuterRound.settle
 
 
 def _settle_without_residuals(round_: OuterRound) -> RoundBuffers:
     """What is sent for the sake of a snapshot leaves the residuals as they were."""
 
-    def take_back(staging: Staging, staged: Staged, writes: Collection[str]) -> None:
-        _take_back(staging, staged, [name for name in writes if name != RESIDUAL])
+    def give_back(staged: Staged, writes: Collection[str] = ()) -> None:
+        _give_back(staged, [name for name in writes if name != RESIDUAL])
 
-    with mock.patch.object(Staging, "take_back", take_back):
+    with mock.patch.object(Staged, "give_back", give_back):
         return _settle(round_)
 
 
@@ -129,18 +128,18 @@ def _sum_of_the_first_parts(
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "residuals are not written back": (OuterRound, "settle", _settle_without_residuals),
     "a bit of an anchor flips": (Nesterov, "update", _update_with_a_flipped_bit),
-    "one fragment is restarted": (Weights, "return_to_anchor", _only_the_first_fragment),
+    "one fragment is restarted": (Share, "return_to_anchor", _only_the_first_fragment),
     "skipped iterations only count": (OuterLoop, "skip_iteration", lambda loop: loop.begin_iteration(loop.iteration + 1)),
     "the anchor stays in the model": (OuterState, "set_parameters", _only_the_anchor),
-    "the anchor stays where the run began": (Weights, "become_anchor", lambda weights: None),
-    "everybody meets the same partner": (participants, "draw_subgroups", _the_same_partners),
+    "the anchor stays where the run began": (Share, "become_anchor", lambda share: None),
+    "everybody meets the same partner": (steps, "draw_subgroups", _the_same_partners),
     "what a rule remembers is not restored": (OuterState, "restore", _restore_without_memory),
-    "sites do not average": (Participants, "average", lambda participants, iteration: None),
+    "sites do not average": (OuterSteps, "average", lambda steps, iteration: None),
     "each group of a site sends the first part": (SiteExchange, "sum", _sum_of_the_first_parts),
-    "moments stay where they are": (participants, "hand_over", lambda moments, exchange, groups, source, device: None),
+    "moments stay where they are": (Moments, "hand_over", lambda moments, exchange, groups, source, device: None),
     "the rehearsal takes no buffers": (Staging, "reserve", lambda staging, work, kept: None),
     "nothing is averaged": (rounds, "averaging", lambda rule: rule),
-    "nobody is restarted": (Restarts, "restart_excluded", lambda restarts, round_, iteration: []),
+    "nobody is restarted": (OuterSteps, "restart", lambda steps, round_, iteration: []),
 }
 
 

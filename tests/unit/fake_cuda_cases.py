@@ -28,9 +28,9 @@ from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.startup import Takes
 from pier_megatron.outer import OuterLoop, Shards, elastic
 from pier_megatron.outer.elastic import ElasticMembership
+from pier_megatron.outer.report import OuterStepReports
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.staging import Staged, Staging
-from pier_megatron.outer.training_sums import TrainingSums
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
 
 # Where the host may wait for the device inside an iteration, and why.
@@ -42,9 +42,9 @@ _MEANT = {
     "rounds.py:Stopwatch.seconds": "the time of a blocking outer step, for its line in the same iteration",
     "state.py:Chunk.copy_parameters_to": "offloaded, the anchor is copied to the host once, as the lazy start begins and ends",
     "staging.py:Staging.synchronize": "before that, what is written there must have arrived",
-    "weights.py:Weights.agree_on_mean": "once, after the last iteration of groups with anchors of their own",
-    "elastic.py:ElasticParticipants._standing": "islands compare numbers on the host before they meet",
-    "elastic.py:ElasticParticipants._attempt": "and those of the others",
+    "share.py:Share.agree_on_mean": "once, after the last iteration of groups with anchors of their own",
+    "elastic.py:ElasticSteps._standing": "islands compare numbers on the host before they meet",
+    "elastic.py:ElasticSteps._attempt": "and those of the others",
     "state.py:Chunk.set_parameters": "and return to it, bit for bit, also from the host",
     "state.py:OuterState.checksum": "of an offloaded anchor they sum the bits on the host",
 }
@@ -184,7 +184,7 @@ def test_main_parameters_in_halves_stay_on_the_device() -> None:
 @pytest.mark.parametrize("settings", [{}, {"overlap": 3, "offload": True, "fragments": 2, "exchange_dtype": "int1"}])
 def test_excluded_groups_and_snapshots_mix_no_devices(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verdicts, "all", lambda verdicts: (NOT_FINITE, GOOD))
-    rare = ("restarts.py:Restarts.restart_excluded", "restarts.py:hand_over")
+    rare = ("steps.py:OuterSteps.restart", "share.py:Moments.hand_over")
     monkeypatch.setattr(f"{__name__}._MEANT", _MEANT | dict.fromkeys(rare, "a group is excluded"))
     train(config_of(**{"train_iters": 9} | settings), looks_back=True)
 
@@ -217,7 +217,7 @@ def test_elastic_islands(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert (gpu.waits.total(), gpu.waits_apart.total()) == ((7 + 8 + 1, 4) if offload else (7, 2))
 
 
-def _read_the_loss(sums: TrainingSums, loss: Tensor, grad_norm: float) -> None:
+def _read_the_loss(reports: OuterStepReports, loss: Tensor, grad_norm: float) -> None:
     assert loss.item()
 
 
@@ -241,7 +241,13 @@ def _allocate_pageable(staging: Staging, names: Sequence[str], **place: Any) -> 
 
 # What is planted: owner, name, the bug, settings under which it runs, and what the error says.
 _BUGS: dict[str, tuple[Any, str, Any, dict[str, Any], str]] = {
-    "host read": (TrainingSums, "add", _read_the_loss, {}, r"aten\._local_scalar_dense\.default waits for the device"),
+    "host read": (
+        OuterStepReports,
+        "note_training",
+        _read_the_loss,
+        {},
+        r"aten\._local_scalar_dense\.default waits for the device",
+    ),
     "devices mixed": (Nesterov, "combine", _divide_by_a_tensor_on_the_host, {}, "tensors in host memory and on the device"),
     "gaps at a kernel": (encoded, "encode", _encode_with_gaps, {"exchange_dtype": "int1"}, "_encode: dropped is .*False"),
     "not pinned": (Staging, "allocate", _allocate_pageable, {"overlap": 2, "offload": True}, "memory that is not pinned"),

@@ -14,6 +14,7 @@ import torch
 
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.integration import refusals
 from pier_megatron.integration.inner.precision_aware import FusedAdamMasters
 from pier_megatron.integration.inner.requirements import keeps_main_parameters, scaled
@@ -144,7 +145,7 @@ def test_scaled_main_parameter_that_was_written_in_part(chunk_numel: int) -> Non
     adam = te_stand_in.FusedAdam([parameter], master_weights=True, master_weight_dtype=torch.float16)
     config = PierConfig(train_iters=100, groups=2)
     with mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel):
-        share = Share([[Shards([parameter], stored=FusedAdamMasters(adam, takes_whole=True))]], config)
+        share = Share([[Shards([parameter], stored=FusedAdamMasters(adam, takes_whole=True))]], config, GroupExchange())
     parameter.grad = torch.randn_like(parameter)
     adam.step()
     [state] = share.states

@@ -10,28 +10,20 @@ import pytest
 import torch
 
 from pier_megatron import PierConfig
-from pier_megatron.outer.report import OuterStepReport, OuterStepReports, norms_and_cosines, spread
+from pier_megatron.outer.report import OuterStepReport, OuterStepReports, norms_and_cosines, spread, training_means
 from pier_megatron.outer.rounds import ELEMENTS
 from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.training_sums import TrainingSums
-from pier_megatron.outer.verdicts import ABSENT, GOOD
+from pier_megatron.outer.verdicts import ABSENT, GOOD, NOT_FINITE
 
 
 def test_norms_and_cosines_of_two_groups() -> None:
     # Pseudo-gradients (3, 0) and (0, 4), their mean (1.5, 2), a momentum of length 2.
     sums = torch.tensor([[9.0, 4.5, 6.25, 4.0], [16.0, 8.0, 6.25, 4.0]])
-    pseudo_gradient, momentum, smallest, average = norms_and_cosines(sums, torch.tensor([True, True]))
-    assert (pseudo_gradient, momentum) == pytest.approx((2.5, 2.0))
-    assert (smallest, average) == pytest.approx((0.6, 0.7))
-
-
-def test_group_left_out_does_not_count() -> None:
-    sums = torch.tensor([[9.0, 9.0, 9.0, 4.0], [0.0, 0.0, 9.0, 4.0]])
-    assert norms_and_cosines(sums, torch.tensor([True, False])) == pytest.approx((3.0, 2.0, 1.0, 1.0))
+    assert [*norms_and_cosines(sums).values()] == pytest.approx([2.5, 2.0, 0.6, 0.7])
 
 
 def test_groups_that_did_not_move_have_no_direction() -> None:
-    assert norms_and_cosines(torch.zeros(2, 4), torch.tensor([True, True])) == (0.0, 0.0, 0.0, 0.0)
+    assert not any(norms_and_cosines(torch.zeros(2, 4)).values())
 
 
 _REPORT = OuterStepReport(
@@ -116,15 +108,15 @@ def test_report_of_a_hidden_exchange_arrives(now: int) -> None:
 def test_training_is_the_mean_over_ranks_iterations_and_groups() -> None:
     rows = []
     for losses, norms in (([2.0, torch.tensor([4.0])], [1.0, None]), ([None, 6.0], [None, None])):
-        training = TrainingSums(torch.device("cpu"))
+        reports = OuterStepReports(PierConfig(20, groups=2), print, torch.device("cpu"))
         for loss, norm in zip(losses, norms, strict=True):
-            training.add(loss, norm)
-        rows.append(training.take())
-        assert not training.take().any()
+            reports.note_training(loss, norm)
+        rows.append(reports.take_training())
+        assert not reports.take_training().any()
     # Each group has two ranks, one without losses: a stage that is not the last.
-    found = TrainingSums.means(torch.stack(rows))
+    found = training_means(torch.stack(rows))
     assert found == {"loss": 4.5, "loss_min": 3.0, "loss_max": 6.0, "grad_norm": 1.0}
-    assert TrainingSums.means(torch.zeros(2, 9)) == {}
+    assert training_means(torch.zeros(2, 9)) == {}
 
 
 def test_ranks_without_writers_print_only() -> None:
@@ -146,18 +138,29 @@ def test_spread_is_the_deviation_of_weights() -> None:
     assert spread(sums[:1], 1) is None
 
 
+def report_of(verdicts: tuple[int, ...], sums: torch.Tensor) -> OuterStepReport:
+    round_ = mock.Mock(rule=Nesterov(0.9, 0.7), begun=4, bytes_sent=0, restarted_before=None)
+    round_.verdicts.all.return_value, round_.verdicts.counted = verdicts, [said == GOOD for said in verdicts]
+    round_.exchange.groups, round_.exchange.rank, round_.stopwatch.seconds.return_value = range(len(verdicts)), 0, 0.0
+    config = PierConfig(20, groups=3, sync_interval=4, lazy_start_iters=0, preset="diloco")
+    return OuterStepReports(config, print, torch.device("cpu")).report_of(round_, sums, [])
+
+
+def test_group_left_out_does_not_count() -> None:
+    sums = torch.zeros(2, ELEMENTS + 5)
+    sums[:, :4] = torch.tensor([[9.0, 9.0, 9.0, 4.0], [0.0, 0.0, 9.0, 4.0]])
+    report = report_of((GOOD, NOT_FINITE), sums)
+    assert (report.pseudo_gradient_norm, report.momentum_norm) == pytest.approx((3.0, 2.0))
+    assert (report.cosine_min, report.cosine_mean, report.not_finite) == (1.0, 1.0, (1,))
+
+
 def test_elastic_island_logs_the_spread_of_those_that_count() -> None:
     def spread_of(own: int, *others: int) -> float | None:
         """Its pseudo-gradient is (3, 0), and the mean (1.5, 2); nothing if it has just joined."""
-        verdicts = (own, *others)
-        round_ = mock.Mock(rule=Nesterov(0.9, 0.7), begun=4, bytes_sent=0, restarted_before=None)
-        round_.verdicts.all.return_value, round_.verdicts.counted.return_value = verdicts, [said == GOOD for said in verdicts]
-        round_.exchange.groups, round_.exchange.rank, round_.stopwatch.seconds.return_value = range(len(verdicts)), 0, 0.0
         sums = torch.zeros(1, ELEMENTS + 5)
         sums[0, :4] = torch.tensor([9.0, 4.5, 6.25, 4.0] if own == GOOD else [0.0, 0.0, 6.25, 4.0])
         sums[0, ELEMENTS] = 2
-        config = PierConfig(20, groups=3, sync_interval=4, lazy_start_iters=0, preset="diloco")
-        return OuterStepReports(config, print, torch.device("cpu")).report_of(round_, sums, []).spread
+        return report_of((own, *others), sums).spread
 
     # The spread of the two groups above; a third group that has just joined does not matter.
     assert spread_of(GOOD, GOOD) == spread_of(GOOD, GOOD, ABSENT) == pytest.approx(math.sqrt(6.25 / 2 * 2))

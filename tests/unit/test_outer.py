@@ -20,17 +20,15 @@ from pier_megatron.exchange.collectives import GroupExchange, Sum
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.integration import startup
 from pier_megatron.outer import loop, state
-from pier_megatron.outer.arithmetic import PRODUCTS
 from pier_megatron.outer.memory import rounds_at_once
-from pier_megatron.outer.restarts import Restarts
-from pier_megatron.outer.rounds import OuterRound, Stopwatch, momentum_warmup
+from pier_megatron.outer.rounds import PRODUCTS, OuterRound, Stopwatch, momentum_warmup
 from pier_megatron.outer.rules import Nesterov
 from pier_megatron.outer.share import Share
 from pier_megatron.outer.snapshot import RoundBuffers
 from pier_megatron.outer.staging import Staging
 from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.steps import OuterSteps
 from pier_megatron.outer.verdicts import GOOD, NOT_FINITE, Verdicts
-from pier_megatron.outer.weights import Weights
 
 EXCHANGE = GroupExchange()
 DEVICE = one_gpu.device()
@@ -165,12 +163,12 @@ def test_outer_step_is_nesterov(layout: dict[str, int], spans_iterations: bool) 
 def test_subgroup_stops_if_it_is_useless_within_an_interval_of_a_restart() -> None:
     """An anchor that is not finite restarts nobody; with an overlap of a whole interval it is judged in the same iteration."""
     config = PierConfig(train_iters=40, groups=4, sync_interval=4, lazy_start_iters=4, subgroup_size=2, overlap=4)
-    restarts = Restarts(config, config.groups, mock.Mock())
-    restarts.last = 12
+    steps = OuterSteps(config, mock.Mock(exchange=GroupExchange(groups=range(config.groups))), mock.Mock())
+    steps.last_restart = 12
     looked = []
     for begun in (8, 12, 16, 20):
         round_ = mock.Mock(begun=begun, exchange=mock.Mock(size=2))
-        restarts.check(round_, begun + config.overlap)
+        steps.check(round_, begun + config.overlap)
         looked.append(round_.verdicts.check.called)
     assert looked == [False, True, True, False]
 
@@ -486,8 +484,9 @@ class _OnlyExactly(GroupExchange):
 
 def test_mean_of_anchors_crosses_exactly_whatever_the_codec() -> None:
     parameter = torch.randn(300)
-    share = Share([[Shards([parameter])]], PierConfig(train_iters=100, groups=2, exchange_dtype="int4"))
+    config = PierConfig(train_iters=100, groups=2, exchange_dtype="int4")
+    share = Share([[Shards([parameter])]], config, _OnlyExactly(codec=CODECS["int4"]))
     expected = share.states[0].anchor.clone()
     parameter.add_(1)
-    Weights(share, _OnlyExactly(codec=CODECS["int4"]), lambda: None).agree_on_mean()
+    share.agree_on_mean()
     assert torch.equal(parameter, expected)

@@ -15,8 +15,8 @@ from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer.rounds import OuterRound, Stopwatch
 from pier_megatron.outer.rules import Nesterov
-from pier_megatron.outer.staging import Staged, Staging
-from pier_megatron.outer.state import OuterState, Shards
+from pier_megatron.outer.staging import Buffers, Staged, Staging
+from pier_megatron.outer.state import Chunk, OuterState, Shards
 from pier_megatron.outer.verdicts import GOOD, Verdicts
 
 # 7B on 64 A100 with TP 4, four to a node; a fast link of 80 GB/s. Iterations of 4 s.
@@ -65,13 +65,14 @@ class _Copied:
 
 @pytest.fixture(name="copied")
 def _copied() -> Iterator[_Copied]:
-    found, read = _Copied(), Staging.read
+    found, lend = _Copied(), Staging.lend
 
-    def counting(staging: Staging, staged: Staged, names: Collection[str]) -> None:
-        found.inward += 4 * staged.chunk.numel * len((set(names) & staged.homes.keys()) - staged.present) / staging.state.numel
-        read(staging, staged, names)
+    def counting(staging: Staging, chunk: Chunk, reads: Collection[str], kept: Buffers | None = None) -> Staged:
+        staged = lend(staging, chunk, reads, kept)
+        found.inward += 4 * chunk.numel * len(set(reads) & staged.homes.keys()) / staging.state.numel
+        return staged
 
-    with mock.patch.object(Staging, "read", counting):
+    with mock.patch.object(Staging, "lend", counting):
         yield found
 
 

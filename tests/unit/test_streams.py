@@ -17,10 +17,10 @@ from pier_megatron.exchange.membership import Outcome
 from pier_megatron.exchange.wire import Wire
 from pier_megatron.outer import Shards, loop, rounds
 from pier_megatron.outer.elastic import ElasticMembership
-from pier_megatron.outer.participants import Participants
 from pier_megatron.outer.rounds import Stopwatch
 from pier_megatron.outer.staging import OWN, Buffers, Staged, Staging
 from pier_megatron.outer.state import OuterState
+from pier_megatron.outer.steps import OuterSteps
 
 
 class _Exchange(GroupExchange):
@@ -77,15 +77,14 @@ def train(chunk_numel: int = 4, save_at: tuple[int, ...] = (), **settings: Any) 
     config = PierConfig(**(common | settings))
     # Two optimizers' parameters.
     parameters = [torch.randn(size) for size in (5, 1, 17, 30, 24)]
+    exchange = _Exchange(detector, config.exchange_dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PierConfig, "chunk_numel_on", return_value=chunk_numel))
         stack.enter_context(mock.patch.object(OuterState, "copies_on_streams", True))
-        stack.enter_context(mock.patch.object(Participants, "at", lambda participants, iteration: participants.everyone))
+        stack.enter_context(mock.patch.object(OuterSteps, "at", return_value=exchange))
         stack.enter_context(mock.patch.object(Staging, "keep", kept_on_host))
         stack.enter_context(detector.watching())
-        trained = loop.OuterLoop(
-            [[Shards(parameters[:4])], [Shards(parameters[4:])]], config, _Exchange(detector, config.exchange_dtype)
-        )
+        trained = loop.OuterLoop([[Shards(parameters[:4])], [Shards(parameters[4:])]], config, exchange)
         detector.on_host |= {flat.untyped_storage().data_ptr() for state in trained.states for flat in state.flats.values()}
         for iteration in range(1, config.train_iters + 1):
             trained.begin_iteration(iteration)
@@ -141,7 +140,7 @@ def test_offloaded_and_overlapped_numbers_are_those_on_the_device(settings: dict
     assert all(map(torch.equal, offloaded, on_device))
 
 
-_take_work, _lend, _read = Staging.take_work, Staging.lend, Staging.read
+_take_work, _lend = Staging.take_work, Staging.lend
 
 
 def _take_unfinished_work(staging: Staging) -> Buffers:

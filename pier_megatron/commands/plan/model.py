@@ -16,7 +16,7 @@ from pier_megatron.exchange.codecs import BLOCK, CODECS
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
 _HIDING = 2 / 3
 
-# How often the operators of pier_megatron/outer/arithmetic.py read or write a number of every owned parameter, by count.
+# How often the operators of pier_megatron/outer/rounds.py read or write a number of every owned parameter, by count.
 _BLOCKING_PASSES, _OVERLAPPED_PASSES = 26, 33
 
 # Bytes that a codec reads and writes per element: its input and its integers when it encodes; the integers, the decoded values
