@@ -174,10 +174,15 @@ class OuterState:
     ) -> None:
         """Starts with the anchor at the present parameters, and all else zero.
 
-        Shards of the last fragment come last. The cuts into chunks of at most ``chunk_numel`` elements, and into ``fragments``
-        of about equal size, depend on the sizes of the shards only: ranks that hold copies of some cut them alike if what
-        comes before them has the same size. With error feedback ``segment_numel`` tells by a chunk's length how many of its
-        elements this group sums for all. The ``device`` is that of the parameters, where there may be none.
+        Args:
+            shards: This rank's main parameters, those of the last fragment last. Their sizes alone decide where chunks and
+                fragments are cut: ranks that hold copies cut them alike if what comes before has the same size.
+            chunk_numel: Largest number of elements in a chunk.
+            fragments: Number of fragments, of about equal size, that are exchanged at different times.
+            offload: Whether the flat buffers are in host memory, pinned where there is a device to copy to.
+            segment_numel: With error feedback: elements of a chunk that this group sums for all, by the chunk's length.
+            device: Device of the main parameters, where there may be none.
+            common: Names of what all groups agree on, see :func:`pier_megatron.outer.rules.common_names`.
 
         Raises:
             TypeError: If a tensor is not float32, and not stored in another form.
