@@ -48,9 +48,8 @@ def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] =
         findings.notes += job_arguments.assume_vocabulary(args)
         with findings.collecting():
             _describe(args, command, findings)
-    island = getattr(args, "pier_island_address", None)
-    if command.nodes > 1 or island is not None:
-        network.look(findings, command.nodes, island)
+    if command.nodes > 1:
+        network.look(findings)
 
 
 def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:
