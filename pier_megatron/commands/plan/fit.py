@@ -4,9 +4,10 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 
-from pier_megatron.commands.plan.sizes import outer_memory
+from pier_megatron.commands import planned_sizes
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import refusals
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -37,9 +38,16 @@ class Fix:
 
 def memory_of(args: argparse.Namespace, config: PierConfig | None) -> dict[str, float]:
     """Bytes of a GPU's memory that a job takes, by purpose."""
-    from pier_megatron.commands import planned_sizes
-
-    return planned_sizes.memory(args) | ({} if config is None else outer_memory(args, config))
+    memory = planned_sizes.memory(args)
+    if config is None:
+        return memory
+    takes = planned_sizes.taken_by_outer_loop(args, config)
+    if not config.offload:
+        memory["outer state, --pier-offload to move it"] = float(takes.state)
+    memory["chunks of an outer step on their way"] = float(takes.work)
+    if takes.residuals:
+        memory["residuals of sums, which stay on the device"] = float(takes.residuals)
+    return memory
 
 
 def needed(memory: dict[str, float], args: argparse.Namespace) -> float:
@@ -58,8 +66,6 @@ def remedy(args: argparse.Namespace, config: PierConfig | None, there: float) ->
 
 def changed_settings(args: argparse.Namespace, config: PierConfig, **changes: object) -> PierConfig | None:
     """The settings with some of them changed; None if the job would not start with them."""
-    from pier_megatron.integration import refusals
-
     try:
         changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
         refusals.check_sizes_and_intervals(args, changed)
