@@ -34,11 +34,7 @@ class Cost:
 def refuse(args: argparse.Namespace, refused: Mapping[str, str], beside: str, of_graphs: str | None = None) -> None:
     """Refuses flags that a feature does not go with.
 
-    Args:
-        args: Megatron's.
-        refused: Reasons by attribute.
-        beside: Flags of the feature.
-        of_graphs: Reason against CUDA graphs; None if there is none.
+    ``refused`` has reasons by attribute, ``beside`` names the feature's flags, ``of_graphs`` is a reason against CUDA graphs.
 
     Raises:
         PierConfigError: With the flag, the reason and a remedy.

@@ -11,10 +11,15 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from pier_megatron import features
+from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.config import PierConfig
+from pier_megatron.cpu import emulation
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
+from pier_megatron.flags import check_words
 from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import ENTRY, Description
@@ -47,19 +52,30 @@ _NEEDED = ("micro_batch_size", "num_layers", "hidden_size", "num_attention_heads
 
 
 def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a job's arguments as rank 0 of it would; needs no GPU, but what stands in for one.
-
-    Args:
-        ranks: Processes in all.
-        ranks_per_node: Processes on each node.
-        argv: The training script and its arguments.
+    """Parses a script and its arguments as rank 0 of a job would; needs no GPU.
 
     Raises:
         PierConfigError: If Megatron's parser or the plugin refuses them.
     """
+    # Megatron decorates functions with it, but none of them runs here; its compiler takes as long to import as Megatron.
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
+    if not torch.cuda.is_available():
+        emulation.install()
     register()
     with _as_rank_0(ranks, ranks_per_node), versions.replaced(sys, {"argv": list(argv)}):
         args: argparse.Namespace = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
+    return args
+
+
+def validated_arguments(command: LaunchCommand) -> argparse.Namespace:
+    """Megatron's arguments of a job with any optimizer.
+
+    Raises:
+        PierConfigError: If Megatron or the plugin refuses them.
+    """
+    check_words(command.arguments)
+    args = parsed_arguments(command.ranks, command.ranks_per_node, [command.script, *command.arguments])
+    validate(args, command.ranks_per_node)
     return args
 
 
@@ -160,18 +176,6 @@ def missing_flag_of_tokenizer(args: argparse.Namespace) -> str | None:
         return None
     needed = (name for name, kinds in _NEEDED_BY_TOKENIZER.items() if args.tokenizer_type in kinds)
     return next((flag(name) for name in needed if getattr(args, name) is None), None)
-
-
-def check_groups(args: argparse.Namespace) -> None:
-    """Refuses groups of parsed arguments that would not be whole model replicas, whatever the other flags of the plugin.
-
-    Raises:
-        PierConfigError: If the replicas do not divide among the groups.
-    """
-    context = args.context_parallel_size
-    replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size * context)
-    if replicas:
-        PierConfig(train_iters=100, groups=args.pier_groups, lazy_start_iters=0).check_data_parallel_size(replicas, context)
 
 
 def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_group: int) -> str | None:

@@ -123,10 +123,9 @@ _CASES: dict[str, tuple[str, ...]] = {
         "ERROR: --pier-sync: no such flag. Did you mean --pier-sync-interval or --pier-sync-seconds?",
     ),
     "nothing follows from what cannot be": (
-        f"{_JOB} --pier-sync-interval ten --gpu-sniff-test-interval 75 --use-megatron-fsdp --pier-groups 3",
+        f"{_JOB} --pier-sync-interval ten --gpu-sniff-test-interval 75 --use-megatron-fsdp",
         "ERROR: --pier-sync-interval: ten: must be a whole number",
         "ERROR: --use-megatron-fsdp cannot be used with --optimizer pier",
-        "ERROR: --pier-groups 3 does not divide the data-parallel size 16",
     ),
     "two tables": (
         f"{_JOB} --pier-overlap 60 --pier-fragments 60 --ckpt-format torch --save FOLDER/checkpoints --save-interval 100",

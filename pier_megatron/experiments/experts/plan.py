@@ -12,6 +12,7 @@ from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.plan.cluster import CLUSTERS
 from pier_megatron.commands.plan.fit import memory_of
 from pier_megatron.commands.plan.model import Job, predict
+from pier_megatron.commands.planned_job import validated_arguments
 from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts import seeds
@@ -126,7 +127,7 @@ def _understood(ensemble: Ensemble, what: str, nodes: int, ranks_per_node: int, 
     if ensemble.device == "cpu":
         arguments = (*arguments, *missing_cpu_flags(arguments))
     try:
-        return LaunchCommand(nodes, ranks_per_node, str(ensemble.script), tuple(arguments)).validated_arguments()
+        return validated_arguments(LaunchCommand(nodes, ranks_per_node, str(ensemble.script), tuple(arguments)))
     except PierConfigError as error:
         raise PierConfigError(f"{what}: {error}") from error
 
