@@ -30,13 +30,7 @@ from pier_megatron.version import __version__
 
 
 def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] = ()) -> None:
-    """Looks at a job without starting it.
-
-    Args:
-        command: Its launch command.
-        findings: Findings to add to.
-        flags: Doctor's own flags, which belong before the job.
-    """
+    """Looks at a job without starting it; ``flags`` are doctor's own, which belong before the job."""
     command.find_megatron()
     where = f"{_count(command.nodes, 'node')} of {_count(command.ranks_per_node, 'rank')}"
     findings.notes.append(f"{where}, Python {platform.python_version()}, {_versions()}")
@@ -81,14 +75,7 @@ def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: 
 
 
 def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings: Findings, taken: Sequence[str] = ()) -> int:
-    """Adds what start-up will say of the groups, and warnings.
-
-    Args:
-        args: Megatron's arguments of a validated job.
-        config: Configuration of the outer loop.
-        ranks_per_node: Processes on each node.
-        findings: Findings to add to.
-        taken: Lines on what the outer loop takes.
+    """Adds what start-up will say of the groups, with the lines ``taken`` on memory, and warnings.
 
     Returns:
         Number of ranks of a group.

@@ -21,13 +21,7 @@ _UNKNOWN = (
 
 
 def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> None:
-    """Looks at a recipe without starting it; needs no GPU.
-
-    Args:
-        name: ``MODULE:FUNCTION``.
-        nodes: Number of nodes that it will run on.
-        ranks_per_node: Processes on each.
-        findings: Findings to add to.
+    """Looks at the recipe ``MODULE:FUNCTION`` without starting it; needs no GPU.
 
     Raises:
         PierConfigError: If there is no such recipe, or it will not start.
