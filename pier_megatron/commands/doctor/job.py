@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from pier_megatron import features
@@ -19,7 +18,6 @@ from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import Problems
 from pier_megatron.integration import cautions, startup
 from pier_megatron.integration.arguments import config_from_args, uses_group_settings
 from pier_megatron.integration.checkpoint.size import bytes_per_parameter
@@ -50,7 +48,10 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
     """What a job with validated arguments will be."""
     config = config_from_args(args) if uses_pier(args) else None
     if config is not None:
-        _describe_outer_loop(args, config, command, findings)
+        unknown = planned_sizes.why_unknown(args)
+        taken = planned_sizes.lines_of_outer_loop(args, config) if unknown is None else [unknown]
+        ranks = describe_groups(args, config, command.ranks_per_node, findings, taken)
+        look_at_checkpoint(args, config, ranks, findings)
     else:
         replicas = _count(args.data_parallel_size * args.context_parallel_size, "model replica")
         findings.notes.append(
@@ -63,15 +64,6 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
         findings.warnings += feature.warnings(args)
     _look_at_room(args, config, findings)
     _look_at_machine(args, config, command, findings)
-
-
-def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    unknown = planned_sizes.why_unknown(args)
-    taken = [unknown] if unknown is not None else planned_sizes.lines_of_outer_loop(args, config)
-    ranks = describe_groups(args, config, command.ranks_per_node, findings, taken)
-    if unknown is None:
-        _look_at_host_memory(args, config, command, findings)
-    look_at_checkpoint(args, config, ranks, findings)
 
 
 def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings: Findings, taken: Sequence[str] = ()) -> int:
@@ -134,20 +126,6 @@ def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _look_at_host_memory(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    """Looks whether start-up would find enough host memory, if the nodes are like this one."""
-    if not config.offload:
-        return
-    takes, is_pinned = planned_sizes.taken_by_outer_loop(args, config), planned_sizes.device_type(args) == "cuda"
-    available, refused = psutil.virtual_memory().available, Problems(findings.warnings)
-    with refused.collecting():
-        startup.check_host_memory(config, [takes.parameters], command.ranks_per_node, available, is_pinned)
-    findings.notes.append(
-        f"--pier-offload: {command.ranks_per_node * takes.state / 1e9:,.2f} GB of host memory per node; "
-        f"{available / 1e9:,.2f} GB are free here"
-    )
 
 
 def _versions() -> str:

@@ -102,22 +102,18 @@ def _look_at_data(flag: str, prefix: str, is_text: bool, findings: Findings) -> 
         return
     needed = [prefix] if is_text else [f"{prefix}.bin", f"{prefix}.idx"]
     missing = [path for path in needed if not Path(path).exists()]
+    none = f"{flag} {prefix}: there is no {' and no '.join(missing)}"
     if not missing:
         unreadable = [path for path in needed if not os.access(path, os.R_OK)]
-        if unreadable:
-            findings.errors.append(f"{flag} {prefix}: {unreadable[0]} may not be read by you.")
-    elif not is_text and Path(prefix).exists():
-        if prefix.endswith((".bin", ".idx")):
-            findings.errors.append(
-                f"{flag} {prefix}: Megatron opens {' and '.join(needed)}. Give the prefix without the suffix."
-            )
-        else:
-            findings.warnings.append(
-                f"{flag} {prefix}: there is no {' and no '.join(missing)}, which Megatron's data sets open: the job starts "
-                "only if the script reads its data in another way"
-            )
+        findings.errors += [f"{flag} {prefix}: {path} may not be read by you." for path in unreadable[:1]]
+    elif is_text or not Path(prefix).exists():
+        findings.errors.append(f"{none}. {_NEXT_WHERE}")
+    elif prefix.endswith((".bin", ".idx")):
+        findings.errors.append(f"{flag} {prefix}: Megatron opens {' and '.join(needed)}. Give the prefix without the suffix.")
     else:
-        findings.errors.append(f"{flag} {prefix}: there is no {' and no '.join(missing)}. {_NEXT_WHERE}")
+        findings.warnings.append(
+            f"{none}, which Megatron's data sets open: the job starts only if the script reads its data in another way"
+        )
 
 
 def is_in_object_store(path: str) -> bool:
