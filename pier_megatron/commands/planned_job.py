@@ -38,13 +38,8 @@ _ARGUMENTS = "megatron.training.arguments"
 _NEEDED_BY_TOKENIZER = {
     "vocab_size": ("NullTokenizer", "NullMultimodalTokenizer"),
     "tokenizer_model": (
-        "HuggingFaceTokenizer",
-        "TikTokenizer",
-        "SFTTokenizer",
-        "SentencePieceTokenizer",
-        "GPTSentencePieceTokenizer",
-        "Llama2Tokenizer",
-    ),
+        "HuggingFaceTokenizer TikTokenizer SFTTokenizer SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer"
+    ).split(),
 }
 
 # What Megatron has no default for, and refuses with one error after the other.
@@ -87,7 +82,12 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
     """
     with _as_rank_0(args.world_size, ranks_per_node):
         versions.require(_ARGUMENTS, "validate_args")(args)
-        _settle_iterations(args)
+        if args.train_samples is not None:
+            # Batch sizes may change on the way.
+            with counted(args):
+                settle_iterations(args)
+        elif args.train_iters is None:
+            raise PierConfigError("the job says neither --train-iters nor --train-samples.")
 
 
 @contextlib.contextmanager
@@ -112,24 +112,16 @@ def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
         "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
     }
     output = io.StringIO()
-    with (
-        _environment(environment),
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(output),
-    ):
+    with _environment(environment), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             yield
         except PierConfigError:
             raise
         except SystemExit:
-            raise PierConfigError(*_said_of_parser(output.getvalue())) from None
+            # Below the usage.
+            raise PierConfigError(*output.getvalue().strip().rpartition(": error: ")[2].splitlines()) from None
         except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, OSError) as error:
             raise PierConfigError(f"Megatron refuses the arguments: {str(error).strip() or _failed_check(error)}") from error
-
-
-def _said_of_parser(output: str) -> list[str]:
-    """The messages below the usage that a parser has printed."""
-    return output.strip().rpartition(": error: ")[2].splitlines()
 
 
 def _failed_check(error: Exception) -> str:
@@ -146,16 +138,6 @@ def _failed_check(error: Exception) -> str:
     missing = [name for name, value in values.items() if value is None]
     said = ", ".join(f"{name} is {value}" for name, value in values.items())
     return f"{found}: {said}. {f'Give {missing[0]}' if missing else f'Change {next(iter(values))}'}."
-
-
-def _settle_iterations(args: argparse.Namespace) -> None:
-    """Derives the iterations of a sample-based job as the training loop does, its batch sizes changing on the way."""
-    if args.train_samples is None:
-        if args.train_iters is None:
-            raise PierConfigError("the job says neither --train-iters nor --train-samples.")
-        return
-    with counted(args):
-        settle_iterations(args)
 
 
 def missing_flags(args: argparse.Namespace) -> list[str]:
