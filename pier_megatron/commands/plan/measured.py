@@ -49,7 +49,7 @@ def operations_per_second(path: Path, args: argparse.Namespace, job: Job, cluste
             "iteration, which hides what a GPU achieves. Log a run of one group, or with --optimizer pier."
         )
     seconds = statistics.median(steady(iterations, _number(there.get("pier_lazy_start_iters"), 0)))
-    flops = planned_sizes.operations(argparse.Namespace(**vars(args) | {"global_batch_size": batch, "train_samples": None}))
+    flops = planned_sizes.operations(args, batch)
     found = achieved(dataclasses.replace(job, flops=flops, gpus=gpus), cluster, seconds)
     if found <= 0:
         raise PierConfigError(

@@ -134,11 +134,6 @@ class Prediction:
     coding: float
     copying: float
 
-    @property
-    def overlapped_passes(self) -> float:
-        """Seconds of an overlapped outer step's own work on the parameters, where its state is on the device."""
-        return _OVERLAPPED_PASSES * self.passing
-
     def _coding(self, dtype: str) -> float:
         return 0.0 if CODECS[dtype].lossless else self.coding
 
@@ -164,7 +159,7 @@ class Prediction:
         """
         dtype = config.exchange_dtype
         wire, coding = self.pairs if config.subgroup == 2 else self.exchange[dtype], self._coding(dtype)
-        passes = (self.overlapped_passes if config.overlap else self.passes) + coding
+        passes = (_OVERLAPPED_PASSES * self.passing if config.overlap else self.passes) + coding
         if not config.offload:
             return wire, passes
         if config.overlap == 0:
