@@ -113,12 +113,7 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def changes(metadata: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-    """Settings of features that the run of a checkpoint had otherwise, one phrase each.
-
-    Args:
-        metadata: Content metadata of the checkpoint; that of stock Megatron says nothing of features.
-        args: Megatron's arguments of the run that loads.
-    """
+    """Settings of features that the run of a checkpoint had otherwise, one phrase each; a stock run's says nothing of them."""
     now = settings(args)
     then = metadata.get(ENTRY, now)
     return [f"{flag} {then.get(flag)} is now {now.get(flag)}" for flag in {**then, **now} if then.get(flag) != now.get(flag)]

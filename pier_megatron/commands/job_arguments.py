@@ -24,13 +24,7 @@ _ASSUMED_TOKENS = 128_000
 def read(
     command: LaunchCommand, sources: ScriptSources, findings: Findings, before: Collection[str] = ()
 ) -> argparse.Namespace | None:
-    """Parses and validates a job's arguments; needs no GPU.
-
-    Args:
-        command: Launch command of the job.
-        sources: Texts of its script and of what that imports.
-        findings: Findings to add to.
-        before: Flags of the command that asks, which belong before the job.
+    """Parses and validates a job's arguments; needs no GPU. Flags in ``before`` are of the command that asks, not of the job.
 
     Returns:
         Megatron's arguments; None if they are refused or, with ``--use-checkpoint-args``, are incomplete.

@@ -59,9 +59,6 @@ class LaunchCommand:
     def parse(cls, words: Sequence[str]) -> "LaunchCommand":
         """Reads ``[srun ...] torchrun ... [-m pier_megatron [--device D]] SCRIPT ARGUMENTS``, or the same through python.
 
-        Args:
-            words: Words of the command, as a shell splits them.
-
         Raises:
             PierConfigError: If it is no such command.
         """

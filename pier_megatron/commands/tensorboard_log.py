@@ -28,10 +28,7 @@ class TensorBoardLog:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Reads a folder of event files.
-
-        Args:
-            directory: The run's ``--tensorboard-dir``, or a folder that has it as ``tensorboard``.
+        """Reads the event files of a run's ``--tensorboard-dir``, or of a folder that has it as ``tensorboard``.
 
         Raises:
             FileNotFoundError: If there are no event files.

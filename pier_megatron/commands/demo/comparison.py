@@ -69,10 +69,7 @@ def curve(log: TensorBoardLog, name: str) -> Curve:
 def summarise(output: Path, runs: Mapping[str, PierConfig | None], megabits: float | None) -> str:
     """Compares the trainings of a demo; writes ``result.json`` and ``loss.png`` into its folder. Returns lines for people.
 
-    Args:
-        output: Folder with a folder for each training.
-        runs: Settings of Pier by training, None without it.
-        megabits: Rate of the emulated link; None if there is none.
+    ``runs`` has Pier's settings by training, None without it; ``megabits`` is the rate of the emulated link, if there is one.
     """
     logs = {name: TensorBoardLog(output / name) for name in runs}
     validation = {name: curve(log, _VALIDATION) for name, log in logs.items()}

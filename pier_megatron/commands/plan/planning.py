@@ -24,12 +24,8 @@ def make_plan(
 ) -> Plan:
     """Plans a job; needs no GPU.
 
-    Args:
-        command: Launch command of the job.
-        cluster: Cluster on which it runs.
-        is_given: Whether the cluster's TFLOP/s are of this job.
-        log: Output of a run of the job, on fewer GPUs or iterations if need be.
-        before: Flags of the planner's own, which belong before the job.
+    ``is_given`` says that the cluster's TFLOP/s are the job's own, ``log`` is the output of a run of it, on fewer GPUs or
+    iterations if need be, and ``before`` are the planner's own flags, which belong before the job.
 
     Returns:
         Plain values: a verdict, the ways to train, memory in bytes, times in seconds, what was assumed.
