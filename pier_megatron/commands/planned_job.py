@@ -205,14 +205,11 @@ def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
     tensor_parallel = {
         first + rank: first + ranks[0] for first in firsts for ranks in generator.get_ranks("tp") for rank in ranks
     }
-    positions = {}
+    positions: dict[int, tuple[int, int]] = {}
     for alike in generator.get_ranks("dp-cp"):
         ranks = [first + rank for first in firsts for rank in alike]
         size = len(ranks) // args.pier_groups
-        groups = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-        for index, members in enumerate(groups):
-            for place, rank in enumerate(members):
-                positions[rank] = (index, groups[0][place])
+        positions |= {rank: (place // size, ranks[place % size]) for place, rank in enumerate(ranks)}
     planned = []
     for rank, (group, peers) in sorted(positions.items()):
         node = f"node {rank // ranks_per_node}"
