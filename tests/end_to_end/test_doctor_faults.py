@@ -203,7 +203,7 @@ _CASES: dict[str, tuple[str, ...]] = {
         f"{_JOB} --save FOLDER/new/folder --load FOLDER/new/folder --save-interval 1000",
         "124,475,904 parameters x 58 bytes = 7.22 GB: 2 (weights) + 12 (optimizer) + 8 (outer state) + 36 (inner state",
     ),
-    "save, a file": (f"{_JOB} --save FOLDER/list/a --save-interval 9", "ERROR: --save FOLDER/list/a: FOLDER/list is a file"),
+    "save, a file": (f"{_JOB} --save FOLDER/list/a --save-interval 9", "ERROR: --save FOLDER/list/a: FOLDER/list is no folder"),
     "save, no room": (
         f"{_JOB} --save FOLDER/new --save-interval 50 --hidden-size 122880",
         "WARNING: --save FOLDER/new: a checkpoint of about",

@@ -11,6 +11,7 @@ from typing import Any
 from pier_megatron.commands.findings import Findings
 from pier_megatron.exchange.authentication import read_secret
 from pier_megatron.megatron_api.tracker import tracker_of
+from pier_megatron.values import folder_to_write
 
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _LIST, _LISTS_BY_SPLIT = "--data-args-path", "--per-split-data-args-path"
@@ -57,7 +58,10 @@ def look(given: Given, findings: Findings) -> None:
             findings.errors.append(f"{flag} {path}: no such file or folder. {_NEXT_WHERE}")
     _look_at_secret(given["--pier-secret-file"], findings)
     if given["--save"] is not None and not is_in_object_store(given["--save"]):
-        _look_at_save_folder(Path(given["--save"]), findings)
+        try:
+            folder_to_write(given["--save"])
+        except argparse.ArgumentTypeError as error:
+            findings.errors.append(f"--save {error}. Give another folder.")
     _look_at_load_folders(given, findings)
 
 
@@ -131,15 +135,6 @@ def _look_at_secret(path: str | None, findings: Findings) -> None:
     else:
         with findings.collecting():
             read_secret(path)
-
-
-def _look_at_save_folder(folder: Path, findings: Findings) -> None:
-    parent = nearest(folder)
-    if not parent.is_dir():
-        findings.errors.append(f"--save {folder}: {parent} is a file, not a folder. Give another folder.")
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        action = "written to" if parent == folder else f"made: {parent} is not writable for you"
-        findings.errors.append(f"--save {folder}: cannot be {action}. Give another folder.")
 
 
 def nearest(path: Path) -> Path:
