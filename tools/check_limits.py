@@ -9,10 +9,10 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2129,
-    "bridge": 565,
-    "commands": 3980,
-    "cpu": 675,
+    "": 2120,
+    "bridge": 541,
+    "commands": 3529,
+    "cpu": 622,
     "exchange": 2030,
     "experiments": 4485,
     "integration": 5662,
