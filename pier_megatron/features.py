@@ -34,11 +34,7 @@ class Cost:
 def refuse(args: argparse.Namespace, refused: Mapping[str, str], beside: str, of_graphs: str | None = None) -> None:
     """Refuses flags that a feature does not go with.
 
-    Args:
-        args: Megatron's.
-        refused: Reasons by attribute.
-        beside: Flags of the feature.
-        of_graphs: Reason against CUDA graphs; None if there is none.
+    ``refused`` has reasons by attribute, ``beside`` names the feature's flags, ``of_graphs`` is a reason against CUDA graphs.
 
     Raises:
         PierConfigError: With the flag, the reason and a remedy.
@@ -117,12 +113,7 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def changes(metadata: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-    """Settings of features that the run of a checkpoint had otherwise, one phrase each.
-
-    Args:
-        metadata: Content metadata of the checkpoint; that of stock Megatron says nothing of features.
-        args: Megatron's arguments of the run that loads.
-    """
+    """Settings of features that the run of a checkpoint had otherwise, one phrase each; a stock run's says nothing of them."""
     now = settings(args)
     then = metadata.get(ENTRY, now)
     return [f"{flag} {then.get(flag)} is now {now.get(flag)}" for flag in {**then, **now} if then.get(flag) != now.get(flag)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pier_megatron.cpu.preparations import DEVICES
+from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 from pier_megatron.flags import check_words
 from pier_megatron.processes import REFUSED, end_with_one_message, rank, refusal
@@ -27,8 +27,8 @@ _DEVICE_VARIABLE = "PIER_MEGATRON_DEVICE"
 _SCRIPT_VARIABLE = "PIER_MEGATRON_SCRIPT"
 
 
-def main(argv: Sequence[str], rows: "Sequence[Seam]" = ()) -> None:
-    """Runs ``[--device cuda|cpu] SCRIPT ARGUMENTS...``, with what ``rows`` replace of Megatron's besides."""
+def parser() -> argparse.ArgumentParser:
+    """Builds the parser of ``[--device cuda|cpu] SCRIPT ARGUMENTS...``."""
     parser = argparse.ArgumentParser(
         prog="python -m pier_megatron",
         description="Runs a Megatron-LM training script unchanged, with --optimizer pier known to it.",
@@ -36,7 +36,7 @@ def main(argv: Sequence[str], rows: "Sequence[Seam]" = ()) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=DEVICES.names,
+        choices=("cuda", "cpu"),
         default="cuda",
         help="cuda (default): run on GPUs; cpu: run Megatron on the CPU and gloo, to try things out",
     )
@@ -46,21 +46,27 @@ def main(argv: Sequence[str], rows: "Sequence[Seam]" = ()) -> None:
     parser.add_argument(
         "arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script, with --optimizer pier"
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str], rows: "Sequence[Seam]" = ()) -> None:
+    """Runs a script as the words say, with what ``rows`` replace of Megatron's besides."""
+    understood = parser()
+    options = understood.parse_args(argv)
     end_with_one_message()
     script = Path(options.script)
     if not script.is_file():
-        parser.error(f"SCRIPT {options.script}: {'a folder, not a file' if script.is_dir() else 'no such file'}")
+        understood.error(f"SCRIPT {options.script}: {'a folder, not a file' if script.is_dir() else 'no such file'}")
     try:
         check_words(options.arguments)
     except PierConfigError as error:
         # All ranks find the same here.
-        parser.exit(REFUSED, refusal(error) if rank() == 0 else None)
+        understood.exit(REFUSED, refusal(error) if rank() == 0 else None)
 
     import torch
 
     if options.device != "cpu" and not torch.cuda.is_available():
-        parser.error(
+        understood.error(
             f"--device {options.device}: PyTorch {torch.__version__} finds no CUDA device. To try Megatron and Pier on the "
             "CPU, which is slow, pass --device cpu before SCRIPT."
         )
@@ -68,8 +74,6 @@ def main(argv: Sequence[str], rows: "Sequence[Seam]" = ()) -> None:
     os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
     sys.argv = [options.script, *options.arguments]
     if options.device == "cpu":
-        from pier_megatron.cpu.preparations import missing_cpu_flags
-
         added = missing_cpu_flags(options.arguments)
         if added and os.environ.get("RANK", "0") == "0":
             print(

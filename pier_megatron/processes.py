@@ -27,11 +27,7 @@ def running(
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs a command while the ``with`` block lasts; then asks it to end, and ends all that is left of it.
 
-    Args:
-        command: The command.
-        log: File for its output, as ``subprocess.Popen`` takes it.
-        environment: Environment variables, added to this process's own.
-        before: Function that its process calls before it begins.
+    Its environment is this process's own with more variables; its process calls ``before`` when it is forked.
     """
     import psutil
 

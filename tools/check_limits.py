@@ -9,15 +9,15 @@ _LINES, _VARIABLES, _UNTYPED = 350, 3, 120
 # Most lines of each floor, and of modules that stand alone (""). A ratchet: who needs more raises the number in the same
 # commit and gives the reason in the changelog; who removes lines lowers it.
 _FLOORS = {
-    "": 2056,
-    "bridge": 565,
-    "commands": 3980,
-    "cpu": 675,
-    "exchange": 1943,
+    "": 2047,
+    "bridge": 541,
+    "commands": 3531,
+    "cpu": 622,
+    "exchange": 1954,
     "experiments": 4485,
-    "integration": 5662,
+    "integration": 5655,
     "megatron_api": 505,
-    "outer": 2682,
+    "outer": 2687,
 }
 _VARIABLE, _ANY = re.compile(r"^(?!__)[a-z_]+(: [^=]+)? = "), re.compile(r"\bAny\b")
 

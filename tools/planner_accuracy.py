@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pier_megatron.commands.plan.cluster import CLUSTERS, Cluster
-from pier_megatron.commands.plan.model import Job, Way, achieved, predict
+from pier_megatron.commands.plan.model import Job, achieved, predict
+from pier_megatron.config import PierConfig
 
 _DATA = Path(__file__).with_name("published_timings.csv")
 
@@ -111,7 +112,7 @@ def _points(row: dict[str, str]) -> list[Point]:
     if row["local_ms"]:
         interval = int(row["H"])
         local = measured.local + _outer_step(row, cluster) / interval
-        times = (float(row["local_ms"]) / 1e3, plain.mean_iteration(Way(interval)), local)
+        times = (float(row["local_ms"]) / 1e3, plain.mean_iteration(_steps(interval)), local)
         found.append(Point(_name(row), *times, f"local, H = {interval}", is_first or is_source))
     return found
 
@@ -136,7 +137,11 @@ def gains() -> list[Gain]:
 
 def _gain(job: Job, cluster: Cluster, interval: int) -> float:
     prediction = predict(job, cluster)
-    return _of_run(prediction.synchronous, prediction.mean_iteration(Way(interval), hidden=False))
+    return _of_run(prediction.synchronous, prediction.mean_iteration(_steps(interval), hidden=False))
+
+
+def _steps(interval: int) -> PierConfig:
+    return PierConfig(train_iters=100 * interval, groups=2, sync_interval=interval)
 
 
 def _of_run(synchronous: float, local: float) -> float:

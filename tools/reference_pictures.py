@@ -1,7 +1,6 @@
 """Pictures of the pages: curves of the presets, the floors of the package with what they import, and the demo."""
 
 import dataclasses
-import functools
 import hashlib
 import inspect
 import json
@@ -189,17 +188,9 @@ def demo() -> dict[str, Any]:
     return found
 
 
-# Wrapped, so that the digest is of the code that draws.
-@functools.wraps(comparison.paint)
-def paint_demo(data: dict[str, Any]) -> Any:
-    """Draws the record as the demo itself does."""
-    curves = {name: comparison.Curve(**curve) for name, curve in data["curves"].items()}
-    return comparison.paint(comparison.Result(**data | {"curves": curves}))
-
-
 PICTURES = {
     "presets.png": Picture(curves, paint_curves),
     "architecture.png": Picture(floors, paint_floors),
-    "demo.png": Picture(demo, paint_demo),
+    "demo.png": Picture(demo, comparison.paint),
 }
 """Pictures in ``docs/`` by file name."""

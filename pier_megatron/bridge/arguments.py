@@ -11,21 +11,8 @@ from pier_megatron.megatron_api import versions
 _PIER = "pier_"
 # Parts of the configuration that hold settings by the names of Megatron's arguments, in the order in which they are asked.
 _SECTIONS = (
-    "validation",
-    "train",
-    "checkpoint",
-    "logger",
-    "dist",
-    "rng",
-    "ddp",
-    "model",
-    "optimizer",
-    "scheduler",
-    "dataset",
-    "rerun_state_machine",
-    "profiling",
-    "straggler",
-)
+    "validation train checkpoint logger dist rng ddp model optimizer scheduler dataset rerun_state_machine profiling straggler"
+).split()
 # Where a setting has another name than Megatron's argument, or is in no part.
 _OTHER_PATHS = {
     "num_experts": "model.num_moe_experts",

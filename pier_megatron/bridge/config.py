@@ -23,18 +23,7 @@ _ISLANDS = "elastic islands replace what megatron.training does with samples and
 _NOT_HERE = {
     "inner_optimizer": "the optimizer inside a group is that of config.optimizer.optimizer",
     "train_iters": "it is config.train.train_iters",
-    **dict.fromkeys(
-        (
-            "lighthouse",
-            "island",
-            "island_address",
-            "secret_file",
-            "island_timeout",
-            "island_wait",
-            "sync_seconds",
-        ),
-        _ISLANDS,
-    ),
+    **dict.fromkeys("lighthouse island island_address secret_file island_timeout island_wait sync_seconds".split(), _ISLANDS),
 }
 """Settings of the flags that are none under Megatron-Bridge, with the reason."""
 

@@ -1,18 +1,20 @@
 """The arguments of a job as Megatron and the plugin read them, with everything that is wrong with them."""
 
 import argparse
-import dataclasses
 import json
 import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from pier_megatron.commands import planned_job
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.errors import Problems, hint, nearest
 from pier_megatron.flags import sound_words
+from pier_megatron.integration import refusals
+from pier_megatron.integration.arguments import unknown_words
 from pier_megatron.megatron_api.args import uses_pier
 
 # Size of today's vocabularies.
@@ -22,13 +24,7 @@ _ASSUMED_TOKENS = 128_000
 def read(
     command: LaunchCommand, sources: ScriptSources, findings: Findings, before: Collection[str] = ()
 ) -> argparse.Namespace | None:
-    """Parses and validates a job's arguments; needs no GPU.
-
-    Args:
-        command: Launch command of the job.
-        sources: What its script says.
-        findings: Findings to add to.
-        before: Flags of the command that asks, which belong before the job.
+    """Parses and validates a job's arguments; needs no GPU. Flags in ``before`` are of the command that asks, not of the job.
 
     Returns:
         Megatron's arguments; None if they are refused or, with ``--use-checkpoint-args``, are incomplete.
@@ -37,9 +33,7 @@ def read(
     findings.errors += problems.found
     args, parsing = None, Problems()
     with parsing.collecting():
-        args = dataclasses.replace(command, arguments=tuple(sound)).parsed_arguments()
-    from pier_megatron.integration.arguments import unknown_words
-
+        args = planned_job.parsed_arguments(command.ranks, command.ranks_per_node, [command.script, *sound])
     unknown, known = unknown_words()
     meant = look_at_unknown(unknown, known, sources, findings, before)
     dropped = [name for word in command.arguments if (name := word.partition("=")[0]).startswith("--pier-")]
@@ -50,7 +44,9 @@ def read(
         return None
     if doubtful:
         # If defaults replaced the wrong values, other checks would refuse values that nobody gave.
-        _check_apart_from(args, doubtful, findings)
+        if uses_pier(args):
+            with findings.collecting():
+                refusals.refuse_what_cannot_work(args)
         return None
     if not _is_valid(args, command, findings):
         return None
@@ -83,15 +79,7 @@ def _tokens(args: argparse.Namespace) -> int | None:
 
 
 def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[str]) -> bool:
-    """Looks for flags that are missing; returns whether Megatron cannot check the others without them.
-
-    Args:
-        args: Parsed arguments.
-        findings: Findings to add to.
-        meant: Flags that misspelt ones seem to be, which the user knows of.
-    """
-    from pier_megatron.commands import planned_job
-
+    """Looks for flags that are missing and not ``meant`` by misspelt ones; returns whether others cannot be checked."""
     lacking = planned_job.missing_flags(args)
     missing = [name for name in lacking if name not in meant]
     if missing:
@@ -105,24 +93,8 @@ def _lacks_flags(args: argparse.Namespace, findings: Findings, meant: Sequence[s
     return bool(lacking)
 
 
-def _check_apart_from(args: argparse.Namespace, doubtful: Collection[str], findings: Findings) -> None:
-    """Runs the checks that do not depend on some flags of the plugin."""
-    from pier_megatron.commands import planned_job
-    from pier_megatron.integration import refusals
-
-    if not uses_pier(args):
-        return
-    with findings.collecting():
-        refusals.refuse_what_cannot_work(args)
-    if not {"--pier-groups", "--pier-ranks-per-domain"}.intersection(doubtful):
-        with findings.collecting():
-            planned_job.check_groups(args)
-
-
 def _is_valid(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> bool:
     """Has Megatron and the plugin check parsed arguments; returns whether they have filled them in."""
-    from pier_megatron.commands import planned_job
-
     checks = Problems()
     with checks.collecting():
         planned_job.validate(args, command.ranks_per_node)
@@ -170,15 +142,8 @@ def look_at_unknown(
 ) -> list[str]:
     """Looks at words that Megatron's parser does not know: flags of the script's own, or misspelt ones.
 
-    Args:
-        unknown: The words.
-        known: Megatron's and the plugin's flags.
-        sources: What the script says.
-        findings: Findings to add to.
-        before: Flags of the command that asks, which belong before the job.
-
     Returns:
-        Flags that misspelt ones seem to be.
+        Known flags that misspelt ones seem to be.
     """
     misspelt = list[str]()
     # Values of unknown flags follow them; one in front belongs to no flag.

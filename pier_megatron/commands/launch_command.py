@@ -1,19 +1,17 @@
 """Reads launch commands: what a job will be, from what its user types."""
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pier_megatron.commands.srun import Surroundings, expanded, surroundings
-from pier_megatron.cpu.preparations import DEVICES, missing_cpu_flags
+from pier_megatron import launcher
+from pier_megatron.commands.srun import Surroundings, expanded, surroundings, understood
+from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
-from pier_megatron.flags import check_words
 from pier_megatron.values import whole
 
 # torchrun's rendezvous address by default.
@@ -61,9 +59,6 @@ class LaunchCommand:
     def parse(cls, words: Sequence[str]) -> "LaunchCommand":
         """Reads ``[srun ...] torchrun ... [-m pier_megatron [--device D]] SCRIPT ARGUMENTS``, or the same through python.
 
-        Args:
-            words: Words of the command, as a shell splits them.
-
         Raises:
             PierConfigError: If it is no such command.
         """
@@ -85,13 +80,9 @@ class LaunchCommand:
     def _by_torchrun(cls, words: Sequence[str], around: Surroundings) -> "LaunchCommand":
         from torch.distributed.run import get_args_parser
 
-        parser, refusal = get_args_parser(), io.StringIO()
+        parser = get_args_parser()
         parser.prog = "torchrun"
-        with contextlib.redirect_stderr(refusal):
-            try:
-                options = parser.parse_args(list(words))
-            except SystemExit:
-                raise PierConfigError(refusal.getvalue().strip().splitlines()[-1]) from None
+        options = understood(parser.parse_args, words)
         script, arguments, has_plugin = _started(options.module, options.training_script, options.training_script_args)
         fewest, _, most = options.nnodes.rpartition(":")
         nodes = _count("--nnodes", options.nnodes, most, "the number of nodes, N or MIN:MAX")
@@ -121,13 +112,12 @@ class LaunchCommand:
         if not rest or rest[0] == "-c":
             raise PierConfigError(f"python {' '.join(words)}: no training script after python.")
         script, arguments, has_plugin = _started(as_module, rest[0], rest[1:])
-        step = around.step
-        if step is not None and (step.nodes is None or step.tasks_per_node is None):
+        if around.is_step and (around.nodes is None or around.tasks_per_node is None):
             raise PierConfigError(
                 "srun: the number of nodes or tasks cannot be seen from here. Add --nodes and --ntasks-per-node, or call "
                 "pier-megatron inside the allocation."
             )
-        nodes, ranks = (1, 1) if step is None else (step.nodes or 1, step.tasks_per_node or 1)
+        nodes, ranks = around.nodes or 1, around.tasks_per_node or 1
         is_module = as_module and not has_plugin
         return cls(nodes, ranks, script, tuple(arguments), 0, "static", "python", has_plugin, is_module, surroundings=around)
 
@@ -137,37 +127,6 @@ class LaunchCommand:
         if str(folder) not in sys.path:
             is_checkout = (folder / "megatron" / "core" / "package_info.py").is_file()
             sys.path.insert(0 if is_checkout else len(sys.path), str(folder))
-
-    def validated_arguments(self) -> argparse.Namespace:
-        """Megatron's arguments of a job with any optimizer; needs no GPU.
-
-        Raises:
-            PierConfigError: If Megatron or the plugin refuses them.
-        """
-        check_words(self.arguments)
-        args = self.parsed_arguments()
-        from pier_megatron.commands import planned_job
-
-        planned_job.validate(args, self.ranks_per_node)
-        return args
-
-    def parsed_arguments(self) -> argparse.Namespace:
-        """Megatron's arguments before their validation."""
-        _stand_in_for_a_gpu()
-        from pier_megatron.commands import planned_job
-
-        return planned_job.parsed_arguments(self.ranks, self.ranks_per_node, [self.script, *self.arguments])
-
-
-def _stand_in_for_a_gpu() -> None:
-    import torch
-
-    # Megatron decorates functions with it, but none of them runs here; its compiler takes as long to import as Megatron.
-    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
-    from pier_megatron.cpu import emulation
-
-    if not torch.cuda.is_available():
-        emulation.install()
 
 
 def add_command_argument(parser: argparse.ArgumentParser) -> None:
@@ -181,28 +140,12 @@ def add_command_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _started(as_module: bool, name: str, words: Sequence[str]) -> tuple[str, list[str], bool]:
-    """The training script, its arguments, and whether the plugin's launcher starts it.
-
-    Args:
-        as_module: Whether ``name`` follows ``-m``.
-        name: A script or a module.
-        words: What follows it.
-    """
+    """The training script, its arguments, and whether the plugin's launcher starts it, for a script or a module ``name``."""
     if not (as_module and name == "pier_megatron"):
         return name, list(words), False
-    device, rest = "cuda", list(words)
-    if rest and rest[0].partition("=")[0] == "--device":
-        name, joined, device = rest.pop(0).partition("=")
-        if not joined:
-            device = rest.pop(0) if rest else ""
-        if problem := DEVICES.problem(device):
-            raise PierConfigError(f"{name} {device}: {problem}")
-    if not rest:
-        raise PierConfigError("-m pier_megatron: no training script after it.")
-    script, *arguments = rest
-    if device == "cpu":
-        arguments += missing_cpu_flags(arguments)
-    return script, arguments, True
+    options = understood(launcher.parser().parse_args, words)
+    added = missing_cpu_flags(options.arguments) if options.device == "cpu" else []
+    return options.script, options.arguments + added, True
 
 
 def _count(flag: str, given: str, number: str, what: str) -> int:

@@ -11,10 +11,15 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from pier_megatron import features
+from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.config import PierConfig
+from pier_megatron.cpu import emulation
 from pier_megatron.errors import PierConfigError
 from pier_megatron.exchange.topology import Rank, Topology, domain_name
+from pier_megatron.flags import check_words
 from pier_megatron.integration.arguments import settle_iterations
 from pier_megatron.integration.checkpoint.content import layout_of
 from pier_megatron.integration.checkpoint.description import ENTRY, Description
@@ -33,13 +38,8 @@ _ARGUMENTS = "megatron.training.arguments"
 _NEEDED_BY_TOKENIZER = {
     "vocab_size": ("NullTokenizer", "NullMultimodalTokenizer"),
     "tokenizer_model": (
-        "HuggingFaceTokenizer",
-        "TikTokenizer",
-        "SFTTokenizer",
-        "SentencePieceTokenizer",
-        "GPTSentencePieceTokenizer",
-        "Llama2Tokenizer",
-    ),
+        "HuggingFaceTokenizer TikTokenizer SFTTokenizer SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer"
+    ).split(),
 }
 
 # What Megatron has no default for, and refuses with one error after the other.
@@ -47,19 +47,30 @@ _NEEDED = ("micro_batch_size", "num_layers", "hidden_size", "num_attention_heads
 
 
 def parsed_arguments(ranks: int, ranks_per_node: int, argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a job's arguments as rank 0 of it would; needs no GPU, but what stands in for one.
-
-    Args:
-        ranks: Processes in all.
-        ranks_per_node: Processes on each node.
-        argv: The training script and its arguments.
+    """Parses a script and its arguments as rank 0 of a job would; needs no GPU.
 
     Raises:
         PierConfigError: If Megatron's parser or the plugin refuses them.
     """
+    # Megatron decorates functions with it, but none of them runs here; its compiler takes as long to import as Megatron.
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
+    if not torch.cuda.is_available():
+        emulation.install()
     register()
     with _as_rank_0(ranks, ranks_per_node), versions.replaced(sys, {"argv": list(argv)}):
         args: argparse.Namespace = versions.require(_ARGUMENTS, "parse_args")(ignore_unknown_args=True)
+    return args
+
+
+def validated_arguments(command: LaunchCommand) -> argparse.Namespace:
+    """Megatron's arguments of a job with any optimizer.
+
+    Raises:
+        PierConfigError: If Megatron or the plugin refuses them.
+    """
+    check_words(command.arguments)
+    args = parsed_arguments(command.ranks, command.ranks_per_node, [command.script, *command.arguments])
+    validate(args, command.ranks_per_node)
     return args
 
 
@@ -71,7 +82,12 @@ def validate(args: argparse.Namespace, ranks_per_node: int) -> None:
     """
     with _as_rank_0(args.world_size, ranks_per_node):
         versions.require(_ARGUMENTS, "validate_args")(args)
-        _settle_iterations(args)
+        if args.train_samples is not None:
+            # Batch sizes may change on the way.
+            with counted(args):
+                settle_iterations(args)
+        elif args.train_iters is None:
+            raise PierConfigError("the job says neither --train-iters nor --train-samples.")
 
 
 @contextlib.contextmanager
@@ -96,24 +112,16 @@ def _as_rank_0(ranks: int, ranks_per_node: int) -> Iterator[None]:
         "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
     }
     output = io.StringIO()
-    with (
-        _environment(environment),
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(output),
-    ):
+    with _environment(environment), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             yield
         except PierConfigError:
             raise
         except SystemExit:
-            raise PierConfigError(*_said_of_parser(output.getvalue())) from None
+            # Below the usage.
+            raise PierConfigError(*output.getvalue().strip().rpartition(": error: ")[2].splitlines()) from None
         except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, OSError) as error:
             raise PierConfigError(f"Megatron refuses the arguments: {str(error).strip() or _failed_check(error)}") from error
-
-
-def _said_of_parser(output: str) -> list[str]:
-    """The messages below the usage that a parser has printed."""
-    return output.strip().rpartition(": error: ")[2].splitlines()
 
 
 def _failed_check(error: Exception) -> str:
@@ -130,16 +138,6 @@ def _failed_check(error: Exception) -> str:
     missing = [name for name, value in values.items() if value is None]
     said = ", ".join(f"{name} is {value}" for name, value in values.items())
     return f"{found}: {said}. {f'Give {missing[0]}' if missing else f'Change {next(iter(values))}'}."
-
-
-def _settle_iterations(args: argparse.Namespace) -> None:
-    """Derives the iterations of a sample-based job as the training loop does, its batch sizes changing on the way."""
-    if args.train_samples is None:
-        if args.train_iters is None:
-            raise PierConfigError("the job says neither --train-iters nor --train-samples.")
-        return
-    with counted(args):
-        settle_iterations(args)
 
 
 def missing_flags(args: argparse.Namespace) -> list[str]:
@@ -160,18 +158,6 @@ def missing_flag_of_tokenizer(args: argparse.Namespace) -> str | None:
         return None
     needed = (name for name, kinds in _NEEDED_BY_TOKENIZER.items() if args.tokenizer_type in kinds)
     return next((flag(name) for name in needed if getattr(args, name) is None), None)
-
-
-def check_groups(args: argparse.Namespace) -> None:
-    """Refuses groups of parsed arguments that would not be whole model replicas, whatever the other flags of the plugin.
-
-    Raises:
-        PierConfigError: If the replicas do not divide among the groups.
-    """
-    context = args.context_parallel_size
-    replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size * context)
-    if replicas:
-        PierConfig(train_iters=100, groups=args.pier_groups, lazy_start_iters=0).check_data_parallel_size(replicas, context)
 
 
 def check_checkpoint(args: argparse.Namespace, config: PierConfig, ranks_in_group: int) -> str | None:
@@ -219,14 +205,11 @@ def planned_topology(args: argparse.Namespace, ranks_per_node: int) -> Topology:
     tensor_parallel = {
         first + rank: first + ranks[0] for first in firsts for ranks in generator.get_ranks("tp") for rank in ranks
     }
-    positions = {}
+    positions: dict[int, tuple[int, int]] = {}
     for alike in generator.get_ranks("dp-cp"):
         ranks = [first + rank for first in firsts for rank in alike]
         size = len(ranks) // args.pier_groups
-        groups = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-        for index, members in enumerate(groups):
-            for place, rank in enumerate(members):
-                positions[rank] = (index, groups[0][place])
+        positions |= {rank: (place // size, ranks[place % size]) for place, rank in enumerate(ranks)}
     planned = []
     for rank, (group, peers) in sorted(positions.items()):
         node = f"node {rank // ranks_per_node}"

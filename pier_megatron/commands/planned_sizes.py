@@ -152,18 +152,10 @@ def _with_vocabulary(args: argparse.Namespace) -> argparse.Namespace:
     return _with(args, padded_vocab_size=pad(args.vocab_size, args, logging_enabled=False))
 
 
-def operations(args: argparse.Namespace) -> float:
-    """Floating-point operations of the mean iteration, all ranks together, by Megatron's own count."""
-    batch = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
-    return _operations(args, batch)
-
-
-def operations_done(args: argparse.Namespace) -> float:
-    """Operations of all iterations before a checkpoint, by the arguments stored in it."""
-    return _operations(args, args.consumed_train_samples)
-
-
-def _operations(args: argparse.Namespace, samples: float) -> float:
+def operations(args: argparse.Namespace, samples: float | None = None) -> float:
+    """Floating-point operations of some samples, by default of the mean iteration, all ranks together, as Megatron counts."""
+    if samples is None:
+        samples = args.global_batch_size if args.train_samples is None else args.train_samples / args.train_iters
     count = versions.require("megatron.training.training", "num_floating_point_operations")
     return float(count(_with_vocabulary(args), samples))
 

@@ -1,40 +1,26 @@
 """Reads the part of a launch command that a scheduler or a shell interprets: ``srun``, ``env`` and ``bash -c``."""
 
+import argparse
+import contextlib
 import dataclasses
+import io
 import math
 import os
 import re
 import shlex
 import shutil
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pier_megatron.errors import PierConfigError, division
 
-# Options of srun that take no value; a value of any other one is joined with "=" or is the next word.
-_SWITCHES = frozenset(
-    "-E -H -I -K -O -Q -X -Z -k -l -s -u -v --contiguous --disable-status --exact --exclusive --help --hold --kill-on-bad-exit "
-    "--label --multi-prog --no-allocate --no-kill --overcommit --overlap --oversubscribe --preserve-env --propagate --pty "
-    "--quiet --reboot --spread-job --unbuffered --use-min-nodes --verbose --version --whole".split()
-)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+# Options of srun whose values may be named like a program.
+_NAMES = ("-J", "--job-name", "-p", "--partition", "-A", "--account")
 _SHELLS = ("bash", "sh", "zsh", "dash")
 # What stands before a command without changing the environment that it finds, or only by assignments in sight.
 _TRANSPARENT = re.compile(r"(ba|z|da)?sh|env|exec|export|python[\d.]*")
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What ``srun`` starts.
-
-    Attributes:
-        nodes: Number of nodes; None if neither srun nor the environment says it.
-        tasks_per_node: Processes on each; None likewise.
-    """
-
-    nodes: int | None
-    tasks_per_node: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +28,38 @@ class Surroundings:
     """What stands around the launcher or the Python of a job.
 
     Attributes:
-        step: What srun starts; None without it.
+        is_step: Whether srun starts it.
+        nodes: Number of nodes; None if neither srun nor the environment says it.
+        tasks_per_node: Processes that srun starts on each; None likewise.
         variables: Environment variables with the same value in all processes.
         wrapper: Text of the shell commands or the script that starts the job in each process, as far as it can be read.
         unread: Name of a program in between that cannot be read; None without one.
     """
 
-    step: Step | None = None
+    is_step: bool = False
+    nodes: int | None = None
+    tasks_per_node: int | None = None
     variables: frozenset[str] = frozenset()
     wrapper: str = ""
     unread: str | None = None
 
     def provides(self, variable: str, differs: bool) -> bool:
-        """Whether the processes find an environment variable set.
-
-        Args:
-            variable: Name of the variable.
-            differs: Whether each process needs another value, which only a wrapper can give.
-        """
+        """Whether the processes find a variable set; only a wrapper can give each of them a value that ``differs``."""
         return bool(re.search(rf"\b{variable}\b", self.wrapper)) or (not differs and variable in self.variables)
+
+
+def understood[R](parse: Callable[[list[str]], R], words: Sequence[str]) -> R:
+    """What a parser of argparse makes of some words.
+
+    Raises:
+        PierConfigError: With the parser's own message.
+    """
+    refusal = io.StringIO()
+    with contextlib.redirect_stderr(refusal):
+        try:
+            return parse(list(words))
+        except SystemExit:
+            raise PierConfigError(refusal.getvalue().strip().splitlines()[-1]) from None
 
 
 def expanded(words: Sequence[str]) -> list[str]:
@@ -87,70 +86,65 @@ def surroundings(words: Sequence[str], before: Sequence[str]) -> Surroundings:
     """Reads what stands before the launcher.
 
     Args:
-        words: The whole command, as its user typed it.
-        before: Its words before the launcher, see :func:`expanded`.
+        words: Whole command, as its user typed it.
+        before: Words before the launcher, see :func:`expanded`.
 
     Raises:
         PierConfigError: If srun would start different numbers of processes on its nodes.
     """
     start = next((place + 1 for place, word in enumerate(before) if Path(word).name == "srun"), None)
-    options, rest = ({}, list(before)) if start is None else options_of(before[start:])
-    # srun passes all variables on, unless --export names some.
-    exported = options.get("--export", "ALL").split(",")
-    variables = {name.partition("=")[0] for name in exported} | (set(os.environ) if "ALL" in exported else set())
-    variables |= {word.partition("=")[0] for word in before if _ASSIGNMENT.match(word)}
+    variables = {word.partition("=")[0] for word in before if _ASSIGNMENT.match(word)}
     if start is None:
-        return Surroundings(None, frozenset(variables))
+        return Surroundings(variables=frozenset(variables | os.environ.keys()))
+    # Options of what srun starts may have the same names.
+    programs = (place for place in range(start, len(before)) if shutil.which(before[place]))
+    end = next((place for place in programs if before[place - 1] not in _NAMES), len(before))
+    options, _ = understood(_options().parse_known_args, before[start:end])
+    # srun passes all variables on, unless --export names some.
+    exported = options.export.split(",")
+    variables |= {name.partition("=")[0] for name in exported} | (os.environ.keys() if "ALL" in exported else set())
     place, unread = _place_of_text(words), None
     wrapper = "" if place is None else words[place]
-    for word in rest:
+    for word in before[end:]:
         program = None if _TRANSPARENT.fullmatch(Path(word).name) else shutil.which(word)
         text = Path(program).read_bytes() if program else b""
         if b"\0" in text:
             unread = word
         else:
             wrapper += text.decode(errors="replace")
-    return Surroundings(_step(options, os.environ), frozenset(variables), wrapper, unread)
+    return Surroundings(True, *_size(options), frozenset(variables), wrapper, unread)
 
 
-def options_of(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Options of srun with their values, and the words of the command that it starts."""
-    options: dict[str, str] = {}
-    rest = list(words)
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        name, joined, value = word.partition("=")
-        if not word.startswith("--") and len(word) > 2:
-            name, joined, value = word[:2], "=", word[2:].removeprefix("=")
-        if not joined and name not in _SWITCHES and rest:
-            value = rest.pop(0)
-        options[name] = value
-    return options, rest
+def _options() -> argparse.ArgumentParser:
+    """The options of srun that decide on processes and variables; an allocation has defaults of some."""
+    parser = argparse.ArgumentParser(prog="srun", add_help=False, allow_abbrev=False)
+    allocated = os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES"))
+    parser.add_argument("-N", "--nodes", type=_number, default=allocated)
+    parser.add_argument("-n", "--ntasks", type=_number)
+    parser.add_argument("--ntasks-per-node", type=_number)
+    parser.add_argument("--export", default="ALL")
+    return parser
 
 
-def _step(options: Mapping[str, str], environment: Mapping[str, str]) -> Step:
-    """How many processes srun starts on how many nodes, by its options and, where they are silent, the allocation's."""
+def _number(text: str) -> int | None:
+    """A number, or the end of a range such as 2-4; None for other texts, which srun would refuse."""
+    last = text.rpartition("-")[2]
+    return int(last) if last.isdigit() and int(last) else None
 
-    def number(*names: str) -> int | None:
-        given = next((table[name] for table in (options, environment) for name in names if name in table), "")
-        # The end of a range such as 2-4 counts.
-        last = given.split("-")[-1]
-        return int(last) if last.isdigit() and int(last) else None
 
-    nodes = number("-N", "--nodes", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    per_node = number("--ntasks-per-node", "SLURM_NTASKS_PER_NODE")
-    if not {"-n", "--ntasks"} & options.keys() and "--ntasks-per-node" in options:
-        tasks = nodes and per_node and nodes * per_node
-    else:
-        tasks = number("-n", "--ntasks", "SLURM_NTASKS")
-    if nodes is None and tasks and per_node:
-        nodes = math.ceil(tasks / per_node)
+def _size(options: argparse.Namespace) -> tuple[int | None, int | None]:
+    """Numbers of nodes and of processes on each that srun starts."""
+    tasks, per_node = options.ntasks, options.ntasks_per_node
+    if tasks is None and per_node is None:
+        tasks = _number(os.environ.get("SLURM_NTASKS", ""))
+    per_node = per_node or _number(os.environ.get("SLURM_NTASKS_PER_NODE", ""))
+    nodes = options.nodes or (math.ceil(tasks / per_node) if tasks and per_node else None)
     if nodes is None:
-        return Step(None, per_node)
+        return None, per_node
     tasks = tasks or nodes * (per_node or 1)
     if tasks % nodes:
         raise PierConfigError(
             f"srun --ntasks {tasks} on --nodes {nodes}: {division(tasks, nodes)}, so that nodes would run different numbers of "
             f"ranks. Use a multiple of {nodes}."
         )
-    return Step(nodes, tasks // nodes)
+    return nodes, tasks // nodes

@@ -1,7 +1,6 @@
 """Reads what Megatron and the plugin have written to TensorBoard."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -29,10 +28,7 @@ class TensorBoardLog:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Reads a folder of event files.
-
-        Args:
-            directory: The run's ``--tensorboard-dir``, or a folder that has it as ``tensorboard``.
+        """Reads the event files of a run's ``--tensorboard-dir``, or of a folder that has it as ``tensorboard``.
 
         Raises:
             FileNotFoundError: If there are no event files.
@@ -63,13 +59,7 @@ class TensorBoardLog:
 
     def mean(self, name: str) -> list[tuple[int, float]]:
         """A scalar with repeated values averaged: after its last iteration Megatron evaluates three times."""
-        series = self.scalars.get(name, Series((), (), ()))
-        return means(series.steps, series.values)
-
-
-def means(steps: Sequence[int], values: Sequence[float]) -> list[tuple[int, float]]:
-    """Averages the values of each step, in the order of the steps."""
-    found: dict[int, list[float]] = {}
-    for step, value in zip(steps, values, strict=True):
-        found.setdefault(step, []).append(value)
-    return [(step, sum(values) / len(values)) for step, values in sorted(found.items())]
+        series, found = self.scalars.get(name, Series((), (), ())), dict[int, list[float]]()
+        for step, value in zip(series.steps, series.values, strict=True):
+            found.setdefault(step, []).append(value)
+        return [(step, sum(values) / len(values)) for step, values in sorted(found.items())]

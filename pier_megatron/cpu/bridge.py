@@ -22,14 +22,9 @@ _NEED_IT = (
 )
 _LAYERS = ("Linear", "LayerNormLinear", "TransformerLayer")
 _FUSIONS = (
-    "apply_rope_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "cross_entropy_loss_fusion",
-    "gradient_accumulation_fusion",
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-)
+    "apply_rope_fusion bias_activation_fusion bias_dropout_fusion cross_entropy_loss_fusion gradient_accumulation_fusion "
+    "masked_softmax_fusion persist_layer_norm"
+).split()
 
 
 def install() -> None:
@@ -38,11 +33,7 @@ def install() -> None:
 
 
 def use_cpu(config: Any) -> None:
-    """Changes a recipe as ``--device cpu`` changes a command line: gloo, local layers, no fused kernels.
-
-    Args:
-        config: ``ConfigContainer`` of a GPT, changed in place.
-    """
+    """Changes the recipe of a GPT as ``--device cpu`` changes a command line: gloo, local layers, no fused kernels."""
     config.dist.distributed_backend = "gloo"
     config.dataset.num_workers = 0
     config.dataset.persistent_workers = False

@@ -107,29 +107,18 @@ def _on_cpu(device: object) -> object:
     return _CPU if is_index or is_cuda_name or is_cuda else device
 
 
-class _Stream:
-    """A stream or an event of the emulated device: nothing runs asynchronously, so there is nothing to wait for."""
+class _Stream(torch.cpu.Stream, torch.cpu.Event):
+    """A stream or an event of the emulated device, PyTorch's own stand-ins for both: there is nothing to wait for."""
 
     priority_range = staticmethod(lambda: (0, 0))
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = _CPU
 
-    def wait_stream(self, stream: "_Stream") -> None: ...
-
     def wait_event(self, event: "_Stream") -> None: ...
 
-    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":  # type: ignore[override]
         return event or _Stream()
-
-    def record(self, stream: "_Stream | None" = None) -> None: ...
-
-    def wait(self, stream: "_Stream | None" = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def is_capturing(self) -> bool:
         return False

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pier_megatron.cpu import namespace
 from pier_megatron.processes import running
 
 INTERFACE = "eth0"
@@ -34,7 +33,7 @@ class EmulatedNodes:
     def __init__(self, size: int) -> None:
         """Plans ``size`` nodes."""
         self.size = size
-        self._holders: list[subprocess.Popen[str]] = []
+        self._holders: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "EmulatedNodes":
         """Makes the nodes.
@@ -58,11 +57,12 @@ class EmulatedNodes:
                 _run(f"ip address add {self.address(node)}/24 dev {INTERFACE}", holder)
                 for device in (INTERFACE, "lo"):
                     _run(f"ip link set {device} up", holder)
-        except subprocess.CalledProcessError as error:
+        except subprocess.SubprocessError as error:
             self.__exit__()
+            said = getattr(error, "stderr", None) or ""
             raise NoNetworkError(
-                f"{' '.join(error.cmd)} failed ({(error.stderr or '').strip()}); it needs root or user namespaces (sysctl "
-                "kernel.unprivileged_userns_clone, user.max_user_namespaces), in a container --cap-add SYS_ADMIN,NET_ADMIN"
+                f"{error} {said.strip()} It needs root or user namespaces (sysctl kernel.unprivileged_userns_clone, "
+                "user.max_user_namespaces), in a container --cap-add SYS_ADMIN,NET_ADMIN"
             ) from error
         return self
 
@@ -77,15 +77,10 @@ class EmulatedNodes:
         return self._holders[0].pid
 
     def _hold(self, *of: int) -> int:
-        command = [sys.executable, "-I", str(namespace.__file__), *map(str, of)]
-        pipe = subprocess.PIPE
-        # In a separate session: Ctrl-C is for the program that made it.
-        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        # It ends with its standard input, hence with this process. In a separate session: Ctrl-C is for this one.
+        leave = functools.partial(_leave, *of)
+        holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn=leave)
         self._holders.append(holder)
-        assert holder.stdout is not None
-        if holder.stdout.readline().strip() != namespace.READY:
-            _, said = holder.communicate()
-            raise subprocess.CalledProcessError(1, ["unshare"], stderr=said.strip().rpartition("\n")[2])
         return holder.pid
 
     def _at_switch(self, command: str) -> None:
@@ -144,13 +139,39 @@ def sent_bytes() -> int:
     return 0
 
 
+def enter(holder: int) -> None:
+    """Moves this process, which must have one thread, into the namespaces of another one."""
+    for kind in ("user", "net"):
+        path = f"/proc/{holder}/ns/{kind}"
+        if os.stat(path).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino:
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        os.setns(descriptor)
+        os.close(descriptor)
+
+
+def _leave(*of: int) -> None:
+    """Moves this process into a network namespace of its own; without root it becomes root of a user namespace for that.
+
+    With the PID of another holder the namespace is made in that one's user namespace.
+    """
+    for holder in of:
+        enter(holder)
+    try:
+        os.unshare(os.CLONE_NEWNET)
+    except PermissionError:
+        user, group = os.geteuid(), os.getegid()
+        os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)
+        for name, content in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path(f"/proc/self/{name}").write_text(content)
+
+
 def _settle(holder: int, node: int) -> None:
-    namespace.enter(holder)
+    enter(holder)
     # Nodes do not take each other's cores, as far as there are enough.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[node % len(cores)]})
 
 
 def _run(command: str, holder: int) -> None:
-    enter = functools.partial(namespace.enter, holder)
-    subprocess.run(command.split(), check=True, capture_output=True, text=True, preexec_fn=enter)
+    subprocess.run(command.split(), check=True, capture_output=True, text=True, preexec_fn=functools.partial(enter, holder))

@@ -4,11 +4,6 @@ import logging
 import warnings
 from collections.abc import Sequence
 
-from pier_megatron.values import Choice
-
-DEVICES = Choice(("cuda", "cpu"))
-"""Where the launcher runs a script."""
-
 # What the local (non-Transformer-Engine) path on gloo needs, each with the values it takes. A flag that the command line
 # already names is left as the user wrote it.
 _CPU_FLAGS: tuple[tuple[str, ...], ...] = (
@@ -27,14 +22,7 @@ _CPU_FLAGS: tuple[tuple[str, ...], ...] = (
 
 
 def missing_cpu_flags(argv: Sequence[str]) -> list[str]:
-    """Flags that Megatron needs on the CPU and that ``argv`` does not name yet.
-
-    Args:
-        argv: The training script's arguments.
-
-    Returns:
-        Arguments to append, values included.
-    """
+    """Flags with their values that Megatron needs on the CPU and that a script's arguments do not name yet."""
     given = {argument.split("=", 1)[0] for argument in argv}
     return [word for flag in _CPU_FLAGS if flag[0] not in given for word in flag]
 

@@ -114,15 +114,9 @@ def test_what_deserves_a_warning() -> None:
         "each node would wait for itself",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         "not contiguous over nodes (ranks 0-1, 8-9)",
-        "GB of host memory per node",
         "WARNING: --async-save is turned off by Megatron, because --use-persistent-ckpt-worker is missing",
     ):
         assert said in findings
-
-
-def test_host_memory_that_start_up_would_miss_is_a_warning_in_its_words() -> None:
-    findings = accepted(f"{_LARGE} --pier-offload")
-    assert re.search(r"WARNING: --pier-offload: the outer state of the 4 ranks on this node takes [\d,.]+ GB of host", findings)
 
 
 def test_one_rank() -> None:

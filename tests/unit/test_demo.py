@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pier_megatron import cli
+from pier_megatron import PierConfig, cli
 from pier_megatron.commands.demo import command, comparison
 from pier_megatron.commands.demo.comparison import Curve, verdict
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
@@ -153,13 +153,12 @@ def test_progress_is_shown_of_the_node_that_says_it(node: int, tmp_path: Path, c
 def test_lines_and_record_name_preset_seed_and_final_loss(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    arguments = {"global_batch_size": "8", "seq_length": "128", "seed": "7", "pier_exchange_dtype": "bf16"}
-    arguments["train_iters"] = "1000"
-    runs = ("synchronous", "pier", "synchronous-muon", "pier-muon")
+    arguments = {"global_batch_size": "8", "seq_length": "128", "seed": "7"}
+    pier, muon = (PierConfig(train_iters=1000, groups=2, preset=preset) for preset in ("pier-rising", "pier-muon"))
+    runs = {"synchronous": None, "pier": pier, "synchronous-muon": None, "pier-muon": muon}
     for index, name in enumerate(runs):
         writer = SummaryWriter(str(tmp_path / name / "tensorboard"))
-        preset = {"pier": "pier-rising", "pier-muon": "pier-muon"}.get(name)
-        for key, value in (arguments | ({"pier_groups": "2", "pier_preset": preset} if preset else {})).items():
+        for key, value in arguments.items():
             writer.add_text(key, value)
         for step in (0, 2, 4):
             for scalar in ("lm loss", "lm loss validation"):

@@ -18,7 +18,8 @@ import yaml
 
 from pier_megatron import cli
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan.sizes import sizes_of
+from pier_megatron.commands.plan.model import Job
+from pier_megatron.commands.planned_job import validated_arguments
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts import mix, mixture, score, seeds
 from pier_megatron.experiments.experts.budget import apportioned, shares
@@ -220,9 +221,9 @@ def test_seed_costs_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
         "again": stored_training(finetune=True, load="again"),
     }
     monkeypatch.setattr(StoredModel, "find", lambda path: trainings[path.name])
-    defaults = LaunchCommand(1, 1, "x.py", tuple(f"{_MODEL} --train-iters 1".split())).validated_arguments()
+    defaults = validated_arguments(LaunchCommand(1, 1, "x.py", tuple(f"{_MODEL} --train-iters 1".split())))
     cost = {name: seeds.operations(Path(name), defaults) for name in ("base", "longer", "child", "tuned")}
-    assert cost["base"] == pytest.approx(100 / 16 * sizes_of(defaults).flops)
+    assert cost["base"] == pytest.approx(100 / 16 * Job.of(defaults).flops)
     assert cost["longer"] == pytest.approx(2 * cost["base"])
     assert cost["child"] == pytest.approx(1.2 * cost["base"])
     assert cost["tuned"] == pytest.approx(1.4 * cost["base"])

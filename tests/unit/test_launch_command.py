@@ -39,8 +39,10 @@ def test_command_is_read(command: str) -> None:
         ("--nodes=2-4 --ntasks-per-node 8 --label --partition gpu", {}, (4, 8)),
         ("--ntasks 16 --ntasks-per-node 8", {}, (2, 8)),
         ("-N 4", {}, (4, 1)),
+        ("-J test --partition time -N 4", {}, (4, 1)),
         ("", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (4, 4)),
         ("", {"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}, (4, 8)),
+        ("-N 4 -n 16 -J name nice -n 10 -N 0", {}, (4, 4)),
         # Arguments of srun win over the allocation.
         ("-N 2 --ntasks-per-node 4", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (2, 4)),
         ("-n 4", {"SLURM_NNODES": "4", "SLURM_NTASKS": "16"}, (4, 1)),
@@ -110,9 +112,9 @@ def test_path_with_an_equals_sign_is_one_word(device: str) -> None:
         ("python -c pass", "no training script"),
         ("", "no torchrun"),
         ("torchrun --nproc-per-node gpu pretrain_gpt.py", "number of GPUs per node"),
-        ("torchrun --nproc-per-node 8 -m pier_megatron", "no training script"),
-        ("torchrun --nproc-per-node 8 -m pier_megatron --device", "--device : not one of cuda, cpu"),
-        ("torchrun --nproc-per-node 8 -m pier_megatron --device=tpu train.py", "--device tpu: not one of cuda, cpu"),
+        ("torchrun --nproc-per-node 8 -m pier_megatron", "arguments are required: SCRIPT"),
+        ("torchrun --nproc-per-node 8 -m pier_megatron --device", "argument --device: expected one argument"),
+        ("torchrun --nproc-per-node 8 -m pier_megatron --device=tpu train.py", "--device: invalid choice: 'tpu'"),
     ],
 )
 def test_what_cannot_be_read_is_refused(command: str, said: str) -> None:

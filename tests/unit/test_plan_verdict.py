@@ -11,7 +11,7 @@ from pier_megatron import PierConfig
 from pier_megatron.commands.plan import measured, text, verdict, ways
 from pier_megatron.commands.plan.cluster import CLUSTERS, Cluster
 from pier_megatron.commands.plan.fit import RECOMPUTE, Fix
-from pier_megatron.commands.plan.model import Job, Way, predict
+from pier_megatron.commands.plan.model import Job, predict
 
 # GPT-2 XL on 64 GPUs of 4 a node, one each group.
 _XL = Job(flops=5.7e15, shard=1.56e9, gpus=64, tensor_parallel=1, replicas=64, groups=64)
@@ -28,12 +28,12 @@ def config(**kwargs: Any) -> PierConfig:
 def rows(cluster: Cluster = _A100, job: Job = _XL, hidden: bool = True, measured: bool = False) -> dict[str, ways.Row]:
     """The rows of a job that fits."""
     found = {ways.SYNCHRONOUS: ways.synchronous_row(predict(job, cluster).of_synchronous(hidden), 100_000)}
-    for name, way in {
-        ways.OWN: Way(50),
-        "--pier-overlap 25": Way(50, 25),
-        "--pier-exchange-dtype int8": Way(50, 0, 1, "int8"),
+    for name, changed in {
+        ways.OWN: config(),
+        "--pier-overlap 25": config(overlap=25),
+        "--pier-exchange-dtype int8": config(exchange_dtype="int8"),
     }.items():
-        found[name] = ways.gain_of(way, job, cluster, config(), measured, hidden)
+        found[name] = ways.gain_of(changed, job, cluster, measured, hidden)
     return found
 
 
@@ -45,14 +45,14 @@ def line(cluster: Cluster = _A100, groups: int = 64, **kwargs: Any) -> str:
 def test_gain_is_of_the_whole_run_and_of_the_same_flags(hidden: bool) -> None:
     prediction = predict(_XL, _A100)
     row = rows(hidden=hidden)[ways.OWN]
-    synchronous, local = prediction.of_synchronous(hidden), prediction.mean_iteration(Way(50), hidden)
+    synchronous, local = prediction.of_synchronous(hidden), prediction.mean_iteration(config(), hidden)
     run = 0.1 * synchronous + 0.9 * local
     assert (row.seconds, row.gain) == (pytest.approx(run), pytest.approx(synchronous / run))
     assert row.days == pytest.approx(run * 100_000 / 86400)
     assert row.low < row.gain < row.high
     assert row.gain_with_flags == rows()[ways.OWN].gain
     # On a network on which Pier loses, too.
-    lost = ways.gain_of(Way(1), _XL, _FAST, config(), is_measured=False, hidden=hidden)
+    lost = ways.gain_of(config(sync_interval=1), _XL, _FAST, is_measured=False, hidden=hidden)
     assert lost.low <= lost.gain <= lost.high < 1
 
 

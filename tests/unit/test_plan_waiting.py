@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from pier_megatron.commands.plan import model
 from pier_megatron.commands.plan.cluster import Cluster
-from pier_megatron.commands.plan.model import Job, Way, predict
+from pier_megatron.commands.plan.model import Job, predict
+from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import CODECS
 from pier_megatron.exchange.collectives import GroupExchange
 from pier_megatron.exchange.wire import Wire
@@ -19,6 +21,8 @@ from pier_megatron.outer.staging import Buffers, Staged, Staging
 from pier_megatron.outer.state import Chunk, OuterState, Shards
 from pier_megatron.outer.verdicts import GOOD, Verdicts
 
+_STEP = PierConfig(train_iters=100_000, groups=16)
+_PAIRS = dataclasses.replace(_STEP, preset="noloco", offload=True)
 # 7B on 64 A100 with TP 4, four to a node; a fast link of 80 GB/s. Iterations of 4 s.
 _JOB = Job(flops=64 * 4e14, shard=1.75e9, gpus=64, tensor_parallel=4, replicas=16, groups=16)
 _A100 = Cluster(4, 40e9, 1e14, 80e9, 30e9, 1.4e12, 20e9, overhead=0.0, latency=0.0)
@@ -30,30 +34,34 @@ _VECTOR = 0.35
 _OVERLAPPED = 5 * _VECTOR
 
 
+def with_settings(**settings: Any) -> PierConfig:
+    return dataclasses.replace(_STEP, **settings)
+
+
 def test_blocking_step_hides_copies_or_is_hidden_behind_them() -> None:
     found = predict(_JOB, _A100)
-    assert found.exposed(Way(50)) == pytest.approx(_WIRE + _BLOCKING_PASSES)
+    assert found.exposed(_STEP) == pytest.approx(_WIRE + _BLOCKING_PASSES)
     # Anchor and momentum take as long as two vectors, 0.7 s, which is less than wire and passes together.
-    assert found.exposed(Way(50, offload=True)) == pytest.approx(_WIRE + _BLOCKING_PASSES)
+    assert found.exposed(with_settings(offload=True)) == pytest.approx(_WIRE + _BLOCKING_PASSES)
     hosted = predict(_JOB, dataclasses.replace(_A100, host_bandwidth=10e9))
-    assert hosted.exposed(Way(50, offload=True)) == pytest.approx(4 * _VECTOR)
+    assert hosted.exposed(with_settings(offload=True)) == pytest.approx(4 * _VECTOR)
     slow = predict(_JOB, dataclasses.replace(_A100, node_bandwidth=40e9))
-    assert slow.exposed(Way(50, offload=True)) == slow.exposed(Way(50)) == pytest.approx(2 * _WIRE + _BLOCKING_PASSES)
+    assert slow.exposed(with_settings(offload=True)) == slow.exposed(_STEP) == pytest.approx(2 * _WIRE + _BLOCKING_PASSES)
     # In int8 the residual goes along.
-    assert found.exposed(Way(50, dtype="int8", offload=True)) == pytest.approx(3 * _VECTOR)
-    assert found.exposed(Way(50, in_pairs=True, offload=True)) == pytest.approx(2 * _VECTOR)
-    assert found.mean_iteration(Way(50, in_pairs=True, offload=True)) == pytest.approx(4 + 2 * _VECTOR / 50)
+    assert found.exposed(with_settings(exchange_dtype="int8", offload=True)) == pytest.approx(3 * _VECTOR)
+    assert found.exposed(_PAIRS) == pytest.approx(2 * _VECTOR)
+    assert found.mean_iteration(_PAIRS) == pytest.approx(4 + 2 * _VECTOR / 50)
 
 
 def test_overlapped_step_waits_for_all_copies() -> None:
     found = predict(_JOB, _A100)
-    assert found.exposed(Way(50, 25)) == pytest.approx(_OVERLAPPED_PASSES)
+    assert found.exposed(with_settings(overlap=25)) == pytest.approx(_OVERLAPPED_PASSES)
     for overlap in (2, 25):
-        assert found.exposed(Way(50, overlap, offload=True)) == pytest.approx(_OVERLAPPED)
+        assert found.exposed(with_settings(overlap=overlap, offload=True)) == pytest.approx(_OVERLAPPED)
         # The residual is waited for, too.
-        assert found.exposed(Way(50, overlap, dtype="int8", offload=True)) == pytest.approx(6 * _VECTOR)
+        assert found.exposed(with_settings(overlap=overlap, exchange_dtype="int8", offload=True)) == pytest.approx(6 * _VECTOR)
     quick = predict(_JOB, dataclasses.replace(_A100, host_bandwidth=1e12))
-    assert quick.exposed(Way(50, 25, offload=True)) == pytest.approx(_OVERLAPPED_PASSES)
+    assert quick.exposed(with_settings(overlap=25, offload=True)) == pytest.approx(_OVERLAPPED_PASSES)
 
 
 @dataclasses.dataclass

@@ -6,12 +6,14 @@ import math
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pier_megatron.commands.plan.cluster import FLOPS_SPREAD, LINK_SPREAD, Cluster
-from pier_megatron.commands.plan.model import Job, Way, achieved, predict
+from pier_megatron.commands.plan.model import Job, achieved, predict
 from pier_megatron.commands.planned_sizes import gathered_bytes
+from pier_megatron.config import PierConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -23,6 +25,11 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _PLAIN = Cluster(4, 80e9, 1e12, 1e9, math.inf, math.inf, overhead=0.0, latency=0.0)
 _FAR = dataclasses.replace(_PLAIN, latency=0.02)
 _JOB = Job(flops=8e12, shard=1e9, gpus=8, tensor_parallel=4, replicas=2, groups=2)
+
+
+def steps(interval: int, overlap: int = 0, fragments: int = 1, **settings: Any) -> PierConfig:
+    """Settings of a run whose first tenth is synchronous."""
+    return PierConfig(train_iters=1000, groups=2, sync_interval=interval, overlap=overlap, fragments=fragments, **settings)
 
 
 def test_published_times_are_met_where_they_were_not_fitted() -> None:
@@ -66,14 +73,14 @@ def test_arithmetic() -> None:
     assert prediction.local == pytest.approx(1)
     assert prediction.exchange["fp32"] == pytest.approx(16)
     assert prediction.exchange["int8"] / prediction.exchange["fp32"] == pytest.approx((1 + 4 / 128) / 4)
-    assert prediction.mean_iteration(Way(50)) == pytest.approx(1 + 16 / 50)
-    assert prediction.mean_iteration(Way(50, 10)) == pytest.approx(1 + 6 / 50)
-    assert prediction.mean_iteration(Way(50, 25)) == pytest.approx(1)
-    assert prediction.mean_iteration(Way(50, 5, 2)) == pytest.approx(1 + 6 / 50)
+    assert prediction.mean_iteration(steps(50)) == pytest.approx(1 + 16 / 50)
+    assert prediction.mean_iteration(steps(50, 10)) == pytest.approx(1 + 6 / 50)
+    assert prediction.mean_iteration(steps(50, 25)) == pytest.approx(1)
+    assert prediction.mean_iteration(steps(50, 5, 2)) == pytest.approx(1 + 6 / 50)
     # Four fragments on the link at a time do not hide more than an interval has.
-    assert prediction.mean_iteration(Way(10, 10, 4)) == prediction.mean_iteration(Way(10, 10)) == pytest.approx(16 / 10)
+    assert prediction.mean_iteration(steps(10, 10, 4)) == prediction.mean_iteration(steps(10, 10)) == pytest.approx(16 / 10)
     # A tenth of the run is synchronous.
-    assert prediction.mean_of_run(Way(50), 0.1, hidden=False) == pytest.approx(0.1 * 17 + 0.9 * (1 + 16 / 50))
+    assert prediction.mean_of_run(steps(50), hidden=False) == pytest.approx(0.1 * 17 + 0.9 * (1 + 16 / 50))
     assert achieved(_JOB, _PLAIN, prediction.compute) == pytest.approx(_PLAIN.flops)
 
 
@@ -125,7 +132,7 @@ def test_pairs_save_latency_and_a_ring_saves_bytes() -> None:
     assert near.exchange["fp32"] / near.pairs == pytest.approx(1.875)
     assert far.exchange["fp32"] - near.exchange["fp32"] == pytest.approx(30 * 0.02)
     assert far.pairs - near.pairs == pytest.approx(0.02)
-    assert near.mean_iteration(Way(50, in_pairs=True)) == pytest.approx(near.local + 16 / 50)
+    assert near.mean_iteration(steps(50, preset="noloco")) == pytest.approx(near.local + 16 / 50)
 
 
 def test_one_group_has_nothing_to_gain() -> None:

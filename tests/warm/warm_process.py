@@ -19,7 +19,7 @@ import threading
 import types
 from typing import Any
 
-from pier_megatron.cpu import namespace
+from pier_megatron.cpu.nodes import enter
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -35,7 +35,7 @@ def _become(job: dict[str, Any], descriptors: list[int]) -> None:
     """Makes this process what the one that asks would have been without its imports."""
     os.setsid()
     # The one that asks may be on an emulated node, which has cores of its own.
-    namespace.enter(job["pid"])
+    enter(job["pid"])
     os.sched_setaffinity(0, os.sched_getaffinity(job["pid"]))
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)

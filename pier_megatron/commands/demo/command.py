@@ -9,9 +9,10 @@ from pathlib import Path
 
 from pier_megatron.commands.demo import comparison, corpus
 from pier_megatron.commands.demo.machine import this_machine
+from pier_megatron.config import PierConfig
 from pier_megatron.cpu.preparations import silence_missing_extensions
 from pier_megatron.errors import PierConfigError
-from pier_megatron.flags import check_words
+from pier_megatron.flags import add_pier_arguments, check_words
 from pier_megatron.values import folder_to_write, positive, whole
 
 # A GPT-2 in miniature. Small enough for two CPU cores, large enough to learn something about Python in two minutes.
@@ -66,7 +67,10 @@ def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("emerging_optimizers"):
         inside = ["--pier-inner-optimizer", "muon"]
         runs |= {"synchronous-muon": _SYNCHRONOUS_MUON, "pier-muon": [*pier, *inside, *_MUON]}
-    _check_settings([*pier, *options.arguments], options.iterations)
+    configs = {
+        name: _config([*optimizer, *options.arguments], options.iterations) if name.startswith("pier") else None
+        for name, optimizer in runs.items()
+    }
     for name in runs:
         _check_own(output / name)
     # Asked to end in either way, and also in the background of a shell, which ignores the first: clean up.
@@ -86,18 +90,18 @@ def run(options: argparse.Namespace) -> int:
                 status = machine.train([*_arguments(options, data, folder), *optimizer, *given], folder)
                 if status:
                     return status
-        print(comparison.summarise(output, list(runs), options.rate if machine.nodes else None))
+        print(comparison.summarise(output, configs, options.rate if machine.nodes else None))
     except KeyboardInterrupt:
         print("\nInterrupted: all processes and emulated links are gone.")
         return 130
     return 0
 
 
-def _check_settings(words: Sequence[str], iterations: int) -> None:
-    """Refuses before anything is trained what Pier would refuse when its turn comes."""
+def _config(words: Sequence[str], iterations: int) -> PierConfig:
+    """Settings of Pier in a training; refuses before anything is trained what Pier would refuse when its turn comes."""
     from pier_megatron.integration.arguments import config_from_args
 
-    config_from_args(argparse.Namespace(**vars(check_words(words)), train_iters=iterations))
+    return config_from_args(argparse.Namespace(**vars(check_words(words)), train_iters=iterations))
 
 
 def _check_own(folder: Path) -> None:
@@ -119,12 +123,9 @@ def make_empty(folder: Path) -> None:
 
 def _without_pier(arguments: Sequence[str]) -> list[str]:
     """Arguments without the flags of Pier and their values."""
-    kept, is_kept = [], True
-    for argument in arguments:
-        if argument.startswith("--"):
-            is_kept = not argument.startswith("--pier-")
-        kept += [argument] if is_kept else []
-    return kept
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_pier_arguments(parser)
+    return parser.parse_known_args(arguments)[1]
 
 
 def _arguments(options: argparse.Namespace, data: tuple[Path, Path], folder: Path) -> list[str]:

@@ -1,14 +1,12 @@
 """What the demo's trainings ended with: numbers from their TensorBoard logs, a record of them, and one picture."""
 
-import argparse
-import ast
 import dataclasses
 import datetime
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pier_megatron.commands.tensorboard_log import TensorBoardLog
 from pier_megatron.config import PierConfig
@@ -68,62 +66,41 @@ def curve(log: TensorBoardLog, name: str) -> Curve:
     return Curve(list(first), list(seconds), list(losses))
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What the demo found; ``result.json`` holds it.
+def summarise(output: Path, runs: Mapping[str, PierConfig | None], megabits: float | None) -> str:
+    """Compares the trainings of a demo; writes ``result.json`` and ``loss.png`` into its folder. Returns lines for people.
 
-    Attributes:
-        lines: Comparisons for people.
-        curves: Validation loss of each training, by its name.
-        labels: Labels of the curves.
-        tokens: Tokens of an iteration, in millions.
-        megabits: Rate of the emulated link, None if there is none.
-        date: Day of the demo.
+    ``runs`` has Pier's settings by training, None without it; ``megabits`` is the rate of the emulated link, if there is one.
     """
-
-    lines: list[str]
-    curves: dict[str, Curve]
-    labels: dict[str, str]
-    tokens: float
-    megabits: float | None
-    date: str
-
-
-def summarise(output: Path, runs: Sequence[str], megabits: float | None) -> str:
-    """Compares the trainings of a demo; writes ``result.json`` and ``loss.png`` into its folder. Returns lines for people."""
     logs = {name: TensorBoardLog(output / name) for name in runs}
     validation = {name: curve(log, _VALIDATION) for name, log in logs.items()}
-    titles = {name: _title(name, log) for name, log in logs.items()}
+    titles = {name: _NAMES[name] + (f" ({config.preset})" if config else "") for name, config in runs.items()}
 
     def compared(name: str, baseline: str) -> list[str]:
         return verdict(validation[baseline], validation[name], titles[name], titles[baseline])
 
-    said = [*compared("pier", "synchronous"), *_bytes(logs["pier"])]
-    if "pier-muon" in validation:
+    arguments, config = logs["pier"].arguments, runs["pier"]
+    assert config is not None
+    said = [*compared("pier", "synchronous"), *_bytes(logs["pier"], config)]
+    if "pier-muon" in runs:
         said += [*compared("pier-muon", "synchronous-muon"), compared("pier-muon", "synchronous")[0]]
     else:
         said.append("Muon was not trained: pip install 'emerging-optimizers>=0.2'")
-    of_pier = logs["pier"].arguments
-    labels = {name: f"{title}, seed {of_pier['seed']}: {validation[name].losses[-1]:.3f}" for name, title in titles.items()}
-    tokens = float(of_pier["global_batch_size"]) * float(of_pier["seq_length"]) / 1e6
-    result = Result(said, validation, labels, tokens, megabits, datetime.date.today().isoformat())
-    (output / "result.json").write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+    result = {
+        "lines": said,
+        "curves": {name: dataclasses.asdict(found) for name, found in validation.items()},
+        "labels": {
+            name: f"{title}, seed {arguments['seed']}: {validation[name].losses[-1]:.3f}" for name, title in titles.items()
+        },
+        # Millions of them in an iteration.
+        "tokens": float(arguments["global_batch_size"]) * float(arguments["seq_length"]) / 1e6,
+        "megabits": megabits,
+        "date": datetime.date.today().isoformat(),
+    }
+    (output / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     paint(result).savefig(output / "loss.png", dpi=150)
     places = {"Picture": output / "loss.png", "TensorBoard": f"tensorboard --logdir {output}"}
     places["Checkpoint"] = output / "pier" / "checkpoint"
     return "\n".join(["", *said, *(f"{what + ':':13}{place}" for what, place in places.items())])
-
-
-def _title(name: str, log: TensorBoardLog) -> str:
-    """Name of a training for people, with its preset."""
-    return f"{_NAMES[name]} ({_config(log).preset})" if name.startswith("pier") else _NAMES[name]
-
-
-def _config(log: TensorBoardLog) -> PierConfig:
-    """The configuration with which Pier trained, its preset resolved."""
-    from pier_megatron.integration.arguments import config_from_args
-
-    return config_from_args(argparse.Namespace(**{name: _value(text) for name, text in log.arguments.items()}))
 
 
 def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"], baseline: str = _NAMES["synchronous"]) -> list[str]:
@@ -141,11 +118,10 @@ def verdict(synchronous: Curve, pier: Curve, name: str = _NAMES["pier"], baselin
     ]
 
 
-def _bytes(log: TensorBoardLog) -> list[str]:
+def _bytes(log: TensorBoardLog, config: PierConfig) -> list[str]:
     """What has crossed the groups, and what synchronous training sends: as many bytes for a gradient as for an outer step."""
     from pier_megatron.outer.report import SCALAR_PREFIX
 
-    config = _config(log)
     sent = [nbytes * int(log.arguments["world_size"]) / 1e6 for _, nbytes in log.mean(f"{SCALAR_PREFIX}bytes-sent")]
     if not sent or config.exchange_dtype != "fp32" or config.fragments > 1:
         return []
@@ -154,24 +130,17 @@ def _bytes(log: TensorBoardLog) -> list[str]:
     return [f"Crossed the groups: {pier:,.0f} MB with Pier {what}, {synchronous:,.0f} MB without"]
 
 
-def _value(text: str) -> object:
-    """An argument as it was before Megatron logged it as text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def paint(result: Result) -> "Figure":
-    """Draws the losses, narrow enough to be read on a telephone."""
+def paint(result: Mapping[str, Any]) -> "Figure":
+    """Draws the losses of a ``result.json``, narrow enough to be read on a telephone."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 6.2), layout="constrained")
     over_time, over_tokens = figure.subplots(2, 1)
-    for name, found in result.curves.items():
-        over_time.plot(found.seconds, found.losses, marker=".", label=result.labels[name], **_STYLES[name])
-        over_tokens.plot([result.tokens * i for i in found.iterations], found.losses, marker=".", **_STYLES[name])
-    link = "" if result.megabits is None else f", {result.megabits:g} Mbit/s between two nodes"
+    for name, found in result["curves"].items():
+        tokens = [result["tokens"] * iteration for iteration in found["iterations"]]
+        over_time.plot(found["seconds"], found["losses"], marker=".", label=result["labels"][name], **_STYLES[name])
+        over_tokens.plot(tokens, found["losses"], marker=".", **_STYLES[name])
+    link = "" if result["megabits"] is None else f", {result['megabits']:g} Mbit/s between two nodes"
     for axes, what in ((over_time, f"seconds of training{link}"), (over_tokens, "tokens, in millions")):
         axes.set(xlim=(0, None), xlabel=what, ylabel="nats per byte")
         axes.grid(alpha=0.3)

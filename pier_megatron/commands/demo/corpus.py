@@ -18,9 +18,6 @@ _VALIDATION_SHARE = 20
 def write(directory: Path) -> tuple[Path, Path]:
     """Writes the corpus unless it is there already.
 
-    Args:
-        directory: Folder to write to.
-
     Returns:
         The path prefixes of the train and of the validation dataset, as ``--train-data-path`` takes them.
     """
@@ -31,15 +28,7 @@ def write(directory: Path) -> tuple[Path, Path]:
 
 
 def write_documents(prefix: Path, paths: Sequence[Path]) -> Path:
-    """Writes files as one dataset, a document each, unless it is there already.
-
-    Args:
-        prefix: Path of the dataset without ``.bin`` and ``.idx``.
-        paths: The files.
-
-    Returns:
-        The prefix.
-    """
+    """Writes files as one dataset, a document each, unless it is there already; returns its path without ``.bin``."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 

@@ -47,15 +47,7 @@ class Machine:
     nodes: EmulatedNodes | None = None
 
     def train(self, arguments: Sequence[str], folder: Path) -> int:
-        """Trains, and shows how far it is.
-
-        Args:
-            arguments: Megatron's.
-            folder: Folder for the logs of the nodes.
-
-        Returns:
-            The exit status.
-        """
+        """Trains with Megatron's ``arguments``, shows how far it is, and returns the exit status; logs are in the folder."""
         arguments = [*arguments, "--tensor-model-parallel-size", str(self.tensor_parallel)]
         if self.device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
             # The same plain PyTorch path as on the CPU, on NCCL.
@@ -95,11 +87,9 @@ def this_machine(megabits: float) -> Iterator[Machine]:
     import torch
 
     gpus = torch.cuda.device_count()
-    if gpus >= 2 * _NODES:
-        yield Machine("Two groups of two GPUs, tensor-parallel, on NCCL", "cuda", 2 * _NODES, tensor_parallel=2)
-        return
     if gpus >= _NODES:
-        yield Machine("Two groups of one GPU, on NCCL", "cuda", _NODES)
+        size, of = (2, "two GPUs, tensor-parallel") if gpus >= 2 * _NODES else (1, "one GPU")
+        yield Machine(f"Two groups of {of}, on NCCL", "cuda", size * _NODES, size)
         return
     found = "no GPU" if gpus == 0 else "one GPU, and two groups need two"
     with contextlib.ExitStack() as stack:
@@ -124,7 +114,7 @@ def this_machine(megabits: float) -> Iterator[Machine]:
 
 def follow(processes: Sequence["subprocess.Popen[str]"], logs: Sequence[Path]) -> None:
     """Shows how far a training is until it ends, or a part of it fails. One node says so: the last, or that of island 0."""
-    begin, shown, is_terminal = time.monotonic(), "", sys.stdout.isatty()
+    begin, shown, is_terminal = time.monotonic(), "starting", sys.stdout.isatty()
     if not is_terminal:
         print("     0 s  starting", flush=True)
     with contextlib.ExitStack() as stack:
@@ -132,10 +122,9 @@ def follow(processes: Sequence["subprocess.Popen[str]"], logs: Sequence[Path]) -
         while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
             time.sleep(0.5)
             found = PROGRESS.findall("".join(file.read() for file in files))
-            if not found and shown:
-                continue
+            if found:
+                shown = "iteration {} of {}, loss {:.3f}".format(*found[-1][:2], float(found[-1][2]))
             seconds = time.monotonic() - begin
-            shown = "starting" if not found else "iteration {} of {}, loss {:.3f}".format(*found[-1][:2], float(found[-1][2]))
             if is_terminal:
                 print(f"\r  {seconds:4.0f} s  {shown}", end="", flush=True)
             elif found and int(found[-1][0]) % 50 == 0:

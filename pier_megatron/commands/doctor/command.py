@@ -4,7 +4,6 @@ import argparse
 import gc
 import os
 import subprocess
-from collections.abc import Collection
 
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand, add_command_argument
@@ -39,14 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints what is found of a job and the verdict, having started the job on demand; returns the exit status."""
-    if options.recipe is not None:
-        return _examine_recipe(options)
-    if not options.command:
-        raise PierConfigError("no launch command is given. Give it after doctor, such as torchrun ... SCRIPT ...")
-    for flag, given in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
-        if given is not None:
-            raise PierConfigError(f"{flag} {given} is for --recipe. A launch command has --nnodes and --nproc-per-node.")
-    findings = examine(options.command, options.flags)
+    _check(options)
+    findings = Findings()
+    # Importing PyTorch and Megatron makes millions of objects and leaves no garbage; looking for it takes a fifth of the time.
+    gc.disable()
+    with findings.collecting():
+        if options.recipe is not None:
+            from pier_megatron.commands.doctor import recipe
+
+            recipe.examine(options.recipe, options.nodes or 1, options.ranks_per_node or 8, findings)
+        else:
+            command = LaunchCommand.parse(options.command)
+            from pier_megatron.commands.doctor import job
+
+            job.examine(command, findings, options.flags)
+    gc.freeze()
+    gc.enable()
     print("\n".join(findings.lines()), flush=True)
     if options.start and not findings.errors:
         _start(options.command, findings)
@@ -54,38 +61,17 @@ def run(options: argparse.Namespace) -> int:
     return findings.status
 
 
-def _examine_recipe(options: argparse.Namespace) -> int:
-    if options.command or options.start:
+def _check(options: argparse.Namespace) -> None:
+    """Refuses flags that do not go together."""
+    if options.recipe is not None and (options.command or options.start):
         raise PierConfigError(
             f"--recipe {options.recipe} replaces the launch command, and starts nothing: drop the command and --start."
         )
-    from pier_megatron.commands.doctor import recipe
-
-    findings = Findings()
-    with findings.collecting():
-        recipe.examine(options.recipe, options.nodes or 1, options.ranks_per_node or 8, findings)
-    print("\n".join([*findings.lines(), findings.verdict]), flush=True)
-    return findings.status
-
-
-def examine(words: list[str], flags: Collection[str] = ()) -> Findings:
-    """Looks at a job without starting it; needs no GPU.
-
-    Args:
-        words: Launch command of the job.
-        flags: Doctor's own flags, which belong before the job.
-    """
-    findings = Findings()
-    # Importing PyTorch and Megatron makes millions of objects and leaves no garbage; looking for it takes a fifth of the time.
-    gc.disable()
-    with findings.collecting():
-        command = LaunchCommand.parse(words)
-        from pier_megatron.commands.doctor import job
-
-        job.examine(command, findings, flags)
-    gc.freeze()
-    gc.enable()
-    return findings
+    if options.recipe is None and not options.command:
+        raise PierConfigError("no launch command is given. Give it after doctor, such as torchrun ... SCRIPT ...")
+    for flag, given in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
+        if options.recipe is None and given is not None:
+            raise PierConfigError(f"{flag} {given} is for --recipe. A launch command has --nnodes and --nproc-per-node.")
 
 
 def _start(words: list[str], findings: Findings) -> None:

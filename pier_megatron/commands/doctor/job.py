@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from pier_megatron import features
@@ -19,7 +18,6 @@ from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
 from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
-from pier_megatron.errors import Problems
 from pier_megatron.integration import cautions, startup
 from pier_megatron.integration.arguments import config_from_args, uses_group_settings
 from pier_megatron.integration.checkpoint.size import bytes_per_parameter
@@ -30,13 +28,7 @@ from pier_megatron.version import __version__
 
 
 def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] = ()) -> None:
-    """Looks at a job without starting it.
-
-    Args:
-        command: Its launch command.
-        findings: Findings to add to.
-        flags: Doctor's own flags, which belong before the job.
-    """
+    """Looks at a job without starting it; ``flags`` are doctor's own, which belong before the job."""
     command.find_megatron()
     where = f"{_count(command.nodes, 'node')} of {_count(command.ranks_per_node, 'rank')}"
     findings.notes.append(f"{where}, Python {platform.python_version()}, {_versions()}")
@@ -48,16 +40,18 @@ def examine(command: LaunchCommand, findings: Findings, flags: Collection[str] =
         findings.notes += job_arguments.assume_vocabulary(args)
         with findings.collecting():
             _describe(args, command, findings)
-    island = getattr(args, "pier_island_address", None)
-    if command.nodes > 1 or island is not None:
-        network.look(findings, command.nodes, island)
+    if command.nodes > 1:
+        network.look(findings)
 
 
 def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findings) -> None:
     """What a job with validated arguments will be."""
     config = config_from_args(args) if uses_pier(args) else None
     if config is not None:
-        _describe_outer_loop(args, config, command, findings)
+        unknown = planned_sizes.why_unknown(args)
+        taken = planned_sizes.lines_of_outer_loop(args, config) if unknown is None else [unknown]
+        ranks = describe_groups(args, config, command.ranks_per_node, findings, taken)
+        look_at_checkpoint(args, config, ranks, findings)
     else:
         replicas = _count(args.data_parallel_size * args.context_parallel_size, "model replica")
         findings.notes.append(
@@ -72,24 +66,8 @@ def _describe(args: argparse.Namespace, command: LaunchCommand, findings: Findin
     _look_at_machine(args, config, command, findings)
 
 
-def _describe_outer_loop(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    unknown = planned_sizes.why_unknown(args)
-    taken = [unknown] if unknown is not None else planned_sizes.lines_of_outer_loop(args, config)
-    ranks = describe_groups(args, config, command.ranks_per_node, findings, taken)
-    if unknown is None:
-        _look_at_host_memory(args, config, command, findings)
-    look_at_checkpoint(args, config, ranks, findings)
-
-
 def describe_groups(args: Any, config: PierConfig, ranks_per_node: int, findings: Findings, taken: Sequence[str] = ()) -> int:
-    """Adds what start-up will say of the groups, and warnings.
-
-    Args:
-        args: Megatron's arguments of a validated job.
-        config: Configuration of the outer loop.
-        ranks_per_node: Processes on each node.
-        findings: Findings to add to.
-        taken: Lines on what the outer loop takes.
+    """Adds what start-up will say of the groups, with the lines ``taken`` on memory, and warnings.
 
     Returns:
         Number of ranks of a group.
@@ -148,20 +126,6 @@ def _look_at_room(args: argparse.Namespace, config: PierConfig | None, findings:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _look_at_host_memory(args: argparse.Namespace, config: PierConfig, command: LaunchCommand, findings: Findings) -> None:
-    """Looks whether start-up would find enough host memory, if the nodes are like this one."""
-    if not config.offload:
-        return
-    takes, is_pinned = planned_sizes.taken_by_outer_loop(args, config), planned_sizes.device_type(args) == "cuda"
-    available, refused = psutil.virtual_memory().available, Problems(findings.warnings)
-    with refused.collecting():
-        startup.check_host_memory(config, [takes.parameters], command.ranks_per_node, available, is_pinned)
-    findings.notes.append(
-        f"--pier-offload: {command.ranks_per_node * takes.state / 1e9:,.2f} GB of host memory per node; "
-        f"{available / 1e9:,.2f} GB are free here"
-    )
 
 
 def _versions() -> str:

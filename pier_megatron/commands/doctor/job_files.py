@@ -6,99 +6,91 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pier_megatron.commands.findings import Findings
 from pier_megatron.exchange.authentication import read_secret
 from pier_megatron.megatron_api.tracker import tracker_of
+from pier_megatron.values import folder_to_write
 
-_SPLITS = ("--train-data-path", "--valid-data-path", "--test-data-path")
-_LISTS = ("--data-args-path", "--per-split-data-args-path")
+_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_LIST, _LISTS_BY_SPLIT = "--data-args-path", "--per-split-data-args-path"
 _TOKENIZER = ("--tokenizer-model", "--vocab-file", "--merge-file")
+_FOLDERS = ("--save", "--load", "--pretrained-checkpoint")
+_SWITCHES = ("--mock-data", "--sft", "--exit-on-missing-checkpoint")
 # Files by their names; what looks like none of them, such as openai-community/gpt2, may be the name of a hub's.
 _LOOKS_LIKE_A_FILE = re.compile(r"[/~]|\.{1,2}/|.*\.(model|json|txt|bpe|vocab|tiktoken)$")
 _NEXT_WHERE = "Look at it from a node of the job, or correct the path."
 
+Given = dict[str, Any]
+"""Values of a job's arguments by flag."""
 
-def paths(arguments: Sequence[str]) -> argparse.Namespace:
+
+def paths(arguments: Sequence[str]) -> Given:
     """The paths among a script's arguments, also of arguments that Megatron would refuse."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    for flag in ("--data-path", *_SPLITS):
-        parser.add_argument(flag, nargs="*", default=[])
-    for flag in (
-        *_LISTS,
-        *_TOKENIZER,
-        "--save",
-        "--load",
-        "--pretrained-checkpoint",
-        "--dataloader-type",
-        "--pier-secret-file",
-    ):
-        parser.add_argument(flag)
-    for flag in ("--mock-data", "--sft", "--exit-on-missing-checkpoint"):
-        parser.add_argument(flag, action="store_true")
+    for flag in _DATA:
+        parser.add_argument(flag, dest=flag, nargs="*", default=[])
+    for flag in (_LIST, _LISTS_BY_SPLIT, *_TOKENIZER, *_FOLDERS, "--dataloader-type", "--pier-secret-file"):
+        parser.add_argument(flag, dest=flag)
+    for flag in _SWITCHES:
+        parser.add_argument(flag, dest=flag, action="store_true")
     try:
-        return parser.parse_known_args(arguments)[0]
+        return vars(parser.parse_known_args(arguments)[0])
     except argparse.ArgumentError:
         # A flag without its value, which Megatron's own parser names. Nothing is left to look at.
-        return parser.parse_args(["--mock-data"])
+        return vars(parser.parse_args(["--mock-data"]))
 
 
-def look(given: argparse.Namespace, findings: Findings) -> None:
-    """Looks at what a job reads, and where it saves.
-
-    Args:
-        given: Its paths, see :func:`paths`.
-        findings: Findings to add to.
-    """
-    if not given.mock_data and given.dataloader_type != "external":
+def look(given: Given, findings: Findings) -> None:
+    """Looks at what a job reads, and where it saves."""
+    if not given["--mock-data"] and given["--dataloader-type"] != "external":
         named = list(_prefixes(given, findings))
-        if not named and all(_value(given, flag) is None for flag in _LISTS):
+        if not named and given[_LIST] is None and given[_LISTS_BY_SPLIT] is None:
             findings.warnings.append(
                 "no data is given, so Megatron trains on made-up tokens. Give --data-path, or --mock-data if that is meant"
             )
         for flag, prefix in named:
-            _look_at_data(flag, prefix, given.sft, findings)
+            _look_at_data(flag, prefix, given["--sft"], findings)
     for flag in _TOKENIZER:
-        path = _value(given, flag)
+        path = given[flag]
         if path is not None and _LOOKS_LIKE_A_FILE.match(path) and not Path(path).exists():
             findings.errors.append(f"{flag} {path}: no such file or folder. {_NEXT_WHERE}")
-    _look_at_secret(given.pier_secret_file, findings)
-    if given.save is not None and not is_in_object_store(given.save):
-        _look_at_save_folder(Path(given.save), findings)
+    _look_at_secret(given["--pier-secret-file"], findings)
+    if given["--save"] is not None and not is_in_object_store(given["--save"]):
+        try:
+            folder_to_write(given["--save"])
+        except argparse.ArgumentTypeError as error:
+            findings.errors.append(f"--save {error}. Give another folder.")
     _look_at_load_folders(given, findings)
 
 
-def _value(given: argparse.Namespace, flag: str) -> str | None:
-    value: str | None = getattr(given, flag.removeprefix("--").replace("-", "_"))
-    return value
-
-
-def _prefixes(given: argparse.Namespace, findings: Findings) -> Iterator[tuple[str, str]]:
+def _prefixes(given: Given, findings: Findings) -> Iterator[tuple[str, str]]:
     """Prefixes of data, each with the flag that names it."""
-    named = {flag: getattr(given, flag.removeprefix("--").replace("-", "_")) for flag in ("--data-path", *_SPLITS)}
-    for flag in _LISTS:
-        path = _value(given, flag)
-        if path is None:
-            continue
-        try:
-            text = Path(path).read_text()
-            lists = json.loads(text) if flag == _LISTS[1] else {"": text}
-            if not isinstance(lists, dict) or not all(isinstance(words, str | list | None) for words in lists.values()):
-                raise ValueError("no lists by the names train, valid and test")
-        except (OSError, ValueError) as error:
-            findings.errors.append(f"{flag} {path}: cannot be read ({error}). {_NEXT_WHERE}")
-            continue
-        named |= {
-            f"{flag} {path}{f', {split}' if split else ''}:": words.split()
-            if isinstance(words, str)
-            else [str(word) for word in words]
-            for split, words in lists.items()
-            if words
-        }
+    named = {flag: given[flag] for flag in _DATA}
+    for flag in (_LIST, _LISTS_BY_SPLIT):
+        if given[flag] is not None:
+            try:
+                named |= _listed(flag, Path(given[flag]))
+            except (OSError, ValueError) as error:
+                findings.errors.append(f"{flag} {given[flag]}: cannot be read ({error}). {_NEXT_WHERE}")
     for flag, words in named.items():
         # Megatron's get_blend_from_list: every other word of an even number may be a weight.
         are_weighted = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
         yield from ((flag, prefix) for prefix in (words[1::2] if are_weighted else words))
+
+
+def _listed(flag: str, path: Path) -> dict[str, list[str]]:
+    """Words of a file that lists data, by the flag and the split that name them."""
+    if flag == _LIST:
+        return {f"{flag} {path}:": path.read_text().split()}
+    lists = json.loads(path.read_text())
+    if not isinstance(lists, dict) or not all(isinstance(words, str | list | None) for words in lists.values()):
+        raise ValueError("no lists by the names train, valid and test")
+    return {
+        f"{flag} {path}, {split}:": words.split() if isinstance(words, str) else [str(word) for word in words or ()]
+        for split, words in lists.items()
+    }
 
 
 def _is_number(word: str) -> bool:
@@ -114,22 +106,18 @@ def _look_at_data(flag: str, prefix: str, is_text: bool, findings: Findings) -> 
         return
     needed = [prefix] if is_text else [f"{prefix}.bin", f"{prefix}.idx"]
     missing = [path for path in needed if not Path(path).exists()]
+    none = f"{flag} {prefix}: there is no {' and no '.join(missing)}"
     if not missing:
         unreadable = [path for path in needed if not os.access(path, os.R_OK)]
-        if unreadable:
-            findings.errors.append(f"{flag} {prefix}: {unreadable[0]} may not be read by you.")
-    elif not is_text and Path(prefix).exists():
-        if prefix.endswith((".bin", ".idx")):
-            findings.errors.append(
-                f"{flag} {prefix}: Megatron opens {' and '.join(needed)}. Give the prefix without the suffix."
-            )
-        else:
-            findings.warnings.append(
-                f"{flag} {prefix}: there is no {' and no '.join(missing)}, which Megatron's data sets open: the job starts "
-                "only if the script reads its data in another way"
-            )
+        findings.errors += [f"{flag} {prefix}: {path} may not be read by you." for path in unreadable[:1]]
+    elif is_text or not Path(prefix).exists():
+        findings.errors.append(f"{none}. {_NEXT_WHERE}")
+    elif prefix.endswith((".bin", ".idx")):
+        findings.errors.append(f"{flag} {prefix}: Megatron opens {' and '.join(needed)}. Give the prefix without the suffix.")
     else:
-        findings.errors.append(f"{flag} {prefix}: there is no {' and no '.join(missing)}. {_NEXT_WHERE}")
+        findings.warnings.append(
+            f"{none}, which Megatron's data sets open: the job starts only if the script reads its data in another way"
+        )
 
 
 def is_in_object_store(path: str) -> bool:
@@ -149,37 +137,28 @@ def _look_at_secret(path: str | None, findings: Findings) -> None:
             read_secret(path)
 
 
-def _look_at_save_folder(folder: Path, findings: Findings) -> None:
-    parent = nearest(folder)
-    if not parent.is_dir():
-        findings.errors.append(f"--save {folder}: {parent} is a file, not a folder. Give another folder.")
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        action = "written to" if parent == folder else f"made: {parent} is not writable for you"
-        findings.errors.append(f"--save {folder}: cannot be {action}. Give another folder.")
-
-
 def nearest(path: Path) -> Path:
     """The path itself, or of those above it the nearest that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-def _look_at_load_folders(given: argparse.Namespace, findings: Findings) -> None:
+def _look_at_load_folders(given: Given, findings: Findings) -> None:
     def is_empty(folder: str) -> bool:
         return not is_in_object_store(folder) and not tracker_of(Path(folder)).exists()
 
-    load, pretrained = given.load, given.pretrained_checkpoint
+    load, pretrained = given["--load"], given["--pretrained-checkpoint"]
     if load is not None and Path(load).exists() and not os.access(load, os.R_OK | os.X_OK):
         findings.errors.append(f"--load {load}: may not be read by you.")
     elif pretrained is not None:
         if is_empty(pretrained) and (load is None or is_empty(load)):
             findings.errors.append(f"--pretrained-checkpoint {pretrained}: there is no checkpoint in it. {_NEXT_WHERE}")
     elif load is not None and is_empty(load):
-        if given.exit_on_missing_checkpoint:
+        if given["--exit-on-missing-checkpoint"]:
             findings.errors.append(
                 f"--load {load}: there is no checkpoint in it, and --exit-on-missing-checkpoint is given. Drop that for a "
                 "first start, or correct the path."
             )
-        elif load != given.save:
+        elif load != given["--save"]:
             findings.warnings.append(
                 f"--load {load}: there is no checkpoint in it, so the run begins from random weights. Correct the path, "
                 "or drop --load"

@@ -32,11 +32,11 @@ def _look_at_variables(command: LaunchCommand, sources: ScriptSources, findings:
     around = command.surroundings
     # A script may read Slurm's variables by itself.
     translates = sources.script is not None and "SLURM_PROCID" in sources.texts[sources.script]
-    needed = _VARIABLES if around.step is not None else dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), False)
+    needed = _VARIABLES if around.is_step else dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), False)
     missing = [name for name, differs in needed.items() if not around.provides(name, differs)]
     if missing and not translates:
         names = ", ".join(missing)
-        if around.step is None:
+        if not around.is_step:
             findings.errors.append(
                 f"python without torchrun: {names} not set, so no process group can form. Write torchrun --nproc-per-node 1 "
                 "instead of python."
@@ -54,7 +54,7 @@ def _look_at_variables(command: LaunchCommand, sources: ScriptSources, findings:
 
 
 def _look_at_torchrun(command: LaunchCommand, findings: Findings) -> None:
-    step, where = command.surroundings.step, f"--nnodes {command.nodes}"
+    around, where = command.surroundings, f"--nnodes {command.nodes}"
     if command.nodes > 1 and command.rendezvous is None:
         findings.warnings.append(
             f"{where} without --master-addr or --rdzv-endpoint: each node would wait for itself. Give all nodes the address of "
@@ -65,19 +65,19 @@ def _look_at_torchrun(command: LaunchCommand, findings: Findings) -> None:
             f"--max-restarts {command.restarts}: a restarted job may meet at the addresses of the one that has died. Set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
         )
-    if step is None:
+    if not around.is_step:
         return
-    if (step.tasks_per_node or 1) > 1:
+    if (around.tasks_per_node or 1) > 1:
         findings.errors.append(
-            f"srun starts torchrun {step.tasks_per_node} times on each node, and each of them {command.ranks_per_node} ranks "
+            f"srun starts torchrun {around.tasks_per_node} times on each node, and each of them {command.ranks_per_node} ranks "
             "there (--nproc-per-node). Use srun --ntasks-per-node 1."
         )
-    if step.nodes is not None and step.nodes not in range(command.fewest_nodes or command.nodes, command.nodes + 1):
+    if around.nodes is not None and around.nodes not in range(command.fewest_nodes or command.nodes, command.nodes + 1):
         findings.errors.append(
-            f"{where}, but srun starts torchrun on {step.nodes}: it would wait for the others, or refuse those that are too "
-            f"many. Use --nnodes {step.nodes}, or srun --nodes {command.nodes}."
+            f"{where}, but srun starts torchrun on {around.nodes}: it would wait for the others, or refuse those that are too "
+            f"many. Use --nnodes {around.nodes}, or srun --nodes {command.nodes}."
         )
-    if command.nodes > 1 and command.rendezvous == "static" and "SLURM_NODEID" not in command.surroundings.wrapper:
+    if command.nodes > 1 and command.rendezvous == "static" and "SLURM_NODEID" not in around.wrapper:
         findings.errors.append(
             f"srun gives torchrun the same --node-rank on all {command.nodes} nodes. Replace --master-addr by --rdzv-backend "
             "c10d --rdzv-endpoint FIRST_NODE:29500, or use srun ... bash -c 'torchrun --node-rank $SLURM_NODEID ...'."

@@ -21,13 +21,7 @@ _UNKNOWN = (
 
 
 def examine(name: str, nodes: int, ranks_per_node: int, findings: Findings) -> None:
-    """Looks at a recipe without starting it; needs no GPU.
-
-    Args:
-        name: ``MODULE:FUNCTION``.
-        nodes: Number of nodes that it will run on.
-        ranks_per_node: Processes on each.
-        findings: Findings to add to.
+    """Looks at the recipe ``MODULE:FUNCTION`` without starting it; needs no GPU.
 
     Raises:
         PierConfigError: If there is no such recipe, or it will not start.
@@ -90,12 +84,8 @@ def _recipe(name: str, findings: Findings) -> Any:
         raise PierConfigError("--recipe needs megatron-bridge, which is not installed.")
     sys.path.insert(0, os.getcwd())
     try:
-        recipe = getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
-        raise PierConfigError(f"--recipe {name}: {error}") from error
-    try:
-        return recipe()
-    except ImportError as error:
         if not _is_of_transformer_engine(str(error)):
             raise PierConfigError(f"--recipe {name}: {error}") from error
         findings.notes.append(_UNKNOWN.format(error))

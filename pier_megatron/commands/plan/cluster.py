@@ -23,44 +23,60 @@ ROUTES = "python examples/skip_routes.py searches routes over unequal ones"
 _EXAMPLE = "examples/cluster.yaml"
 
 
+_MOST = 1e6
+_POSITIVE, _NOT_NEGATIVE = positive(_MOST), Number(float, 0.0, _MOST)
+
+
+def _figure(key: str, unit: float, kind: Number, metavar: str, help: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field that is a key of a cluster's file and a flag of the same name, both in a multiple of the field's unit."""
+    metadata = {"key": key, "unit": unit, "type": kind, "metavar": metavar, "help": help}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Where a job runs.
+    """Where a job runs, in bytes, seconds, operations and bytes per second; a file needs what has no default.
 
     Attributes:
-        gpus_per_node: Number of GPUs of a node.
-        memory: Memory of a GPU, in bytes.
-        flops: Operations per second of a GPU in training; a job's own figure is better.
-        node_bandwidth: Bytes per second that a node sends over the network.
-        gpu_bandwidth: Bytes per second that a GPU sends in an all-reduce inside a node.
-        memory_bandwidth: Bytes per second of a GPU's memory.
-        host_bandwidth: Bytes per second that a GPU copies from pinned host memory, and as many to it at the same time, while
-            all GPUs of its node do.
         overhead: Seconds of every iteration besides compute.
         overhead_per_parameter: Seconds of every iteration per parameter whose optimizer state a GPU holds.
-        latency: Seconds of a message between nodes.
         is_of_data_sheets: Whether the links' figures follow from data sheets, rather than from measurements or their user.
-        efficiency: Share of the node's and the site's bandwidth that an exchange achieves.
-        nodes_per_site: Number of nodes of a site; 0 where all nodes share one network.
-        site_bandwidth: Bytes per second that a site sends to others.
-        site_latency: Seconds of a message between sites.
     """
 
-    gpus_per_node: int
-    memory: float
-    flops: float
-    node_bandwidth: float
-    gpu_bandwidth: float
-    memory_bandwidth: float = 2e12
-    host_bandwidth: float = 20e9
+    gpus_per_node: int = _figure("gpus-per-node", 1, whole(1, _MOST), "N", "number of GPUs of a node")
+    memory: float = _figure("memory", 1e9, _POSITIVE, "GB", "memory of a GPU")
+    flops: float = _figure(
+        "tflops", 1e12, _POSITIVE, "TFLOP/S", "rate that a GPU achieves on this model, measured on one group"
+    )
+    node_bandwidth: float = _figure("node-bandwidth", 1e9, _POSITIVE, "GB/S", "rate of a node in an all-reduce between nodes")
+    gpu_bandwidth: float = _figure("gpu-bandwidth", 1e9, _POSITIVE, "GB/S", "rate of a GPU in an all-reduce inside a node")
+    memory_bandwidth: float = _figure("memory-bandwidth", 1e9, _POSITIVE, "GB/S", "bandwidth of a GPU's memory", 2e12)
+    host_bandwidth: float = _figure(
+        "host-bandwidth",
+        1e9,
+        _POSITIVE,
+        "GB/S",
+        "rate at which a GPU copies from pinned host memory, and as much to it, while all GPUs of its node do",
+        20e9,
+    )
     overhead: float = 0.015
     overhead_per_parameter: float = 0.0
-    latency: float = 10e-6
+    latency: float = _figure("latency", 1e-3, _NOT_NEGATIVE, "MS", "latency of a message between nodes", 10e-6)
     is_of_data_sheets: bool = False
-    efficiency: float = 1.0
-    nodes_per_site: int = 0
-    site_bandwidth: float = 0.0
-    site_latency: float = 0.0
+    efficiency: float = _figure(
+        "efficiency",
+        1,
+        positive(1.0),
+        "SHARE",
+        f"share of node and site bandwidth that an exchange achieves: 1 for measured rates, {TCP_EFFICIENCY} for TCP at a "
+        "link's rate, which a file's default is",
+        1.0,
+    )
+    nodes_per_site: int = _figure(
+        "nodes-per-site", 1, whole(1, _MOST), "N", "number of nodes of a site, where a job spans sites", 0
+    )
+    site_bandwidth: float = _figure("site-bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a site sends to others", 0.0)
+    site_latency: float = _figure("site-latency", 1e-3, _NOT_NEGATIVE, "MS", "latency of a message between sites", 0.0)
 
     @property
     def node_rate(self) -> float:
@@ -105,60 +121,8 @@ CLUSTERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """One figure of a cluster: a key of its file and a flag of the same name.
-
-    Attributes:
-        key: Name in the file; the flag is ``--`` and the key.
-        field: Attribute of :class:`Cluster`.
-        unit: Multiple of the attribute's own unit.
-        kind: Accepted numbers.
-        metavar: Unit in the help text.
-        help: Explanation.
-    """
-
-    key: str
-    field: str
-    unit: float
-    kind: Number
-    metavar: str
-    help: str
-
-
-_MOST = 1e6
-_POSITIVE, _NOT_NEGATIVE = positive(_MOST), Number(float, 0.0, _MOST)
-FIGURES = (
-    Figure("gpus-per-node", "gpus_per_node", 1, whole(1, _MOST), "N", "number of GPUs of a node"),
-    Figure("memory", "memory", 1e9, _POSITIVE, "GB", "memory of a GPU"),
-    Figure("tflops", "flops", 1e12, _POSITIVE, "TFLOP/S", "rate that a GPU achieves on this model, measured on one group"),
-    Figure("gpu-bandwidth", "gpu_bandwidth", 1e9, _POSITIVE, "GB/S", "rate of a GPU in an all-reduce inside a node"),
-    Figure("node-bandwidth", "node_bandwidth", 1e9, _POSITIVE, "GB/S", "rate of a node in an all-reduce between nodes"),
-    Figure("latency", "latency", 1e-3, _NOT_NEGATIVE, "MS", "latency of a message between nodes"),
-    Figure("nodes-per-site", "nodes_per_site", 1, whole(1, _MOST), "N", "number of nodes of a site, where a job spans sites"),
-    Figure("site-bandwidth", "site_bandwidth", 1e9, _POSITIVE, "GB/S", "rate at which a site sends to others"),
-    Figure("site-latency", "site_latency", 1e-3, _NOT_NEGATIVE, "MS", "latency of a message between sites"),
-    Figure(
-        "efficiency",
-        "efficiency",
-        1,
-        positive(1.0),
-        "SHARE",
-        f"share of node and site bandwidth that an exchange achieves: 1 for measured rates, {TCP_EFFICIENCY} for TCP at a "
-        "link's rate, which a file's default is",
-    ),
-    Figure("memory-bandwidth", "memory_bandwidth", 1e9, _POSITIVE, "GB/S", "bandwidth of a GPU's memory"),
-    Figure(
-        "host-bandwidth",
-        "host_bandwidth",
-        1e9,
-        _POSITIVE,
-        "GB/S",
-        "rate at which a GPU copies from pinned host memory, and as much to it, while all GPUs of its node do",
-    ),
-)
-
-_NEEDED = ("gpus-per-node", "memory", "tflops", "gpu-bandwidth", "node-bandwidth")
+FIGURES = tuple(field for field in dataclasses.fields(Cluster) if field.metadata)
+"""Fields of a cluster that are keys and flags."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,8 +134,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help=f"where the job runs: {', '.join(CLUSTERS)}, or a file such as {_EXAMPLE}",
     )
+    _add_figures(parser)
+
+
+def _add_figures(parser: argparse.ArgumentParser) -> None:
     for figure in FIGURES:
-        parser.add_argument(f"--{figure.key}", type=figure.kind, metavar=figure.metavar, help=figure.help)
+        options = {name: figure.metadata[name] for name in ("type", "metavar", "help")}
+        parser.add_argument(f"--{figure.metadata['key']}", dest=figure.name, **options)
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields that are given, in their own units."""
+    given = {figure: getattr(options, figure.name) for figure in FIGURES}
+    return {figure.name: value * figure.metadata["unit"] for figure, value in given.items() if value is not None}
 
 
 def chosen(options: argparse.Namespace) -> Cluster:
@@ -180,8 +155,7 @@ def chosen(options: argparse.Namespace) -> Cluster:
     Raises:
         argparse.ArgumentTypeError: If sites are described by halves.
     """
-    given = {figure: getattr(options, figure.key.replace("-", "_")) for figure in FIGURES}
-    changed = {figure.field: value * figure.unit for figure, value in given.items() if value is not None}
+    changed = _given(options)
     if "node_bandwidth" in changed:
         changed["is_of_data_sheets"] = False
     return _checked(dataclasses.replace(options.cluster, **changed))
@@ -206,6 +180,7 @@ def named_or_file(text: str) -> Cluster:
 
 
 def _of_file(path: Path) -> Cluster:
+    """Reads a file, whose lines are the flags without their dashes."""
     import yaml
 
     try:
@@ -215,23 +190,20 @@ def _of_file(path: Path) -> Cluster:
         raise argparse.ArgumentTypeError(f"{path}: no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(entries, dict):
         raise argparse.ArgumentTypeError(f"{path}: must be lines of KEY: NUMBER, such as {_EXAMPLE}")
-    known = {figure.key: figure for figure in FIGURES}
-    values: dict[str, Any] = {"efficiency": TCP_EFFICIENCY}
-    for key, value in entries.items():
-        if key in ("nodes", "links"):
-            raise argparse.ArgumentTypeError(f"{path}: {key}: plan knows equal nodes only; {ROUTES}")
-        if key not in known:
-            raise argparse.ArgumentTypeError(
-                f"{path}: {key}: no such key{suggestion(str(key), known) or '.'} Known: {', '.join(known)}."
-            )
-        try:
-            values[known[key].field] = known[key].kind(str(value)) * known[key].unit
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{path}: {key}: {error}") from None
-    missing = [key for key in _NEEDED if key not in entries]
-    if missing:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _add_figures(parser)
+    try:
+        options, unknown = parser.parse_known_args([f"--{key}={value}" for key, value in entries.items()])
+    except argparse.ArgumentError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+    if unknown:
+        key, known = unknown[0].removeprefix("--").partition("=")[0], [figure.metadata["key"] for figure in FIGURES]
+        equal = f"plan knows equal nodes only; {ROUTES}" if key in ("nodes", "links") else ""
+        raise argparse.ArgumentTypeError(f"{path}: {key}: {equal or f'no such key{suggestion(key, known)}'}")
+    needed = [figure for figure in FIGURES if figure.default is dataclasses.MISSING]
+    if missing := [figure.metadata["key"] for figure in needed if getattr(options, figure.name) is None]:
         raise argparse.ArgumentTypeError(f"{path}: {', '.join(missing)} missing; see {_EXAMPLE}")
-    return _checked(Cluster(**values), f"{path}: ")
+    return _checked(Cluster(**{"efficiency": TCP_EFFICIENCY} | _given(options)), f"{path}: ")
 
 
 def _checked(cluster: Cluster, where: str = "") -> Cluster:

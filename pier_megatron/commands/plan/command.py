@@ -55,7 +55,7 @@ def _print_plan(options: argparse.Namespace, cluster: clusters.Cluster) -> int:
     from pier_megatron.commands.plan.planning import make_plan
 
     command = LaunchCommand.parse(options.command)
-    plan = make_plan(command, cluster, options.tflops is not None, options.log, options.flags)
+    plan = make_plan(command, cluster, options.flops is not None, options.log, options.flags)
     if options.plot and "groups" not in plan:
         raise PierConfigError(f"--plot {options.plot} draws what groups win: it needs a job with --optimizer pier.")
     if options.plot:

@@ -4,9 +4,10 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 
-from pier_megatron.commands.plan.sizes import outer_memory
+from pier_megatron.commands import planned_sizes
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration import refusals
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -37,9 +38,16 @@ class Fix:
 
 def memory_of(args: argparse.Namespace, config: PierConfig | None) -> dict[str, float]:
     """Bytes of a GPU's memory that a job takes, by purpose."""
-    from pier_megatron.commands import planned_sizes
-
-    return planned_sizes.memory(args) | ({} if config is None else outer_memory(args, config))
+    memory = planned_sizes.memory(args)
+    if config is None:
+        return memory
+    takes = planned_sizes.taken_by_outer_loop(args, config)
+    if not config.offload:
+        memory["outer state, --pier-offload to move it"] = float(takes.state)
+    memory["chunks of an outer step on their way"] = float(takes.work)
+    if takes.residuals:
+        memory["residuals of sums, which stay on the device"] = float(takes.residuals)
+    return memory
 
 
 def needed(memory: dict[str, float], args: argparse.Namespace) -> float:
@@ -58,8 +66,6 @@ def remedy(args: argparse.Namespace, config: PierConfig | None, there: float) ->
 
 def changed_settings(args: argparse.Namespace, config: PierConfig, **changes: object) -> PierConfig | None:
     """The settings with some of them changed; None if the job would not start with them."""
-    from pier_megatron.integration import refusals
-
     try:
         changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
         refusals.check_sizes_and_intervals(args, changed)
@@ -71,23 +77,25 @@ def changed_settings(args: argparse.Namespace, config: PierConfig, **changes: ob
 def _changes(
     args: argparse.Namespace, config: PierConfig | None
 ) -> Iterator[tuple[list[str], argparse.Namespace, PierConfig | None]]:
-    divisors = [size for size in range(args.micro_batch_size, 0, -1) if args.micro_batch_size % size == 0]
-    for recompute in ({}, {"recompute_granularity": "full"}):
-        for micro_batch in divisors if not recompute else divisors[-1:]:
-            flags = [] if micro_batch == args.micro_batch_size else [f"--micro-batch-size {micro_batch}"]
-            flags += [RECOMPUTE] if recompute else []
-            changed = argparse.Namespace(**vars(args) | recompute | {"micro_batch_size": micro_batch})
-            for more, settings in _settings(args, config):
-                yield [*flags, *more], changed, settings
+    """Changes of a job that take less memory: flags that are added, and the job with them."""
+    sizes = [size for size in range(args.micro_batch_size, 0, -1) if args.micro_batch_size % size == 0]
+    changes: list[dict[str, object]] = [{"micro_batch_size": size} for size in sizes]
+    for values in (*changes, {"micro_batch_size": 1, "recompute_granularity": "full"}):
+        size = values["micro_batch_size"]
+        flags = [] if size == args.micro_batch_size else [f"--micro-batch-size {size}"]
+        flags += [RECOMPUTE] if "recompute_granularity" in values else []
+        for more, changed in _settings(args, config).items():
+            yield [*flags, *more], argparse.Namespace(**vars(args) | values), changed
 
 
-def _settings(args: argparse.Namespace, config: PierConfig | None) -> Iterator[tuple[list[str], PierConfig | None]]:
-    """Settings that take less memory, with the flags that are added."""
-    yield [], config
-    offload, overlap = {"--pier-offload": {"offload": True}}, {"--pier-overlap 0": {"overlap": 0}}
-    for changes in (offload, overlap, offload | overlap):
-        values = {name: value for change in changes.values() for name, value in change.items()}
-        if config is not None and not any(getattr(config, name) == value for name, value in values.items()):
-            changed = changed_settings(args, config, **values)
-            if changed is not None:
-                yield list(changes), changed
+def _settings(args: argparse.Namespace, config: PierConfig | None) -> dict[tuple[str, ...], PierConfig | None]:
+    """Settings that take less memory, by the flags that are added."""
+    found: dict[tuple[str, ...], PierConfig | None] = {(): config}
+    if config is None:
+        return found
+    flags = {"offload": "--pier-offload", "overlap": "--pier-overlap 0"}
+    for values in ({"offload": True}, {"overlap": 0}, {"offload": True, "overlap": 0}):
+        changed = changed_settings(args, config, **values)
+        if changed is not None and all(getattr(config, name) != value for name, value in values.items()):
+            found[tuple(flags[name] for name in values)] = changed
+    return found

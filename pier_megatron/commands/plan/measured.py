@@ -6,6 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
+from pier_megatron.commands import planned_sizes
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, achieved
 from pier_megatron.errors import PierConfigError
@@ -24,17 +25,9 @@ _COUNTED = ("world_size", "global_batch_size")
 def operations_per_second(path: Path, args: argparse.Namespace, job: Job, cluster: Cluster) -> float:
     """Operations per second of a GPU in a run, by the job's own count of operations.
 
-    Args:
-        path: Output of the run.
-        args: Megatron's arguments of the job.
-        job: Sizes of the job.
-        cluster: Cluster on which the run was.
-
     Raises:
         PierConfigError: If the run is of another model or layout, or its iterations contain communication between nodes.
     """
-    from pier_megatron.commands import planned_sizes
-
     there, iterations = read(path)
     for name in _ALIKE:
         if iterations and there.get(name) != str(getattr(args, name)):
@@ -56,7 +49,7 @@ def operations_per_second(path: Path, args: argparse.Namespace, job: Job, cluste
             "iteration, which hides what a GPU achieves. Log a run of one group, or with --optimizer pier."
         )
     seconds = statistics.median(steady(iterations, _number(there.get("pier_lazy_start_iters"), 0)))
-    flops = planned_sizes.operations(argparse.Namespace(**vars(args) | {"global_batch_size": batch, "train_samples": None}))
+    flops = planned_sizes.operations(args, batch)
     found = achieved(dataclasses.replace(job, flops=flops, gpus=gpus), cluster, seconds)
     if found <= 0:
         raise PierConfigError(

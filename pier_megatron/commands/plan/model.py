@@ -7,11 +7,16 @@ other: on the authors' A100 machine an all-reduce moved 5 GB/s per node whether 
 ``tools/planner_accuracy.py`` compares it with every published point.
 """
 
+import argparse
 import dataclasses
 from typing import Any
 
+from pier_megatron.commands import planned_sizes
 from pier_megatron.commands.plan.cluster import Cluster
+from pier_megatron.config import PierConfig
 from pier_megatron.exchange.codecs import BLOCK, CODECS
+from pier_megatron.integration.inner.requirements import are_shared_out
+from pier_megatron.settings import settings_of
 
 # Share of an iteration's compute behind which Megatron can hide gradients: the backward pass, two thirds of it.
 _HIDING = 2 / 3
@@ -61,6 +66,26 @@ class Job:
     experts: float = 0
     expert_owners: int = 1
 
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Job":
+        """Sizes of a validated job.
+
+        Raises:
+            PierConfigError: If the vocabulary's size is unknown.
+        """
+        return cls(
+            flops=planned_sizes.operations(args),
+            shard=sum(planned_sizes.parameters_of_first_shard(args)),
+            gpus=args.world_size * settings_of(args).launches,
+            tensor_parallel=args.tensor_model_parallel_size,
+            replicas=args.data_parallel_size * args.context_parallel_size,
+            groups=args.pier_groups or 1,
+            is_shared_out=are_shared_out(args),
+            parameter_bytes=planned_sizes.gathered_bytes(args),
+            experts=planned_sizes.experts_of_first_shard(args),
+            expert_owners=planned_sizes.owners(args, of_experts=True),
+        )
+
     @property
     def model_parallel(self) -> int:
         """Number of GPUs that share one replica."""
@@ -77,27 +102,6 @@ class Job:
         if not self.is_shared_out:
             return self.shard
         return (self.shard - self.experts) / self.replicas_in_group + self.experts / self.expert_owners
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """Outer steps of a run.
-
-    Attributes:
-        interval: Iterations between them.
-        overlap: Iterations behind which an exchange is hidden.
-        fragments: Parts that are exchanged in turn, each hidden for itself.
-        dtype: Type on the wire.
-        in_pairs: Whether groups exchange weights in FP32 with one other group, instead of pseudo-gradients with all.
-        offload: Whether the outer state is in host memory.
-    """
-
-    interval: int
-    overlap: int = 0
-    fragments: int = 1
-    dtype: str = "fp32"
-    in_pairs: bool = False
-    offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,49 +134,45 @@ class Prediction:
     coding: float
     copying: float
 
-    @property
-    def overlapped_passes(self) -> float:
-        """Seconds of an overlapped outer step's own work on the parameters, where its state is on the device."""
-        return _OVERLAPPED_PASSES * self.passing
-
     def _coding(self, dtype: str) -> float:
         return 0.0 if CODECS[dtype].lossless else self.coding
 
-    def mean_iteration(self, way: Way, hidden: bool = True) -> float:
+    def mean_iteration(self, config: PierConfig, hidden: bool = True) -> float:
         """Mean iteration of the local phase in seconds, outer steps included.
 
-        Args:
-            way: Outer steps.
-            hidden: Whether the group's own communication is behind compute (Megatron's overlap flags).
+        ``hidden`` says that the group's own communication is behind compute (Megatron's overlap flags).
         """
-        return self._local(hidden) + self.exposed(way, hidden) / way.interval
+        return self._local(hidden) + self.exposed(config, hidden) / config.sync_interval
 
-    def exposed(self, way: Way, hidden: bool = True) -> float:
+    def exposed(self, config: PierConfig, hidden: bool = True) -> float:
         """Seconds of an interval for which a group waits for its outer step; arguments as of :meth:`mean_iteration`."""
-        exchanged, waited = self.exchanged_and_waited(way)
+        exchanged, waited = self.exchanged_and_waited(config)
         # However many fragments are on the link at a time, an interval has no more iterations to hide them behind.
-        behind = min(way.fragments * way.overlap, way.interval)
+        behind = min(config.fragments * config.overlap, config.sync_interval)
         return max(exchanged - behind * self._local(hidden), 0.0) + waited
 
-    def exchanged_and_waited(self, way: Way) -> tuple[float, float]:
+    def exchanged_and_waited(self, config: PierConfig) -> tuple[float, float]:
         """Seconds of an outer step that iterations can hide, if it is overlapped, and those that a group waits for.
 
         Copies of offloaded state run in both directions at once, during the exchange and the passes over the parameters. Not
         counted: the copy of the first chunk, which nothing hides; the residuals, which ``--pier-no-error-feedback`` saves.
         """
-        wire, coding = self.pairs if way.in_pairs else self.exchange[way.dtype], self._coding(way.dtype)
-        if not way.offload:
-            return wire, (self.overlapped_passes if way.overlap else self.passes) + coding
-        if way.overlap == 0:
-            return wire, max(self.passes + coding, copied_by_blocking(way.dtype) * self.copying - wire)
-        return wire, max(self.overlapped_passes + coding, copied_by_overlapped(way.dtype) * self.copying)
+        dtype = config.exchange_dtype
+        wire, coding = self.pairs if config.subgroup == 2 else self.exchange[dtype], self._coding(dtype)
+        passes = (_OVERLAPPED_PASSES * self.passing if config.overlap else self.passes) + coding
+        if not config.offload:
+            return wire, passes
+        if config.overlap == 0:
+            return wire, max(passes, copied_by_blocking(dtype) * self.copying - wire)
+        return wire, max(passes, copied_by_overlapped(dtype) * self.copying)
 
     def _local(self, hidden: bool) -> float:
         return self.local if hidden else self.compute + self.inner
 
-    def mean_of_run(self, way: Way, lazy: float, hidden: bool = True) -> float:
-        """Mean iteration in seconds of a run that is synchronous for the share ``lazy``."""
-        return lazy * self.of_synchronous(hidden) + (1 - lazy) * self.mean_iteration(way, hidden)
+    def mean_of_run(self, config: PierConfig, hidden: bool = True) -> float:
+        """Mean iteration in seconds of a whole run, whose lazy start is synchronous."""
+        lazy = config.lazy_start / config.train_iters
+        return lazy * self.of_synchronous(hidden) + (1 - lazy) * self.mean_iteration(config, hidden)
 
     def of_synchronous(self, hidden: bool) -> float:
         """Seconds of an iteration that all groups take together."""

@@ -10,12 +10,7 @@ _COLORS = {SYNCHRONOUS: "#b2473e", OWN: "#2f6f9f", COMPUTE: "#777777"}
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draws the sweep of a plan.
-
-    Args:
-        plan: Plan of a job with groups.
-        path: PNG to write.
-    """
+    """Draws the sweep of a plan of a job with groups, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -5,15 +5,17 @@ import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
-from pier_megatron.commands import job_arguments
+from pier_megatron import features
+from pier_megatron.commands import job_arguments, planned_sizes
 from pier_megatron.commands.findings import Findings
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan import fit, measured, sizes, verdict, ways
+from pier_megatron.commands.plan import fit, measured, verdict, ways
 from pier_megatron.commands.plan.cluster import Cluster
 from pier_megatron.commands.plan.model import Job, Plan, predict
 from pier_megatron.commands.script_sources import ScriptSources
 from pier_megatron.config import PierConfig
 from pier_megatron.errors import PierConfigError
+from pier_megatron.integration.arguments import config_from_args
 from pier_megatron.megatron_api.args import uses_pier
 
 
@@ -22,12 +24,8 @@ def make_plan(
 ) -> Plan:
     """Plans a job; needs no GPU.
 
-    Args:
-        command: Launch command of the job.
-        cluster: Cluster on which it runs.
-        is_given: Whether the cluster's TFLOP/s are of this job.
-        log: Output of a run of the job that has begun, on fewer GPUs or iterations if need be.
-        before: Flags of the planner's own, which belong before the job.
+    ``is_given`` says that the cluster's TFLOP/s are the job's own, ``log`` is the output of a run of it, on fewer GPUs or
+    iterations if need be, and ``before`` are the planner's own flags, which belong before the job.
 
     Returns:
         Plain values: a verdict, the ways to train, memory in bytes, times in seconds, what was assumed.
@@ -35,10 +33,8 @@ def make_plan(
     Raises:
         PierConfigError: If the job would not start, its size cannot be seen, it has sites, or the log says nothing of it.
     """
-    from pier_megatron.integration.arguments import config_from_args
-
     args, warnings = _arguments(command, before)
-    config, job = config_from_args(args) if uses_pier(args) else None, sizes.sizes_of(args)
+    config, job = config_from_args(args) if uses_pier(args) else None, Job.of(args)
     if config is not None and config.sites is not None:
         raise PierConfigError(
             f"--pier-sites {config.sites}: pier-megatron plan does not count averages inside sites. Plan with --pier-groups "
@@ -98,8 +94,6 @@ def _assumed(
     rows: dict[str, ways.Row],
 ) -> list[str]:
     """What figures rest on, and what they leave out, one sentence each."""
-    from pier_megatron import features
-
     sites = cluster.sites(job.gpus)
     between = f"a site {cluster.site_rate / 1e9:.3g} GB/s to others, " if sites > 1 else ""
     links = " by data sheets: give --node-bandwidth as measured" if cluster.is_of_data_sheets else ""
@@ -116,7 +110,7 @@ def _assumed(
     used = [name for name, value in features.settings(args).items() if value]
     found += [f"what {', '.join(used)} changes in time is not counted"] if used else []
     if config is not None:
-        found.append(f"{ways.lazy_share(config):.0%} of the run is synchronous (lazy start)")
+        found.append(f"{config.lazy_start / config.train_iters:.0%} of the run is synchronous (lazy start)")
         found.append("the loss is not predicted: docs/should-i-use-it.md")
     return found
 
@@ -131,8 +125,6 @@ def _stock_row(args: argparse.Namespace, job: Job, cluster: Cluster) -> ways.Row
 
 def _of_groups(args: argparse.Namespace, config: PierConfig, job: Job, cluster: Cluster) -> Plan:
     """What an outer loop takes, and how the job depends on its link."""
-    from pier_megatron.commands import planned_sizes
-
     return {
         "groups": config.groups,
         "interval": config.sync_interval,

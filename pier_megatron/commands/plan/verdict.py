@@ -10,13 +10,7 @@ _WORTH, _WORTH_A_FLAG = 1.05, 1.02
 
 
 def of_rows(rows: Mapping[str, Row], groups: int, is_measured: bool) -> str:
-    """The verdict on a job that fits.
-
-    Args:
-        rows: All ways to train, see :func:`pier_megatron.commands.plan.ways.rows`.
-        groups: Number of groups.
-        is_measured: Whether the TFLOP/s are of this job.
-    """
+    """The verdict on a job that fits, by the rows of :func:`pier_megatron.commands.plan.ways.rows`."""
     if groups == 1:
         return "Do not use it for speed: one group has nothing to relax (docs/frontier.md#one-group)."
     name = max((name for name, row in rows.items() if row.fits and name != SYNCHRONOUS), key=lambda name: rows[name].gain)
@@ -36,14 +30,7 @@ def of_rows(rows: Mapping[str, Row], groups: int, is_measured: bool) -> str:
 
 
 def does_not_fit(needed: float, there: float, fix: Fix | None, gain: float | None) -> str:
-    """The verdict on a job that does not fit.
-
-    Args:
-        needed: Bytes that a GPU must have.
-        there: Bytes that it has.
-        fix: What makes the job fit.
-        gain: Gain of the job with that; None if it has none.
-    """
+    """The verdict on a job that needs more bytes of a GPU than are there; ``gain`` is that of the job with the fix."""
     size = f"Does not fit: {needed / 1e9:.1f} of {there / 1e9:.0f} GB."
     if fix is None:
         return f"{size} Raise --tensor-model-parallel-size or --pipeline-model-parallel-size."

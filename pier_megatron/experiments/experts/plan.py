@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pier_megatron.commands.launch_command import LaunchCommand
-from pier_megatron.commands.plan import ways
 from pier_megatron.commands.plan.cluster import CLUSTERS
-from pier_megatron.commands.plan.model import predict
-from pier_megatron.commands.plan.sizes import outer_memory, sizes_of
+from pier_megatron.commands.plan.fit import memory_of
+from pier_megatron.commands.plan.model import Job, predict
+from pier_megatron.commands.planned_job import validated_arguments
 from pier_megatron.cpu.preparations import missing_cpu_flags
 from pier_megatron.errors import PierConfigError
 from pier_megatron.experiments.experts import seeds
@@ -50,7 +50,7 @@ def make(ensemble: Ensemble, folder: Path) -> Plan:
         PierConfigError: If Megatron refuses the arguments of a job, or another plan has been trained in the folder.
     """
     validated = {name: _validated(ensemble, name, ("--train-iters", str(ensemble.iterations))) for name in ensemble.sizes}
-    operations = {name: sizes_of(args).flops for name, args in validated.items()}
+    operations = {name: Job.of(args).flops for name, args in validated.items()}
     of_seeds = _operations_of_seeds(ensemble, validated)
     models = {
         name: Model(
@@ -127,7 +127,7 @@ def _understood(ensemble: Ensemble, what: str, nodes: int, ranks_per_node: int, 
     if ensemble.device == "cpu":
         arguments = (*arguments, *missing_cpu_flags(arguments))
     try:
-        return LaunchCommand(nodes, ranks_per_node, str(ensemble.script), tuple(arguments)).validated_arguments()
+        return validated_arguments(LaunchCommand(nodes, ranks_per_node, str(ensemble.script), tuple(arguments)))
     except PierConfigError as error:
         raise PierConfigError(f"{what}: {error}") from error
 
@@ -152,18 +152,16 @@ def _arguments(ensemble: Ensemble, share: BudgetedExpert, folder: Path) -> tuple
 
 def _predicted(args: argparse.Namespace, cluster: str | None) -> tuple[float, float | None]:
     """Memory of a rank in bytes, and hours of the training, by the planner."""
-    from pier_megatron.commands import planned_sizes
     from pier_megatron.integration.arguments import config_from_args
     from pier_megatron.megatron_api.args import uses_pier
 
-    job = sizes_of(args)
     config = config_from_args(args) if uses_pier(args) else None
-    memory = planned_sizes.memory(args) | (outer_memory(args, config) if config else {})
+    memory = sum(memory_of(args, config).values())
     if cluster is None:
-        return sum(memory.values()), None
-    prediction = predict(job, CLUSTERS[cluster])
-    iteration = prediction.mean_iteration(ways.of_job(config)) if config else prediction.synchronous
-    return sum(memory.values()), iteration * args.train_iters / 3600
+        return memory, None
+    prediction = predict(Job.of(args), CLUSTERS[cluster])
+    iteration = prediction.mean_iteration(config) if config else prediction.synchronous
+    return memory, iteration * args.train_iters / 3600
 
 
 def check_nothing_is_lost(plan: Plan) -> None:

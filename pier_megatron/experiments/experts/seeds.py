@@ -29,7 +29,7 @@ def operations(seed: Path, defaults: argparse.Namespace) -> float:
             raise PierConfigError(f"{folder}: its model began from its own folder, so its earlier seed is not known.")
         seen.add(folder.resolve())
         arguments = argparse.Namespace(**vars(defaults) | vars(StoredModel.find(folder).arguments) | vocabulary)
-        done = planned_sizes.operations_done(arguments)
+        done = planned_sizes.operations(arguments, arguments.consumed_train_samples)
         total += done
         origin = arguments.pretrained_checkpoint or (arguments.load if arguments.finetune else None)
         if not done and origin is None:
