@@ -483,6 +483,7 @@ def _other_weights(directory: Path) -> Patch:
 
     return mock.patch.object(megatron_training, "get_model", differing_model)
 
+    "nan in group 0 at 9": lambda directory: _fault(0, (9,), after=_nan),
 
 @contextlib.contextmanager
 def _no_memory(directory: Path) -> Iterator[None]:
